@@ -1,0 +1,58 @@
+# Moonpool's verbs. `make` alone lists them.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+MODEL  ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run up down test test-all check format protos bench load clean
+
+help:  ## list the verbs
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+setup: $(STAMP)  ## create .venv and install everything into it, at pinned versions
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or say make PYTHON=python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,dev]'
+	@touch $@
+
+run: $(STAMP)  ## serve the bundled model on this machine, show what happens, stop
+	$(BIN)/moonpool demo $(if $(MODEL),--model $(MODEL))
+
+up: $(STAMP)  ## a local stack in the foreground, until Ctrl-C
+	$(BIN)/moonpool up $(if $(MODEL),--model $(MODEL))
+
+down: $(STAMP)  ## stop the stack that `make up` started
+	$(BIN)/moonpool down
+
+test: $(STAMP)  ## the tests that gate every change (minutes)
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: $(STAMP)  ## all tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## format, lint, strict types, layers, tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(MAKE) test
+
+format: $(STAMP)  ## rewrite the code in the house's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+protos: $(STAMP)  ## regenerate moonpool/v1 from protos/
+	$(BIN)/python tools/gen_protos.py
+
+bench: $(STAMP)  ## measure, into benchmarks/results/
+	$(BIN)/python -m benchmarks
+
+load: $(STAMP)  ## load a local stack
+	$(BIN)/python -m tests.load.conductor
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

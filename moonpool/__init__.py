@@ -1,0 +1,1 @@
+"""Moonpool: what its services share, and the client SDK."""

@@ -1,0 +1,16 @@
+"""The small checkpoint that ships with Moonpool, so that demos and tests need no download."""
+
+from __future__ import annotations
+
+import pathlib
+
+__all__ = ["model_dir"]
+
+
+def model_dir() -> pathlib.Path:
+    """Return the folder of the bundled checkpoint (Hugging Face layout, ``LlamaForCausalLM``).
+
+    The folder holds ``config.json``, ``model.safetensors``, ``tokenizer.json``, ``tokenizer_config.json``,
+    ``generation_config.json`` and the model card ``README.md``. ``tools/train_bundled_model.py`` makes it.
+    """
+    return pathlib.Path(__file__).resolve().parent / "tiny"

@@ -1,0 +1,32 @@
+"""The identity of a checkpoint's weights: a hash of what they compute and of every byte of them.
+
+Must not know torch or how weights are used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from blake3 import blake3
+
+from moonpool.checkpoint.config import config_hash, load_config
+from moonpool.checkpoint.weights import weight_files
+
+
+def weights_fingerprint(path: Path | str) -> bytes:
+    """Return 32 bytes that differ wherever configuration or weights differ.
+
+    Hashes every safetensors file whole (memory-mapped, on all cores), so that a fine-tuned copy with the same header
+    never passes for the original. The same weights in other shards get another fingerprint; that costs cache misses,
+    never a wrong answer.
+
+    Raises:
+        CheckpointError: as `load_config` and `weight_files`.
+    """
+    folder = Path(path)
+    digest = blake3(b"moonpool weights 1\0" + config_hash(load_config(folder)))
+    for file in weight_files(folder):
+        content = blake3(max_threads=blake3.AUTO)
+        content.update_mmap(file)
+        digest.update(content.digest())
+    return digest.digest()

@@ -1,0 +1,35 @@
+"""`moonpool generate`: one prompt, streamed to the terminal."""
+
+import dataclasses
+import json
+import sys
+
+import typer
+
+from moonpool.client import Client, Message, SamplingParams, Slo
+
+
+def run_generate(
+    address: str, prompt: str, sampling: SamplingParams, *, chat: bool, ttft_slo_s: float | None, as_json: bool
+) -> None:
+    """Streams the answer to standard output and the figures to standard error, or prints one JSON object."""
+    slo = Slo(ttft_s=ttft_slo_s)
+    messages: list[Message] | None = [{"role": "user", "content": prompt}] if chat else None
+    text = None if chat else prompt
+    with Client(address) as client:
+        if as_json:
+            answer = client.generate(prompt=text, messages=messages, sampling=sampling, slo=slo)
+            typer.echo(json.dumps(dataclasses.asdict(answer)))
+            return
+        stream = client.stream(prompt=text, messages=messages, sampling=sampling, slo=slo)
+        for event in stream:
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+    if (result := stream.result) is not None:
+        usage, timing = result.usage, result.timing
+        typer.echo(
+            f"[{result.finish_reason}] {usage.prompt_tokens} prompt tokens, {usage.cached_tokens} cached; "
+            f"{usage.completion_tokens} generated; TTFT {timing.ttft_s:.3f} s, TPOT {timing.tpot_s:.4f} s",
+            err=True,
+        )

@@ -1,0 +1,173 @@
+"""The `moonpool` command: its verbs and their flags.
+
+A lazy leaf: each verb imports what it needs when it runs, so that `moonpool generate` needs no torch and `--help` is
+quick.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moonpool.errors import MoonpoolError
+
+app = typer.Typer(
+    name="moonpool",
+    help="KVCache-centric serving of large language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+model_app = typer.Typer(help="Create and inspect checkpoints.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+
+Address = Annotated[str, typer.Option(help="The conductor, HOST:PORT.", envvar="MOONPOOL_ADDRESS")]
+Model = Annotated[str, typer.Option(help="Hugging Face folder or hub id; empty = the bundled model.")]
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def _service(kind: str, summary: str) -> None:
+    """Adds a verb that runs one service; its flags are the service's own."""
+
+    @app.command(kind, help=summary, context_settings=PASS_THROUGH)
+    def run(context: typer.Context) -> None:
+        status: int = importlib.import_module(f"services.{kind}.__main__").main(context.args)
+        raise typer.Exit(status)
+
+
+_service("conductor", "Run one conductor.")
+_service("prefill", "Run one prefill instance.")
+_service("decode", "Run one decode instance.")
+_service("kvstore", "Run one kvstore.")
+
+
+@app.command()
+def up(
+    model: Model = "",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
+    kvstore: Annotated[int, typer.Option(min=0, help="kvstore instances.")] = 1,
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages of each prefill instance.")] = 1,
+    data_dir: Annotated[Path | None, typer.Option(help="Keeps store and logs; default: a temporary folder.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The conductor's port; 0 = any free.")] = 50051,
+    threads: Annotated[int, typer.Option(min=0, help="Threads of each engine process; 0 = cores shared out.")] = 0,
+    block_tokens: Annotated[int, typer.Option(help="Tokens per KV block.")] = 64,
+    kv_bytes: Annotated[int, typer.Option(help="Bytes of KV pool of each engine instance.")] = 256 << 20,
+    dram_bytes: Annotated[int, typer.Option(help="Bytes of each kvstore's DRAM tier.")] = 256 << 20,
+    ssd_bytes: Annotated[int, typer.Option(help="Bytes of each kvstore's SSD tier.")] = 4 << 30,
+    spans_dir: Annotated[Path | None, typer.Option(help="Where services record spans (Chrome trace events).")] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+) -> None:
+    """Run a local stack in the foreground, until Ctrl-C."""
+    from moonpool.cli.stack import StackPlan
+    from moonpool.cli.up import run_up
+
+    def plan(folder: Path) -> StackPlan:
+        return StackPlan(
+            model=model or bundled_model(), data_dir=folder, dtype=dtype, prefill=prefill, decode=decode,
+            kvstore=kvstore, stages=stages, port=port, threads=threads, block_tokens=block_tokens, kv_bytes=kv_bytes,
+            dram_bytes=dram_bytes, ssd_bytes=ssd_bytes, log_level=log_level, spans_dir=spans_dir,
+        )  # fmt: skip
+
+    raise typer.Exit(run_up(plan, data_dir, as_json=as_json))
+
+
+@app.command()
+def down(
+    data_dir: Annotated[Path | None, typer.Option(help="The --data-dir of the stack; default: the last `up`.")] = None,
+) -> None:
+    """Stop the stack that `moonpool up` started on this machine, and wait until it is gone."""
+    from moonpool.cli.up import run_down
+
+    raise typer.Exit(run_down(data_dir))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Option(help="The prompt; - reads standard input.")],
+    address: Address = "127.0.0.1:50051",
+    chat: Annotated[bool, typer.Option(help="Send the prompt as a user's turn through the chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    ttft_slo_s: Annotated[float | None, typer.Option(help="Refuse when the first token is predicted later.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
+) -> None:
+    """Generate text from a prompt."""
+    from moonpool.cli.generate import run_generate
+    from moonpool.client import SamplingParams
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    run_generate(address, text, sampling, chat=chat, ttft_slo_s=ttft_slo_s, as_json=as_json)
+
+
+@app.command()
+def check(address: Address = "127.0.0.1:50051") -> None:
+    """Ask every service whether all that was reserved has come back, and name what has not."""
+    from moonpool.cli.check import run_check
+
+    raise typer.Exit(run_check(address))
+
+
+@app.command()
+def demo(
+    model: Model = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per request at most.")] = 48,
+) -> None:
+    """Start a local stack, serve some prompts, show what happened, stop."""
+    from moonpool.cli.demo import run_demo
+
+    raise typer.Exit(run_demo(model or bundled_model(), max_tokens))
+
+
+@model_app.command("create")
+def model_create(
+    shape: Annotated[str, typer.Argument(help="Named shape, for example tiny-llama or qwen2.5-0.5b.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write; must not exist or be empty.")],
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+) -> None:
+    """Write a checkpoint with random weights in Hugging Face format."""
+    from moonpool.model.create import create
+
+    create(shape, folder, seed=seed, dtype=dtype)
+    typer.echo(f"{folder}: {shape}, {dtype}, seed {seed}")
+
+
+@model_app.command("inspect")
+def model_inspect(
+    model: Annotated[str, typer.Argument(help="Hugging Face folder or hub id.")],
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    block_tokens: Annotated[int, typer.Option(help="Tokens per KV block.")] = 64,
+    memory_bytes: Annotated[int | None, typer.Option(help="What fits in so many bytes beside the weights?")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Show a checkpoint's parameters, KV bytes per token, and what fits a given memory."""
+    from moonpool.cli.inspect import run_inspect
+
+    run_inspect(model, dtype, block_tokens, memory_bytes, as_json=as_json)
+
+
+def bundled_model() -> str:
+    """Folder of the model that comes with Moonpool."""
+    from moonpool.bundled import model_dir
+
+    return str(model_dir())
+
+
+def main() -> None:
+    """Entry point: prints an error as one line and exits with 2."""
+    try:
+        app()
+    except MoonpoolError as error:
+        typer.echo(f"moonpool: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

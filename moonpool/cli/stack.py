@@ -1,0 +1,281 @@
+"""A local stack: all four services as processes of this machine, started together and stopped together.
+
+Owns processes, their logs and their order; knows nothing of requests. `moonpool up`, `moonpool demo` and the
+integration tests run the very same class.
+"""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from moonpool.client import Client
+from moonpool.errors import Unavailable
+
+LOG_TAIL_LINES = 25
+DRAIN_S = 8.0
+"""How long a service of the stack may finish what runs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StackPlan:
+    """What a local stack consists of.
+
+    Attributes:
+        model: folder of a checkpoint, or a hub id.
+        data_dir: kvstore data and logs live below it.
+        dtype: "auto", "float32", "bfloat16" or "float16".
+        prefill, decode, kvstore: number of instances of each.
+        stages: pipeline stages of each prefill instance.
+        port: the conductor's port; 0 = any free one.
+        threads: compute threads of each engine process; 0 = all cores shared out among them, at least one.
+        block_tokens: tokens per KV block.
+        kv_bytes: bytes of KV pool of each engine instance.
+        dram_bytes: bytes of each kvstore's DRAM tier.
+        ssd_bytes: bytes of each kvstore's SSD tier.
+        spans_dir: where services record their spans; None = nowhere.
+        extra: further flags by kind of service, for example {"prefill": ["--step-tokens", "256"]}.
+    """
+
+    model: str
+    data_dir: Path
+    dtype: str = "auto"
+    prefill: int = 1
+    decode: int = 1
+    kvstore: int = 1
+    stages: int = 1
+    port: int = 0
+    threads: int = 0
+    block_tokens: int = 64
+    kv_bytes: int = 256 << 20
+    dram_bytes: int = 256 << 20
+    ssd_bytes: int = 4 << 30
+    log_level: str = "info"
+    spans_dir: Path | None = None
+    extra: dict[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+
+    def engine_threads(self) -> int:
+        """Compute threads of each engine process."""
+        if self.threads:
+            return self.threads
+        engines = self.prefill * self.stages + self.decode
+        return max(1, (os.cpu_count() or 1) // engines)
+
+
+class ServiceProcess:
+    """One service as a child process: its ready line, its log, its end.
+
+    The child is told to die with this process, so that even a killed parent leaves nothing behind.
+    """
+
+    def __init__(self, kind: str, service_id: str, arguments: Sequence[str], log_path: Path) -> None:
+        self.kind = kind
+        self.id = service_id
+        self.arguments = list(arguments)
+        self.log_path = log_path
+        self.address = ""
+        self._ready = threading.Event()
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        environment = os.environ | {"MOONPOOL_DIE_WITH_PARENT": "1"}
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"services.{kind}", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+        self._reader = threading.Thread(target=self._read_stdout, name=f"stdout-{service_id}", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, None while it runs."""
+        return self._process.poll()
+
+    def _read_stdout(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as stdout:
+            for line in stdout:
+                text = line.decode(errors="replace").strip()
+                if text.startswith("ready: ") and not self.address:
+                    self.address = text.removeprefix("ready: ")
+                    self._ready.set()
+        self._ready.set()
+
+    def wait_ready(self, timeout_s: float) -> str:
+        """Waits for the service's ready line.
+
+        Returns:
+            Its address, "host:port".
+
+        Raises:
+            Unavailable: it ended or did not get ready in time; the message has the end of its log.
+        """
+        self._ready.wait(timeout_s)
+        if self.address:
+            return self.address
+        what = "was not ready in time" if self.returncode is None else f"ended with status {self._process.wait()}"
+        raise Unavailable(f"{self.id} {what}\n{self.log_tail()}")
+
+    def log_tail(self) -> str:
+        """The last lines of its log."""
+        lines = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return "\n".join(f"  {self.id}| {line}" for line in lines)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal, if it still runs."""
+        if self.returncode is None:
+            self._process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> int:
+        """Waits for its end; kills the process when the time is over. Returns the exit status."""
+        try:
+            status = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        self._reader.join()
+        return status
+
+
+class LocalStack:
+    """Starts conductor, kvstores, prefill and decode instances, and stops them.
+
+    Use as a context manager; `address` is the conductor's.
+    """
+
+    def __init__(self, plan: StackPlan, *, on_ready: Callable[[ServiceProcess], None] | None = None) -> None:
+        self.plan = plan
+        self.services: dict[str, ServiceProcess] = {}
+        self.address = ""
+        self._on_ready = on_ready or (lambda service: None)
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop(drain_s=2.0)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self, timeout_s: float = 180.0) -> str:
+        """Starts everything and waits until every instance has joined the conductor.
+
+        Returns:
+            The conductor's address.
+
+        Raises:
+            Unavailable: a service did not start; the message has the end of its log.
+        """
+        conductor = self._spawn("conductor", "conductor", self._conductor_arguments())
+        self.address = conductor.wait_ready(timeout_s)
+        self._on_ready(conductor)
+        members = [
+            self._spawn(kind, f"{kind}-{number}", self._member_arguments(kind, f"{kind}-{number}"))
+            for kind, count in (
+                ("kvstore", self.plan.kvstore),
+                ("prefill", self.plan.prefill),
+                ("decode", self.plan.decode),
+            )
+            for number in range(count)
+        ]
+        with ThreadPoolExecutor(len(members) or 1) as pool:
+            for service in pool.map(lambda member: (member.wait_ready(timeout_s), member)[1], members):
+                self._on_ready(service)
+        self.wait_joined(timeout_s)
+        return self.address
+
+    def wait_joined(self, timeout_s: float) -> None:
+        """Waits until the conductor knows every instance of the plan.
+
+        Raises:
+            Unavailable: an instance ended, or the time is over.
+        """
+        deadline = time.monotonic() + timeout_s
+        pause = threading.Event()
+        wanted = set(self.services) - {"conductor"}
+        with Client(self.address) as client:
+            while True:
+                for service in self.services.values():
+                    if service.returncode is not None:
+                        raise Unavailable(f"{service.id} ended with status {service.returncode}\n{service.log_tail()}")
+                known = {instance.id for instance in client.cluster_state().instances}
+                if wanted <= known:
+                    return
+                if time.monotonic() > deadline:
+                    raise Unavailable(f"not joined in time: {', '.join(sorted(wanted - known))}")
+                pause.wait(0.05)
+
+    def restart(self, service_id: str, *, kill: bool = False, timeout_s: float = 60.0) -> None:
+        """Stops one member (gently or by SIGKILL) and starts it anew under the same id, waiting until it has joined."""
+        old = self.services[service_id]
+        old.signal(signal.SIGKILL if kill else signal.SIGTERM)
+        old.wait(timeout_s)
+        new = self._spawn(old.kind, service_id, old.arguments)
+        new.wait_ready(timeout_s)
+        self.wait_joined(timeout_s)
+
+    def stop(self, drain_s: float = 20.0) -> dict[str, int]:
+        """Drains and stops everything, the conductor first, so that no new request comes.
+
+        Returns:
+            Exit status by service id.
+        """
+        statuses: dict[str, int] = {}
+        for group in (["conductor"], [name for name in self.services if name != "conductor"]):
+            running = [self.services[name] for name in group if name in self.services]
+            for service in running:
+                service.signal(signal.SIGTERM)
+            for service in running:
+                statuses[service.id] = service.wait(drain_s)
+        self.services.clear()
+        return statuses
+
+    def _spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
+        log_path = self.plan.data_dir / "logs" / f"{service_id}.log"
+        service = ServiceProcess(kind, service_id, arguments, log_path)
+        self.services[service_id] = service
+        return service
+
+    def _common_arguments(self, kind: str, service_id: str, port: int) -> Iterator[str]:
+        yield from ("--id", service_id, "--listen", f"127.0.0.1:{port}", "--log-level", self.plan.log_level)
+        yield from ("--drain-s", f"{DRAIN_S:g}")
+        if self.plan.spans_dir is not None:
+            yield from ("--spans-dir", str(self.plan.spans_dir))
+        yield from self.plan.extra.get(kind, ())
+
+    def _conductor_arguments(self) -> list[str]:
+        return ["--model", self.plan.model, *self._common_arguments("conductor", "conductor", self.plan.port)]
+
+    def _member_arguments(self, kind: str, service_id: str) -> list[str]:
+        plan = self.plan
+        arguments = ["--conductor", self.address]
+        if kind == "kvstore":
+            arguments += ["--data-dir", str(plan.data_dir / service_id)]
+            arguments += ["--dram-bytes", str(plan.dram_bytes), "--ssd-bytes", str(plan.ssd_bytes)]
+        else:
+            arguments += ["--model", plan.model, "--dtype", plan.dtype, "--block-tokens", str(plan.block_tokens)]
+            arguments += ["--kv-bytes", str(plan.kv_bytes), "--threads", str(plan.engine_threads())]
+        if kind == "prefill":
+            arguments += ["--stages", str(plan.stages)]
+        return [*arguments, *self._common_arguments(kind, service_id, 0)]

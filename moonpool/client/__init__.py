@@ -1,0 +1,76 @@
+"""The client SDK: `Client` blocks, `AsyncClient` is for asyncio; both have the same shape.
+
+    from moonpool.client import Client, SamplingParams
+
+    with Client("127.0.0.1:50051") as client:
+        answer = client.generate(prompt="...", sampling=SamplingParams(max_tokens=64, temperature=0.0))
+        print(answer.text, answer.usage.cached_tokens)
+        for event in client.stream(token_ids=[1, 2, 3]):
+            print(event.text, end="")
+
+Errors are those of `moonpool.errors`. Torch-free.
+"""
+
+from moonpool.client.aio import AsyncClient, AsyncTokenStream
+from moonpool.client.blocking import Client, TokenStream
+from moonpool.client.types import (
+    Candidate,
+    ClusterState,
+    Explanation,
+    FinishReason,
+    GaugeValue,
+    GenerateResult,
+    InstanceInfo,
+    Message,
+    Placement,
+    SamplingParams,
+    Slo,
+    Timing,
+    TokenEvent,
+    Usage,
+)
+from moonpool.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    Mismatch,
+    MoonpoolError,
+    NotFound,
+    Overloaded,
+    StreamBroken,
+    TransferFailed,
+    Unavailable,
+    Unsupported,
+)
+
+__all__ = [
+    "AsyncClient",
+    "AsyncTokenStream",
+    "Candidate",
+    "Client",
+    "ClusterState",
+    "DeadlineExceeded",
+    "Explanation",
+    "FinishReason",
+    "GaugeValue",
+    "GenerateResult",
+    "InstanceInfo",
+    "Internal",
+    "InvalidRequest",
+    "Message",
+    "Mismatch",
+    "MoonpoolError",
+    "NotFound",
+    "Overloaded",
+    "Placement",
+    "SamplingParams",
+    "Slo",
+    "StreamBroken",
+    "Timing",
+    "TokenEvent",
+    "TokenStream",
+    "TransferFailed",
+    "Unavailable",
+    "Unsupported",
+    "Usage",
+]

@@ -1,0 +1,177 @@
+"""A conductor in memory, for tests of programs that use the SDK: no network, no model, no torch.
+
+fake = FakeConductor()
+with fake.client() as client:
+    assert client.generate(prompt="hi").token_ids == [1, 2, 3]
+assert fake.requests[0].text == "hi"
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import NoReturn
+
+from moonpool.client.aio import AsyncClient
+from moonpool.client.blocking import Client
+from moonpool.errors import NotFound
+from moonpool.v1 import conductor_pb2 as pb
+from moonpool.v1 import kv_pb2
+
+Script = Iterable[pb.GenerateResponse | Exception]
+"""What a request meets: messages in order; an exception among them is raised there."""
+
+
+def answer(
+    token_ids: Iterable[int] = (1, 2, 3),
+    *,
+    request_id: str = "fake",
+    reason: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_STOP,
+    prompt_tokens: int = 1,
+    cached_tokens: int = 0,
+) -> list[pb.GenerateResponse]:
+    """Return an answer's messages, one token each; token n has the text "n "."""
+    tokens = list(token_ids)
+    placement = pb.Placement(prefill="prefill-0", decode="decode-0")
+    placed = pb.Placed(request_id=request_id, placement=placement, prompt_tokens=prompt_tokens)
+    deltas = [
+        pb.TokenDelta(position=position, token_ids=[token], text=f"{token} ") for position, token in enumerate(tokens)
+    ]
+    finished = pb.Finished(
+        reason=reason,
+        usage=pb.Usage(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, completion_tokens=len(tokens)),
+        timing=pb.Timing(ttft_s=0.01, tpot_s=0.001, e2e_s=0.02),
+        placement=placement,
+    )
+    return [
+        pb.GenerateResponse(placed=placed),
+        *(pb.GenerateResponse(delta=delta) for delta in deltas),
+        pb.GenerateResponse(finished=finished),
+    ]
+
+
+class FakeConductor:
+    """Answers every request by a script, and remembers what was asked and what was cancelled."""
+
+    def __init__(self, script: Callable[[pb.GenerateRequest], Script] | None = None) -> None:
+        """Answer with `script(request)`, or with tokens 1, 2, 3 cut to `max_tokens`."""
+        self._script = script or _default_script
+        self.requests: list[pb.GenerateRequest] = []
+        self.timeouts_s: list[float] = []
+        self.cancelled: list[pb.GenerateRequest] = []
+        """Requests whose call was cancelled before its end."""
+        self.state = pb.ClusterStateResponse(ready=True)
+        self.explanations: dict[str, pb.ExplainResponse] = {}
+        self.gauges = pb.ConductorStatsResponse()
+
+    def client(self, *, timeout_s: float = 10.0, connect_timeout_s: float = 0.0) -> Client:
+        """Return a blocking client of this conductor."""
+        return Client(transport=_FakeTransport(self), timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
+
+    def async_client(self, *, timeout_s: float = 10.0, connect_timeout_s: float = 0.0) -> AsyncClient:
+        """Return an asyncio client of this conductor."""
+        return AsyncClient(
+            transport=_AsyncFakeTransport(self), timeout_s=timeout_s, connect_timeout_s=connect_timeout_s
+        )
+
+    def begin(self, request: pb.GenerateRequest, timeout_s: float) -> FakeCall:
+        """Begin a request."""
+        self.requests.append(request)
+        self.timeouts_s.append(timeout_s)
+        return FakeCall(self, request, iter(self._script(request)))
+
+    def explain(self, request: pb.ExplainRequest) -> pb.ExplainResponse:
+        """Tell what `explanations` holds."""
+        if request.request_id not in self.explanations:
+            raise NotFound(f"no decision about request {request.request_id!r}")
+        return self.explanations[request.request_id]
+
+
+class FakeCall:
+    """A call of either client: iterate over it one way or the other."""
+
+    def __init__(
+        self, fake: FakeConductor, request: pb.GenerateRequest, script: Iterator[pb.GenerateResponse | Exception]
+    ) -> None:
+        self._fake = fake
+        self._request = request
+        self._script = script
+        self._over = threading.Event()
+
+    def __iter__(self) -> Iterator[pb.GenerateResponse]:
+        return self
+
+    def __next__(self) -> pb.GenerateResponse:
+        if self._over.is_set():
+            raise StopIteration
+        step = next(self._script, None)
+        if step is None:
+            self._over.set()
+            raise StopIteration
+        if isinstance(step, Exception):
+            self._fail(step)
+        return step
+
+    def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
+        return self
+
+    async def __anext__(self) -> pb.GenerateResponse:
+        try:
+            return next(self)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+    def cancel(self) -> None:
+        """End the call; noted if it was not over."""
+        if not self._over.is_set():
+            self._over.set()
+            self._fake.cancelled.append(self._request)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self._over.set()
+        raise error
+
+
+class _FakeTransport:
+    def __init__(self, fake: FakeConductor) -> None:
+        self._fake = fake
+
+    def generate(self, request: pb.GenerateRequest, timeout_s: float) -> FakeCall:
+        return self._fake.begin(request, timeout_s)
+
+    def explain(self, request: pb.ExplainRequest, timeout_s: float) -> pb.ExplainResponse:
+        return self._fake.explain(request)
+
+    def cluster_state(self, request: pb.ClusterStateRequest, timeout_s: float) -> pb.ClusterStateResponse:
+        return self._fake.state
+
+    def stats(self, request: pb.ConductorStatsRequest, timeout_s: float) -> pb.ConductorStatsResponse:
+        return self._fake.gauges
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _AsyncFakeTransport:
+    def __init__(self, fake: FakeConductor) -> None:
+        self._fake = fake
+
+    def generate(self, request: pb.GenerateRequest, timeout_s: float) -> FakeCall:
+        return self._fake.begin(request, timeout_s)
+
+    async def explain(self, request: pb.ExplainRequest, timeout_s: float) -> pb.ExplainResponse:
+        return self._fake.explain(request)
+
+    async def cluster_state(self, request: pb.ClusterStateRequest, timeout_s: float) -> pb.ClusterStateResponse:
+        return self._fake.state
+
+    async def stats(self, request: pb.ConductorStatsRequest, timeout_s: float) -> pb.ConductorStatsResponse:
+        return self._fake.gauges
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
+
+def _default_script(request: pb.GenerateRequest) -> Script:
+    limit = request.sampling.max_tokens or 3
+    return answer((1, 2, 3)[:limit], request_id=request.request_id or "fake")

@@ -1,0 +1,261 @@
+"""Pure translation between the SDK's types and the contract's messages, shared by both clients.
+
+Knows neither transports nor clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+from moonpool.client.types import (
+    Candidate,
+    ClusterState,
+    Explanation,
+    FinishReason,
+    GaugeValue,
+    GenerateResult,
+    InstanceInfo,
+    Message,
+    Placement,
+    SamplingParams,
+    Slo,
+    Timing,
+    TokenEvent,
+    Usage,
+)
+from moonpool.errors import InvalidRequest, StreamBroken
+from moonpool.v1 import conductor_pb2, kv_pb2
+
+_FINISH: dict[int, FinishReason] = {
+    kv_pb2.FINISH_REASON_STOP: "stop",
+    kv_pb2.FINISH_REASON_LENGTH: "length",
+    kv_pb2.FINISH_REASON_CANCELLED: "cancelled",
+}
+_KINDS: dict[int, str] = {
+    kv_pb2.INSTANCE_KIND_CONDUCTOR: "conductor",
+    kv_pb2.INSTANCE_KIND_PREFILL: "prefill",
+    kv_pb2.INSTANCE_KIND_DECODE: "decode",
+    kv_pb2.INSTANCE_KIND_KVSTORE: "kvstore",
+}
+
+
+def generate_request(
+    *,
+    prompt: str | None,
+    token_ids: Sequence[int] | None,
+    messages: Sequence[Message] | None,
+    sampling: SamplingParams | None,
+    slo: Slo | None,
+    tenant: str,
+    model: str,
+    request_id: str,
+) -> conductor_pb2.GenerateRequest:
+    """Build a request.
+
+    Raises:
+        InvalidRequest: not exactly one prompt was given, or a value does not fit its field; names it.
+    """
+    if sum(form is not None for form in (prompt, token_ids, messages)) != 1:
+        raise InvalidRequest("prompt", "exactly one of prompt, token_ids and messages must be given")
+    request = conductor_pb2.GenerateRequest()
+    for name, value in (("tenant", tenant), ("model", model), ("request_id", request_id)):
+        _assign(request, name, value)
+    if prompt is not None:
+        _assign(request, "text", prompt, "prompt")
+    elif token_ids is not None:
+        request.tokens.SetInParent()
+        _guarded("token_ids", lambda: request.tokens.token_ids.extend(token_ids))
+    elif messages is not None:
+        request.chat.SetInParent()
+        _guarded("messages", lambda: request.chat.messages.extend(map(_message, messages)))
+    if sampling is not None:
+        request.sampling.CopyFrom(sampling_message(sampling))
+    if slo is not None:
+        for name in ("ttft_s", "tbt_s"):
+            value_s = getattr(slo, name)
+            if value_s is not None:
+                _assign(request.slo, name, value_s, f"slo.{name}")
+    return request
+
+
+def sampling_message(params: SamplingParams) -> kv_pb2.Sampling:
+    """Build the contract's sampling parameters; None stays unset.
+
+    Raises:
+        InvalidRequest: a value does not fit its field; names it.
+    """
+    sampling = kv_pb2.Sampling()
+    for parameter in fields(params):
+        name, value = parameter.name, getattr(params, parameter.name)
+        if value is None:
+            continue
+        if name == "stop":
+            stops = [value] if isinstance(value, str) else value
+            _guarded("sampling.stop", partial(sampling.stop.extend, stops))
+        elif name == "stop_token_ids":
+            _guarded("sampling.stop_token_ids", partial(sampling.stop_token_ids.extend, value))
+        elif name == "logit_bias":
+            _guarded("sampling.logit_bias", partial(sampling.logit_bias.update, value))
+        else:
+            _assign(sampling, name, value, f"sampling.{name}")
+    return sampling
+
+
+class Collector:
+    """Makes events and finally the result of a stream's messages, and checks that no token is lost or doubled."""
+
+    def __init__(self) -> None:
+        """Start with nothing received."""
+        self.result: GenerateResult | None = None
+        """The whole answer, once it has ended."""
+        self.request_id = ""
+        self.placements: list[Placement] = []
+        self._seed = 0
+        self._tokens: list[int] = []
+        self._text: list[str] = []
+
+    @property
+    def started(self) -> bool:
+        """Something has been received."""
+        return bool(self.placements or self._tokens or self.result)
+
+    def take(self, message: conductor_pb2.GenerateResponse) -> TokenEvent | None:
+        """Take a message; returns an event when it holds one.
+
+        Raises:
+            StreamBroken: tokens are missing or came twice.
+        """
+        match message.WhichOneof("event"):
+            case "placed":
+                self.request_id = message.placed.request_id
+                self._seed = message.placed.seed
+                self.placements.append(placement(message.placed.placement))
+            case "delta":
+                return self._delta(message.delta)
+            case "finished":
+                self.result = self._finished(message.finished)
+        return None
+
+    def ended(self) -> GenerateResult:
+        """Return the result at the stream's end.
+
+        Raises:
+            StreamBroken: the stream ended before the answer did.
+        """
+        if self.result is None:
+            raise StreamBroken("the stream ended before the answer did")
+        return self.result
+
+    def _delta(self, delta: conductor_pb2.TokenDelta) -> TokenEvent:
+        if delta.position != len(self._tokens):
+            raise StreamBroken(f"expected token {len(self._tokens)} of the answer, got {delta.position}")
+        self._tokens.extend(delta.token_ids)
+        self._text.append(delta.text)
+        return TokenEvent(delta.position, tuple(delta.token_ids), delta.text)
+
+    def _finished(self, finished: conductor_pb2.Finished) -> GenerateResult:
+        last = placement(finished.placement)
+        return GenerateResult(
+            request_id=self.request_id,
+            token_ids=list(self._tokens),
+            text="".join(self._text),
+            finish_reason=_FINISH.get(finished.reason, "cancelled"),
+            usage=_copy(Usage, finished.usage),
+            timing=_copy(Timing, finished.timing),
+            placement=last,
+            seed=self._seed,
+            placements=(*self.placements[:-1], last),
+        )
+
+
+def placement(message: conductor_pb2.Placement) -> Placement:
+    """Translate a placement."""
+    translated: Placement = _copy(Placement, message)
+    return translated
+
+
+def cluster_state(message: conductor_pb2.ClusterStateResponse) -> ClusterState:
+    """Translate the cluster's picture."""
+    return ClusterState(
+        ready=message.ready,
+        model=message.model.name,
+        max_tokens=message.model.max_tokens,
+        block_tokens=message.model.layout.block_tokens,
+        conductor=message.conductor.address,
+        instances=tuple(map(_instance, message.instances)),
+    )
+
+
+def explanation(message: conductor_pb2.ExplainResponse) -> Explanation:
+    """Translate an explanation."""
+    return Explanation(
+        placement=placement(message.placement) if message.HasField("placement") else None,
+        candidates=tuple(_copy(Candidate, candidate) for candidate in message.candidates),
+        measured_ttft_s=message.measured_ttft_s,
+        refused=message.refused,
+    )
+
+
+def gauges(message: conductor_pb2.ConductorStatsResponse) -> tuple[GaugeValue, ...]:
+    """Translate gauges."""
+    return tuple(
+        GaugeValue(gauge.name, gauge.value, gauge.at_rest if gauge.HasField("at_rest") else None)
+        for gauge in message.gauges
+    )
+
+
+def backoffs(connect_timeout_s: float, first_s: float = 0.05, last_s: float = 1.0) -> Iterable[float]:
+    """Pauses between attempts to reach the conductor, seconds, doubling, together at most `connect_timeout_s`."""
+    spent, pause = 0.0, first_s
+    while spent + pause <= connect_timeout_s:
+        yield pause
+        spent += pause
+        pause = min(pause * 2, last_s)
+
+
+def _instance(state: conductor_pb2.InstanceState) -> InstanceInfo:
+    load = state.load
+    return InstanceInfo(
+        id=state.instance.id,
+        kind=_KINDS.get(state.instance.kind, "unknown"),
+        address=state.instance.address,
+        incarnation=state.instance.incarnation,
+        running=load.running,
+        waiting=load.waiting,
+        queued_tokens=load.queued_tokens,
+        total_blocks=state.total_blocks,
+        free_blocks=load.free_blocks,
+        cached_blocks=load.cached_blocks,
+        promised_blocks=load.promised_blocks,
+        indexed_blocks=state.indexed_blocks,
+        draining=load.draining,
+    )
+
+
+def _message(message: Mapping[str, Any]) -> conductor_pb2.ChatMessage:
+    unknown = set(message) - {"role", "content"}
+    if unknown:
+        raise ValueError(f"a message has role and content, not {', '.join(sorted(unknown))}")
+    return conductor_pb2.ChatMessage(role=message["role"], content=message["content"])
+
+
+def _copy(cls: Any, message: Any) -> Any:
+    """Build a dataclass whose fields are all fields of a message of the same name and type."""
+    return cls(**{item.name: getattr(message, item.name) for item in fields(cls)})
+
+
+def _assign(message: Any, name: str, value: object, field: str | None = None) -> None:
+    _guarded(field or name, lambda: setattr(message, name, value))
+
+
+def _guarded(field: str, assign: Callable[[], object]) -> None:
+    """Run an assignment; what protobuf refuses (type, range) is the caller's mistake."""
+    try:
+        assign()
+    except KeyError as error:
+        raise InvalidRequest(field, f"{error} is missing") from None
+    except (TypeError, ValueError, UnicodeError) as error:
+        raise InvalidRequest(field, str(error)) from None

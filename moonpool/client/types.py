@@ -1,0 +1,193 @@
+"""What callers of the SDK hand in and get back: plain frozen dataclasses.
+
+Knows neither the wire nor transports. Names are those of vLLM and OpenAI where they have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypedDict
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class Message(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen. None = the server's default, which the comment names.
+
+    An unsupported or impossible value is refused by the server with `InvalidRequest`, which names the field.
+    """
+
+    max_tokens: int | None = None
+    """Tokens to generate at most (128); cut to what the model's length leaves."""
+    min_tokens: int = 0
+    """No end token is chosen before so many tokens."""
+    temperature: float | None = None
+    """0 = greedy (1.0)."""
+    top_p: float | None = None
+    """Smallest set of most likely tokens whose probability reaches it (1.0 = all)."""
+    top_k: int = 0
+    """Number of most likely tokens considered; 0 = all."""
+    min_p: float = 0.0
+    """Least probability relative to the most likely token."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token generated already."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it was generated."""
+    repetition_penalty: float | None = None
+    """Divides positive, multiplies negative logits of tokens in prompt or answer (1.0)."""
+    stop: str | Sequence[str] = ()
+    """The answer ends before any of these texts."""
+    stop_token_ids: Sequence[int] = ()
+    """The answer ends with any of these tokens."""
+    ignore_eos: bool = False
+    """The model's end tokens do not end the answer."""
+    seed: int | None = None
+    """Seed of the sampling; drawn by the server and told in the result when None."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of single tokens."""
+    logprobs: int | None = None
+    """Not supported yet."""
+    n: int | None = None
+    """Only 1 is supported yet."""
+    response_format: str = ""
+    """Not supported yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """What is expected of latency, seconds; None = no limit. What cannot be kept is refused with `Overloaded`."""
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens counted. `cached_tokens` are prompt tokens whose KV was not computed anew."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds on the conductor's clock: to the first token, per further token, to the end, waiting, prefilling."""
+
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    e2e_s: float = 0.0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request ran: ids of instances, "" for none, and what was predicted."""
+
+    prefill: str = ""
+    decode: str = ""
+    kvstore: str = ""
+    predicted_cached_blocks: int = 0
+    predicted_ttft_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """New tokens of an answer, the first of them at `position`, and the text that became certain with them.
+
+    Text may lag behind tokens (a character or a stop text may be incomplete); the last event may have text alone. All
+    texts together are the answer's text. A token that ended the answer is among the tokens and has no text.
+    """
+
+    position: int
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """A whole answer. `finish_reason` is "stop", "length" or "cancelled"."""
+
+    request_id: str
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    usage: Usage
+    timing: Timing
+    placement: Placement
+    seed: int
+    placements: tuple[Placement, ...] = ()
+    """Every placement the request had, the last one included: more than one when an instance failed on the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceInfo:
+    """An instance as the conductor sees it."""
+
+    id: str
+    kind: str
+    address: str
+    incarnation: int
+    running: int
+    waiting: int
+    queued_tokens: int
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    promised_blocks: int
+    indexed_blocks: int
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """The cluster as the conductor sees it. `model` is "" before the first engine has joined."""
+
+    ready: bool
+    model: str
+    max_tokens: int
+    block_tokens: int
+    conductor: str
+    instances: tuple[InstanceInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What one prefill instance was predicted to take, seconds; `excluded` says why it was left out."""
+
+    instance: str
+    local_blocks: int
+    used_blocks: int
+    queue_s: float
+    load_s: float
+    prefill_s: float
+    excluded: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How a request was placed; `placement` is None when it was refused, and `refused` says why."""
+
+    placement: Placement | None
+    candidates: tuple[Candidate, ...]
+    measured_ttft_s: float
+    refused: str
+
+
+@dataclass(frozen=True, slots=True)
+class GaugeValue:
+    """One measured quantity; `at_rest` is what it must be when no request runs, None where it may rest anywhere."""
+
+    name: str
+    value: float
+    at_rest: float | None

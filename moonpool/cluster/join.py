@@ -1,0 +1,211 @@
+"""An instance's side of Join: it reports itself, its load and its KV to the conductor, for as long as it lives.
+
+Owns the stream's life: connecting, snapshots, events, heartbeats, resync, coming back after the conductor's restart.
+Knows nothing of what the instance does; it asks callbacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import grpc
+
+from moonpool.cluster.events import EventLog
+from moonpool.errors import DeadlineExceeded, InvalidRequest, Mismatch, MoonpoolError, Unavailable
+from moonpool.rpc.channels import Channels
+from moonpool.rpc.errors import from_rpc_error
+from moonpool.telemetry.logs import get_logger
+from moonpool.v1 import conductor_pb2
+from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
+
+_log = get_logger(__name__)
+
+_JoinCall = grpc.aio.StreamStreamCall[conductor_pb2.JoinRequest, conductor_pb2.JoinResponse]
+
+FIRST_BACKOFF_S = 0.1
+LAST_BACKOFF_S = 2.0
+MIN_LOAD_INTERVAL_S = 0.05
+"""Load reports that nobody waits for keep this distance, seconds."""
+
+
+class JoinAgent:
+    """Keeps one instance joined to one conductor.
+
+    All callbacks are called on the event loop and must not block.
+    """
+
+    def __init__(
+        self,
+        channels: Channels,
+        conductor_address: str,
+        hello: conductor_pb2.JoinHello,
+        load: Callable[[], conductor_pb2.LoadReport],
+        take_events: Callable[[], tuple[Iterable[bytes], Iterable[bytes]]],
+        all_keys: Callable[[], Iterable[bytes]],
+        on_drain: Callable[[], None] = lambda: None,
+        *,
+        flush_s: float = 0.02,
+        call_timeout_s: float = 10.0,
+    ) -> None:
+        """Wire the agent; nothing happens before `run`.
+
+        Args:
+            channels: where the channel to the conductor comes from.
+            conductor_address: "host:port".
+            hello: who joins; its address must already be served, the conductor probes it.
+            load: tells the load now.
+            take_events: takes (stored, removed) keys since the last call. Both are net changes: a key that went
+                both ways in between is listed at most once, as what it ended as.
+            all_keys: every key held now, for a snapshot.
+            on_drain: called when the conductor orders to drain (may be called more than once).
+            flush_s: distance of event messages, seconds.
+            call_timeout_s: how long connecting, the welcome and each write may take, seconds.
+        """
+        self._channels = channels
+        self._address = conductor_address
+        self._hello = hello
+        self._load = load
+        self._take_events = take_events
+        self._all_keys = all_keys
+        self._on_drain = on_drain
+        self._flush_s = flush_s
+        self._call_timeout_s = call_timeout_s
+        self._events = EventLog()
+        self._changed = asyncio.Event()
+        self._resync = False
+        self._heartbeat_s = 1.0
+        self.joined = asyncio.Event()
+        """Set while the conductor has this instance."""
+
+    def poke(self) -> None:
+        """Say that load or keys have changed; cheap, coalesced, callable at any time on the event loop."""
+        self._changed.set()
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Stay joined until `stopping` is set.
+
+        Raises:
+            Mismatch: the conductor serves something else; trying again cannot help. Exit with code 3.
+            InvalidRequest: the conductor finds the hello wrong.
+        """
+        stop = asyncio.ensure_future(stopping.wait())
+        backoff = FIRST_BACKOFF_S
+        try:
+            while not stop.done():
+                try:
+                    await self._stay(stop)
+                except (Mismatch, InvalidRequest) as error:
+                    _log.error("the conductor refuses this instance", conductor=self._address, error=str(error))
+                    raise
+                except MoonpoolError as error:
+                    _log.warning("not joined", conductor=self._address, error=str(error), retry_s=backoff)
+                if self.joined.is_set():
+                    self.joined.clear()
+                    backoff = FIRST_BACKOFF_S
+                await asyncio.wait({stop}, timeout=backoff)
+                backoff = min(backoff * 2, LAST_BACKOFF_S)
+        finally:
+            self.joined.clear()
+            stop.cancel()
+
+    async def _stay(self, stop: asyncio.Task[Literal[True]]) -> None:
+        """One stream, from hello to its end."""
+        call = ConductorServiceStub(self._channels.get(self._address)).Join()
+        tasks: set[asyncio.Task[None]] = set()
+        try:
+            connect = asyncio.ensure_future(self._connect(call))
+            tasks.add(connect)
+            await asyncio.wait({connect, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not connect.done():
+                return
+            connect.result()
+            tasks = {asyncio.ensure_future(self._read(call)), asyncio.ensure_future(self._write(call))}
+            await asyncio.wait({*tasks, stop}, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        except asyncio.InvalidStateError:  # grpc.aio: written to a call that had ended
+            raise Unavailable("the conductor ended the stream") from None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            call.cancel()
+
+    async def _connect(self, call: _JoinCall) -> None:
+        """Send hello, await the welcome, send the first snapshot."""
+        try:
+            async with asyncio.timeout(self._call_timeout_s):
+                await call.write(conductor_pb2.JoinRequest(hello=self._hello))
+                answer = await call.read()
+        except TimeoutError:
+            raise DeadlineExceeded(f"no welcome within {self._call_timeout_s} s") from None
+        if not isinstance(answer, conductor_pb2.JoinResponse) or not answer.HasField("welcome"):
+            raise Unavailable("the conductor ended the stream before its welcome")
+        self._heartbeat_s = answer.welcome.heartbeat_s or 1.0
+        self._resync = True
+        _log.info("joined", conductor=answer.welcome.conductor.id, address=self._address)
+
+    async def _read(self, call: _JoinCall) -> None:
+        """Obey orders until the stream ends."""
+        while True:
+            answer = await call.read()
+            if not isinstance(answer, conductor_pb2.JoinResponse):
+                raise Unavailable("the conductor ended the stream")
+            match answer.WhichOneof("message"):
+                case "resync":
+                    self._resync = True
+                    self.poke()
+                case "drain":
+                    self._on_drain()
+                    self.poke()
+                case other:
+                    _log.warning("order not understood", order=other)
+
+    async def _write(self, call: _JoinCall) -> None:
+        """Send changes soon, loads regularly."""
+        loop = asyncio.get_running_loop()
+        last_load = float("-inf")
+        while True:
+            self._changed.clear()
+            if self._resync:
+                self._resync = False
+                self._note_events()  # what happened until now is part of the snapshot
+                for message in self._events.snapshot(self._all_keys()):
+                    await self._send(call, conductor_pb2.JoinRequest(events=message))
+            self._note_events()
+            while (message_or_none := self._events.next_message()) is not None:
+                await self._send(call, conductor_pb2.JoinRequest(events=message_or_none))
+            if loop.time() - last_load >= MIN_LOAD_INTERVAL_S or not self.joined.is_set():
+                await self._send(call, conductor_pb2.JoinRequest(load=self._load()))
+                last_load = loop.time()
+                due = last_load + self._heartbeat_s / 2
+            else:
+                due = last_load + MIN_LOAD_INTERVAL_S
+            self.joined.set()
+            await self._pause(due - loop.time())
+
+    async def _pause(self, until_load_s: float) -> None:
+        """Wait until something changed (but at least the flush distance) or a load report is due."""
+        try:
+            async with asyncio.timeout(max(until_load_s, 0.0)):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+        await asyncio.sleep(self._flush_s)  # a distance between messages, not a wait for anything
+
+    def _note_events(self) -> None:
+        stored, removed = self._take_events()
+        self._events.stored(stored)
+        self._events.removed(removed)
+
+    async def _send(self, call: _JoinCall, message: conductor_pb2.JoinRequest) -> None:
+        try:
+            async with asyncio.timeout(self._call_timeout_s):
+                await call.write(message)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the conductor did not read for {self._call_timeout_s} s") from None

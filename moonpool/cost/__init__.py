@@ -1,0 +1,29 @@
+"""Predicted seconds of prefill, decode, loading and sending, corrected by measurement.
+
+Torch-free and pure: no clock, no transport. Conductor, engines and simulator share it.
+"""
+
+from moonpool.cost.predict import (
+    attention_pairs,
+    decode_step_seconds,
+    load_is_cheaper,
+    load_seconds,
+    overlapped_seconds,
+    prefill_seconds,
+    transfer_seconds,
+)
+from moonpool.cost.speeds import DEFAULT_BYTES_PER_S, Speeds
+from moonpool.cost.tracker import SpeedTracker
+
+__all__ = [
+    "DEFAULT_BYTES_PER_S",
+    "SpeedTracker",
+    "Speeds",
+    "attention_pairs",
+    "decode_step_seconds",
+    "load_is_cheaper",
+    "load_seconds",
+    "overlapped_seconds",
+    "prefill_seconds",
+    "transfer_seconds",
+]

@@ -1,0 +1,73 @@
+"""Predicted seconds: prefill, loading, sending, one decode step; and whether loading a prefix is worth it.
+
+Pure functions of speeds and sizes. The prefill formula is the polynomial of the Mooncake paper (FAST'25 section 5.2:
+seconds grow with the tokens computed and with the pairs of tokens that attend to each other).
+"""
+
+from __future__ import annotations
+
+from moonpool.cost.speeds import DEFAULT_BYTES_PER_S, Speeds
+
+
+def attention_pairs(new_tokens: int, prefix_tokens: int) -> int:
+    """Number of (token computed, token attended to) pairs of `new_tokens` after `prefix_tokens`, causal."""
+    return new_tokens * prefix_tokens + new_tokens * (new_tokens + 1) // 2
+
+
+def prefill_seconds(speeds: Speeds, new_tokens: int, prefix_tokens: int, *, steps: int = 1) -> float:
+    """Predict the seconds of computing `new_tokens` whose context is `prefix_tokens` long, in `steps` engine steps."""
+    if new_tokens <= 0:
+        return 0.0
+    return (
+        steps * speeds.prefill_base_s
+        + speeds.prefill_per_token_s * new_tokens
+        + speeds.prefill_per_pair_s * attention_pairs(new_tokens, prefix_tokens)
+    )
+
+
+def load_seconds(speeds: Speeds, nbytes: int) -> float:
+    """Predict the seconds of reading `nbytes` of KV from the store."""
+    return nbytes / (speeds.load_bytes_per_s or DEFAULT_BYTES_PER_S)
+
+
+def transfer_seconds(speeds: Speeds, nbytes: int) -> float:
+    """Predict the seconds of sending `nbytes` of KV to decode."""
+    return nbytes / (speeds.transfer_bytes_per_s or DEFAULT_BYTES_PER_S)
+
+
+def decode_step_seconds(speeds: Speeds, sequences: int, context_tokens: int) -> float:
+    """Predict the seconds of one decode step over `sequences` with `context_tokens` of context in total."""
+    return (
+        speeds.decode_base_s
+        + speeds.decode_per_sequence_s * sequences
+        + speeds.decode_per_context_token_s * context_tokens
+    )
+
+
+def overlapped_seconds(load_s: float, compute_s: float, layers: int) -> float:
+    """Seconds of loading and computing when layer l+1 loads while layer l computes.
+
+    The longer of the two hides all of the shorter one but its share of one layer.
+    """
+    return max(load_s, compute_s) + min(load_s, compute_s) / max(layers, 1)
+
+
+def load_is_cheaper(
+    speeds: Speeds, *, total_tokens: int, local_tokens: int, stored_tokens: int, token_bytes: int, layers: int = 1
+) -> bool:
+    """Tell whether loading a stored prefix is predicted to be quicker than computing it.
+
+    Args:
+        speeds: of the instance that would load or compute.
+        total_tokens: tokens of the prompt.
+        local_tokens: leading tokens whose KV is in the instance's own pool.
+        stored_tokens: leading tokens whose KV the store holds; only those beyond `local_tokens` would be loaded.
+        token_bytes: bytes of KV per token over all layers.
+        layers: layers of the model, for the overlap of loading and computing; 1 = no overlap.
+    """
+    if stored_tokens <= local_tokens:
+        return False
+    recompute = prefill_seconds(speeds, total_tokens - local_tokens, local_tokens)
+    rest = prefill_seconds(speeds, total_tokens - stored_tokens, stored_tokens)
+    load = load_seconds(speeds, (stored_tokens - local_tokens) * token_bytes)
+    return overlapped_seconds(load, rest, layers) < recompute

@@ -1,0 +1,80 @@
+"""Online correction of an instance's speeds by what was measured.
+
+Owns the running ratios of measured to predicted seconds. Knows no clock: callers measure and hand in durations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moonpool.cost.predict import decode_step_seconds, prefill_seconds
+from moonpool.cost.speeds import DEFAULT_BYTES_PER_S, Speeds
+
+MAX_RATIO = 20.0
+"""One observation moves a factor as if it were at most this many times slower or faster than predicted."""
+
+
+class SpeedTracker:
+    """Speeds that follow measurements: an exponentially weighted mean of measured over predicted.
+
+    Prefill and decode keep one factor each over all their coefficients, so that their shape (fixed, per token, per
+    pair) stays the one measured at start; rates of loading and sending are followed directly.
+    """
+
+    def __init__(self, base: Speeds, *, weight: float = 0.2) -> None:
+        """Start from `base`; each observation has `weight` in (0, 1]."""
+        if not 0.0 < weight <= 1.0:
+            raise ValueError("weight must be in (0, 1]")
+        self._weight = weight
+        self._base = base
+        self._prefill_factor = 1.0
+        self._decode_factor = 1.0
+
+    @property
+    def base(self) -> Speeds:
+        """The uncorrected speeds (with the rates followed so far)."""
+        return self._base
+
+    @property
+    def speeds(self) -> Speeds:
+        """The corrected speeds."""
+        return self._base.slowed_prefill(self._prefill_factor).slowed_decode(self._decode_factor)
+
+    def rebase(self, base: Speeds) -> None:
+        """Take new speeds as the truth and forget all corrections, if they differ from the present base."""
+        if base != self._base:
+            self._base = base
+            self._prefill_factor = self._decode_factor = 1.0
+
+    def observe_prefill(self, new_tokens: int, prefix_tokens: int, seconds: float, *, steps: int = 1) -> None:
+        """Learn that computing took `seconds`."""
+        predicted = prefill_seconds(self._base, new_tokens, prefix_tokens, steps=steps)
+        self._prefill_factor = self._corrected(self._prefill_factor, predicted, seconds)
+
+    def observe_decode(self, sequences: int, context_tokens: int, seconds: float) -> None:
+        """Learn that one decode step took `seconds`."""
+        predicted = decode_step_seconds(self._base, sequences, context_tokens)
+        self._decode_factor = self._corrected(self._decode_factor, predicted, seconds)
+
+    def observe_load(self, nbytes: int, seconds: float) -> None:
+        """Learn that reading `nbytes` from the store took `seconds`."""
+        self._base = replace(self._base, load_bytes_per_s=self._rate(self._base.load_bytes_per_s, nbytes, seconds))
+
+    def observe_transfer(self, nbytes: int, seconds: float) -> None:
+        """Learn that sending `nbytes` to decode took `seconds`."""
+        rate = self._rate(self._base.transfer_bytes_per_s, nbytes, seconds)
+        self._base = replace(self._base, transfer_bytes_per_s=rate)
+
+    def _corrected(self, factor: float, predicted: float, measured: float) -> float:
+        if predicted <= 0.0 or measured <= 0.0:
+            return factor
+        ratio = min(max(measured / predicted, factor / MAX_RATIO), factor * MAX_RATIO)
+        return factor + self._weight * (ratio - factor)
+
+    def _rate(self, rate: float, nbytes: int, seconds: float) -> float:
+        """Mean of seconds per byte, not of bytes per second: one very quick sample must not hide slow ones."""
+        if nbytes <= 0 or seconds <= 0.0:
+            return rate
+        known = rate or DEFAULT_BYTES_PER_S
+        measured = min(max(nbytes / seconds, known / MAX_RATIO), known * MAX_RATIO)
+        return 1.0 / ((1.0 - self._weight) / known + self._weight / measured)

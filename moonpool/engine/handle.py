@@ -1,0 +1,93 @@
+"""The I/O process's view of an engine: run steps, open gates, abort, and learn of its death.
+
+Owns the `Engine` protocol that services are written against. Knows nothing of torch, gRPC or requests. Engine
+processes behind it are in `moonpool.engine.launch`; an emulated engine can stand behind the same protocol.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from moonpool.cost import Speeds
+from moonpool.engine.messages import EngineSpec, LayerDone, Step
+from moonpool.kv.layout import KVLayout
+from moonpool.kv.pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step came to, when all stages are done with it and its blocks are quiet."""
+
+    sampled: tuple[int | None, ...]
+    """One entry per sequence of the step, None where nothing was to be sampled; () when aborted."""
+    aborted: bool
+    """Some layer was not computed: KV of the step's tokens is not to be used."""
+    start_ns: int
+    """First stage's beginning, time.monotonic_ns."""
+    end_ns: int
+    """Last stage's end."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A model on one or more stages over one KV pool."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """Arrangement of the KV."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the pool."""
+
+    @property
+    def stages(self) -> int:
+        """Stages = steps that may be in flight at once."""
+
+    @property
+    def pool(self) -> KVPool:
+        """The paged memory, shared with the engine's processes."""
+
+    @property
+    def speeds(self) -> Speeds:
+        """Measured at start; load and transfer rates are the defaults of `Speeds`."""
+
+    @property
+    def failed(self) -> "asyncio.Future[str]":
+        """Done, with the reason, when the engine can run no more steps. Never cancelled, never an exception."""
+
+    async def run(self, step: Step, *, on_layer: Callable[[LayerDone], None] | None = None) -> StepResult:
+        """Runs one step and returns when every stage is done with it.
+
+        The step is sent when this coroutine first runs, so steps start in the order of the calls' first run. Up to
+        `stages` may be in flight. `on_layer` is called on the event loop for every `LayerDone`, always before the
+        result returns; with several stages the layers of one stage are in order. It must not raise.
+        Cancelling the coroutine does not stop the step: abort it, and treat its blocks as in use until a later step's
+        result has come.
+
+        Raises:
+            Unavailable: The engine has failed, before or during the step.
+            Internal: More than `stages` steps in flight, or a step id that does not grow.
+        """
+
+    def open_gate(self, step_id: int, layer: int) -> None:
+        """The step's prefix is in the pool, up to this layer. May precede `run`; late calls are ignored."""
+
+    def abort(self, step_id: int) -> None:
+        """Gives a step up before its next layer. May precede `run`; late calls are ignored; `run` still returns."""
+
+
+def start_engine(spec: EngineSpec, *, start_timeout_s: float = 120.0) -> AbstractAsyncContextManager[Engine]:
+    """Starts the engine's processes; leaving the context ends them and frees the pool.
+
+    Raises:
+        ConfigError: A value of `spec` is refused (stages, blocks, device, memory).
+        CheckpointError: The checkpoint cannot be loaded.
+        DeadlineExceeded: Not ready within `start_timeout_s`.
+        Unavailable: A worker died on its way up.
+    """
+    from moonpool.engine.launch import start_processes  # the protocol does not depend on its implementation
+
+    return start_processes(spec, start_timeout_s=start_timeout_s)

@@ -1,0 +1,285 @@
+"""Engine processes seen from the I/O process: carries steps to them and back, notices their death, ends them.
+
+Owns the running processes and their channels; `moonpool.engine.launch` starts them. Knows nothing of torch, gRPC or
+requests.
+
+A step is sent to all stages at once; each works on it in its turn. It is over when every stage has said so: only then
+are its blocks quiet. When one process dies the engine has failed for good: the others are killed, runs in flight raise,
+and so does every later one. In the other direction workers die when their channel closes, so a killed I/O process
+leaves none.
+"""
+
+import asyncio
+import contextlib
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import moonpool.errors
+from moonpool.cost import Speeds
+from moonpool.engine.channel import AsyncChannel, ChannelClosed
+from moonpool.engine.handle import StepResult
+from moonpool.engine.messages import (
+    AbortStep,
+    EngineSpec,
+    Failed,
+    LayerDone,
+    OpenGate,
+    Ready,
+    Shutdown,
+    Step,
+    StepDone,
+)
+from moonpool.errors import Internal, MoonpoolError, Unavailable
+from moonpool.kv.layout import KVLayout
+from moonpool.kv.pool import KVPool
+
+_SHUTDOWN_S = 5.0
+_REAP_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One stage's process and our end of its channel."""
+
+    stage: int
+    process: subprocess.Popen[bytes]
+    channel: AsyncChannel
+
+    def __str__(self) -> str:
+        return f"engine stage {self.stage} (process {self.process.pid})"
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A step that some stage is not done with."""
+
+    future: "asyncio.Future[StepResult]"
+    on_layer: Callable[[LayerDone], None] | None
+    deadline: asyncio.TimerHandle
+    done: list[StepDone] = field(default_factory=list)
+    error: Exception | None = None
+
+    def result(self) -> StepResult:
+        aborted = any(done.aborted for done in self.done)
+        sampled = max(self.done, key=lambda done: done.stage).sampled
+        start_ns = min(done.start_ns for done in self.done)
+        end_ns = max(done.end_ns for done in self.done)
+        return StepResult(() if aborted else sampled, aborted, start_ns, end_ns)
+
+
+class ProcessEngine:
+    """An `Engine` on one process per stage."""
+
+    def __init__(self, spec: EngineSpec, pool: KVPool, workers: Sequence[Worker]) -> None:
+        self._spec = spec
+        self._pool = pool
+        self._workers = list(workers)
+        self._loop = asyncio.get_running_loop()
+        self._failed: asyncio.Future[str] = self._loop.create_future()
+        self._flights: dict[int, _Flight] = {}
+        self._last_step_id: int | None = None
+        self._closing = False
+        self._readers: list[asyncio.Task[None]] = []
+        self.speeds = Speeds()
+
+    @property
+    def layout(self) -> KVLayout:
+        """Arrangement of the KV."""
+        return self._spec.layout
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the pool."""
+        return self._spec.blocks
+
+    @property
+    def stages(self) -> int:
+        """Stages, and steps that may be in flight."""
+        return len(self._workers)
+
+    @property
+    def pool(self) -> KVPool:
+        """The paged memory."""
+        return self._pool
+
+    @property
+    def failed(self) -> "asyncio.Future[str]":
+        """Done, with the reason, when the engine can run no more steps."""
+        return self._failed
+
+    @property
+    def pids(self) -> list[int]:
+        """The stages' processes."""
+        return [worker.process.pid for worker in self._workers]
+
+    async def run(self, step: Step, *, on_layer: Callable[[LayerDone], None] | None = None) -> StepResult:
+        """See `Engine.run`."""
+        if self._failed.done():
+            raise Unavailable(self._failed.result())
+        if len(self._flights) >= self.stages:
+            raise Internal(f"step {step.step_id} would be one more than the {self.stages} that may be in flight")
+        if self._last_step_id is not None and step.step_id <= self._last_step_id:
+            raise Internal(f"step {step.step_id} after step {self._last_step_id}")
+        self._last_step_id = step.step_id
+        deadline = self._loop.call_later(self._spec.step_timeout_s, self._hung, step.step_id)
+        flight = _Flight(self._loop.create_future(), on_layer, deadline)
+        # Nobody may be waiting any more when it fails: that is no defect to be reported by the loop.
+        flight.future.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self._flights[step.step_id] = flight
+        self._send(step)
+        # Shielded: a cancelled caller must not make us forget a step that is still writing.
+        return await asyncio.shield(flight.future)
+
+    def open_gate(self, step_id: int, layer: int) -> None:
+        """See `Engine.open_gate`."""
+        self._send(OpenGate(step_id, layer))
+
+    def abort(self, step_id: int) -> None:
+        """See `Engine.abort`."""
+        self._send(AbortStep(step_id))
+
+    def _send(self, message: Step | OpenGate | AbortStep | Shutdown) -> None:
+        if self._failed.done():
+            return
+        for worker in self._workers:
+            worker.channel.send(message)
+
+    # --- what comes back -------------------------------------------------------------------------------------------
+
+    async def ready(self) -> None:
+        """Waits until every stage has loaded.
+
+        Raises:
+            MoonpoolError: What a stage could not do; Unavailable when one died.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for worker in self._workers:
+                    group.create_task(self._ready(worker))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _ready(self, worker: Worker) -> None:
+        try:
+            message = await worker.channel.receive()
+        except ChannelClosed:
+            raise Unavailable(await self._obituary(worker)) from None
+        if isinstance(message, Failed):
+            raise as_error(message, str(worker))
+        assert isinstance(message, Ready)
+
+    def listen(self) -> None:
+        """Starts to read what the stages say."""
+        self._readers = [asyncio.create_task(self._read(worker), name=str(worker)) for worker in self._workers]
+
+    async def _read(self, worker: Worker) -> None:
+        try:
+            while True:
+                self._handle(worker, await worker.channel.receive())
+        except ChannelClosed:
+            if not self._closing:
+                self._fail(await self._obituary(worker))
+        except Exception as error:  # a message that cannot be read: the stages cannot be trusted any more
+            self._fail(f"{worker} cannot be understood: {type(error).__name__}: {error}")
+
+    def _handle(self, worker: Worker, message: LayerDone | StepDone | Failed) -> None:
+        if isinstance(message, Failed):
+            self._fail(f"{worker} failed: {message.message}{self._others(worker)}")
+            return
+        flight = self._flights.get(message.step_id)
+        if flight is None:
+            return
+        if isinstance(message, StepDone):
+            flight.done.append(message)
+            if len(flight.done) == self.stages:
+                self._finish(message.step_id)
+        elif flight.on_layer is not None and flight.error is None:
+            try:
+                flight.on_layer(message)
+            except Exception as error:  # the caller's defect is the caller's to hear of
+                flight.error = error
+
+    def _finish(self, step_id: int) -> None:
+        flight = self._flights.pop(step_id)
+        flight.deadline.cancel()
+        if flight.error is not None:
+            flight.future.set_exception(flight.error)
+        else:
+            flight.future.set_result(flight.result())
+
+    def _hung(self, step_id: int) -> None:
+        self._fail(f"step {step_id} was not done after {self._spec.step_timeout_s:g} s")
+
+    def _fail(self, reason: str) -> None:
+        """The engine has failed: nothing is running on it any more when this returns."""
+        if self._failed.done():
+            return
+        self._failed.set_result(reason)
+        self.kill()
+        for flight in self._flights.values():
+            flight.deadline.cancel()
+            flight.future.set_exception(Unavailable(reason))
+        self._flights.clear()
+
+    async def _obituary(self, worker: Worker) -> str:
+        """Says how a worker ended whose channel has closed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = await asyncio.to_thread(worker.process.wait, _REAP_S)
+            return f"{worker} {_ending(code)}{self._others(worker)}"
+        return f"{worker} closed its channel{self._others(worker)}"
+
+    def _others(self, worker: Worker) -> str:
+        """What else has died: of two stages the one that tells first is rarely the one to blame."""
+        dead = [(w, w.process.poll()) for w in self._workers if w is not worker]
+        return "".join(f"; {w} {_ending(code)}" for w, code in dead if code is not None)
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    async def shutdown(self) -> None:
+        """Aborts what is in flight and lets the stages end themselves; ends them by force after some seconds.
+
+        Idempotent. Runs in flight return (aborted or not), or raise Unavailable when force was needed.
+        """
+        self._closing = True
+        try:
+            if not self._failed.done():
+                for step_id in self._flights:
+                    self.abort(step_id)
+                self._send(Shutdown())
+                async with asyncio.timeout(_SHUTDOWN_S):
+                    await asyncio.gather(*self._readers)
+        except TimeoutError:
+            pass  # killed below
+        finally:
+            self._fail("the engine was shut down")
+            for reader in self._readers:
+                reader.cancel()
+            for worker in self._workers:
+                worker.channel.close()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        for worker in self._workers:
+            await worker.channel.wait_closed()
+
+    def kill(self) -> None:
+        """Ends all processes at once and reaps them."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(_REAP_S)  # killed processes are gone in milliseconds
+
+
+def as_error(failure: Failed, who: str) -> MoonpoolError:
+    """The error that a worker's last words describe."""
+    kind = getattr(moonpool.errors, failure.kind, None) if failure.kind else None
+    if not (isinstance(kind, type) and issubclass(kind, MoonpoolError)):
+        return Internal(f"{who} failed: {failure.message}")
+    make: Callable[..., MoonpoolError] = kind
+    with contextlib.suppress(TypeError):
+        return make(failure.field, failure.message) if failure.field else make(failure.message)
+    return Internal(f"{who} failed: {failure.message}")
+
+
+def _ending(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

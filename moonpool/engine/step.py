@@ -1,0 +1,102 @@
+"""One stage's share of one step: layer by layer, behind gates, with events, and sampling at the end.
+
+Owns the order of what happens in a step. Knows nothing of processes, the channel or how stages are linked.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.gates import Gates
+from moonpool.engine.messages import LayerDone, Step, StepDone
+from moonpool.engine.pipeline import Links
+from moonpool.errors import Unsupported
+from moonpool.kv.pool import PoolPart
+from moonpool.model.batch import PackedBatch
+from moonpool.model.load import torch_dtype
+from moonpool.model.sampler import sample
+from moonpool.model.stage import StageModel
+
+
+def pool_tensor(part: PoolPart) -> Tensor:
+    """A stage's pool as a tensor [layers, blocks, kv_heads, 2, block_tokens, head_dim] over the same memory.
+
+    Raises:
+        Unsupported: KV is quantised (`scale_bytes` is not 0).
+    """
+    layout = part.layout
+    if layout.scale_bytes:
+        raise Unsupported("quantised KV cannot be computed with yet")
+    shape = (
+        part.layer_end - part.layer_begin,
+        part.blocks,
+        layout.kv_heads,
+        2,
+        layout.block_tokens,
+        layout.head_dim,
+    )
+    return torch.frombuffer(part.map, dtype=torch_dtype(layout.dtype)).view(shape)
+
+
+@dataclass(slots=True)
+class StageRunner:
+    """Runs steps on one stage, one after the other."""
+
+    stage: int
+    model: StageModel
+    kv: Tensor  # [layers of the stage, blocks, kv_heads, 2, block_tokens, head_dim]
+    links: Links
+    gates: Gates
+    emit: Callable[[LayerDone | StepDone], None]
+    gate_timeout_s: float
+    block_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.block_tokens = self.kv.shape[4]
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> None:
+        """Runs one step to its end, done or aborted; emits its events, `StepDone` last."""
+        start_ns = time.monotonic_ns()
+        batch = PackedBatch.build([(s.token_ids, s.start, s.block_table) for s in step.sequences], self.block_tokens)
+        hidden = self._input(step, batch)
+        if hidden is not None:
+            hidden = self._layers(step, hidden, batch)
+        # Sent whatever has happened, so that the next stage knows.
+        self.links.send(step.step_id, hidden)
+        sampled: tuple[int | None, ...] = ()
+        if hidden is not None and self.model.is_last:
+            sampled = self._sample(step, hidden, batch)
+        # Done before it is said to be done: whoever hears it may say something of the next step.
+        self.gates.done(step.step_id)
+        self.emit(StepDone(step.step_id, self.stage, sampled, hidden is None, start_ns, time.monotonic_ns()))
+
+    def _input(self, step: Step, batch: PackedBatch) -> Tensor | None:
+        if self.model.is_first:
+            return self.model.embed(batch.token_ids)
+        return self.links.receive(step.step_id, batch.num_tokens)
+
+    def _layers(self, step: Step, hidden: Tensor, batch: PackedBatch) -> Tensor | None:
+        """All layers of this stage: hidden states [T, hidden], or None when the step was aborted before the last."""
+        for layer in range(self.model.layer_begin, self.model.layer_end):
+            if step.gated and not self.gates.wait(step.step_id, layer, self.gate_timeout_s):
+                return None
+            if self.gates.aborted(step.step_id):
+                return None
+            start_ns = time.monotonic_ns()
+            hidden = self.model.layer(layer, hidden, batch, self.kv[layer - self.model.layer_begin])
+            if step.layer_events:
+                self.emit(LayerDone(step.step_id, layer, start_ns, time.monotonic_ns()))
+        return hidden
+
+    def _sample(self, step: Step, hidden: Tensor, batch: PackedBatch) -> tuple[int | None, ...]:
+        wanted = [(i, s.sample) for i, s in enumerate(step.sequences) if s.sample is not None]
+        sampled: list[int | None] = [None] * len(step.sequences)
+        if wanted:
+            rows = hidden[batch.last_rows[[i for i, _ in wanted]]]
+            for (i, _), token in zip(wanted, sample(self.model.logits(rows), [s for _, s in wanted]), strict=True):
+                sampled[i] = token
+        return tuple(sampled)

@@ -1,0 +1,155 @@
+"""An engine process: `python -m moonpool.engine.worker --channel FD --pool FD`, started by the I/O process only.
+
+Owns the process's life: it takes its orders from the channel, and ends with it. Must not know gRPC or requests.
+Torch is imported after the receiving thread has started, so that the process dies with its parent even while importing.
+"""
+
+import argparse
+import os
+import queue
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from moonpool.engine.channel import BlockingChannel, ChannelClosed
+from moonpool.engine.gates import Gates
+from moonpool.engine.messages import AbortStep, Failed, OpenGate, Ready, Shutdown, StageSpec, Step
+from moonpool.errors import ConfigError, MoonpoolError
+
+if TYPE_CHECKING:
+    from moonpool.engine.step import StageRunner
+
+_ORPHANED = 70  # exit code when the channel closed under us
+_FAILED = 1
+
+
+class Receiver:
+    """Reads the channel in a thread of its own, so that gates, aborts and the parent's death are heard at any time."""
+
+    def __init__(self, channel: BlockingChannel, gates: Gates, stages: int, rendezvous: str) -> None:
+        # The parent never has more than `stages` steps in flight; one more place is for Shutdown.
+        self.orders: queue.Queue[Step | Shutdown] = queue.Queue(stages + 1)
+        self._channel = channel
+        self._gates = gates
+        self._rendezvous = rendezvous
+
+    def start(self) -> None:
+        """Starts the thread; it ends with the process."""
+        threading.Thread(target=self._run, name="receiver", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                message = self._channel.receive()
+                if isinstance(message, OpenGate):
+                    self._gates.open(message.step_id, message.layer)
+                elif isinstance(message, AbortStep):
+                    self._gates.abort(message.step_id)
+                else:
+                    self.orders.put_nowait(message)
+        except ChannelClosed:
+            # Nobody is left to work for. The computing thread may be anywhere, in a collective even: leave at once.
+            if self._rendezvous:
+                shutil.rmtree(self._rendezvous, ignore_errors=True)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(_ORPHANED)
+
+
+def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) -> "StageRunner":
+    """Loads the stage's layers and meets the other stages.
+
+    Raises:
+        MoonpoolError: What cannot be had, as `moonpool.engine.handle.start_engine` documents.
+    """
+    import torch
+
+    from moonpool.checkpoint.config import load_config
+    from moonpool.engine.pipeline import GlooLinks, Links, NoLinks
+    from moonpool.engine.step import StageRunner, pool_tensor
+    from moonpool.kv.pool import PoolPart
+    from moonpool.model.load import load_stage, torch_dtype
+
+    engine = spec.engine
+    if engine.device != "cpu":
+        raise ConfigError("device", f"{engine.device!r} is not built yet; only 'cpu'")
+    torch.set_num_threads(max(1, engine.threads))
+    torch.set_num_interop_threads(1)
+    path = Path(engine.checkpoint)
+    dtype = torch_dtype(engine.dtype)
+    config = load_config(path)
+    part = PoolPart.attach(pool_fd, engine.layout, engine.blocks, spec.layer_begin, spec.layer_end)
+    kv = pool_tensor(part)
+    model = load_stage(path, config, dtype, spec.layer_begin, spec.layer_end, engine.device)
+    links: Links = NoLinks()
+    if engine.stages > 1:
+        links = GlooLinks(
+            Path(spec.rendezvous),
+            spec.stage,
+            engine.stages,
+            hidden_size=config.hidden_size,
+            dtype=dtype,
+            timeout_s=engine.step_timeout_s,
+        )
+    return StageRunner(spec.stage, model, kv, links, gates, channel.send, engine.gate_timeout_s)
+
+
+def serve(channel: BlockingChannel, pool_fd: int) -> None:
+    """Loads, then runs steps until told to shut down."""
+    spec: StageSpec = channel.receive()
+    gates = Gates()
+    receiver = Receiver(channel, gates, spec.engine.stages, spec.rendezvous)
+    receiver.start()
+    begin = time.monotonic()
+    runner = load(spec, pool_fd, gates, channel)
+    channel.send(Ready(time.monotonic() - begin))
+    while True:
+        order = receiver.orders.get()  # no deadline: the receiver ends the process when the channel closes
+        if isinstance(order, Shutdown):
+            runner.links.flush()
+            return
+        runner.run(order)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs the worker to its end."""
+    # Draining is the I/O process's decision; a signal to the whole group must not take the engine away from it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="moonpool.engine.worker")
+    parser.add_argument("--channel", type=int, required=True, help="descriptor of the socket to the I/O process")
+    parser.add_argument("--pool", type=int, required=True, help="descriptor of this stage's part of the KV pool")
+    args = parser.parse_args(argv)
+    channel = BlockingChannel(socket.socket(fileno=args.channel))
+    code = 0
+    try:
+        serve(channel, args.pool)
+    except ChannelClosed:
+        code = _ORPHANED
+    except MoonpoolError as error:
+        code = _report(channel, Failed(error.message, type(error).__name__, getattr(error, "field", "")))
+    except Exception as error:
+        traceback.print_exc()
+        code = _report(channel, Failed(f"{type(error).__name__}: {error}"))
+    sys.stderr.flush()
+    # Not sys.exit: tearing down torch, gloo and a blocked thread takes long and can hang; the kernel frees it all.
+    os._exit(code)
+
+
+def _report(channel: BlockingChannel, failure: Failed) -> int:
+    try:
+        channel.send(failure)
+    except ChannelClosed:
+        return _ORPHANED
+    return _FAILED
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Every error Moonpool raises on purpose, in one tree; free of grpc and torch.
+
+It owns the meaning of each error. How errors travel as status codes is `moonpool.rpc.errors`' business.
+
+    MoonpoolError
+    ├── InvalidRequest      the request is wrong; `field` names what
+    ├── Overloaded          no placement keeps the request's promise; says why, the prediction and when to retry
+    ├── Unavailable         nobody can serve this now, or the peer cannot be reached
+    ├── NotFound            what was asked for is not there
+    ├── Mismatch            two sides do not speak of the same thing (namespace, layout, generation, incarnation)
+    ├── Unsupported         part of the contract, not built yet
+    ├── DeadlineExceeded    a wait took longer than it was allowed to
+    ├── Internal            a defect of ours
+    ├── ConfigError         a setting is wrong; `field` names it
+    ├── CheckpointError     a checkpoint is damaged or incomplete
+    │   └── UnsupportedModel    it is whole, but `field` asks for something that is not built
+    ├── TransferFailed      KV did not arrive whole; nothing of it may be used
+    ├── StreamBroken        a multiplexed stream ended under its sessions
+    └── FrameError          bytes that are not a proper frame
+"""
+
+# ruff: noqa: N818  # the names are the words that callers and documents use
+
+
+class MoonpoolError(Exception):
+    """Root of the tree.
+
+    Attributes:
+        message: one or more sentences for a person.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class _FieldError(MoonpoolError):
+    """An error about one named thing; `str()` is "field: message"."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.args = (field, message)  # so that copies and pickles are made with both
+        self.field = field
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}" if self.field else self.message
+
+
+class InvalidRequest(_FieldError):
+    """The request is wrong and will stay wrong; `field` names what, as the contract spells it."""
+
+
+class Overloaded(MoonpoolError):
+    """No placement can keep the request's promise now.
+
+    Attributes:
+        reason: machine-readable, for example "ttft_slo", "tbt_slo", "no_decode_room", "queue_full".
+        predicted_ttft_s: time to first token at the best placement, seconds; 0 = not predicted.
+        predicted_tbt_s: time between tokens at the best placement, seconds; 0 = not predicted.
+        slo_s: the request's limit that the prediction breaks, seconds; 0 = none.
+        retry_after_s: when a retry is expected to succeed, seconds from now.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str,
+        predicted_ttft_s: float = 0.0,
+        predicted_tbt_s: float = 0.0,
+        slo_s: float = 0.0,
+        retry_after_s: float,
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.predicted_ttft_s = predicted_ttft_s
+        self.predicted_tbt_s = predicted_tbt_s
+        self.slo_s = slo_s
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_overloaded, (self.message, {k: v for k, v in vars(self).items() if k != "message"}))
+
+
+def _overloaded(message: str, fields: dict[str, object]) -> Overloaded:
+    """Rebuild an `Overloaded`, whose arguments are keywords, from a pickle."""
+    return Overloaded(message, **fields)  # type: ignore[arg-type]
+
+
+class Unavailable(MoonpoolError):
+    """Nobody can serve this now, or the peer cannot be reached; another try may succeed."""
+
+
+class NotFound(MoonpoolError):
+    """What was asked for is not there."""
+
+
+class Mismatch(_FieldError):
+    """The two sides do not speak of the same thing; `field` names the first difference."""
+
+
+class Unsupported(MoonpoolError):
+    """Part of the contract, not built yet."""
+
+
+class DeadlineExceeded(MoonpoolError):
+    """A wait took longer than it was allowed to."""
+
+
+class Internal(MoonpoolError):
+    """A defect of ours."""
+
+
+class ConfigError(_FieldError):
+    """A setting is wrong; `field` names it as the configuration class does."""
+
+
+class CheckpointError(MoonpoolError):
+    """A checkpoint cannot be read: missing, damaged or incomplete."""
+
+
+class UnsupportedModel(CheckpointError):
+    """A checkpoint asks for something that is not built; `field` names the setting of its config.json."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.args = (field, message)
+        self.field = field
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
+
+
+class TransferFailed(MoonpoolError):
+    """KV did not arrive whole and intact; nothing of it may be used."""
+
+
+class StreamBroken(MoonpoolError):
+    """A multiplexed stream ended under its open sessions; a new one may succeed."""
+
+
+class FrameError(MoonpoolError):
+    """Bytes that are not a proper frame of the session they came on."""

@@ -1,0 +1,124 @@
+"""Byte credits: a sender may be only so many bytes ahead of its receiver.
+
+Owns the counting on both sides. Must not know what is sent; the receiver's messages carry the numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from moonpool.errors import TransferFailed
+
+
+class ByteCredits:
+    """The sender's side: bytes it may still send. First come, first served.
+
+    The window is the most that was ever available. A receiver hands credits back in batches and may hold back less
+    than a quarter of the window; so nobody waits for more than three quarters of it, and a message larger than the
+    window goes when that much is available (`available` is negative after that).
+    """
+
+    def __init__(self, window: int = 0) -> None:
+        self._window = window
+        self._available = window
+        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._closed: Exception | None = None
+
+    @property
+    def available(self) -> int:
+        """Bytes that may be sent now; negative after an oversize message."""
+        return self._available
+
+    @property
+    def window(self) -> int:
+        """The most that was ever available."""
+        return self._window
+
+    @property
+    def waiting(self) -> int:
+        """Number of waiting `acquire` calls."""
+        return len(self._waiters)
+
+    def grant(self, n: int) -> None:
+        """Adds bytes: the peer's credit, or what was acquired and then not sent."""
+        self._available += n
+        self._window = max(self._window, self._available)
+        self._serve()
+
+    async def acquire(self, n: int, *, timeout_s: float) -> None:
+        """Takes `n` bytes, waiting until they are there. A cancelled wait takes nothing.
+
+        Raises:
+            TransferFailed: They were not there within `timeout_s`.
+            Exception: The error given to `close`.
+        """
+        if self._closed is not None:
+            raise self._closed
+        if not self._waiters and self._suffices(n):
+            self._available -= n
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append((n, future))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await future
+        except BaseException as error:
+            self._give_up(n, future)
+            if isinstance(error, TimeoutError):
+                raise TransferFailed(f"no credit for {n} bytes within {timeout_s:g} s") from None
+            raise
+
+    def close(self, error: Exception) -> None:
+        """Ends all waiting and later `acquire` calls with `error`. Idempotent."""
+        if self._closed is not None:
+            return
+        self._closed = error
+        while self._waiters:
+            _, future = self._waiters.popleft()
+            if not future.done():
+                future.set_exception(error)
+
+    def _suffices(self, n: int) -> bool:
+        return self._available > 0 and self._available >= min(n, self._window - self._window // 4)
+
+    def _serve(self) -> None:
+        while self._waiters:
+            n, future = self._waiters[0]
+            if not future.done():
+                if not self._suffices(n):
+                    return
+                self._available -= n
+                future.set_result(None)
+            self._waiters.popleft()
+
+    def _give_up(self, n: int, future: asyncio.Future[None]) -> None:
+        """A waiter leaves: what it was given goes back, and those behind it may go on."""
+        if future.done() and not future.cancelled():
+            if future.exception() is None:
+                self.grant(n)
+            return
+        future.cancel()
+        self._waiters = deque(waiter for waiter in self._waiters if waiter[1] is not future)
+        self._serve()
+
+
+class CreditReturn:
+    """The receiver's side: collects what was dealt with, and hands it back in batches of a quarter window or more."""
+
+    def __init__(self, window: int) -> None:
+        self._threshold = max(1, window // 4)
+        self._pending = 0
+
+    @property
+    def pending(self) -> int:
+        """Bytes dealt with and not yet handed back; always less than a quarter window, or 0."""
+        return self._pending
+
+    def consumed(self, n: int) -> int:
+        """Notes that `n` bytes are dealt with; returns the bytes to hand back now, 0 for none."""
+        self._pending += n
+        if self._pending < self._threshold:
+            return 0
+        returned, self._pending = self._pending, 0
+        return returned

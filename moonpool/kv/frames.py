@@ -1,0 +1,204 @@
+"""Frames: layer slices packed into payloads near one MiB, each with a checksum over all that it says.
+
+Owns how slices become frames and back. Must not know who sends them or what they are for.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import xxhash
+
+from moonpool.errors import FrameError
+from moonpool.kv.layout import KVLayout
+from moonpool.v1 import kv_pb2
+
+FRAME_BYTES = 1 << 20
+"""Payload size aimed at: below it gRPC's cost per message shows, above it messages block the event loop."""
+
+_HEADER = struct.Struct("<QI")
+_RUN = struct.Struct("<6I")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive blocks of one layer, heads `[head_begin, head_end)`.
+
+    Blocks are indices in the session's key list. `valid_tokens` counts the last block's; all others are full.
+    """
+
+    layer: int
+    first_block: int
+    block_count: int
+    head_begin: int
+    head_end: int
+    valid_tokens: int
+
+
+@dataclass(slots=True)
+class Slice:
+    """One whole layer slice to be sent: `data` has `layout.slice_bytes` bytes and must stay as it is until sent."""
+
+    layer: int
+    block: int
+    data: memoryview
+    valid_tokens: int
+
+
+def checksum(header: kv_pb2.FrameHeader, pieces: Iterable[memoryview]) -> int:
+    """xxh3-64 of the payload, seeded with the xxh3-64 of the header's other fields as little-endian integers."""
+    packed = [_HEADER.pack(header.session, header.generation)]
+    for run in header.runs:
+        packed.append(
+            _RUN.pack(run.layer, run.first_block, run.block_count, run.head_begin, run.head_end, run.valid_tokens)
+        )
+    digest = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(b"".join(packed)))
+    for piece in pieces:
+        digest.update(piece)
+    return digest.intdigest()
+
+
+def pack_frames(
+    session: int, generation: int, slices: Iterable[Slice], layout: KVLayout, target_bytes: int = FRAME_BYTES
+) -> Iterator[tuple[kv_pb2.FrameHeader, list[memoryview]]]:
+    """Packs slices into frames of at most `target_bytes`, in order; consecutive blocks of a layer form one run.
+
+    A slice larger than `target_bytes` is split between heads (one head is never split, whatever its size). Token slots
+    that are not valid are zeroed, in a copy. The payload's pieces otherwise refer to the slices' own memory.
+
+    Args:
+        session: The receiver's session.
+        generation: The session's generation.
+        slices: What to send; taken lazily.
+        layout: Arrangement of the slices.
+        target_bytes: Payload size aimed at.
+    """
+    frame = _Frame(session, generation, layout)
+    for item in slices:
+        data = _cleaned(item, layout)
+        for head_begin, head_end, piece in _pieces(data, layout, target_bytes):
+            if frame.nbytes and frame.nbytes + piece.nbytes > target_bytes:
+                yield frame.finish()
+                frame = _Frame(session, generation, layout)
+            frame.add(item, head_begin, head_end, piece)
+    if frame.nbytes:
+        yield frame.finish()
+
+
+def open_frame(header: kv_pb2.FrameHeader, payload: memoryview, layout: KVLayout) -> list[tuple[Run, memoryview]]:
+    """Verifies a received frame; returns its runs with their bytes, block after block, without copying.
+
+    Raises:
+        FrameError: Checksum, sizes or ranges are wrong; nothing of the frame may be used.
+    """
+    runs: list[tuple[Run, memoryview]] = []
+    position = 0
+    for message in header.runs:
+        run = Run(
+            message.layer,
+            message.first_block,
+            message.block_count,
+            message.head_begin,
+            message.head_end,
+            message.valid_tokens,
+        )
+        end = position + run_bytes(run, layout)
+        runs.append((run, payload[position:end]))
+        position = end
+    if position != payload.nbytes or not runs:
+        raise FrameError(f"frame of session {header.session}: {payload.nbytes} bytes, its runs need {position}")
+    if checksum(header, (payload,)) != header.checksum:
+        raise FrameError(f"frame of session {header.session}: wrong checksum")
+    return runs
+
+
+def run_bytes(run: Run, layout: KVLayout) -> int:
+    """Payload bytes of a run.
+
+    Raises:
+        FrameError: The run does not fit the layout.
+    """
+    if not (0 <= run.layer < layout.layers and run.block_count >= 1 and run.first_block >= 0):
+        raise FrameError(f"{run}: no such layer or no blocks")
+    if not 0 <= run.head_begin < run.head_end <= layout.kv_heads:
+        raise FrameError(f"{run}: no such heads")
+    if not 1 <= run.valid_tokens <= layout.block_tokens:
+        raise FrameError(f"{run}: no such number of valid tokens")
+    heads = run.head_end - run.head_begin
+    if heads == layout.kv_heads:
+        return run.block_count * layout.slice_bytes
+    if layout.scale_bytes:
+        raise FrameError(f"{run}: slices with scales travel whole")
+    return run.block_count * heads * layout.head_bytes
+
+
+def split_run(run: Run, data: memoryview, layout: KVLayout) -> Iterator[tuple[int, int, memoryview]]:
+    """The parts of an opened run: (block index, byte offset in that block's layer slice, bytes to be put there)."""
+    size = data.nbytes // run.block_count
+    offset = run.head_begin * layout.head_bytes
+    for index in range(run.block_count):
+        yield run.first_block + index, offset, data[index * size : (index + 1) * size]
+
+
+def _cleaned(item: Slice, layout: KVLayout) -> memoryview:
+    """The slice's bytes, with invalid token slots zeroed in a copy where there are any."""
+    assert item.data.nbytes == layout.slice_bytes, "not a whole layer slice"
+    assert 1 <= item.valid_tokens <= layout.block_tokens, "valid_tokens out of range"
+    if item.valid_tokens == layout.block_tokens:
+        return item.data
+    copy = memoryview(bytearray(item.data))
+    layout.zero_invalid(copy, item.valid_tokens)
+    return copy
+
+
+def _pieces(data: memoryview, layout: KVLayout, target_bytes: int) -> Iterator[tuple[int, int, memoryview]]:
+    """The slice in pieces of at most `target_bytes`: (head_begin, head_end, bytes)."""
+    if data.nbytes <= target_bytes or layout.scale_bytes:
+        yield 0, layout.kv_heads, data
+        return
+    step = max(1, target_bytes // layout.head_bytes)
+    for begin in range(0, layout.kv_heads, step):
+        end = min(begin + step, layout.kv_heads)
+        yield begin, end, data[begin * layout.head_bytes : end * layout.head_bytes]
+
+
+class _Frame:
+    """A frame being filled."""
+
+    __slots__ = ("_header", "_last", "_layout", "_pieces", "nbytes")
+
+    def __init__(self, session: int, generation: int, layout: KVLayout) -> None:
+        self._header = kv_pb2.FrameHeader(session=session, generation=generation)
+        self._layout = layout
+        self._pieces: list[memoryview] = []
+        self._last: kv_pb2.SliceRun | None = None
+        self.nbytes = 0
+
+    def add(self, item: Slice, head_begin: int, head_end: int, piece: memoryview) -> None:
+        self._pieces.append(piece)
+        self.nbytes += piece.nbytes
+        last = self._last
+        if (
+            last is not None
+            and last.layer == item.layer
+            and last.first_block + last.block_count == item.block
+            and last.valid_tokens == self._layout.block_tokens
+            and (last.head_begin, last.head_end) == (head_begin, head_end)
+        ):
+            last.block_count += 1
+            last.valid_tokens = item.valid_tokens
+            return
+        self._last = self._header.runs.add(
+            layer=item.layer,
+            first_block=item.block,
+            block_count=1,
+            head_begin=head_begin,
+            head_end=head_end,
+            valid_tokens=item.valid_tokens,
+        )
+
+    def finish(self) -> tuple[kv_pb2.FrameHeader, list[memoryview]]:
+        self._header.checksum = checksum(self._header, self._pieces)
+        return self._header, self._pieces

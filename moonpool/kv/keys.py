@@ -1,0 +1,111 @@
+"""Identity of KV: namespaces, chained block keys, and how keys and tokens are packed into bytes.
+
+The same everywhere and for ever: nothing here depends on the process, the machine's byte order or a random seed.
+Changing any of it makes all stored KV unreachable; the golden vectors in the tests hold it still.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple
+from typing import NewType
+
+from blake3 import blake3
+
+from moonpool.errors import InvalidRequest
+from moonpool.kv.layout import KVLayout
+
+BlockKey = NewType("BlockKey", bytes)
+"""32 bytes that identify a block's tokens, everything before them, the namespace and the tenant."""
+
+KEY_BYTES = 32
+_TOKEN_BYTES = 4
+_NAMESPACE_CONTEXT = b"moonpool kv namespace v1"
+_ROOT_CONTEXT = b"moonpool kv chain root v1"
+
+
+def _field(data: bytes) -> bytes:
+    """Length-prefixed, so that no two lists of fields hash the same bytes."""
+    return struct.pack("<Q", len(data)) + data
+
+
+def namespace(weights_fingerprint: bytes, layout: KVLayout) -> bytes:
+    """32-byte hash of everything that makes KV differ: the weights and the layout (dtype and block size included)."""
+    parts = [_field(_NAMESPACE_CONTEXT), _field(weights_fingerprint)]
+    parts.extend(_field(str(value).encode()) for value in astuple(layout))
+    return blake3(b"".join(parts)).digest()
+
+
+def chain_root(namespace: bytes, tenant: str) -> bytes:
+    """32-byte parent of a chain's first block. Tenants have different roots, hence share no key."""
+    return blake3(_field(_ROOT_CONTEXT) + _field(namespace) + _field(tenant.encode())).digest()
+
+
+def block_keys(parent: bytes, token_ids: Sequence[int] | array[int], block_tokens: int) -> list[BlockKey]:
+    """Keys of the full blocks of `token_ids`, each blake3(parent key || the block's tokens as little-endian int32).
+
+    Args:
+        parent: Chain root, or the key of the block before `token_ids`, so that a chain can be continued.
+        token_ids: Tokens from a block border on; an incomplete last block has no key.
+        block_tokens: Tokens per block.
+
+    Raises:
+        InvalidRequest: A token is no int32.
+    """
+    data = memoryview(tokens_to_bytes(token_ids))
+    size = block_tokens * _TOKEN_BYTES
+    keys: list[BlockKey] = []
+    for start in range(0, len(data) - size + 1, size):
+        parent = blake3(parent + data[start : start + size]).digest()
+        keys.append(BlockKey(parent))
+    return keys
+
+
+def pack_keys(keys: Iterable[bytes]) -> bytes:
+    """Keys, concatenated."""
+    return b"".join(keys)
+
+
+def unpack_keys(data: bytes, field: str = "keys") -> list[BlockKey]:
+    """Keys from their concatenation.
+
+    Raises:
+        InvalidRequest: The length is no multiple of 32; names `field`.
+    """
+    if len(data) % KEY_BYTES:
+        raise InvalidRequest(field, f"length must be a multiple of {KEY_BYTES} bytes, is {len(data)}")
+    return [BlockKey(data[start : start + KEY_BYTES]) for start in range(0, len(data), KEY_BYTES)]
+
+
+def tokens_to_bytes(token_ids: Sequence[int] | array[int]) -> bytes:
+    """Tokens as little-endian int32.
+
+    Raises:
+        InvalidRequest: A token is no int32.
+    """
+    try:
+        tokens = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise InvalidRequest("token_ids", f"every token must be an int32: {error}") from error
+    if sys.byteorder == "big":
+        tokens = tokens[:]
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def tokens_from_bytes(data: bytes, field: str = "token_ids") -> array[int]:
+    """Tokens (array of typecode "i") from little-endian int32.
+
+    Raises:
+        InvalidRequest: The length is no multiple of 4; names `field`.
+    """
+    if len(data) % _TOKEN_BYTES:
+        raise InvalidRequest(field, f"length must be a multiple of {_TOKEN_BYTES} bytes, is {len(data)}")
+    tokens = array("i")
+    tokens.frombytes(data)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens

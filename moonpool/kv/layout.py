@@ -1,0 +1,122 @@
+"""How the KV of one block is arranged in bytes, and what two sides must agree on before they exchange any.
+
+Owns the sizes and offsets that follow from a model's shape. Must not know where blocks lie or how they travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from moonpool.errors import ConfigError, Mismatch
+from moonpool.v1 import kv_pb2
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LAYOUT_VERSION = 1
+_BLOCK_TOKENS_MULTIPLE = 16
+_UINT32_MAX = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Arrangement of a block: per layer `[kv_heads, 2 (K, V), block_tokens, head_dim]`, then `scale_bytes`.
+
+    Heads are outermost, so that the share of some heads is one run of bytes.
+
+    Raises:
+        ConfigError: A field is out of range; names it.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    dtype: str
+    scale_bytes: int = 0
+    version: int = LAYOUT_VERSION
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "head_dim", "block_tokens", "version"):
+            value = getattr(self, name)
+            if not 1 <= value <= _UINT32_MAX:
+                raise ConfigError(name, f"must be positive, is {value}")
+        if self.block_tokens % _BLOCK_TOKENS_MULTIPLE:
+            raise ConfigError("block_tokens", f"must be a multiple of {_BLOCK_TOKENS_MULTIPLE}, is {self.block_tokens}")
+        if self.dtype not in ELEMENT_BYTES:
+            raise ConfigError("dtype", f"must be one of {', '.join(ELEMENT_BYTES)}, is {self.dtype!r}")
+        if not 0 <= self.scale_bytes <= _UINT32_MAX:
+            raise ConfigError("scale_bytes", f"must not be negative, is {self.scale_bytes}")
+        if self.version != LAYOUT_VERSION:
+            raise ConfigError("version", f"only version {LAYOUT_VERSION} is known, not {self.version}")
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head's K and V in one layer of one block."""
+        return 2 * self.block_tokens * self.head_dim * self.element_bytes
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of one layer in one block: the unit in which KV lies in the pool, travels and is stored."""
+        return self.kv_heads * self.head_bytes + self.scale_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return self.layers * self.slice_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of KV per token over all layers, rounded up."""
+        return -(-self.block_bytes // self.block_tokens)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Number of blocks that hold `tokens` tokens."""
+        return -(-tokens // self.block_tokens)
+
+    def valid_tokens(self, tokens: int, block: int) -> int:
+        """Number of valid token slots in block number `block` of a sequence of `tokens` tokens."""
+        return max(0, min(self.block_tokens, tokens - block * self.block_tokens))
+
+    def to_proto(self) -> kv_pb2.KVLayout:
+        """The layout as it is sent."""
+        return kv_pb2.KVLayout(**{f.name: getattr(self, f.name) for f in fields(self)})
+
+    @classmethod
+    def from_proto(cls, message: kv_pb2.KVLayout) -> KVLayout:
+        """The layout as it was received.
+
+        Raises:
+            Mismatch: It is none that this version can hold; names the field.
+        """
+        try:
+            return cls(**{f.name: getattr(message, f.name) for f in fields(cls)})
+        except ConfigError as error:
+            raise Mismatch(f"layout.{error.field}", error.message) from error
+
+    def difference(self, other: KVLayout) -> str | None:
+        """Name of the first field in which the two differ, or None when KV may be exchanged."""
+        for field in fields(self):
+            if getattr(self, field.name) != getattr(other, field.name):
+                return field.name
+        return None
+
+    def zero_invalid(self, slice_: memoryview, valid_tokens: int) -> None:
+        """Zeroes the token slots from `valid_tokens` on in one writable layer slice (they may be another request's).
+
+        Args:
+            slice_: Exactly `slice_bytes` bytes.
+            valid_tokens: In `[0, block_tokens]`.
+        """
+        assert slice_.nbytes == self.slice_bytes, "not a whole layer slice"
+        assert 0 <= valid_tokens <= self.block_tokens, "valid_tokens out of range"
+        if valid_tokens == self.block_tokens:
+            return
+        plane = self.block_tokens * self.head_dim * self.element_bytes
+        begin = valid_tokens * self.head_dim * self.element_bytes
+        zeros = bytes(plane - begin)
+        for start in range(0, self.kv_heads * self.head_bytes, plane):
+            slice_[start + begin : start + plane] = zeros

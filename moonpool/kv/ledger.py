@@ -1,0 +1,110 @@
+"""Which slices of a session have come. Pure; must not know where their bytes were put."""
+
+from __future__ import annotations
+
+from moonpool.errors import FrameError
+from moonpool.kv.frames import Run
+
+
+class SliceLedger:
+    """Exact record over (layer, block, head); every one of them may come once.
+
+    Per layer one integer is the set of blocks whose heads have all come; head ranges of unfinished blocks lie apart.
+    """
+
+    def __init__(self, layers: range, blocks: int, heads: int, held_blocks: int = 0) -> None:
+        """Expects `blocks` blocks in `layers`, `heads` heads each; the first `held_blocks` are there already."""
+        if not (len(layers) > 0 and layers.step == 1 and 0 <= held_blocks <= blocks and heads > 0):
+            raise ValueError(f"impossible ledger: {layers}, {blocks} blocks, {held_blocks} held, {heads} heads")
+        self._layers = layers
+        self._blocks = blocks
+        self._heads = heads
+        self._held = held_blocks
+        self._all = (1 << blocks) - 1
+        held = (1 << held_blocks) - 1
+        self._have = dict.fromkeys(layers, held)
+        self._parts: dict[tuple[int, int], int] = {}
+        self._missing = len(layers) * (blocks - held_blocks)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks expected."""
+        return self._blocks
+
+    @property
+    def complete(self) -> bool:
+        """Everything has come."""
+        return self._missing == 0
+
+    def missing(self) -> int:
+        """Number of (layer, block) slices of which something has not come."""
+        return self._missing
+
+    def accept(self, run: Run) -> None:
+        """Records a run; changes nothing when it raises.
+
+        Raises:
+            FrameError: Something in it has come before, is held, or is not expected.
+        """
+        end = run.first_block + run.block_count
+        if (
+            run.layer not in self._have
+            or run.block_count < 1
+            or not self._held <= run.first_block < end <= self._blocks
+        ):
+            raise FrameError(f"{run}: not expected (layers {self._layers}, blocks {self._held} to {self._blocks})")
+        if not 0 <= run.head_begin < run.head_end <= self._heads:
+            raise FrameError(f"{run}: no such heads")
+        mask = ((1 << run.block_count) - 1) << run.first_block
+        if self._have[run.layer] & mask:
+            raise FrameError(f"{run}: has come before")
+        whole = run.head_end - run.head_begin == self._heads
+        if whole and not self._parts:
+            self._have[run.layer] |= mask
+            self._missing -= run.block_count
+            return
+        self._accept_heads(run, end)
+
+    def block_complete(self, block: int) -> bool:
+        """All layers of the block have come, or it is held."""
+        return all(have >> block & 1 for have in self._have.values())
+
+    def slice_complete(self, layer: int, block: int) -> bool:
+        """All heads of one layer of the block have come, or it is held."""
+        return bool(self._have[layer] >> block & 1)
+
+    def layer_complete(self, layer: int) -> bool:
+        """All blocks of the layer have come or are held."""
+        return self._have[layer] == self._all
+
+    def truncate(self, blocks: int) -> None:
+        """Expects only the first `blocks` blocks from now on (not fewer than are held)."""
+        if not self._held <= blocks <= self._blocks:
+            raise ValueError(f"cannot truncate {self._blocks} blocks to {blocks}, {self._held} are held")
+        self._blocks = blocks
+        self._all = (1 << blocks) - 1
+        self._have = {layer: have & self._all for layer, have in self._have.items()}
+        self._parts = {key: heads for key, heads in self._parts.items() if key[1] < blocks}
+        self._missing = sum(blocks - have.bit_count() for have in self._have.values())
+
+    def check_invariants(self) -> None:
+        """Asserts that the counts agree with the record."""
+        assert self._missing == sum(self._blocks - have.bit_count() for have in self._have.values())
+        assert all(have & ~self._all == 0 for have in self._have.values())
+        full = (1 << self._heads) - 1
+        for (layer, block), heads in self._parts.items():
+            assert 0 < heads < full
+            assert not self._have[layer] >> block & 1
+
+    def _accept_heads(self, run: Run, end: int) -> None:
+        heads = ((1 << (run.head_end - run.head_begin)) - 1) << run.head_begin
+        cells = [(run.layer, block) for block in range(run.first_block, end)]
+        if any(self._parts.get(cell, 0) & heads for cell in cells):
+            raise FrameError(f"{run}: has come before")
+        for cell in cells:
+            now = self._parts.pop(cell, 0) | heads
+            if now == (1 << self._heads) - 1:
+                self._have[run.layer] |= 1 << cell[1]
+                self._missing -= 1
+            else:
+                self._parts[cell] = now

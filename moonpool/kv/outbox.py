@@ -1,0 +1,150 @@
+"""Orders what many tasks send on one gRPC stream.
+
+A gRPC stream takes one write at a time, and cancelling a task within a write cancels the whole call. So tasks only
+queue here, and one task writes. Payloads are encoded when they are queued: after `put` nothing refers to the memory
+of the caller, who may free its blocks at once even when cancelled. Must not know what the messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from google.protobuf.message import Message
+
+from moonpool.errors import StreamBroken
+from moonpool.kv.credits import ByteCredits
+from moonpool.kv.wire import Payload, PayloadMessage, payload_bytes, serialize
+from moonpool.rpc.codec import has_payload
+
+ROOM_BYTES = 4 << 20
+MAX_MESSAGES = 4096
+STALL_S = 30.0
+CANCEL_GRACE_S = 2.0
+
+
+class Outbox:
+    """Bounded queue of messages for one stream, written in order by `drain`.
+
+    What `drain` hands to the stream's write is what our serialisers take (moonpool/rpc/codec.py): messages of classes
+    without a payload as they are, others encoded.
+    """
+
+    def __init__(self, *, room_bytes: int = ROOM_BYTES, max_messages: int = MAX_MESSAGES) -> None:
+        self._room = ByteCredits(room_bytes)
+        self._max_messages = max_messages
+        self._queue: deque[tuple[Message | bytes, int]] = deque()
+        self._wake = asyncio.Event()
+        self._finished = False
+        self._closed: Exception | None = None
+
+    def __len__(self) -> int:
+        """Messages that wait."""
+        return len(self._queue)
+
+    def post(self, message: Message) -> None:
+        """Queues a small message without waiting. The message must not be changed afterwards.
+
+        Raises:
+            StreamBroken: The outbox is closed, or the peer reads nothing and too many messages wait.
+        """
+        self._append(serialize(PayloadMessage(message)) if has_payload(type(message)) else message, 0)
+
+    async def put(self, message: Message, payload: Payload, *, timeout_s: float) -> None:
+        """Queues a message with a payload once there is room.
+
+        Raises:
+            StreamBroken: The outbox is or becomes closed.
+            TransferFailed: There was no room for `timeout_s`.
+        """
+        size = payload_bytes(payload)
+        await self._room.acquire(size, timeout_s=timeout_s)
+        try:
+            self._append(serialize(PayloadMessage(message, payload)), size)
+        except BaseException:
+            self._room.grant(size)
+            raise
+
+    def finish(self) -> None:
+        """Lets `drain` return when everything queued has been written."""
+        self._finished = True
+        self._wake.set()
+
+    def close(self, error: Exception) -> None:
+        """Drops everything queued; present and later senders get `error`. Idempotent."""
+        if self._closed is None:
+            self._closed = error
+            self._queue.clear()
+            self._room.close(error)
+            self._wake.set()
+
+    async def drain(self, write: Callable[[Any], Awaitable[None]], *, stall_s: float = STALL_S) -> None:
+        """Writes what is queued, in order, until `finish` or `close`. To be run by one task per stream.
+
+        Args:
+            write: The stream's write.
+            stall_s: Longest time one write may take.
+
+        Raises:
+            StreamBroken: A write took longer than `stall_s`.
+            Exception: Whatever `write` raises.
+
+        Cancelled, it lets the write that is under way finish first (for a short time at most).
+        """
+        try:
+            while True:
+                while self._queue:
+                    data, size = self._queue.popleft()
+                    await write_whole(write, data, stall_s)
+                    self._room.grant(size)
+                if self._closed is not None or self._finished:
+                    return
+                self._wake.clear()
+                await self._wake.wait()
+        except TimeoutError:
+            error = StreamBroken(f"the peer took nothing for {stall_s:g} s")
+            self.close(error)
+            raise error from None
+        except BaseException as failure:
+            self.close(StreamBroken(f"writing ended: {failure!r}"))
+            raise
+
+    def _append(self, data: Message | bytes, size: int) -> None:
+        if self._closed is not None:
+            raise self._closed
+        if len(self._queue) >= self._max_messages:
+            raise StreamBroken(f"{len(self._queue)} messages wait and the peer takes none")
+        self._queue.append((data, size))
+        self._wake.set()
+
+
+async def write_whole(write: Callable[[Any], Awaitable[None]], data: Message | bytes, stall_s: float = STALL_S) -> None:
+    """One write that is finished even when its task is cancelled, if the peer takes it within a short time.
+
+    A server's call cannot be ended with a status while a write is under way: the status gets lost and the peer waits
+    for ever. So whoever cancels `drain` before it aborts the call must find no write under way.
+
+    Raises:
+        TimeoutError: The write took longer than `stall_s`.
+        Exception: Whatever `write` raises.
+    """
+    writing = asyncio.ensure_future(write(data))
+    writing.add_done_callback(_seen)
+    try:
+        done, _ = await asyncio.wait((writing,), timeout=stall_s)
+    except asyncio.CancelledError:
+        await asyncio.wait((writing,), timeout=CANCEL_GRACE_S)
+        writing.cancel()
+        raise
+    if not done:
+        writing.cancel()
+        raise TimeoutError
+    writing.result()
+
+
+def _seen(writing: asyncio.Future[None]) -> None:
+    """Its failure is known even if nobody waits for it any more."""
+    if not writing.cancelled():
+        writing.exception()

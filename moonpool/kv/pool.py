@@ -1,0 +1,170 @@
+"""The paged KV memory of one instance, shared between its I/O process and its engine processes.
+
+Owns the memory. Must not know which block belongs to whom (that is the block manager's), nor tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moonpool.errors import ConfigError
+from moonpool.kv.layout import KVLayout
+
+
+@dataclass(slots=True)
+class PoolPart:
+    """The share of one stage: `[layer_end - layer_begin, blocks, slice_bytes]`, mapped shared from a file descriptor.
+
+    `map` supports the buffer protocol. The part owns `fd`: it is closed with the part.
+    """
+
+    layout: KVLayout
+    blocks: int
+    layer_begin: int
+    layer_end: int
+    fd: int
+    nbytes: int
+    map: mmap.mmap
+    view: memoryview = field(repr=False)
+
+    @classmethod
+    def attach(cls, fd: int, layout: KVLayout, blocks: int, layer_begin: int, layer_end: int) -> PoolPart:
+        """Maps a part from an inherited descriptor, of which it takes ownership.
+
+        Raises:
+            ConfigError: The descriptor's memory is not what the arguments say.
+        """
+        nbytes = (layer_end - layer_begin) * blocks * layout.slice_bytes
+        size = os.fstat(fd).st_size
+        if size != nbytes or nbytes <= 0:
+            raise ConfigError("pool", f"layers {layer_begin} to {layer_end} need {nbytes} bytes, the pool has {size}")
+        mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return cls(layout, blocks, layer_begin, layer_end, fd, nbytes, mapped, memoryview(mapped))
+
+    def slice(self, layer: int, block: int) -> memoryview:
+        """The writable bytes of one layer (index in the model) of one block."""
+        assert self.layer_begin <= layer < self.layer_end, "no such layer in this part"
+        assert 0 <= block < self.blocks, "no such block"
+        size = self.layout.slice_bytes
+        start = ((layer - self.layer_begin) * self.blocks + block) * size
+        return self.view[start : start + size]
+
+    def close(self) -> None:
+        """Unmaps and closes. Idempotent. Slices still in someone's hands keep the memory until they are gone."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self.view.release()
+        with contextlib.suppress(BufferError):
+            self.map.close()
+
+
+class KVPool:
+    """All parts of an instance's pool. Memory is taken from the system when a block is first touched, zero-filled."""
+
+    def __init__(self, layout: KVLayout, blocks: int, parts: Sequence[PoolPart]) -> None:
+        self.layout = layout
+        self.blocks = blocks
+        self.parts = list(parts)
+        self._by_layer = [part for part in self.parts for _ in range(part.layer_begin, part.layer_end)]
+
+    @classmethod
+    def create(cls, layout: KVLayout, blocks: int, layer_ranges: Sequence[tuple[int, int]]) -> KVPool:
+        """Makes a pool of `blocks` blocks, one part per stage.
+
+        Args:
+            layout: Arrangement of a block.
+            blocks: Number of blocks.
+            layer_ranges: `(begin, end)` of each stage's layers; together they are all layers, in order.
+
+        Raises:
+            ConfigError: There is no room for a single block, or more is asked for than the machine has.
+        """
+        if blocks < 1:
+            raise ConfigError("kv_bytes", f"no room for a single block; one takes {layout.block_bytes} bytes")
+        _check_ranges(layout, layer_ranges)
+        needed, available = blocks * layout.block_bytes, _available_bytes()
+        if available is not None and needed > available:
+            raise ConfigError(
+                "kv_bytes",
+                f"{blocks} blocks of {layout.block_bytes} bytes need {needed} bytes, only {available} are free",
+            )
+        parts: list[PoolPart] = []
+        try:
+            for begin, end in layer_ranges:
+                fd = _shared_memory((end - begin) * blocks * layout.slice_bytes)
+                try:
+                    parts.append(PoolPart.attach(fd, layout, blocks, begin, end))
+                except BaseException:
+                    os.close(fd)
+                    raise
+        except BaseException:
+            for part in parts:
+                part.close()
+            raise
+        return cls(layout, blocks, parts)
+
+    @staticmethod
+    def blocks_for_bytes(layout: KVLayout, kv_bytes: int) -> int:
+        """Number of blocks that fit in `kv_bytes`."""
+        return kv_bytes // layout.block_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    def slice(self, layer: int, block: int) -> memoryview:
+        """The writable bytes of one layer of one block."""
+        return self._by_layer[layer].slice(layer, block)
+
+    def close(self) -> None:
+        """Gives the memory back. Idempotent."""
+        for part in self.parts:
+            part.close()
+
+
+def _check_ranges(layout: KVLayout, layer_ranges: Sequence[tuple[int, int]]) -> None:
+    expected = 0
+    for begin, end in layer_ranges:
+        if begin != expected or end <= begin:
+            raise ConfigError("stages", f"layers {list(layer_ranges)} are not consecutive and non-empty")
+        expected = end
+    if expected != layout.layers:
+        raise ConfigError("stages", f"layers {list(layer_ranges)} are not the model's {layout.layers}")
+
+
+def _shared_memory(nbytes: int) -> int:
+    """A descriptor of `nbytes` of memory without a name: a memfd, else an unlinked temporary file."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("moonpool-kv", os.MFD_CLOEXEC)
+    else:
+        fd, name = tempfile.mkstemp(prefix="moonpool-kv-")
+        Path(name).unlink()
+    try:
+        os.truncate(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _available_bytes() -> int | None:
+    """Memory that the system or our control group can still give, or None where that cannot be told."""
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) << 10)
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((group / "memory.max").read_text())
+        found.append(max(0, limit - int((group / "memory.current").read_text())))
+    return min(found, default=None)

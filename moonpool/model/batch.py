@@ -1,0 +1,101 @@
+"""One step's work as packed tensors: any mix of prompt chunks and decode steps, without padding.
+
+Owns the translation from sequences (tokens, start, block table) to tensors. It must not know weights or attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moonpool.errors import InvalidRequest
+
+
+@dataclass(slots=True)
+class PackedBatch:
+    """Tokens of S sequences, one after the other: T rows in all.
+
+    A sequence that starts at position p with n tokens attends to its first p + n tokens; the KV of the first p is in
+    the pool already, in the blocks of its table.
+    """
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    query_start: Tensor  # [S + 1] int32: rows of sequence s are query_start[s] .. query_start[s + 1]
+    context_lens: Tensor  # [S] int32: tokens with KV after this step
+    block_tables: Tensor  # [S, max_blocks] int32, padded with 0
+    block_ids: Tensor  # [T] int64: the block that each row's KV goes to
+    offsets: Tensor  # [T] int64: and the token slot in it
+    last_rows: Tensor  # [S] int64: the last row of each sequence, whose logits choose the next token
+    block_tokens: int
+    cache: dict[Any, Any] = field(default_factory=dict)  # what the layers of one stage compute once per batch
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the number of rows."""
+        return self.token_ids.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return self.context_lens.shape[0]
+
+    @classmethod
+    def build(
+        cls,
+        sequences: Sequence[tuple[bytes, int, Sequence[int]]],
+        block_tokens: int,
+        device: torch.device | str = "cpu",
+    ) -> PackedBatch:
+        """Pack `sequences`, each (token ids as little-endian int32, position of the first, block table).
+
+        Raises:
+            InvalidRequest: no sequence, one without tokens, or a block table too short for its tokens; names which.
+        """
+        if not sequences:
+            raise InvalidRequest("sequences", "a batch needs at least one")
+        starts: list[int] = []
+        counts: list[int] = []
+        tables: list[Sequence[int]] = []
+        for i, (tokens, start, table) in enumerate(sequences):
+            count = len(tokens) // 4
+            if not count or len(tokens) % 4 or start < 0:
+                raise InvalidRequest(f"sequences[{i}]", f"{len(tokens)} bytes of tokens from position {start}")
+            if len(table) * block_tokens < start + count:
+                raise InvalidRequest(
+                    f"sequences[{i}].block_table",
+                    f"{len(table)} blocks of {block_tokens} tokens do not hold {start + count}",
+                )
+            starts.append(start)
+            counts.append(count)
+            tables.append(table)
+        width = max(map(len, tables))
+        padded = torch.tensor([[*table, *(0,) * (width - len(table))] for table in tables], dtype=torch.int32)
+        rows_of, first_of = torch.tensor(counts), torch.tensor(starts)
+        ends = rows_of.cumsum(0)
+        sequence = torch.repeat_interleave(rows_of)
+        positions = torch.arange(int(ends[-1])) + (first_of - (ends - rows_of))[sequence]
+        # Copied: frombuffer's tensor would share read-only memory.
+        token_ids = torch.frombuffer(bytearray(b"".join(item[0] for item in sequences)), dtype=torch.int32).long()
+        batch = cls(
+            token_ids=token_ids,
+            positions=positions,
+            query_start=torch.cat((torch.zeros(1, dtype=torch.int64), ends)).int(),
+            context_lens=(first_of + rows_of).int(),
+            block_tables=padded,
+            block_ids=padded[sequence, positions // block_tokens].long(),
+            offsets=positions % block_tokens,
+            last_rows=ends - 1,
+            block_tokens=block_tokens,
+        )
+        return batch if torch.device(device).type == "cpu" else batch.to(device)
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """Return the same batch on another device."""
+        names = ("token_ids", "positions", "query_start", "context_lens", "block_tables", "block_ids", "offsets")
+        moved = {name: getattr(self, name).to(device) for name in (*names, "last_rows")}
+        return PackedBatch(**moved, block_tokens=self.block_tokens)

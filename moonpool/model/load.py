@@ -1,0 +1,176 @@
+"""Reads the weights of one stage from a checkpoint folder; nothing else of it is read.
+
+Owns the names of tensors in Hugging Face checkpoints of the Llama family, and how they are fused. It must not know
+what is computed with them. Only safetensors are read: nothing is ever unpickled or executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from moonpool.checkpoint.config import ModelConfig
+from moonpool.checkpoint.weights import TensorInfo, tensor_index
+from moonpool.errors import CheckpointError, UnsupportedModel
+from moonpool.model.linear import Linear
+from moonpool.model.stage import LayerWeights, StageModel
+
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's type for "float32", "bfloat16" or "float16".
+
+    Raises:
+        UnsupportedModel: any other name.
+    """
+    if name not in _TORCH_DTYPES:
+        raise UnsupportedModel("dtype", f"{name!r} is none of {', '.join(_TORCH_DTYPES)}")
+    return _TORCH_DTYPES[name]
+
+
+def load_stage(
+    path: Path | str,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    layer_begin: int,
+    layer_end: int,
+    device: torch.device | str = "cpu",
+) -> StageModel:
+    """Load layers `layer_begin` up to `layer_end`, with the embedding on the first stage and norm and head on the last.
+
+    Weights stored in another supported type are converted to `dtype`.
+
+    Raises:
+        CheckpointError: a tensor is missing, has a wrong shape or an unsupported type (names it; checked for all
+            tensors before any is read), or a file is damaged.
+    """
+    assert 0 <= layer_begin < layer_end <= config.num_layers
+    with ExitStack() as stack, torch.inference_mode():
+        reader = _Reader(Path(path), dtype, torch.device(device), stack)
+        first, last = layer_begin == 0, layer_end == config.num_layers
+        tied = config.tie_word_embeddings
+        outer: dict[str, tuple[int, ...]] = {}
+        if first or (last and tied):
+            outer[_EMBEDDING] = (config.vocab_size, config.hidden_size)
+        if last:
+            outer[_NORM] = (config.hidden_size,)
+            if not tied:
+                outer[_HEAD] = (config.vocab_size, config.hidden_size)
+        for name, shape in outer.items():
+            reader.expect(name, shape)
+        for index in range(layer_begin, layer_end):
+            for name, shape in layer_shapes(config, index).items():
+                reader.expect(name, shape)
+        loaded = {name: reader.read([name]) for name in outer}
+        layers = [_read_layer(reader, config, index) for index in range(layer_begin, layer_end)]
+        head = loaded[_EMBEDDING if tied else _HEAD] if last else None
+        return StageModel(
+            config,
+            layer_begin,
+            layers,
+            embedding=loaded[_EMBEDDING] if first else None,
+            final_norm=loaded.get(_NORM),
+            head=None if head is None else Linear(head),
+        )
+
+
+def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the tensors of layer `index` in a checkpoint."""
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    q_out, kv_out = config.num_heads * head, config.num_kv_heads * head
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (q_out, hidden),
+        "self_attn.k_proj.weight": (kv_out, hidden),
+        "self_attn.v_proj.weight": (kv_out, hidden),
+        "self_attn.o_proj.weight": (hidden, q_out),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if config.qkv_bias:
+        shapes |= {"self_attn.q_proj.bias": (q_out,), "self_attn.k_proj.bias": (kv_out,)}
+        shapes |= {"self_attn.v_proj.bias": (kv_out,)}
+    if config.output_bias:
+        shapes["self_attn.o_proj.bias"] = (hidden,)
+    if config.mlp_bias:
+        shapes |= {"mlp.gate_proj.bias": (inner,), "mlp.up_proj.bias": (inner,), "mlp.down_proj.bias": (hidden,)}
+    if config.qk_norm:
+        shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+    return {f"model.layers.{index}.{name}": shape for name, shape in shapes.items()}
+
+
+def _read_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeights:
+    """Read and fuse the tensors of one layer."""
+
+    def read(*names: str) -> Tensor:
+        return reader.read([f"model.layers.{index}.{name}" for name in names])
+
+    def linear(bias: bool, *names: str) -> Linear:
+        weight = read(*(f"{name}.weight" for name in names))
+        return Linear(weight, read(*(f"{name}.bias" for name in names)) if bias else None)
+
+    return LayerWeights(
+        input_norm=read("input_layernorm.weight"),
+        qkv=linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        q_norm=read("self_attn.q_norm.weight") if config.qk_norm else None,
+        k_norm=read("self_attn.k_norm.weight") if config.qk_norm else None,
+        output=linear(config.output_bias, "self_attn.o_proj"),
+        post_norm=read("post_attention_layernorm.weight"),
+        gate_up=linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
+        down=linear(config.mlp_bias, "mlp.down_proj"),
+    )
+
+
+class _Reader:
+    """Checks and reads tensors of one checkpoint; keeps its files open until the exit stack closes."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, stack: ExitStack) -> None:
+        self._tensors = tensor_index(folder)
+        self._folder = folder
+        self._dtype = dtype
+        self._device = device
+        self._stack = stack
+        self._files: dict[Path, Any] = {}
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise CheckpointError unless the checkpoint has tensor `name` in this shape and a supported type."""
+        info = self._tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{self._folder}: tensor {name} is missing")
+        if info.shape != shape:
+            raise CheckpointError(
+                f"{self._folder}: tensor {name} has shape {list(info.shape)}, config.json makes it {list(shape)}"
+            )
+        if info.dtype not in _STORED:
+            raise CheckpointError(f"{self._folder}: tensor {name} is stored as {info.dtype}, not {', '.join(_STORED)}")
+
+    def read(self, names: Sequence[str]) -> Tensor:
+        """Return the tensors stacked along their first dimension, in this reader's type and on its device."""
+        infos = [self._tensors[name] for name in names]
+        rows = sum(info.shape[0] for info in infos)
+        fused = torch.empty((rows, *infos[0].shape[1:]), dtype=self._dtype, device=self._device)
+        begin = 0
+        for name, info in zip(names, infos, strict=True):
+            fused[begin : begin + info.shape[0]].copy_(self._tensor(name, info))
+            begin += info.shape[0]
+        return fused
+
+    def _tensor(self, name: str, info: TensorInfo) -> Tensor:
+        try:
+            if info.file not in self._files:
+                self._files[info.file] = self._stack.enter_context(safe_open(info.file, framework="pt"))
+            tensor: Tensor = self._files[info.file].get_tensor(name)
+        except Exception as error:  # safetensors raises bare errors of its own
+            raise CheckpointError(f"{info.file}: tensor {name} cannot be read: {error}") from None
+        return tensor

@@ -1,0 +1,62 @@
+"""Rotary position embeddings, with the scalings that are supported. Must not know layers or caches.
+
+Source: Su et al. 2021 (RoFormer), in the half-split form of transformers' `rotate_half`; Llama-3 scaling as in
+transformers' `_compute_llama3_parameters`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from moonpool.checkpoint.config import ModelConfig, RopeScaling
+
+
+class RopeTable:
+    """Angles and rotation for one model in one element type."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._frequencies = inverse_frequencies(config).to(device)
+        self._dtype = dtype
+        self._half = config.head_dim // 2
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and *signed* sin for `positions` [T], each [T, 1, head_dim], computed in float32.
+
+        The first half of sin is negated: `rotate` then needs no negation of its own.
+        """
+        angles = positions.float()[:, None] * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        return (
+            torch.cat((cos, cos), dim=-1).to(self._dtype)[:, None],
+            torch.cat((-sin, sin), dim=-1).to(self._dtype)[:, None],
+        )
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return `x` [T, heads, head_dim] rotated, as a new contiguous tensor."""
+        return torch.addcmul(x * cos, x.roll(self._half, dims=-1), sin)
+
+
+def inverse_frequencies(config: ModelConfig) -> Tensor:
+    """Return the angle per position of each pair of elements, float32 [head_dim / 2]."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**exponents)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    return frequencies / scaling.factor if scaling.kind == "linear" else _llama3(frequencies, scaling)
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Slow the low frequencies down by `factor`, keep the high ones, go over smoothly between."""
+    original = scaling.original_max_position_embeddings
+    low_wavelength = original / scaling.low_freq_factor
+    high_wavelength = original / scaling.high_freq_factor
+    wavelength = 2 * math.pi / frequencies
+    slowed = torch.where(wavelength > low_wavelength, frequencies / scaling.factor, frequencies)
+    smooth = (original / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    between = (1 - smooth) * slowed / scaling.factor + smooth * slowed
+    medium = ~(wavelength < high_wavelength) & ~(wavelength > low_wavelength)
+    return torch.where(medium, between, slowed)

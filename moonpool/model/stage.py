@@ -1,0 +1,164 @@
+"""Consecutive layers of a transformer on one device, over a packed batch with KV in the pool.
+
+Owns the arithmetic: which operations in which precision. It must not know checkpoints' files, other stages, or
+who waits for what between two layers: the caller runs `embed`, `layer` by `layer`, `logits`.
+
+Precision follows transformers: RMS norms and RoPE's angles in float32, the rest in the weights' type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.attention import AttentionPlan, make_plan, paged_attention, write_kv
+from moonpool.checkpoint.config import ModelConfig
+from moonpool.model.batch import PackedBatch
+from moonpool.model.linear import Linear
+from moonpool.model.rope import RopeTable
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """Weights of one layer; projections that read the same input are one matrix."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Linear  # hidden to (heads + 2 * kv_heads) * head_dim: q, then k, then v
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    output: Linear  # heads * head_dim to hidden
+    post_norm: Tensor  # [hidden]
+    gate_up: Linear  # hidden to 2 * intermediate: gate, then up
+    down: Linear  # intermediate to hidden
+
+
+class StageModel:
+    """Layers `layer_begin` up to `layer_end` of a model; the first stage embeds, the last one has norm and head."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_begin: int,
+        layers: Sequence[LayerWeights],
+        *,
+        embedding: Tensor | None,
+        final_norm: Tensor | None,
+        head: Linear | None,
+    ) -> None:
+        self.config = config
+        self.layer_begin = layer_begin
+        self.layer_end = layer_begin + len(layers)
+        self.layers = list(layers)
+        self.embedding = embedding  # [vocab, hidden], first stage
+        self.final_norm = final_norm  # [hidden], last stage
+        self.head = head  # hidden to vocab, last stage
+        first = self.layers[0].input_norm
+        self.dtype = first.dtype
+        self.device = first.device
+        self._rope = RopeTable(config, self.dtype, self.device)
+        self._scale = config.head_dim**-0.5
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage takes tokens rather than hidden states."""
+        return self.layer_begin == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage gives logits."""
+        return self.layer_end == self.config.num_layers
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of all weights, bytes; a tied output head counts beside the embedding, as it is arranged otherwise."""
+        parts = [self.embedding, self.final_norm, self.head]
+        for layer in self.layers:
+            parts += [getattr(layer, name) for name in LayerWeights.__slots__]
+        return sum(part.nbytes for part in parts if part is not None)
+
+    @torch.inference_mode()
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return hidden states [T, hidden] of `token_ids` [T] (int64); first stage only."""
+        assert self.is_first
+        assert self.embedding is not None
+        return functional.embedding(token_ids, self.embedding)
+
+    @torch.inference_mode()
+    def layer(self, index: int, hidden: Tensor, batch: PackedBatch, kv: Tensor) -> Tensor:
+        """Run layer `index` (counted in the whole model): `hidden` [T, hidden] to the same shape.
+
+        Writes the batch's keys and values into `kv` [blocks, kv_heads, 2, block_tokens, head_dim], this layer's part
+        of the pool, and attends to what is there. `hidden` may be overwritten.
+        """
+        weights = self.layers[index - self.layer_begin]
+        eps = self.config.rms_norm_eps
+        normed = rms_norm(hidden, weights.input_norm, eps)
+        attended = self._attention(weights, normed, batch, kv)
+        hidden = weights.output(attended).add_(hidden)
+        normed = rms_norm(hidden, weights.post_norm, eps)
+        gate, up = weights.gate_up(normed).chunk(2, dim=-1)
+        return weights.down(functional.silu(gate).mul_(up)).add_(hidden)
+
+    @torch.inference_mode()
+    def logits(self, rows: Tensor) -> Tensor:
+        """Return float32 logits [R, vocab] of hidden states [R, hidden] after the last layer; last stage only."""
+        assert self.final_norm is not None
+        assert self.head is not None
+        return self.head(rms_norm(rows, self.final_norm, self.config.rms_norm_eps)).float()
+
+    @torch.inference_mode()
+    def forward(self, hidden_or_tokens: Tensor, batch: PackedBatch, kv: Tensor | Sequence[Tensor]) -> Tensor:
+        """Run all layers of this stage; `kv` is indexed by the layer within the stage. Embeds on the first stage."""
+        hidden = self.embed(hidden_or_tokens) if self.is_first else hidden_or_tokens
+        for index in range(self.layer_begin, self.layer_end):
+            hidden = self.layer(index, hidden, batch, kv[index - self.layer_begin])
+        return hidden
+
+    def _attention(self, weights: LayerWeights, normed: Tensor, batch: PackedBatch, kv: Tensor) -> Tensor:
+        """Project, rotate, store keys and values, attend: [T, hidden] to [T, heads * head_dim]."""
+        config = self.config
+        tokens, heads, kv_heads = normed.shape[0], config.num_heads, config.num_kv_heads
+        qkv = weights.qkv(normed).view(tokens, heads + 2 * kv_heads, config.head_dim)
+        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q = rms_norm(qk[:, :heads], weights.q_norm, config.rms_norm_eps)
+            k = rms_norm(qk[:, heads:], weights.k_norm, config.rms_norm_eps)
+            qk = torch.cat((q, k), dim=1)
+        cos, sin = self._angles(batch)
+        qk = self._rope.rotate(qk, cos, sin)
+        plan = self._plan(batch, kv)
+        write_kv(qk[:, heads:], v, kv, batch.block_ids, batch.offsets)
+        attended = paged_attention(
+            qk[:, :heads], kv, batch.block_tables, batch.query_start, batch.context_lens, self._scale, plan=plan
+        )
+        return attended.view(tokens, heads * config.head_dim)
+
+    def _angles(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Return RoPE's cos and sin of the batch's positions, computed once per batch."""
+        key = ("rope", self.dtype, self.device)
+        if key not in batch.cache:
+            batch.cache[key] = self._rope.angles(batch.positions)
+        angles: tuple[Tensor, Tensor] = batch.cache[key]
+        return angles
+
+    def _plan(self, batch: PackedBatch, kv: Tensor) -> AttentionPlan:
+        """Return the attention plan of the batch, made once per batch and shape of the pool."""
+        key = ("plan", kv.shape, self.config.num_heads, kv.dtype, kv.device)
+        if key not in batch.cache:
+            batch.cache[key] = make_plan(kv, batch.block_tables, batch.query_start, batch.context_lens)
+        plan: AttentionPlan = batch.cache[key]
+        return plan
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return `x` over its root mean square along the last dimension, times `weight`; float32 inside.
+
+    Source: Zhang and Sennrich 2019; rounding as in transformers, which rounds before it multiplies by `weight`.
+    """
+    if x.dtype == torch.float32:
+        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+    return functional.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype).mul_(weight)

@@ -1,0 +1,125 @@
+"""Client connections: one channel per address, probes, and the KV streams' codecs.
+
+It owns channel options and lifetimes. What is said on a channel is the callers' business.
+"""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+
+from moonpool.errors import Unavailable
+from moonpool.rpc import codec
+from moonpool.rpc.server import MESSAGE_LIMIT_BYTES
+
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
+    # A peer that vanished without closing its connection is noticed within 40 s even when nothing is being sent.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A restarted peer is found again quickly, and a dropped channel takes its connection with it.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.use_local_subchannel_pool", 1),
+    # Instances talk to each other directly whatever the environment says about proxies.
+    ("grpc.enable_http_proxy", 0),
+]
+
+StreamOpener = Callable[..., "grpc.aio.StreamStreamCall[Any, Any]"]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A new channel with our options; connects on first use. The caller closes it."""
+    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+
+
+class Channels:
+    """One channel per address, shared by everyone in the process; closed together."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def get(self, address: str) -> grpc.aio.Channel:
+        """The channel to `address` ("host:port").
+
+        Raises:
+            Unavailable: the channels are closed.
+        """
+        if self._closed:
+            raise Unavailable("this process is closing its connections")
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = open_channel(address)
+        return channel
+
+    async def drop(self, address: str) -> None:
+        """Close the channel to `address`, if there is one; its calls are cancelled."""
+        channel = self._channels.pop(address, None)
+        if channel is not None:
+            await channel.close()
+
+    async def aclose(self) -> None:
+        """Close all channels; may be called again."""
+        self._closed = True
+        while self._channels:
+            _, channel = self._channels.popitem()
+            await channel.close()
+
+
+async def probe(address: str, timeout_s: float) -> None:
+    """Ask the health service at `address` whether it serves.
+
+    Raises:
+        Unavailable: no answer within `timeout_s` seconds, or the answer is no.
+    """
+    channel = open_channel(address)
+    try:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        answer = await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        raise Unavailable(f"{address} does not answer: {error.details() or error.code().name}") from error
+    finally:
+        await channel.close()
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        raise Unavailable(f"{address} answers that it is not serving")
+
+
+def payload_stream(
+    channel: grpc.aio.Channel,
+    service: str,
+    method: str,
+    request_cls: type[Message],
+    response_cls: type[Message],
+) -> StreamOpener:
+    """A callable that opens the bidirectional stream `service`/`method`, as a generated stub's attribute would.
+
+    On the stream, messages of a class with a `payload` field are `PayloadMessage`s, others plain messages, just as on
+    the server's side (see codec.py). For example `payload_stream(channel, "moonpool.v1.DecodeService", "ReceiveKV",
+    ReceiveKVRequest, ReceiveKVResponse)(timeout=...)`.
+    """
+    return channel.stream_stream(
+        f"/{service}/{method}",
+        request_serializer=codec.serializer(request_cls),
+        response_deserializer=codec.deserializer(response_cls),
+    )

@@ -1,0 +1,221 @@
+"""Our errors as gRPC status codes, and back.
+
+It owns the one table of codes, the trailing metadata that carries the structured detail, and the server interceptor
+that applies both. RESOURCE_EXHAUSTED alone is also gRPC's word for an oversize message: `Overloaded` exists only with
+its detail.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from moonpool.errors import (
+    DeadlineExceeded,
+    FrameError,
+    Internal,
+    InvalidRequest,
+    Mismatch,
+    MoonpoolError,
+    NotFound,
+    Overloaded,
+    StreamBroken,
+    TransferFailed,
+    Unavailable,
+    Unsupported,
+)
+from moonpool.telemetry.logs import get_logger
+from moonpool.v1 import kv_pb2
+
+DETAIL_KEY = "moonpool-error-bin"
+_MESSAGE_CHARS = 1000  # metadata is limited to 8 KiB by default, and the message travels twice
+_HIDDEN = "internal error; the service's log tells more"
+
+log = get_logger(__name__)
+
+_TABLE: dict[type[MoonpoolError], tuple[grpc.StatusCode, kv_pb2.ErrorKind.ValueType]] = {
+    InvalidRequest: (grpc.StatusCode.INVALID_ARGUMENT, kv_pb2.ERROR_KIND_INVALID),
+    Overloaded: (grpc.StatusCode.RESOURCE_EXHAUSTED, kv_pb2.ERROR_KIND_OVERLOADED),
+    Unavailable: (grpc.StatusCode.UNAVAILABLE, kv_pb2.ERROR_KIND_UNAVAILABLE),
+    NotFound: (grpc.StatusCode.NOT_FOUND, kv_pb2.ERROR_KIND_NOT_FOUND),
+    Mismatch: (grpc.StatusCode.FAILED_PRECONDITION, kv_pb2.ERROR_KIND_MISMATCH),
+    Unsupported: (grpc.StatusCode.UNIMPLEMENTED, kv_pb2.ERROR_KIND_UNSUPPORTED),
+    DeadlineExceeded: (grpc.StatusCode.DEADLINE_EXCEEDED, kv_pb2.ERROR_KIND_UNAVAILABLE),
+    TransferFailed: (grpc.StatusCode.ABORTED, kv_pb2.ERROR_KIND_UNAVAILABLE),
+    StreamBroken: (grpc.StatusCode.UNAVAILABLE, kv_pb2.ERROR_KIND_UNAVAILABLE),
+    FrameError: (grpc.StatusCode.DATA_LOSS, kv_pb2.ERROR_KIND_MISMATCH),
+    Internal: (grpc.StatusCode.INTERNAL, kv_pb2.ERROR_KIND_INTERNAL),
+}
+
+
+def to_status(exc: BaseException) -> tuple[grpc.StatusCode, str, kv_pb2.ErrorDetail]:
+    """Status code, text and detail with which an exception leaves a servicer.
+
+    A group of exceptions counts as its first leaf if all leaves are ours. What is not in the table (foreign exceptions,
+    and errors that have no business on the wire such as ConfigError) becomes INTERNAL without its text.
+    """
+    error = _leaf(exc)
+    if isinstance(error, TimeoutError):
+        error = DeadlineExceeded("a wait inside the service took too long")
+    elif isinstance(error, NotImplementedError):  # what protobuf's generated base classes raise
+        error = Unsupported("this call is not built yet")
+    elif isinstance(error, DecodeError):
+        error = InvalidRequest("", "malformed message")
+    row = _TABLE.get(type(error)) if isinstance(error, MoonpoolError) else None
+    if row is None:
+        detail = kv_pb2.ErrorDetail(kind=kv_pb2.ERROR_KIND_INTERNAL, message=_HIDDEN)
+        return grpc.StatusCode.INTERNAL, _HIDDEN, detail
+    assert isinstance(error, MoonpoolError)
+    code, kind = row
+    detail = kv_pb2.ErrorDetail(kind=kind, message=error.message[:_MESSAGE_CHARS])
+    if isinstance(error, InvalidRequest | Mismatch):
+        detail.field = error.field[:_MESSAGE_CHARS]
+    elif isinstance(error, Overloaded):
+        detail.overloaded.reason = error.reason
+        detail.overloaded.predicted_ttft_s = error.predicted_ttft_s
+        detail.overloaded.predicted_tbt_s = error.predicted_tbt_s
+        detail.overloaded.slo_s = error.slo_s
+        detail.overloaded.retry_after_s = error.retry_after_s
+    return code, str(error)[:_MESSAGE_CHARS], detail
+
+
+def from_rpc_error(error: grpc.RpcError) -> MoonpoolError:
+    """Our error for a failed call, of `grpc` or `grpc.aio`."""
+    if not isinstance(error, grpc.aio.AioRpcError) and not hasattr(error, "code"):
+        return Internal(f"a call failed: {error!r}")
+    code: grpc.StatusCode = error.code()
+    text: str = error.details() or code.name
+    detail = _detail(error.trailing_metadata() or ())
+    if detail is None:
+        return _from_bare_code(code, text)
+    match detail.kind:
+        case kv_pb2.ERROR_KIND_INVALID:
+            return InvalidRequest(detail.field, detail.message)
+        case kv_pb2.ERROR_KIND_OVERLOADED if detail.HasField("overloaded"):
+            over = detail.overloaded
+            return Overloaded(
+                detail.message,
+                reason=over.reason,
+                predicted_ttft_s=over.predicted_ttft_s,
+                predicted_tbt_s=over.predicted_tbt_s,
+                slo_s=over.slo_s,
+                retry_after_s=over.retry_after_s,
+            )
+        case kv_pb2.ERROR_KIND_MISMATCH if code != grpc.StatusCode.DATA_LOSS:
+            return Mismatch(detail.field, detail.message)
+    return _from_bare_code(code, detail.message)
+
+
+def _from_bare_code(code: grpc.StatusCode, text: str) -> MoonpoolError:
+    match code:
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return InvalidRequest("", text)
+        case grpc.StatusCode.UNAVAILABLE:
+            return Unavailable(text)
+        case grpc.StatusCode.CANCELLED:  # the other side's doing: our own cancel is asyncio.CancelledError
+            return Unavailable(f"the call was cancelled: {text}")
+        case grpc.StatusCode.NOT_FOUND:
+            return NotFound(text)
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            return Mismatch("", text)
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return Unsupported(text)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded(text)
+        case grpc.StatusCode.ABORTED:
+            return TransferFailed(text)
+        case grpc.StatusCode.DATA_LOSS:
+            return FrameError(text)
+    return Internal(f"{code.name}: {text}")
+
+
+def _detail(metadata: Iterable[Any]) -> kv_pb2.ErrorDetail | None:
+    for key, value in metadata:
+        if key == DETAIL_KEY and isinstance(value, bytes):
+            try:
+                return kv_pb2.ErrorDetail.FromString(value)
+            except DecodeError:
+                return None
+    return None
+
+
+def _leaf(exc: BaseException) -> BaseException:
+    """The exception that a group stands for: its first leaf if all leaves are ours, else the first that is not."""
+    if not isinstance(exc, BaseExceptionGroup):
+        return exc
+    leaves = [_leaf(inner) for inner in exc.exceptions]
+    return next((leaf for leaf in leaves if not isinstance(leaf, MoonpoolError)), leaves[0])
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Maps what a servicer raises to status codes, for all four kinds of call, and logs what is not ours.
+
+    Cancellation passes through. A method that answers with a stream may be an async generator or use `context.write`; a
+    generator is closed in the call's own task, so that its `finally` runs at once when the client has left.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wrap the method's handler."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = handler_call_details.method
+        if handler.request_streaming and handler.response_streaming:
+            make, behavior, streaming = grpc.stream_stream_rpc_method_handler, handler.stream_stream, True
+        elif handler.response_streaming:
+            make, behavior, streaming = grpc.unary_stream_rpc_method_handler, handler.unary_stream, True
+        elif handler.request_streaming:
+            make, behavior, streaming = grpc.stream_unary_rpc_method_handler, handler.stream_unary, False
+        else:
+            make, behavior, streaming = grpc.unary_unary_rpc_method_handler, handler.unary_unary, False
+        guarded = _guard_stream(method, behavior) if streaming else _guard_unary(method, behavior)
+        return make(guarded, handler.request_deserializer, handler.response_serializer)
+
+
+Behavior = Callable[[Any, Any], Any]
+
+
+def _guard_unary(method: str, behavior: Behavior) -> Behavior:
+    async def guarded(request: Any, context: Any) -> Any:
+        try:
+            return await behavior(request, context)
+        except Exception as exc:
+            await _abort(method, context, exc)
+
+    return guarded
+
+
+def _guard_stream(method: str, behavior: Behavior) -> Behavior:
+    async def guarded(request: Any, context: Any) -> None:
+        try:
+            answer = behavior(request, context)
+            if inspect.isawaitable(answer):
+                await answer
+                return
+            async with aclosing(answer) as responses:
+                async for response in responses:
+                    await context.write(response)
+        except Exception as exc:
+            await _abort(method, context, exc)
+
+    return guarded
+
+
+async def _abort(method: str, context: Any, exc: Exception) -> None:
+    if isinstance(exc, grpc.aio.AbortError):  # the method chose its status itself
+        raise exc
+    if isinstance(exc, BaseExceptionGroup) and exc.split(asyncio.CancelledError)[0] is not None:
+        raise asyncio.CancelledError from exc
+    code, text, detail = to_status(exc)
+    if code is grpc.StatusCode.INTERNAL:
+        log.error("call failed", method=method, exc_info=exc)
+    await context.abort(code, text, ((DETAIL_KEY, detail.SerializeToString()),))

@@ -1,0 +1,252 @@
+"""A service process from its first line to its exit code.
+
+It owns the event loop, memory settings, signals, logs, spans and standard output of a process. It knows nothing of what
+the service does: that is `main`, which runs until `ProcessContext.stopping` is set and it has drained.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TextIO, TypeVar
+
+from moonpool.config import ServiceConfig
+from moonpool.errors import CheckpointError, ConfigError, Mismatch
+from moonpool.telemetry import logs
+from moonpool.telemetry.spans import Recorder
+from moonpool.v1 import kv_pb2
+
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+EXIT_MISMATCH = 3
+DIE_WITH_PARENT = "MOONPOOL_DIE_WITH_PARENT"
+_AFTER_DRAIN_S = 10.0  # `main` keeps to drain_s itself and then has connections to close
+_CANCEL_GRACE_S = 5.0
+_PR_SET_PDEATHSIG = 1
+
+log = logs.get_logger(__name__)
+
+ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
+
+
+class ProcessContext:
+    """What a service's `main` gets from its process.
+
+    Attributes:
+        stopping: set by the first SIGTERM or SIGINT; `main` then takes no new work, finishes, and returns.
+        incarnation: random 63-bit number, never 0, drawn at start.
+        id: the instance's id (`ServiceConfig.id`).
+        spans: recorder of this process; does nothing unless `spans_dir` is set.
+    """
+
+    def __init__(self, instance_id: str, spans: Recorder, out: TextIO) -> None:
+        self.stopping = asyncio.Event()
+        self.incarnation = secrets.randbits(63) or 1
+        self.id = instance_id
+        self.spans = spans
+        self._out = out
+
+    def announce(self, address: str) -> None:
+        """Print `ready: HOST:PORT` on standard output, the only thing that ever goes there."""
+        try:
+            print(f"ready: {address}", file=self._out, flush=True)
+        except OSError:  # nobody reads any more, which is no reason to end; and what is buffered must not fail later
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._out.fileno())
+            os.close(null)
+
+    def instance(self, kind: "kv_pb2.InstanceKind.ValueType", id: str, address: str) -> kv_pb2.Instance:  # noqa: A002
+        """This process as others are told of it; `id` empty = `self.id`."""
+        return kv_pb2.Instance(id=id or self.id, incarnation=self.incarnation, kind=kind, address=address)
+
+
+Main = Callable[[ProcessContext], Awaitable[None]]
+
+
+def run_main(
+    config_cls: type[ConfigT],
+    main: Callable[[ProcessContext, ConfigT], Awaitable[None]],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """A whole `__main__`: flags -> configuration -> `run_service`. Returns the process's exit code."""
+    try:
+        config = config_cls.load(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        return _refuse(config_cls.service(), error)
+    return run_service(lambda ctx: main(ctx, config), name=config_cls.service(), config=config)
+
+
+def run_service(main: Main, *, name: str, config: ServiceConfig) -> int:
+    """Run a service in this process until it ends; call it once, from the main thread.
+
+    The first SIGTERM (or SIGINT) sets `ctx.stopping`; the same signal again ends the process at once. A `main` that is
+    not done some seconds more than `config.drain_s` after the first is cancelled. Standard output carries the `ready:`
+    line alone: whatever else is printed goes to standard error. With MOONPOOL_DIE_WITH_PARENT the end of the parent
+    counts as a SIGTERM: "1", or the parent's process number, which makes a parent that has ended already known too.
+
+    Returns:
+        The exit code: 0 after an orderly end, 2 for a wrong setting or checkpoint, 3 when the cluster refuses this
+        instance as not fitting (`Mismatch`), 1 for any other failure.
+    """
+    tune_malloc()
+    logs.configure(config.log_level, config.id or name, config.log_json)
+    out, sys.stdout = sys.stdout, sys.stderr
+    try:
+        path = config.spans_dir / f"{config.id or name}.jsonl" if config.spans_dir else None
+        try:
+            spans = Recorder(config.id or name, path)
+        except OSError as error:
+            raise ConfigError("spans_dir", f"cannot write {path}: {error.strerror}") from error
+        with contextlib.closing(spans), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_supervise(main, ProcessContext(config.id or name, spans, out), config.drain_s))
+    except BaseException as exc:
+        return _exit_code(name, exc)
+    finally:
+        sys.stdout = out
+
+
+async def _supervise(main: Main, ctx: ProcessContext, drain_s: float) -> int:
+    """Run `main` under the signals, and cancel it when it drains for too long; returns the exit code."""
+    with _signals(ctx), _parent_watch(ctx.stopping, os.environ.get(DIE_WITH_PARENT, "")):
+        running = asyncio.ensure_future(main(ctx))
+        stopping = asyncio.ensure_future(ctx.stopping.wait())
+        try:
+            await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                log.info("stopping", drain_s=drain_s)
+                await asyncio.wait({running}, timeout=drain_s + _AFTER_DRAIN_S)
+            if not running.done():
+                log.warning("drained too long; cancelling what runs", after_s=drain_s)
+                running.cancel()
+                await asyncio.wait({running}, timeout=_CANCEL_GRACE_S)
+                if not running.done():
+                    log.error("still not ended; leaving anyway")
+                    os._exit(EXIT_FAILED)
+                return EXIT_FAILED
+            running.result()
+            return 0
+        finally:
+            stopping.cancel()
+            running.cancel()
+
+
+@contextlib.contextmanager
+def _signals(ctx: ProcessContext) -> Iterator[None]:
+    """First SIGTERM or SIGINT: stop. The same one again: exit now."""
+    loop = asyncio.get_running_loop()
+    received = _signal_counter(ctx.stopping, os._exit)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, received, signum)
+    try:
+        yield
+    finally:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(signum)
+
+
+@contextlib.contextmanager
+def _parent_watch(stopping: asyncio.Event, wanted: str) -> Iterator[None]:
+    """Set `stopping` when the parent process ends; `wanted` as MOONPOOL_DIE_WITH_PARENT.
+
+    A pidfd says so exactly. PR_SET_PDEATHSIG, the fallback, already fires when the *thread* that started us ends.
+    """
+    if wanted in ("", "0") or not sys.platform.startswith("linux"):
+        yield
+        return
+    parent = os.getppid()
+    try:
+        descriptor = os.pidfd_open(parent)
+    except OSError:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        yield
+        return
+    if os.getppid() != parent or (wanted.isdecimal() and int(wanted) > 1 and int(wanted) != parent):
+        stopping.set()
+    loop = asyncio.get_running_loop()
+
+    def ended() -> None:
+        loop.remove_reader(descriptor)
+        stopping.set()
+
+    loop.add_reader(descriptor, ended)
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def _signal_counter(stopping: asyncio.Event, leave: Callable[[int], object]) -> Callable[[int], None]:
+    """What a signal does.
+
+    Counted per signal, because Ctrl-C reaches a whole process group and a parent then sends SIGTERM too.
+    """
+    seen: set[int] = set()
+
+    def received(signum: int) -> None:
+        if signum in seen:
+            leave(128 + signum)
+        seen.add(signum)
+        stopping.set()
+
+    return received
+
+
+def _exit_code(name: str, exc: BaseException) -> int:
+    """Report why a process ends, and with which code."""
+    leaves = _leaves(exc)
+    for kind, code in (((ConfigError, CheckpointError), EXIT_CONFIG), ((Mismatch,), EXIT_MISMATCH)):
+        # One line is all a person needs for these; anything beside them is a consequence of the shutdown.
+        found = next((leaf for leaf in leaves if isinstance(leaf, kind)), None)
+        if found is not None:
+            return _refuse(name, found, code)
+    if all(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+        return 128 + signal.SIGINT
+    log.error("service failed", exc_info=exc)
+    return EXIT_FAILED
+
+
+def _refuse(name: str, error: BaseException, code: int = EXIT_CONFIG) -> int:
+    text = " ".join(str(error).split())
+    sys.stderr.write(f"{name}: {text}\n")
+    sys.stderr.flush()
+    return code
+
+
+def _leaves(exc: BaseException) -> list[BaseException]:
+    if isinstance(exc, BaseExceptionGroup):
+        return [leaf for inner in exc.exceptions for leaf in _leaves(inner)]
+    return [exc]
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not on every platform; the standard loop does the same work
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def tune_malloc() -> bool:
+    """Keep glibc from returning every freed large buffer to the kernel; whether it was done (glibc only).
+
+    Without it each frame of about 1 MiB pays its page faults again (0.57 against 1.7-3.1 GB/s through gRPC).
+    """
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3
+    try:
+        libc = ctypes.CDLL(None)
+        libc.gnu_get_libc_version  # noqa: B018  # present in glibc only
+        mallopt = libc.mallopt
+    except (OSError, AttributeError):
+        return False
+    mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
+    if not mallopt(mmap_threshold, 1 << 30):
+        mallopt(mmap_threshold, 32 << 20)  # the most that older versions take
+    mallopt(trim_threshold, (1 << 31) - 1)
+    mallopt(top_pad, 64 << 20)
+    return True

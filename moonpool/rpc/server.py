@@ -1,0 +1,176 @@
+"""Serving: a grpc.aio server with health, reflection, limits and our error mapping, as one context manager.
+
+It owns how services get onto a port. It knows nothing of what they do: handlers are made from the service descriptors,
+method `Foo` of the contract being method `Foo` of the servicer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from moonpool.config import format_address, parse_address
+from moonpool.errors import ConfigError, NotFound, Unsupported
+from moonpool.rpc import codec
+from moonpool.rpc.errors import ErrorInterceptor
+
+Service = tuple[ServiceDescriptor, object]
+
+_HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+MESSAGE_LIMIT_BYTES = 64 << 20
+# Both sides ping an idle connection, so that a peer that vanished without closing it is noticed; see channels.py. The
+# server must not take the clients' pings for abuse.
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+]
+
+
+class RunningServer:
+    """A server that is listening.
+
+    Attributes:
+        port: the port it really listens at.
+        address: "host:port" of the listen address with that port.
+    """
+
+    def __init__(self, host: str, port: int, health: _Health) -> None:
+        self.port = port
+        self.address = format_address(host, port)
+        self._health = health
+
+    def set_serving(self, serving: bool) -> None:
+        """Tell health checks whether new requests are welcome, for every service and as a whole."""
+        self._health.set(serving)
+
+
+class _Health(health_pb2_grpc.HealthServicer):
+    """The standard health service with one answer for all services of the process, changed without awaiting."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = frozenset(("", *names))
+        self._serving = True
+        self._closing = False
+        self._changed = asyncio.Event()
+
+    def set(self, serving: bool) -> None:
+        self._serving = serving
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def close(self) -> None:
+        """Say NOT_SERVING for good; watches end, because they would hold up the server's end."""
+        self._closing = True
+        self.set(False)
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: object) -> health_pb2.HealthCheckResponse:  # noqa: N802
+        if request.service not in self._names:
+            raise NotFound(f"no service {request.service!r} here")
+        return health_pb2.HealthCheckResponse(status=self._status(request.service))
+
+    async def Watch(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: object
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        last = None
+        while True:
+            changed = self._changed
+            status = self._status(request.service)
+            if status != last:
+                yield health_pb2.HealthCheckResponse(status=status)
+                last = status
+            if self._closing:
+                return
+            await changed.wait()
+
+    def _status(self, name: str) -> Any:
+        answers = health_pb2.HealthCheckResponse
+        if name not in self._names:
+            return answers.SERVICE_UNKNOWN
+        return answers.SERVING if self._serving else answers.NOT_SERVING
+
+
+@asynccontextmanager
+async def serving(listen: str, services: Sequence[Service], *, grace_s: float = 5.0) -> AsyncIterator[RunningServer]:
+    """Serve `services` at `listen` ("host:port", port 0 = any free) while the body runs.
+
+    On leaving, health turns to NOT_SERVING, new calls are refused, and calls in flight get `grace_s` seconds to end
+    before they are cancelled.
+
+    Raises:
+        ConfigError: `listen` is malformed or cannot be bound, for example because the port is taken.
+    """
+    try:
+        host, _ = parse_address(listen)
+    except ValueError as error:
+        raise ConfigError("listen", str(error)) from error
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_OPTIONS)
+    names = [descriptor.full_name for descriptor, _ in services]
+    server.add_generic_rpc_handlers(
+        tuple(
+            grpc.method_handlers_generic_handler(descriptor.full_name, _handlers(descriptor, servicer))
+            for descriptor, servicer in services
+        )
+    )
+    health = _Health(names)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    reflection.enable_server_reflection([*names, _HEALTH_NAME, reflection.SERVICE_NAME], server)
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        await server.stop(None)
+        raise ConfigError("listen", f"cannot listen at {listen}: is the port taken?") from error
+    await server.start()
+    try:
+        yield RunningServer(host, port, health)
+    finally:
+        health.close()
+        await server.stop(grace_s)
+
+
+def _handlers(service: ServiceDescriptor, servicer: object) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+    return {method.name: _handler(method, servicer) for method in service.methods}
+
+
+def _handler(method: MethodDescriptor, servicer: object) -> grpc.RpcMethodHandler[Any, Any]:
+    behavior: Any = getattr(servicer, method.name, None)
+    if behavior is None:
+        behavior = _not_built(method.full_name)
+    deserializer: Callable[[bytes], Any] | None
+    deserializer = codec.deserializer(message_factory.GetMessageClass(method.input_type))
+    if not method.client_streaming:
+        # Decoded in the method's own call, where the error mapping sees a malformed request, as it does on a stream.
+        behavior, deserializer = _decoding(deserializer, behavior), None
+    serializer = codec.serializer(message_factory.GetMessageClass(method.output_type))
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[method.client_streaming, method.server_streaming]
+    return make(behavior, deserializer, serializer)
+
+
+def _decoding(decode: Callable[[bytes], Any], behavior: Callable[[Any, Any], Any]) -> Callable[[bytes, Any], Any]:
+    return lambda data, context: behavior(decode(data), context)
+
+
+def _not_built(name: str) -> Any:
+    async def behavior(request: object, context: object) -> None:
+        raise Unsupported(f"{name} is not built yet")
+
+    return behavior

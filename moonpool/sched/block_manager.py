@@ -1,0 +1,198 @@
+"""Who uses which block of one instance's KV pool, which blocks are kept for reuse, and which goes first.
+
+Owns ids, reference counts, keys and the order of eviction. Knows nothing of what is in the blocks, of sequences, time,
+processes or messages.
+
+A block is in exactly one of three states:
+
+    free    nobody refers to it, it has no key        -> handed out first, the most recently freed one before others
+    cached  nobody refers to it, it has a key         -> evicted only when nothing is free, least recently used first
+    used    somebody refers to it, with or without key
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from moonpool.errors import MoonpoolError
+from moonpool.kv.keys import BlockKey
+
+
+class OutOfBlocks(MoonpoolError):  # noqa: N818 - named like its kind in the field
+    """Fewer blocks are free or cached than were asked for; nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyEvents:
+    """Net change of the set of held keys since the last call; no key is in both lists."""
+
+    stored: list[BlockKey]
+    removed: list[BlockKey]
+
+
+class BlockManager:
+    """The blocks of one pool.
+
+    Who gets blocks from `allocate` or refers to them by `acquire` must `release` each of them once.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        # A stack: the block freed last is used first, so that a lightly loaded pool touches little memory.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # first = next to be evicted
+        self._refs = [0] * num_blocks
+        self._key_of: list[BlockKey | None] = [None] * num_blocks
+        self._block_of: dict[BlockKey, int] = {}
+        # Net events. Dicts keep the order of insertion and forget in constant time.
+        self._stored: dict[BlockKey, None] = {}
+        self._removed: dict[BlockKey, None] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody refers to and that hold nothing worth keeping."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody refers to and that are kept for reuse."""
+        return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks somebody refers to."""
+        return self.num_blocks - len(self._free) - len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could hand out now: free and cached."""
+        return len(self._free) + len(self._cached)
+
+    def match(self, keys: Iterable[BlockKey]) -> list[int]:
+        """Blocks of the longest run of leading keys that are held. Not acquired: do that before anything else."""
+        found = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def is_cached(self, block: int) -> bool:
+        """Whether the block is cached, so that acquiring it makes one block fewer available."""
+        return block in self._cached
+
+    def key_of(self, block: int) -> BlockKey | None:
+        """The block's key, if it has one."""
+        return self._key_of[block]
+
+    def ref_count(self, block: int) -> int:
+        """How often the block is referred to."""
+        return self._refs[block]
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """Refers once more to blocks that are cached or used (as found by `match`)."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                assert block in self._cached, f"block {block} is free and cannot be acquired"
+                del self._cached[block]
+            self._refs[block] += 1
+
+    def can_allocate(self, n: int) -> bool:
+        """Whether `allocate(n)` would succeed."""
+        return n <= self.num_available
+
+    def allocate(self, n: int) -> list[int]:
+        """Takes n blocks without key, each referred to once. Evicts cached blocks when not enough are free.
+
+        Raises:
+            OutOfBlocks: Fewer than n are free or cached.
+        """
+        assert n >= 0
+        if not self.can_allocate(n):
+            raise OutOfBlocks(f"{n} blocks wanted, {self.num_free} free and {self.num_cached} cached")
+        taken = []
+        for _ in range(n):
+            block = self._free.pop() if self._free else self._evict()
+            self._refs[block] = 1
+            taken.append(block)
+        return taken
+
+    def register(self, block: int, key: BlockKey) -> bool:
+        """Gives a used block, whose KV is complete in all layers, its identity.
+
+        If another block has this key already, that one keeps it and this one stays anonymous: who matches next finds
+        one of them, and the older has been referred to by others.
+
+        Returns:
+            Whether the block has the key now.
+        """
+        assert self._refs[block] > 0, f"block {block} is not used"
+        assert self._key_of[block] in (None, key), f"block {block} has another key"
+        if self._block_of.setdefault(key, block) != block:
+            return False
+        if self._key_of[block] is None:
+            self._key_of[block] = key
+            self._note(key, now=self._stored, before=self._removed)
+        return True
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Refers once less to blocks, given in the order of their chain.
+
+        Blocks nobody refers to any more become cached if they have a key, else free. The chain's tail is put in the
+        eviction order before its head: a chain without head is useless.
+        """
+        for block in reversed(blocks):
+            assert self._refs[block] > 0, f"block {block} is released more often than acquired"
+            self._refs[block] -= 1
+            if self._refs[block] > 0:
+                continue
+            if self._key_of[block] is None:
+                self._free.append(block)
+            else:
+                self._cached[block] = None
+
+    def keys(self) -> list[BlockKey]:
+        """All keys held, by used and cached blocks."""
+        return list(self._block_of)
+
+    def take_events(self) -> KeyEvents:
+        """Net change of `keys()` since the last call."""
+        events = KeyEvents(list(self._stored), list(self._removed))
+        self._stored.clear()
+        self._removed.clear()
+        return events
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        key = self._key_of[block]
+        assert key is not None
+        self._key_of[block] = None
+        del self._block_of[key]
+        self._note(key, now=self._removed, before=self._stored)
+        return block
+
+    @staticmethod
+    def _note(key: BlockKey, *, now: dict[BlockKey, None], before: dict[BlockKey, None]) -> None:
+        if key in before:  # stored and removed (or the other way round) since the last call: nothing has happened
+            del before[key]
+        else:
+            now[key] = None
+
+    def check_invariants(self) -> None:
+        """Asserts what must hold between any two calls."""
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        assert not free & cached, "a block is free and cached"
+        assert self.num_free + self.num_cached + self.num_used == self.num_blocks
+        for block in range(self.num_blocks):
+            refs, key = self._refs[block], self._key_of[block]
+            assert refs >= 0
+            assert (refs > 0) == (block not in free and block not in cached), f"block {block} is in two states"
+            assert block not in free or key is None, f"free block {block} has a key"
+            assert block not in cached or key is not None, f"cached block {block} has no key"
+            assert key is None or self._block_of[key] == block, f"block {block} and its key disagree"
+        assert len(self._block_of) == sum(key is not None for key in self._key_of)
+        assert not self._stored.keys() & self._removed.keys()
+        assert self._stored.keys() <= self._block_of.keys()
+        assert not self._removed.keys() & self._block_of.keys()

@@ -1,0 +1,1 @@
+"""Logs, recorded spans and gauges."""

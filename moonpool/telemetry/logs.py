@@ -1,0 +1,86 @@
+"""Structured logs on standard error.
+
+It owns how a log line looks and where it goes. Everything passes through the standard library's logging, so that a
+program that embeds the SDK keeps its own handlers and only a service process (`configure`) gets ours.
+"""
+
+import logging
+import sys
+from collections.abc import MutableMapping
+from typing import Any, cast
+
+import structlog
+from structlog.typing import Processor
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+# Run for our own lines and for those of libraries alike.
+_SHARED: list[Processor] = [
+    structlog.contextvars.merge_contextvars,
+    structlog.stdlib.add_logger_name,
+    structlog.stdlib.add_log_level,
+    structlog.processors.TimeStamper(fmt="iso", utc=True),
+]
+_OURS: list[Processor] = [
+    structlog.stdlib.filter_by_level,
+    *_SHARED,
+    structlog.processors.StackInfoRenderer(),
+    structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+]
+
+
+def get_logger(name: str) -> structlog.stdlib.BoundLogger:
+    """A logger that takes an event name and key-value pairs: `log.info("joined", conductor=address)`."""
+    logger = structlog.wrap_logger(
+        logging.getLogger(name), processors=_OURS, wrapper_class=structlog.stdlib.BoundLogger, context_class=dict
+    )
+    return cast("structlog.stdlib.BoundLogger", logger)
+
+
+def configure(level: str, service: str, json: bool) -> None:
+    """Send this process's logs to standard error.
+
+    Args:
+        level: "debug", "info", "warning" or "error"; less is dropped.
+        service: name of the instance, put into every line.
+        json: one JSON object per line instead of text for people.
+
+    Raises:
+        ValueError: an unknown level.
+    """
+    if level not in _LEVELS:
+        raise ValueError(f"unknown log level {level!r}; known: {', '.join(_LEVELS)}")
+
+    def add_service(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        event.setdefault("service", service)
+        return event
+
+    tail: list[Processor]
+    if json:
+        # Never the locals of a frame: they hold prompts.
+        tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        tail = [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer(default=str)]
+    else:
+        tail = [
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback, pad_event_to=0
+            )
+        ]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=_SHARED,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, add_service, *tail],
+        )
+    )
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(_LEVELS[level])
+    structlog.configure(
+        processors=_OURS,
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,
+    )

@@ -1,0 +1,1 @@
+"""The four services. They never import each other."""

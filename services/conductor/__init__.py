@@ -1,0 +1,1 @@
+"""The conductor: registry, prefix index, placement, admission, and every request's way."""

@@ -1,0 +1,101 @@
+"""One request's answer as it grows: tokens, text, the end, and what was measured on the way.
+
+Owns when an answer ends. Knows neither instances nor clocks: times are arguments.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
+from services.conductor.request import Request, Served
+from services.conductor.text import AnswerText
+
+STOP = kv_pb2.FINISH_REASON_STOP
+LENGTH = kv_pb2.FINISH_REASON_LENGTH
+
+
+@dataclass(slots=True)
+class Answer:
+    """What was generated so far. `finish` is set with the last token; `ended_here` when decode does not know it yet."""
+
+    request: Request
+    text: AnswerText
+    arrived: float
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    finish: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    cached_tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+
+    @classmethod
+    def begin(cls, request: Request, served: Served, arrived: float) -> Answer:
+        """Start an empty answer."""
+        return cls(request, AnswerText(request, served), arrived)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens still to come at most."""
+        return self.request.max_tokens - len(self.tokens)
+
+    def prefilled(self, first: prefill_pb2.FirstToken) -> None:
+        """Note how the prompt was prefilled; only what came before the first token counts."""
+        if not self.tokens:
+            self.cached_tokens = min(first.local_tokens + first.loaded_tokens, len(self.request.prompt))
+            self.queue_s, self.prefill_s = first.queue_s, first.prefill_s
+
+    def extend(self, token_ids: Sequence[int], now: float) -> conductor_pb2.TokenDelta | None:
+        """Take tokens up to the answer's end; returns what to tell the client, None for nothing."""
+        position, text = len(self.tokens), ""
+        for token_id in token_ids:
+            if self.finish:
+                break
+            self.tokens.append(token_id)
+            if self.request.ends_with(token_id, len(self.tokens)):
+                self.finish = STOP  # the end token itself has no text
+            else:
+                text += self.text.push(token_id)
+                if self.text.stopped:
+                    self.finish = STOP
+                elif not self.remaining:
+                    self.finish = LENGTH
+        if self.finish:
+            text += self.text.end()
+        taken = self.tokens[position:]
+        if not taken:
+            return None
+        if not position:
+            self.first_token_at = now
+        self.last_token_at = now
+        return conductor_pb2.TokenDelta(position=position, token_ids=taken, text=text)
+
+    def end(self, reason: kv_pb2.FinishReason.ValueType) -> conductor_pb2.TokenDelta | None:
+        """End the answer for a reason from outside; returns held-back text, None for none."""
+        if self.finish:
+            return None
+        self.finish = reason
+        text = self.text.end()
+        return conductor_pb2.TokenDelta(position=len(self.tokens), text=text) if text else None
+
+    def finished(self, placement: conductor_pb2.Placement, now: float) -> conductor_pb2.Finished:
+        """Return the last message of the stream."""
+        count = len(self.tokens)
+        between = (self.last_token_at - self.first_token_at) / (count - 1) if count > 1 else 0.0
+        return conductor_pb2.Finished(
+            reason=self.finish,
+            usage=conductor_pb2.Usage(
+                prompt_tokens=len(self.request.prompt), cached_tokens=self.cached_tokens, completion_tokens=count
+            ),
+            timing=conductor_pb2.Timing(
+                ttft_s=self.first_token_at - self.arrived if count else 0.0,
+                tpot_s=between,
+                e2e_s=now - self.arrived,
+                queue_s=self.queue_s,
+                prefill_s=self.prefill_s,
+            ),
+            placement=placement,
+        )

@@ -1,0 +1,31 @@
+"""What the conductor reads of a checkpoint: its name, its configuration, its tokenizer. Never its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moonpool.checkpoint import ModelConfig, Tokenizer, config_hash, load_config, resolve
+from services.conductor.registry import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint as the conductor uses it."""
+
+    name: str
+    config: ModelConfig
+    tokenizer: Tokenizer
+
+    @classmethod
+    def load(cls, model: str) -> Checkpoint:
+        """Load from a folder or hub id; the folder's name is the model's.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged or not supported.
+        """
+        folder = resolve(model)
+        return cls(folder.name, load_config(folder), Tokenizer.load(folder))
+
+    def served(self) -> ServedModel:
+        """What engines must serve to join."""
+        return ServedModel(self.name, config_hash(self.config), self.config.vocab_size)

@@ -1,0 +1,159 @@
+"""The conductor's picture of the cluster and what may be done with it, in one place for the servicers.
+
+Owns registry, index, planner, decisions and the streams to decode instances; tells waiters when the picture changes and
+requests when an instance is lost. It has no clock of its own but the event loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from moonpool.errors import StreamBroken
+from moonpool.kv.keys import unpack_keys
+from moonpool.rpc.channels import Channels
+from moonpool.telemetry.logs import get_logger
+from moonpool.v1 import conductor_pb2, kv_pb2
+from services.conductor.config import ConductorConfig
+from services.conductor.explain import Decisions
+from services.conductor.inbox import Inbox
+from services.conductor.index import Applied, PrefixIndex
+from services.conductor.planner import Planner
+from services.conductor.registry import Member, Registry, ServedModel
+from services.conductor.steps import StepsPool
+
+_log = get_logger(__name__)
+
+
+class Cluster:
+    """Everything the conductor knows of its instances."""
+
+    def __init__(self, config: ConductorConfig, served: ServedModel, channels: Channels) -> None:
+        """Start with nobody."""
+        self.channels = channels
+        self.registry = Registry(served)
+        self.index = PrefixIndex(config.max_index_keys)
+        self.planner = Planner(self.registry, self.index, config.balancing_threshold)
+        self.decisions = Decisions(config.explain_history)
+        self.steps = StepsPool(channels)
+        self.room_queue = asyncio.Lock()
+        """Held by the one request that looks for room at decode; the others wait for it, first come, first served."""
+        self._changed = asyncio.Event()
+        self._watched: dict[tuple[str, int], set[Inbox]] = {}
+
+    @property
+    def watched(self) -> int:
+        """Instances whose loss some request waits to be told of."""
+        return len(self._watched)
+
+    def join(self, hello: conductor_pb2.JoinHello, now: float) -> Member:
+        """Take an instance in (see `Registry.join`)."""
+        earlier = self.registry.get(hello.instance.id)
+        member = self.registry.join(hello, now)
+        if earlier is not None and earlier.instance.incarnation != member.instance.incarnation:
+            self._fail_requests(earlier, "was restarted")
+            self.steps.lost(earlier.instance)
+        elif earlier is not None:  # the same process came back: what runs there goes on
+            member.prefills, member.decodes, member.placed = earlier.prefills, earlier.decodes, earlier.placed
+        self.index.add_instance(member.id)
+        self._note_change()
+        return member
+
+    def leave(self, member: Member, *, lost: bool) -> None:
+        """Let a member go; with `lost` its requests fail now instead of with their streams."""
+        if self.registry.leave(member):
+            self.index.remove_instance(member.id)
+        if lost:
+            self._fail_requests(member, "is lost")
+            self.steps.lost(member.instance)
+        else:
+            self.steps.left(member.instance)
+        self._note_change()
+
+    def is_member(self, member: Member) -> bool:
+        """Tell whether it has neither left nor been replaced."""
+        return self.registry.get(member.id) is member
+
+    def report(self, member: Member, load: conductor_pb2.LoadReport, now: float) -> None:
+        """Take a load report."""
+        self.registry.report(member, load, now)
+        self._note_change()
+
+    def events(self, member: Member, events: kv_pb2.KVEvents) -> bool:
+        """Take KV events; True when a resync is wanted."""
+        self._note_change()
+        applied = self.index.apply(
+            member.id,
+            events.sequence,
+            unpack_keys(events.stored_keys, "events.stored_keys"),
+            unpack_keys(events.removed_keys, "events.removed_keys"),
+            snapshot_begin=events.snapshot_begin,
+            snapshot_end=events.snapshot_end,
+        )
+        return applied is Applied.RESYNC
+
+    @contextmanager
+    def watching(self, instance: kv_pb2.Instance, inbox: Inbox) -> Iterator[None]:
+        """While the body runs, the loss of `instance` fails `inbox`."""
+        key = instance.id, instance.incarnation
+        self._watched.setdefault(key, set()).add(inbox)
+        try:
+            yield
+        finally:
+            watchers = self._watched[key]
+            watchers.discard(inbox)
+            if not watchers:
+                del self._watched[key]
+
+    def released(self) -> None:
+        """Say that room may have become free, so that those who wait for some look again."""
+        self._note_change()
+
+    def next_change(self) -> asyncio.Event:
+        """Return an event that the next change of the picture sets."""
+        return self._changed
+
+    def _note_change(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _fail_requests(self, member: Member, why: str) -> None:
+        for inbox in self._watched.get((member.id, member.instance.incarnation), ()):
+            inbox.fail(StreamBroken(f"{member.id} {why}"))
+
+
+class Tails:
+    """Work that goes on after its request has ended, each for a bounded time; closed together."""
+
+    def __init__(self, limit_s: float = 5.0) -> None:
+        """Let each run for `limit_s` seconds at most."""
+        self._limit_s = limit_s
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        """Tails not ended."""
+        return len(self._tasks)
+
+    def adopt(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Run `work` to its end or limit; failures are logged, nobody waits for them."""
+        task = asyncio.create_task(self._run(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def aclose(self) -> None:
+        """Cancel what runs still."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await work()
+        except TimeoutError:
+            _log.debug("a tail took too long")
+        except Exception as error:
+            _log.debug("a tail failed", error=str(error))

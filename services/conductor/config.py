@@ -1,0 +1,48 @@
+"""The conductor's settings."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from moonpool.config import ListenAddress, ServiceConfig
+
+
+class ConductorConfig(ServiceConfig):
+    """Takes requests, places them on instances, and keeps the cluster's picture."""
+
+    listen: ListenAddress = Field(
+        "127.0.0.1:50051",
+        description="HOST:PORT to listen at; port 0 takes any free port, which `ready: HOST:PORT` tells",
+    )
+    model: str = Field(
+        description="checkpoint folder or Hugging Face hub id whose tokenizer and configuration are used; "
+        "the folder's name is the model's name"
+    )
+    balancing_threshold: float = Field(
+        1.0,
+        ge=0,
+        description="a prefix in a kvstore is considered when it is this many times longer than the prefill "
+        "instance's own (the paper's kvcache_balancing_threshold); it is used when loading is predicted cheaper",
+    )
+    max_queue: int = Field(1024, ge=1, description="requests served at once; further ones are refused as overloaded")
+    heartbeat_s: float = Field(
+        1.0, gt=0, le=60, description="seconds between instances' load reports; silence of three is taken for loss"
+    )
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="seconds a request may take when the client sets no deadline"
+    )
+    reserve_timeout_s: float = Field(5.0, gt=0, description="seconds a decode instance may take to promise room")
+    retries: int = Field(3, ge=0, description="times a request is placed anew after an instance or a transfer failed")
+    recovery_s: float = Field(
+        15.0, ge=0, description="seconds a request whose instance failed waits for another one to appear"
+    )
+    room_wait_s: float = Field(
+        30.0,
+        ge=0,
+        description="seconds a request may wait for room at decode, within its TTFT limit, before it is refused",
+    )
+    max_index_keys: int = Field(
+        4_000_000, ge=1, description="KV blocks remembered per instance; about 200 bytes of memory each"
+    )
+    explain_history: int = Field(4096, ge=1, description="requests whose placement `Explain` remembers")
+    tokenizer_threads: int = Field(2, ge=1, description="threads that tokenise prompts")

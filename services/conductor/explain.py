@@ -1,0 +1,70 @@
+"""How the last requests were placed, for `Explain`. Pure; bounded: the oldest decision is forgotten first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from moonpool.errors import NotFound
+from moonpool.v1 import conductor_pb2
+from services.conductor.placement import PrefillChoice
+
+
+class Decisions:
+    """The last `limit` requests' decisions, by request id."""
+
+    def __init__(self, limit: int) -> None:
+        """Start with none."""
+        self._limit = limit
+        self._records: OrderedDict[str, conductor_pb2.ExplainResponse] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Decisions kept."""
+        return len(self._records)
+
+    def placed(self, request_id: str, placement: conductor_pb2.Placement, candidates: Iterable[PrefillChoice]) -> None:
+        """Note where a request was placed; a later placement of the same request replaces an earlier one."""
+        record = conductor_pb2.ExplainResponse(placement=placement, candidates=map(_explain, candidates))
+        earlier = self._records.get(request_id)
+        if earlier is not None:
+            record.measured_ttft_s = earlier.measured_ttft_s
+        self._keep(request_id, record)
+
+    def refused(self, request_id: str, reason: str, candidates: Iterable[PrefillChoice] = ()) -> None:
+        """Note why a request was refused."""
+        self._keep(request_id, conductor_pb2.ExplainResponse(refused=reason, candidates=map(_explain, candidates)))
+
+    def first_token(self, request_id: str, ttft_s: float) -> None:
+        """Note the measured time to first token, once."""
+        record = self._records.get(request_id)
+        if record is not None and not record.measured_ttft_s:
+            record.measured_ttft_s = ttft_s
+
+    def get(self, request_id: str) -> conductor_pb2.ExplainResponse:
+        """Return a decision.
+
+        Raises:
+            NotFound: no such request, or it is forgotten.
+        """
+        record = self._records.get(request_id)
+        if record is None:
+            raise NotFound(f"no decision about request {request_id!r} is known (the last {self._limit} are kept)")
+        return record
+
+    def _keep(self, request_id: str, record: conductor_pb2.ExplainResponse) -> None:
+        self._records[request_id] = record
+        self._records.move_to_end(request_id)
+        while len(self._records) > self._limit:
+            self._records.popitem(last=False)
+
+
+def _explain(choice: PrefillChoice) -> conductor_pb2.CandidateExplanation:
+    return conductor_pb2.CandidateExplanation(
+        instance=choice.id,
+        local_blocks=choice.local_blocks,
+        used_blocks=choice.used_blocks,
+        queue_s=choice.queue_s,
+        load_s=choice.load_s,
+        prefill_s=choice.prefill_s,
+        excluded=choice.excluded,
+    )

@@ -1,0 +1,167 @@
+"""From what the conductor knows to a plan for one request: views of registry and index, fed to placement.
+
+Owns the translation of loads, in-flight counters and index matches into placement's views. Pure: time is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from moonpool.errors import InvalidRequest, Unavailable
+from moonpool.v1 import conductor_pb2, kv_pb2
+from services.conductor.index import PrefixIndex
+from services.conductor.placement import (
+    DecodeChoice,
+    DecodeView,
+    Demand,
+    PrefillChoice,
+    PrefillView,
+    Shape,
+    StoreView,
+    choose_write_back,
+    rank_decodes,
+    rank_prefills,
+)
+from services.conductor.registry import DECODE, KVSTORE, PREFILL, Member, Registry
+
+EXPECTED_ANSWER_TOKENS = 256
+"""Answers are mostly shorter than what they may be; decode instances are compared for at most so many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where a request could go, best first.
+
+    `decodes` is empty when decode is not wanted; `write_back` and `source` are ids of kvstores, "" for none.
+    """
+
+    prefill: PrefillChoice
+    decodes: tuple[DecodeChoice, ...]
+    source: str
+    source_blocks: int
+    write_back: str
+    candidates: tuple[PrefillChoice, ...]
+    demand: Demand
+
+    def placement(self, decode: str) -> conductor_pb2.Placement:
+        """The contract's form, with the decode instance that gave its promise."""
+        return conductor_pb2.Placement(
+            prefill=self.prefill.id,
+            decode=decode,
+            kvstore=self.source,
+            predicted_cached_blocks=self.prefill.used_blocks,
+            predicted_ttft_s=self.prefill.ttft_s,
+        )
+
+
+class Planner:
+    """Plans requests; reads registry and index, changes neither."""
+
+    def __init__(self, registry: Registry, index: PrefixIndex, balancing_threshold: float) -> None:
+        """Wire the planner."""
+        self._registry = registry
+        self._index = index
+        self._threshold = balancing_threshold
+
+    def plan(
+        self,
+        *,
+        tokens: int,
+        answer_tokens: int,
+        keys: Sequence[bytes],
+        now: float,
+        suspects: Collection[str] = (),
+    ) -> Plan:
+        """Plan a sequence of `tokens` tokens to compute and `answer_tokens` more to generate.
+
+        Args:
+            tokens: prompt and, for a continued answer, what was generated before.
+            answer_tokens: tokens still to be generated; with 1, prefill alone can serve the request.
+            keys: of all full blocks of `tokens`.
+            now: seconds of the clock that in-flight counters use.
+            suspects: ids of instances that failed this request before; used only when nobody else is left.
+
+        Raises:
+            Unavailable: no prefill or no decode instance takes requests.
+            InvalidRequest: no instance is large enough, ever.
+        """
+        layout = self._registry.layout
+        if layout is None or not self._registry.ready:
+            raise Unavailable("no prefill or no decode instance has joined" + self._missing())
+        shape = Shape(layout.block_tokens, layout.token_bytes, layout.layers)
+        demand = Demand(
+            prompt_tokens=tokens,
+            prompt_blocks=layout.blocks_for(tokens),
+            total_blocks=layout.blocks_for(tokens + answer_tokens),
+            decode_tokens=min(answer_tokens - 1, EXPECTED_ANSWER_TOKENS),
+        )
+        held = self._index.match(keys)
+        stores = [StoreView(m.id, held.get(m.id, 0)) for m in self._of_kind(KVSTORE) if not m.load.draining]
+        prefills = [self._prefill_view(m, held, now, suspects) for m in self._of_kind(PREFILL)]
+        ranked = rank_prefills(demand, shape, prefills, stores, self._threshold)
+        best = ranked[0]
+        if best.excluded:
+            raise InvalidRequest("prompt", f"no prefill instance can take it ({best.excluded})")
+        decodes = self._rank_decodes(demand, shape, held, suspects) if answer_tokens > 1 else []
+        return Plan(
+            prefill=best,
+            decodes=tuple(decodes),
+            source=best.kvstore,
+            source_blocks=best.used_blocks if best.kvstore else 0,
+            write_back=choose_write_back(stores, keys[0] if keys else None),
+            candidates=tuple(ranked),
+            demand=demand,
+        )
+
+    def _rank_decodes(
+        self, demand: Demand, shape: Shape, held: dict[str, int], suspects: Collection[str]
+    ) -> list[DecodeChoice]:
+        decodes = self._of_kind(DECODE)
+        ranked = rank_decodes(demand, shape, [self._decode_view(m, held, suspects) for m in decodes])
+        if not ranked:
+            largest = max(m.total_blocks for m in decodes)
+            raise InvalidRequest(
+                "sampling.max_tokens",
+                f"prompt and answer need {demand.total_blocks} KV blocks, no decode instance has more than {largest}",
+            )
+        return ranked
+
+    def _of_kind(self, kind: kv_pb2.InstanceKind.ValueType) -> list[Member]:
+        return self._registry.of_kind(kind)
+
+    def _missing(self) -> str:
+        kinds = ((PREFILL, "prefill"), (DECODE, "decode"))
+        missing = [name for kind, name in kinds if not any(not m.load.draining for m in self._of_kind(kind))]
+        return f" (missing: {', '.join(missing)})"
+
+    def _prefill_view(self, member: Member, held: dict[str, int], now: float, suspects: Collection[str]) -> PrefillView:
+        speeds = member.tracker.speeds
+        # What others placed there shows only in reports, what we placed just now only in our own counters.
+        reported = speeds.prefill_per_token_s * member.load.queued_tokens
+        return PrefillView(
+            id=member.id,
+            speeds=speeds,
+            queue_s=max(member.prefills.queue_seconds(now), reported),
+            local_blocks=held.get(member.id, 0),
+            total_blocks=member.total_blocks,
+            placed=member.placed,
+            draining=member.load.draining,
+            suspect=member.id in suspects,
+        )
+
+    def _decode_view(self, member: Member, held: dict[str, int], suspects: Collection[str]) -> DecodeView:
+        load = member.load
+        reported_room = load.free_blocks + load.cached_blocks - load.promised_blocks
+        return DecodeView(
+            id=member.id,
+            speeds=member.tracker.speeds,
+            sequences=max(load.running + load.waiting, len(member.decodes)),
+            context_tokens=max(load.context_tokens, member.decodes.total_context_tokens()),
+            room_blocks=reported_room - member.decodes.total_unreported_blocks(),
+            total_blocks=member.total_blocks,
+            held_blocks=held.get(member.id, 0),
+            placed=member.placed,
+            draining=load.draining,
+            suspect=member.id in suspects,
+        )

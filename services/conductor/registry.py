@@ -1,0 +1,202 @@
+"""Who belongs to the cluster: instances with their incarnations, loads, speeds and what is in flight on them.
+
+Owns the one model that is served: adopted from the first engine that joins, and kept until no engine is left. Pure: no
+grpc, asyncio or randomness; time is an argument. How instances come and go on streams is join.py's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from moonpool.cost import Speeds, SpeedTracker
+from moonpool.errors import InvalidRequest, Mismatch
+from moonpool.kv.layout import KVLayout
+from moonpool.v1 import conductor_pb2, kv_pb2
+from services.conductor.inflight import DecodesInFlight, PrefillsInFlight
+
+PREFILL = kv_pb2.INSTANCE_KIND_PREFILL
+DECODE = kv_pb2.INSTANCE_KIND_DECODE
+KVSTORE = kv_pb2.INSTANCE_KIND_KVSTORE
+ENGINES = (PREFILL, DECODE)
+NAMESPACE_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the conductor's own checkpoint says; engines must serve the same."""
+
+    name: str
+    config_hash: bytes
+    vocab_size: int
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One incarnation of one instance, while it is joined."""
+
+    instance: kv_pb2.Instance
+    total_blocks: int
+    model: conductor_pb2.ModelInfo | None
+    load: conductor_pb2.LoadReport
+    tracker: SpeedTracker
+    last_heard: float
+    placed: int = 0  # requests ever placed here: breaks ties
+    prefills: PrefillsInFlight = field(default_factory=PrefillsInFlight)
+    decodes: DecodesInFlight = field(default_factory=DecodesInFlight)
+
+    @property
+    def id(self) -> str:
+        """Name of the instance."""
+        return self.instance.id
+
+    @property
+    def kind(self) -> kv_pb2.InstanceKind.ValueType:
+        """What it does."""
+        return self.instance.kind
+
+
+class Registry:
+    """The members, at most one per instance id: the last that joined."""
+
+    def __init__(self, served: ServedModel) -> None:
+        """Start with nobody."""
+        self._served = served
+        self._members: dict[str, Member] = {}
+        self._model: conductor_pb2.ModelInfo | None = None
+        self._layout: KVLayout | None = None
+
+    def __iter__(self) -> Iterator[Member]:
+        """All members, in order of joining."""
+        return iter(list(self._members.values()))
+
+    def __len__(self) -> int:
+        """Number of members."""
+        return len(self._members)
+
+    def get(self, instance_id: str) -> Member | None:
+        """The member of that id."""
+        return self._members.get(instance_id)
+
+    def of_kind(self, kind: kv_pb2.InstanceKind.ValueType) -> list[Member]:
+        """Members of one kind, in order of joining."""
+        return [member for member in self._members.values() if member.kind == kind]
+
+    @property
+    def model(self) -> conductor_pb2.ModelInfo | None:
+        """What is served, or None before the first engine; `max_tokens` is the least of all engines'."""
+        if self._model is None:
+            return None
+        lengths = [m.model.max_tokens for m in self._members.values() if m.model is not None]
+        model = conductor_pb2.ModelInfo()
+        model.CopyFrom(self._model)
+        model.max_tokens = min(lengths)
+        return model
+
+    @property
+    def layout(self) -> KVLayout | None:
+        """Layout of the KV that is served, or None before the first engine."""
+        return self._layout
+
+    @property
+    def ready(self) -> bool:
+        """Requests can be served: at least one prefill and one decode instance take some."""
+        return all(any(not member.load.draining for member in self.of_kind(kind)) for kind in ENGINES)
+
+    def join(self, hello: conductor_pb2.JoinHello, now: float) -> Member:
+        """Take an instance in; an earlier member of its id is replaced.
+
+        Raises:
+            InvalidRequest: the hello is incomplete.
+            Mismatch: it serves something else than the conductor or the other engines; names the field.
+        """
+        instance = hello.instance
+        self.check(hello)
+        self._members.pop(instance.id, None)
+        self._forget_model_without_engines()
+        model = hello.model if instance.kind in ENGINES else None
+        if model is not None and self._model is None:
+            self._model = model
+            self._layout = KVLayout.from_proto(model.layout)
+        member = Member(
+            instance=instance,
+            total_blocks=hello.total_blocks,
+            model=model,
+            load=conductor_pb2.LoadReport(free_blocks=hello.total_blocks, speed=hello.speed),
+            tracker=SpeedTracker(Speeds.from_proto(hello.speed)),
+            last_heard=now,
+        )
+        self._members[instance.id] = member
+        return member
+
+    def check(self, hello: conductor_pb2.JoinHello) -> None:
+        """Raise as `join` would, and change nothing."""
+        instance = hello.instance
+        if not instance.id:
+            raise InvalidRequest("instance.id", "must not be empty")
+        if not instance.address:
+            raise InvalidRequest("instance.address", "must not be empty")
+        if instance.kind not in (*ENGINES, KVSTORE):
+            raise InvalidRequest("instance.kind", "must be prefill, decode or kvstore")
+        if instance.kind in ENGINES:
+            self._check_model(hello)
+
+    def leave(self, member: Member) -> bool:
+        """Let a member go; False when it was replaced by a later incarnation or had left."""
+        if self._members.get(member.id) is not member:
+            return False
+        del self._members[member.id]
+        self._forget_model_without_engines()
+        return True
+
+    def report(self, member: Member, load: conductor_pb2.LoadReport, now: float) -> None:
+        """Take a member's load report."""
+        member.load = load
+        member.last_heard = now
+        member.decodes.reported()
+        if load.HasField("speed"):
+            member.tracker.rebase(Speeds.from_proto(load.speed))
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when members and model contradict each other."""
+        engines = [member for member in self._members.values() if member.kind in ENGINES]
+        assert (self._model is None) == (self._layout is None) == (not engines)
+        for instance_id, member in self._members.items():
+            assert member.id == instance_id
+            assert (member.model is None) == (member.kind == KVSTORE)
+            assert member.kind == PREFILL or not len(member.prefills)
+            assert member.kind == DECODE or not len(member.decodes)
+            if member.model is not None:
+                assert self._model is not None
+                assert member.model.namespace == self._model.namespace
+
+    def _forget_model_without_engines(self) -> None:
+        if not any(member.kind in ENGINES for member in self._members.values()):
+            self._model = self._layout = None
+
+    def _check_model(self, hello: conductor_pb2.JoinHello) -> None:
+        model = hello.model
+        if not hello.HasField("model"):
+            raise InvalidRequest("model", "an engine must say what it serves")
+        if len(model.namespace) != NAMESPACE_BYTES:
+            raise InvalidRequest("model.namespace", f"must be {NAMESPACE_BYTES} bytes")
+        if model.max_tokens < 1:
+            raise InvalidRequest("model.max_tokens", "must be positive")
+        if hello.total_blocks < 1:
+            raise InvalidRequest("total_blocks", "must be positive")
+        layout = KVLayout.from_proto(model.layout)
+        if model.name != self._served.name:
+            raise Mismatch("model.name", f"this cluster serves {self._served.name!r}, not {model.name!r}")
+        if model.config_hash != self._served.config_hash:
+            raise Mismatch("model.config_hash", "the conductor's checkpoint has another configuration")
+        if model.vocab_size != self._served.vocab_size:
+            raise Mismatch("model.vocab_size", f"must be {self._served.vocab_size}, is {model.vocab_size}")
+        others = [m for m in self._members.values() if m.kind in ENGINES and m.id != hello.instance.id]
+        if not others or self._model is None or self._layout is None:
+            return
+        field_name = self._layout.difference(layout)
+        if field_name is not None:
+            ours, theirs = getattr(self._layout, field_name), getattr(layout, field_name)
+            raise Mismatch(f"model.layout.{field_name}", f"the other engines have {ours!r}, not {theirs!r}")
+        if model.namespace != self._model.namespace:
+            raise Mismatch("model.namespace", "the weights differ from those of the other engines")

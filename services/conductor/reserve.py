@@ -1,0 +1,158 @@
+"""Taking a place at a prefill instance (a count of ours), and getting a promise of room from a decode instance.
+
+Owns giving both back when nobody waits any more. Counted from the moment of choosing: a burst of requests would
+otherwise herd onto one instance while its answers are under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import grpc
+
+from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, Unavailable
+from moonpool.rpc.errors import from_rpc_error
+from moonpool.telemetry.logs import get_logger
+from moonpool.v1 import decode_pb2, kv_pb2
+from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
+from services.conductor.admission import NO_DECODE_ROOM, NO_ROOM_RETRY_S
+from services.conductor.cluster import Cluster, Tails
+from services.conductor.placement import Demand
+from services.conductor.planner import Plan
+from services.conductor.registry import Member
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Room that a decode instance promised to a sequence; counted on its member until `release`."""
+
+    member: Member
+    target: kv_pb2.TransferTarget
+    sequence_id: str
+
+    @property
+    def decode(self) -> kv_pb2.Instance:
+        """Who promised."""
+        return self.member.instance
+
+    def release(self) -> None:
+        """Count it no longer; may be called again. Telling decode is `StepsStream.cancel`'s business."""
+        self.member.decodes.end(self.sequence_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A prompt's place in a prefill instance's queue, counted on its member until `release`."""
+
+    member: Member
+    sequence_id: str
+
+    @classmethod
+    def stake(cls, member: Member, sequence_id: str, busy_s: float, now: float) -> Claim:
+        """Count the prompt from now on, so that the next one placed sees it."""
+        member.prefills.begin(sequence_id, busy_s, now)
+        member.placed += 1
+        return cls(member, sequence_id)
+
+    def release(self, now: float) -> None:
+        """Count it no longer; may be called again."""
+        self.member.prefills.end(self.sequence_id, now)
+
+
+async def reserve(
+    cluster: Cluster,
+    tails: Tails,
+    plan: Plan,
+    spec: kv_pb2.SequenceSpec,
+    tbt_slo_s: float | None,
+    timeout_s: float,
+) -> tuple[Promise, set[str]]:
+    """Ask the plan's decode instances in turn until one promises room.
+
+    Returns:
+        The promise, and the ids of instances that could not be asked.
+
+    Raises:
+        Overloaded: at least one instance was asked and has no room (or is too slow for the SLO).
+        Unavailable: none could be asked.
+        InvalidRequest: the request can never run there.
+    """
+    request = decode_pb2.ReserveRequest(sequence=spec, tbt_slo_s=tbt_slo_s)
+    store = cluster.registry.get(plan.write_back) if plan.write_back else None
+    if store is not None:
+        request.write_back.CopyFrom(store.instance)
+    refusal: Overloaded | None = None
+    failure: MoonpoolError = Unavailable("no decode instance is left")
+    failed: set[str] = set()
+    for choice in plan.decodes:
+        member = cluster.registry.get(choice.id)
+        if member is None:
+            continue
+        try:
+            return await _ask(cluster, tails, member, plan.demand, request, timeout_s), failed
+        except Overloaded as error:
+            refusal = error
+        except MoonpoolError as error:
+            _log.warning("cannot reserve", decode=member.id, request=spec.request_id, error=str(error))
+            failure = error
+            failed.add(member.id)
+    if refusal is not None:
+        raise Overloaded(
+            f"no decode instance has room: {refusal}",
+            reason=refusal.reason or NO_DECODE_ROOM,
+            predicted_tbt_s=refusal.predicted_tbt_s,
+            predicted_ttft_s=plan.prefill.ttft_s,
+            slo_s=refusal.slo_s,
+            retry_after_s=refusal.retry_after_s or NO_ROOM_RETRY_S,
+        )
+    if isinstance(failure, InvalidRequest):
+        raise failure
+    raise Unavailable(f"no decode instance could be asked for room: {failure}")
+
+
+async def _ask(
+    cluster: Cluster,
+    tails: Tails,
+    member: Member,
+    demand: Demand,
+    request: decode_pb2.ReserveRequest,
+    timeout_s: float,
+) -> Promise:
+    sequence_id = request.sequence.request_id
+    member.decodes.begin(sequence_id, demand.prompt_tokens, demand.total_blocks)
+    member.placed += 1
+    try:
+        target = await _call(cluster, tails, member, request, timeout_s)
+        if target.decode.incarnation != member.instance.incarnation:
+            cluster.steps.get(target.decode).cancel(sequence_id, target)
+            raise Unavailable(f"{member.id} was restarted")
+    except BaseException:
+        member.decodes.end(sequence_id)
+        raise
+    return Promise(member, target, sequence_id)
+
+
+async def _call(
+    cluster: Cluster, tails: Tails, member: Member, request: decode_pb2.ReserveRequest, timeout_s: float
+) -> kv_pb2.TransferTarget:
+    stub = DecodeServiceStub(cluster.channels.get(member.instance.address))
+
+    async def call() -> decode_pb2.ReserveResponse:
+        return await stub.Reserve(request, timeout=timeout_s)
+
+    asked = asyncio.create_task(call())
+    try:
+        return (await asyncio.shield(asked)).target
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
+    except asyncio.CancelledError:
+        # The promise may be on its way: wait for it in the background, then give it back.
+        async def undo() -> None:
+            late = await asked
+            cluster.steps.get(member.instance).cancel(request.sequence.request_id, late.target)
+
+        tails.adopt(undo)
+        raise

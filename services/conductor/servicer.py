@@ -1,0 +1,179 @@
+"""ConductorService: the contract's messages to the domain and back. Method names are the contract's."""
+
+# ruff: noqa: N802
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from moonpool.errors import InvalidRequest, Unavailable, Unsupported
+from moonpool.telemetry.gauges import Gauges
+from moonpool.telemetry.spans import Recorder
+from moonpool.v1 import conductor_pb2, kv_pb2
+from services.conductor import admission
+from services.conductor.answer import Answer
+from services.conductor.checkpoint import Checkpoint
+from services.conductor.cluster import Cluster, Tails
+from services.conductor.config import ConductorConfig
+from services.conductor.generate import Generation
+from services.conductor.join import JoinServer
+from services.conductor.registry import DECODE, PREFILL
+from services.conductor.request import Served, read_request
+
+_GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, conductor_pb2.GenerateResponse]
+_JoinContext = grpc.aio.ServicerContext[conductor_pb2.JoinRequest, conductor_pb2.JoinResponse]
+
+
+class ConductorServicer:
+    """Serves clients and instances."""
+
+    def __init__(
+        self,
+        config: ConductorConfig,
+        checkpoint: Checkpoint,
+        cluster: Cluster,
+        tails: Tails,
+        tokenizing: ThreadPoolExecutor,
+        spans: Recorder,
+    ) -> None:
+        """Wire the servicer; `set_instance` must be called before the first request."""
+        self._config = config
+        self._checkpoint = checkpoint
+        self._cluster = cluster
+        self._tails = tails
+        self._tokenizing = tokenizing
+        self._spans = spans
+        self._joins = JoinServer(cluster, config.heartbeat_s)
+        self._instance = kv_pb2.Instance(kind=kv_pb2.INSTANCE_KIND_CONDUCTOR)
+        self._running: dict[str, Generation | None] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._served = 0
+        self._gauges = self._make_gauges()
+
+    def set_instance(self, instance: kv_pb2.Instance) -> None:
+        """Say who we are, once the port is known."""
+        self._instance.CopyFrom(instance)
+        self._joins.conductor.CopyFrom(instance)
+        self._cluster.steps.conductor.CopyFrom(instance)
+
+    async def drain(self, limit_s: float) -> None:
+        """Take no new requests, let those that run end within `limit_s`, then end them as cancelled."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+        except TimeoutError:
+            for generation in self._running.values():
+                if generation is not None:
+                    generation.cancel()
+        self._joins.stop()
+
+    async def Generate(self, request: conductor_pb2.GenerateRequest, context: _GenerateContext) -> None:
+        """Serve one request."""
+        arrived = time.monotonic()
+        request_id = request.request_id or secrets.token_hex(8)
+        if self._draining:
+            raise Unavailable("this conductor is draining")
+        admission.check_queue(len(self._running), self._config.max_queue)
+        if request_id in self._running:
+            raise InvalidRequest("request_id", f"{request_id!r} is running already")
+        self._running[request_id] = None
+        self._idle.clear()
+        try:
+            with self._spans.span("generate", request=request_id):
+                await self._generate(request, request_id, arrived, context)
+            self._served += 1
+        finally:
+            del self._running[request_id]
+            if not self._running:
+                self._idle.set()
+
+    async def _generate(
+        self, message: conductor_pb2.GenerateRequest, request_id: str, arrived: float, context: _GenerateContext
+    ) -> None:
+        deadline = arrived + min(self._config.request_timeout_s, context.time_remaining() or float("inf"))
+        served = self._served_now()
+        loop = asyncio.get_running_loop()
+        request = await loop.run_in_executor(
+            self._tokenizing, read_request, message, served, request_id, lambda: secrets.randbits(64)
+        )
+        answer = Answer.begin(request, served, arrived)
+        generation = Generation(self._cluster, self._tails, self._config, answer, deadline, context.write)
+        self._running[request_id] = generation
+        await generation.run()
+
+    def _served_now(self) -> Served:
+        model, layout = self._cluster.registry.model, self._cluster.registry.layout
+        if model is None or layout is None:
+            raise Unavailable("no prefill and no decode instance has joined")
+        checkpoint = self._checkpoint
+        return Served(
+            checkpoint.name, checkpoint.config, checkpoint.tokenizer, model.namespace, layout, model.max_tokens
+        )
+
+    async def Join(self, request_iterator: object, context: _JoinContext) -> None:
+        """Follow one instance."""
+        await self._joins.serve(context)
+
+    async def Explain(self, request: conductor_pb2.ExplainRequest, context: object) -> conductor_pb2.ExplainResponse:
+        """Tell how a request was placed."""
+        return self._cluster.decisions.get(request.request_id)
+
+    async def ClusterState(
+        self, request: conductor_pb2.ClusterStateRequest, context: object
+    ) -> conductor_pb2.ClusterStateResponse:
+        """List the instances."""
+        registry = self._cluster.registry
+        instances = [
+            conductor_pb2.InstanceState(
+                instance=member.instance,
+                load=member.load,
+                indexed_blocks=self._cluster.index.held(member.id),
+                total_blocks=member.total_blocks,
+            )
+            for member in registry
+        ]
+        return conductor_pb2.ClusterStateResponse(
+            conductor=self._instance,
+            instances=instances,
+            model=registry.model,
+            ready=registry.ready and not self._draining,
+        )
+
+    async def CreateContext(self, request: conductor_pb2.CreateContextRequest, context: object) -> None:
+        """Not built yet."""
+        raise Unsupported("named contexts are not built yet")
+
+    async def DeleteContext(self, request: conductor_pb2.DeleteContextRequest, context: object) -> None:
+        """Not built yet."""
+        raise Unsupported("named contexts are not built yet")
+
+    async def ConductorStats(
+        self, request: conductor_pb2.ConductorStatsRequest, context: object
+    ) -> conductor_pb2.ConductorStatsResponse:
+        """Everything the conductor holds."""
+        return conductor_pb2.ConductorStatsResponse(instance=self._instance, gauges=self._gauges.read())
+
+    def _make_gauges(self) -> Gauges:
+        cluster = self._cluster
+        return Gauges(
+            [
+                ("requests_running", lambda: len(self._running), 0),
+                ("requests_served", lambda: self._served, None),
+                ("steps_sequences", lambda: cluster.steps.sequences, 0),
+                ("prefills_in_flight", lambda: sum([len(m.prefills) for m in cluster.registry.of_kind(PREFILL)]), 0),
+                ("decodes_in_flight", lambda: sum([len(m.decodes) for m in cluster.registry.of_kind(DECODE)]), 0),
+                ("watched_instances", lambda: cluster.watched, 0),
+                ("tails", lambda: len(self._tails), 0),
+                ("instances", lambda: len(cluster.registry), None),
+                ("index_keys", lambda: len(cluster.index), None),
+                ("decisions", lambda: len(cluster.decisions), None),
+            ]
+        )

@@ -1,0 +1,200 @@
+"""The conductor's end of `Steps`: one multiplexed stream per decode instance, for all sequences that run there.
+
+Owns the streams' life. A sequence's tokens go to its `Inbox`; when a stream breaks, all its sequences fail with
+StreamBroken and the next sequence opens a new one. Writing is done by one task per stream: grpc.aio cancels the whole
+call when a waiting write is cancelled, and one request's end must not be every request's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+
+from moonpool.errors import MoonpoolError, StreamBroken
+from moonpool.rpc.channels import Channels
+from moonpool.rpc.errors import from_rpc_error
+from moonpool.telemetry.logs import get_logger
+from moonpool.v1 import decode_pb2, kv_pb2
+from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
+from services.conductor.inbox import Inbox
+
+_log = get_logger(__name__)
+
+_StepsCall = grpc.aio.StreamStreamCall[decode_pb2.StepsRequest, decode_pb2.StepsResponse]
+
+QUEUE_MESSAGES = 8192
+"""Starts and cancels waiting to be written; a decode instance that lets them grow beyond it does not read at all."""
+WRITE_TIMEOUT_S = 10.0
+
+
+class StepsStream:
+    """The stream to one incarnation of one decode instance; connects on first use and again after a break."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        decode: kv_pb2.Instance,
+        conductor: kv_pb2.Instance,
+        on_idle_break: Callable[[StepsStream], None] = lambda stream: None,
+    ) -> None:
+        """Wire the stream; `on_idle_break` is called when it broke and no sequence is on it."""
+        self.decode = decode
+        self._channels = channels
+        self._conductor = conductor
+        self._on_idle_break = on_idle_break
+        self._inboxes: dict[str, Inbox] = {}
+        self._outgoing: asyncio.Queue[decode_pb2.StepsRequest] = asyncio.Queue(QUEUE_MESSAGES)
+        self._task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        """Sequences on the stream."""
+        return len(self._inboxes)
+
+    def subscribe(self, sequence_id: str, inbox: Inbox) -> None:
+        """Let a sequence's tokens go to `inbox`."""
+        assert sequence_id not in self._inboxes, f"{sequence_id} is subscribed already"
+        self._inboxes[sequence_id] = inbox
+
+    def unsubscribe(self, sequence_id: str) -> None:
+        """End it; unknown ids are fine."""
+        self._inboxes.pop(sequence_id, None)
+
+    def start(self, sequence_id: str, target: kv_pb2.TransferTarget, first_token_id: int) -> None:
+        """Tell decode the first token, with which the sequence may join the batch."""
+        start = decode_pb2.StartSequence(
+            request_id=sequence_id,
+            transfer_id=target.transfer_id,
+            generation=target.generation,
+            first_token_id=first_token_id,
+        )
+        self._send(decode_pb2.StepsRequest(start=start))
+
+    def cancel(self, sequence_id: str, target: kv_pb2.TransferTarget) -> None:
+        """Tell decode that a sequence, or the promise for it, is no longer wanted."""
+        cancel = decode_pb2.CancelSequence(
+            request_id=sequence_id, transfer_id=target.transfer_id, generation=target.generation
+        )
+        self._send(decode_pb2.StepsRequest(cancel=cancel))
+
+    def fail(self, error: MoonpoolError) -> None:
+        """Break the stream, because the instance is lost."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+        self._broken(error)
+
+    async def aclose(self) -> None:
+        """End the stream; may be called again."""
+        task = self._task
+        self.fail(StreamBroken("the conductor is closing"))
+        if task is not None:
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _send(self, message: decode_pb2.StepsRequest) -> None:
+        if self._task is None or self._task.done():
+            self._outgoing = asyncio.Queue(QUEUE_MESSAGES)
+            self._task = asyncio.create_task(self._run(self._outgoing), name=f"steps-{self.decode.id}")
+        try:
+            self._outgoing.put_nowait(message)
+        except asyncio.QueueFull:
+            self.fail(StreamBroken(f"{self.decode.id} does not read its Steps stream"))
+
+    async def _run(self, outgoing: asyncio.Queue[decode_pb2.StepsRequest]) -> None:
+        call = DecodeServiceStub(self._channels.get(self.decode.address)).Steps()
+        halves = [asyncio.ensure_future(self._read(call)), asyncio.ensure_future(self._write(call, outgoing))]
+        error: MoonpoolError = StreamBroken(f"the Steps stream to {self.decode.id} ended")
+        try:
+            done, _ = await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+            for half in done:
+                half.result()
+        except grpc.aio.AioRpcError as rpc_error:
+            error = StreamBroken(f"the Steps stream to {self.decode.id} broke: {from_rpc_error(rpc_error)}")
+        except (TimeoutError, asyncio.InvalidStateError):
+            error = StreamBroken(f"{self.decode.id} does not read its Steps stream")
+        except Exception as defect:
+            _log.error("steps stream failed", decode=self.decode.id, exc_info=defect)
+        finally:
+            for half in halves:
+                half.cancel()
+            await asyncio.gather(*halves, return_exceptions=True)
+            call.cancel()
+        self._broken(error)
+
+    def _broken(self, error: MoonpoolError) -> None:
+        inboxes, self._inboxes = self._inboxes, {}
+        for inbox in inboxes.values():
+            inbox.fail(error)
+        if inboxes:
+            _log.warning("steps stream broken", decode=self.decode.id, sequences=len(inboxes), error=str(error))
+        self._on_idle_break(self)
+
+    async def _write(self, call: _StepsCall, outgoing: asyncio.Queue[decode_pb2.StepsRequest]) -> None:
+        hello = decode_pb2.StepsHello(conductor=self._conductor)
+        message = decode_pb2.StepsRequest(hello=hello)
+        while True:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await call.write(message)
+            message = await outgoing.get()
+
+    async def _read(self, call: _StepsCall) -> None:
+        async for response in call:
+            for tokens in response.tokens:
+                inbox = self._inboxes.get(tokens.request_id)
+                if inbox is not None:
+                    inbox.tokens(tokens.position, tokens.token_ids)
+                    self._finish(inbox, tokens.finish_reason)
+            for failed in response.failed:
+                inbox = self._inboxes.get(failed.request_id)
+                if inbox is not None:
+                    inbox.fail(StreamBroken(f"{self.decode.id} cannot go on: {failed.reason}"))
+
+    def _finish(self, inbox: Inbox, reason: kv_pb2.FinishReason.ValueType) -> None:
+        if reason == kv_pb2.FINISH_REASON_CANCELLED:  # not by us: a cancelled sequence has no inbox any more
+            inbox.fail(StreamBroken(f"{self.decode.id} cancelled the sequence"))
+        elif reason:
+            inbox.finish(reason)
+
+
+class StepsPool:
+    """The streams to all decode instances; closed together."""
+
+    def __init__(self, channels: Channels) -> None:
+        """Start with none; `conductor` must be set before the first use."""
+        self.conductor = kv_pb2.Instance(kind=kv_pb2.INSTANCE_KIND_CONDUCTOR)
+        self._channels = channels
+        self._streams: dict[tuple[str, int], StepsStream] = {}
+
+    @property
+    def sequences(self) -> int:
+        """Sequences on all streams."""
+        return sum(len(stream) for stream in self._streams.values())
+
+    def get(self, decode: kv_pb2.Instance) -> StepsStream:
+        """Return the stream to an incarnation of a decode instance."""
+        key = decode.id, decode.incarnation
+        if key not in self._streams:
+            self._streams[key] = StepsStream(self._channels, decode, self.conductor, self._forget)
+        return self._streams[key]
+
+    def left(self, decode: kv_pb2.Instance) -> None:
+        """The instance has left the cluster in order: sequences on it may end, an idle stream is ended."""
+        stream = self._streams.get((decode.id, decode.incarnation))
+        if stream is not None and not len(stream):
+            stream.fail(StreamBroken(f"{decode.id} has left"))
+
+    def lost(self, decode: kv_pb2.Instance) -> None:
+        """The instance is silent: its sequences fail now."""
+        stream = self._streams.get((decode.id, decode.incarnation))
+        if stream is not None:
+            stream.fail(StreamBroken(f"{decode.id} is lost"))
+
+    async def aclose(self) -> None:
+        """End all streams."""
+        await asyncio.gather(*(stream.aclose() for stream in list(self._streams.values())))
+
+    def _forget(self, stream: StepsStream) -> None:
+        key = stream.decode.id, stream.decode.incarnation
+        if self._streams.get(key) is stream and not len(stream):
+            del self._streams[key]

@@ -1,0 +1,1 @@
+"""Decode: receives prompts' KV and generates tokens in a continuous batch."""

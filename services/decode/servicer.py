@@ -1,0 +1,173 @@
+"""The DecodeService contract: messages in, messages out. Translation only; what they mean is decided elsewhere."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from moonpool.cost import decode_step_seconds
+from moonpool.errors import FrameError, InvalidRequest, Overloaded, Unavailable, Unsupported
+from moonpool.kv.outbox import STALL_S
+from moonpool.kv.streams import check_hello
+from moonpool.kv.wire import PayloadMessage
+from moonpool.telemetry.gauges import Gauges
+from moonpool.v1 import decode_pb2, kv_pb2
+from services.decode.receiver import Receiver
+from services.decode.seats import Arrival, Seat
+from services.decode.steps import Subscriber
+from services.decode.work import Work
+
+HELLO_TIMEOUT_S = 10.0
+
+M = TypeVar("M")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DecodeServicer:
+    """Serves one decode instance's work."""
+
+    def __init__(self, work: Work, gauges: Gauges) -> None:
+        self._work = work
+        self._gauges = gauges
+
+    async def Reserve(  # noqa: N802
+        self, request: decode_pb2.ReserveRequest, context: Context
+    ) -> decode_pb2.ReserveResponse:
+        """Promises room, or refuses."""
+        work = self._work
+        work.check_open()
+        store = request.write_back if request.HasField("write_back") else None
+        arrival = Arrival.from_proto(request.sequence, store, block_tokens=work.layout.block_tokens)
+        predicted = self._predicted_tbt_s(len(arrival.token_ids))
+        if request.HasField("tbt_slo_s") and predicted > request.tbt_slo_s:
+            raise Overloaded(
+                f"a token every {predicted:.4g} s is predicted",
+                reason="tbt_slo",
+                predicted_tbt_s=predicted,
+                slo_s=request.tbt_slo_s,
+                retry_after_s=1.0,
+            )
+        seat = work.reserve(arrival, time.monotonic())
+        return decode_pb2.ReserveResponse(
+            target=self._target(seat), lease_s=work.seats.lease_s, predicted_tbt_s=predicted
+        )
+
+    async def ReceiveKV(  # noqa: N802
+        self, requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRequest]], context: Context
+    ) -> None:
+        """Receives KV of many transfers from one prefill process."""
+        work = self._work
+        first = await _first(requests)
+        if first is None:
+            return
+        if first.message.WhichOneof("message") != "hello":
+            raise FrameError("the first message of a stream must be its hello")
+        hello = first.message.hello
+        check_hello(hello, namespace=work.namespace, layout=work.layout)
+        generator = work.generator
+        receiver = Receiver(
+            hello.sender, work.instance, work.seats, work.pool, generator.arrived, generator.end, generator.on_change
+        )
+        work.receivers.add(receiver)
+        try:
+            receiver.welcome()
+            await _until_first(_receive(requests, receiver), receiver.outbox.drain(context.write), work.closing.wait())
+        finally:
+            work.receivers.discard(receiver)
+            work.retire(receiver)
+
+    async def Steps(  # noqa: N802
+        self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Context
+    ) -> None:
+        """Starts and cancels sequences; returns tokens."""
+        work = self._work
+        first = await _first(requests)
+        if first is None:
+            return
+        if first.WhichOneof("message") != "hello":
+            raise InvalidRequest("hello", "must be the first message of a stream")
+        reader = Subscriber(first.hello.conductor)
+        work.subscribers.add(reader)
+        try:
+            await _until_first(_obey(requests, reader, work), _tell(reader, context))
+        finally:
+            work.subscribers.discard(reader)
+            work.generator.unsubscribe(reader)
+
+    async def DecodeStats(  # noqa: N802
+        self, request: decode_pb2.DecodeStatsRequest, context: Context
+    ) -> decode_pb2.DecodeStatsResponse:
+        """Everything the instance holds."""
+        return decode_pb2.DecodeStatsResponse(instance=self._work.instance, gauges=self._gauges.read())
+
+    def _predicted_tbt_s(self, tokens: int) -> float:
+        """Seconds per step with one more sequence of so many tokens, and all that have been promised, in the batch."""
+        work = self._work
+        context = sum(len(seat.arrival.token_ids) for seat in work.seats if seat.sequence is None)
+        context += work.scheduler.context_tokens + tokens
+        sequences = min(len(work.seats) + 1, work.scheduler.max_batch)
+        return decode_step_seconds(work.generator.tracker.speeds, sequences, context)
+
+    def _target(self, seat: Seat) -> kv_pb2.TransferTarget:
+        return kv_pb2.TransferTarget(
+            decode=self._work.instance,
+            transfer_id=seat.transfer.transfer_id,
+            generation=seat.transfer.generation,
+            held_blocks=seat.transfer.held_blocks,
+        )
+
+
+async def _receive(requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRequest]], receiver: Receiver) -> None:
+    async for request in requests:
+        if request is None:  # gRPC logs what a deserialiser raises, and goes on with None
+            raise FrameError("a message could not be decoded")
+        payload = request.payload
+        assert isinstance(payload, memoryview), "received payloads are views"
+        receiver.take(request.message, payload)
+
+
+async def _obey(requests: AsyncIterator[decode_pb2.StepsRequest], reader: Subscriber, work: Work) -> None:
+    async for request in requests:
+        match request.WhichOneof("message"):
+            case "start":
+                if work.generator.dead:
+                    reader.failed(request.start.request_id, work.generator.dead)
+                else:
+                    work.generator.start(reader, request.start)
+            case "cancel":
+                reader.cancelled(request.cancel.request_id, work.generator.cancel(request.cancel))
+            case "resume":
+                raise Unsupported("resuming a sequence is not built yet")
+            case other:
+                raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
+
+
+async def _tell(reader: Subscriber, context: Context) -> None:
+    while (message := await reader.next()) is not None:
+        try:
+            async with asyncio.timeout(STALL_S):
+                await context.write(message)
+        except TimeoutError:
+            raise Unavailable(f"{reader.conductor.id} read nothing for {STALL_S:g} s") from None
+
+
+async def _first(requests: AsyncIterator[M]) -> M | None:
+    """The first message of a stream, None when there is none."""
+    async with asyncio.timeout(HELLO_TIMEOUT_S):
+        return await anext(requests, None)
+
+
+async def _until_first(*works: Awaitable[object]) -> None:
+    """Runs until the first of several works has ended, cancels the others, and raises what it raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done = [task for task in tasks if task.done()]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

@@ -1,0 +1,181 @@
+"""Everything a decode instance works with, put together, and its life: open, draining, closing.
+
+Owns the objects and the order in which they end. Knows nothing of gRPC.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from moonpool.engine.instance import WRITE_BACK_GRACE_S, Parts, first_error
+from moonpool.errors import Overloaded, Unavailable
+from moonpool.kv.streams import StoreWriter
+from moonpool.kv.transfer import TransferState
+from moonpool.kv.writeback import WriteBack, WriteBackLimits
+from moonpool.sched.batch_scheduler import BatchScheduler
+from moonpool.sched.block_manager import BlockManager
+from moonpool.telemetry.gauges import Gauges
+from moonpool.v1 import conductor_pb2
+from services.decode.config import DecodeConfig
+from services.decode.generator import Generator, watch_leases
+from services.decode.receiver import Receiver
+from services.decode.seats import Arrival, Seat, Seats
+from services.decode.steps import Subscriber
+
+
+class Work:
+    """One decode instance's work.
+
+    Attributes:
+        manager, scheduler, seats, generator, write_back: who owns what.
+        subscribers: conductors on a Steps stream.
+        receivers: prefill processes on a ReceiveKV stream.
+        closing: set when long-lived streams are to end.
+    """
+
+    def __init__(self, parts: Parts, config: DecodeConfig) -> None:
+        layout, engine = parts.plan.layout, parts.engine
+        self.instance, self.namespace, self.layout, self.pool = (
+            parts.instance,
+            parts.plan.namespace,
+            layout,
+            engine.pool,
+        )
+        self.manager = BlockManager(engine.blocks)
+        self.scheduler = BatchScheduler(
+            self.manager, block_tokens=layout.block_tokens, max_batch=config.max_batch, max_tokens=parts.plan.max_tokens
+        )
+        self.seats = Seats(self.scheduler, layout, config.lease_s)
+        self.write_back = WriteBack(
+            WriteBackLimits(config.write_back_limit(engine.blocks)),
+            lambda address: StoreWriter(parts.channels, address, parts.hello(), layout, parts.link),
+            engine.pool.slice,
+            self._written_back,
+            time.monotonic,
+        )
+        self.generator = Generator(engine, self.scheduler, self.seats, self.write_back, parts.spans, parts.poke)
+        self.subscribers: set[Subscriber] = set()
+        self.receivers: set[Receiver] = set()
+        self.closing = asyncio.Event()
+        self.draining = False
+        self._poke = parts.poke
+        self._lease = asyncio.Event()
+        self._received_bytes = 0
+        self._stray_frames = 0
+
+    # --- the doors -------------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raises Unavailable when no new request is taken."""
+        if self.generator.dead:
+            raise Unavailable(self.generator.dead)
+        if self.draining:
+            raise Unavailable(f"{self.instance.id} is draining")
+
+    def reserve(self, arrival: Arrival, now: float) -> Seat:
+        """Promises room.
+
+        Raises:
+            Overloaded: there is none now.
+            InvalidRequest: it could never fit.
+        """
+        try:
+            seat = self.seats.reserve(arrival, now)
+        except Overloaded:
+            self._poke()
+            raise
+        self._lease.set()
+        self.generator.taken(seat)
+        return seat
+
+    def retire(self, receiver: Receiver) -> None:
+        """A prefill process's stream has ended."""
+        receiver.broken()
+        self._received_bytes += receiver.received_bytes
+        self._stray_frames += receiver.stray_frames
+
+    # --- the life --------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Works until cancelled.
+
+        Raises:
+            Unavailable: the engine died.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.generator.run())
+                group.create_task(watch_leases(self.seats, self.generator, self._lease))
+                group.create_task(self.write_back.run())
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
+        finally:
+            self.generator.die("the instance stops")
+            self.closing.set()
+            for reader in self.subscribers:
+                reader.close()
+
+    def drain(self) -> None:
+        """Take no new requests."""
+        self.draining = True
+        self._poke()
+
+    async def drained(self) -> None:
+        """Waits until no request is left and what can be written back has been."""
+        await self.generator.empty.wait()
+        await self.write_back.idle(WRITE_BACK_GRACE_S)
+
+    # --- what others see -------------------------------------------------------------------------------------------
+
+    def load(self) -> conductor_pb2.LoadReport:
+        """The load now."""
+        return conductor_pb2.LoadReport(
+            running=self.scheduler.num_running,
+            waiting=len(self.seats) - self.scheduler.num_running,
+            free_blocks=self.manager.num_free,
+            cached_blocks=self.manager.num_cached,
+            promised_blocks=self.scheduler.promised_blocks,
+            context_tokens=self.scheduler.context_tokens,
+            speed=self.generator.tracker.speeds.to_proto(),
+            draining=self.draining,
+        )
+
+    def gauges(self) -> Gauges:
+        """Everything the instance holds."""
+        seats, manager, scheduler = self.seats, self.manager, self.scheduler
+        return Gauges(
+            [
+                ("sequences_running", lambda: scheduler.num_running, 0),
+                ("sequences_waiting", lambda: scheduler.num_waiting, 0),
+                ("seats", lambda: len(seats), 0),
+                ("transfers_promised", lambda: seats.count(TransferState.PROMISED), 0),
+                ("transfers_receiving", lambda: seats.count(TransferState.RECEIVING), 0),
+                ("transfers_complete", lambda: seats.count(TransferState.COMPLETE), 0),
+                ("promised_blocks", lambda: scheduler.promised_blocks, 0),
+                ("blocks_total", lambda: manager.num_blocks, None),
+                ("blocks_used", lambda: manager.num_used, 0),
+                ("blocks_cached", lambda: manager.num_cached, None),
+                ("blocks_free", lambda: manager.num_free, None),
+                ("context_tokens", lambda: scheduler.context_tokens, 0),
+                ("tokens_unsent", lambda: sum(reader.waiting for reader in self.subscribers), 0),
+                ("write_back_blocks", lambda: self.write_back.blocks_held, 0),
+                ("write_back_stored_blocks", lambda: self.write_back.blocks_stored, None),
+                ("write_back_present_blocks", lambda: self.write_back.blocks_present, None),
+                ("write_back_dropped_blocks", lambda: self.write_back.blocks_dropped, None),
+                ("conductor_streams", lambda: len(self.subscribers), None),
+                ("prefill_streams", lambda: len(self.receivers), None),
+                ("received_bytes", self._all_received_bytes, None),
+                ("stray_frames", self._all_stray_frames, None),
+                ("steps", lambda: self.generator.steps, None),
+            ]
+        )
+
+    def _all_received_bytes(self) -> float:
+        return self._received_bytes + sum(receiver.received_bytes for receiver in self.receivers)
+
+    def _all_stray_frames(self) -> float:
+        return self._stray_frames + sum(receiver.stray_frames for receiver in self.receivers)
+
+    def _written_back(self, blocks: Sequence[int]) -> None:
+        self.manager.release(blocks)
+        self._poke()

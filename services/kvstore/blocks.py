@@ -1,0 +1,75 @@
+"""What a stored block is: its format, its identity, and its bytes while they lie in DRAM.
+
+Owns these three records. Must not know of tiers, sessions, files or the wire.
+"""
+
+import dataclasses
+
+from moonpool.errors import InvalidRequest
+from moonpool.kv.keys import KEY_BYTES, BlockKey
+from moonpool.kv.layout import KVLayout
+
+NO_PARENT = BlockKey(bytes(KEY_BYTES))
+"""Parent of a block whose writer did not name one."""
+
+MAX_TENANT_BYTES = 1024
+"""Longest tenant name, as UTF-8."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """Of what kind of KV a block is; two sides read each other's blocks only when it is equal.
+
+    Attributes:
+        namespace: 32 bytes, hash of everything that makes KV differ.
+        layout: how the block's bytes are arranged.
+    """
+
+    namespace: bytes
+    layout: KVLayout
+
+    def __post_init__(self) -> None:
+        if len(self.namespace) != KEY_BYTES:
+            raise InvalidRequest("namespace", f"must be {KEY_BYTES} bytes, has {len(self.namespace)}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """One block without its bytes.
+
+    Attributes:
+        key: its identity.
+        parent: key of the block before it in its chain; `NO_PARENT` when unknown.
+        tenant: whose block it is; "" for nobody's.
+        format: of what kind of KV it is.
+    """
+
+    key: BlockKey
+    parent: BlockKey
+    tenant: str
+    format: BlockFormat
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the block's data."""
+        return self.format.layout.block_bytes
+
+
+class DramBlock:
+    """A whole block in DRAM: `data` is `[layers, slice_bytes]`, layer after layer.
+
+    `holds` counts who needs it to stay: readers, and the writer thread until the block is on SSD.
+    """
+
+    __slots__ = ("data", "holds", "info")
+
+    def __init__(self, info: BlockInfo, data: bytearray) -> None:
+        assert len(data) == info.nbytes
+        self.info = info
+        self.data = data
+        self.holds = 0
+
+    def slice(self, layer: int) -> memoryview:
+        """The bytes of one layer, `[kv_heads, 2, block_tokens, head_dim]` and scales; all heads."""
+        size = self.info.format.layout.slice_bytes
+        return memoryview(self.data)[layer * size : (layer + 1) * size]

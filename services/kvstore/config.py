@@ -1,0 +1,72 @@
+"""The settings of a kvstore."""
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from moonpool.config import ServiceConfig, parse_address
+from moonpool.errors import ConfigError
+from services.kvstore.policy import POLICIES
+
+_MIN_SEGMENT_BYTES = 1 << 20
+_MAX_AUTO_SEGMENT_BYTES = 1 << 30
+
+
+def _policy_known(name: str) -> str:
+    if name not in POLICIES:
+        raise ValueError(f"must be one of {', '.join(POLICIES)}")
+    return name
+
+
+def _address_or_empty(address: str) -> str:
+    if address:
+        parse_address(address)
+    return address
+
+
+class KVStoreConfig(ServiceConfig):
+    """Settings of a kvstore, which keeps KV blocks in DRAM and on SSD."""
+
+    conductor: Annotated[str, AfterValidator(_address_or_empty)] = Field(
+        "", description="HOST:PORT of the conductor to join; default: run alone"
+    )
+    data_dir: Path | None = Field(
+        None, description="folder for the SSD tier, used by this process alone; default: keep blocks in DRAM only"
+    )
+    dram_bytes: int = Field(1 << 30, gt=0, description="budget of the DRAM tier in bytes")
+    ssd_bytes: int = Field(16 << 30, ge=0, description="budget of the SSD tier in bytes; 0 = keep blocks in DRAM only")
+    segment_bytes: int = Field(
+        0, ge=0, description="bytes of one segment file, the unit in which SSD is reclaimed; 0 = a 64th of ssd_bytes"
+    )
+    eviction: Annotated[str, AfterValidator(_policy_known)] = Field(
+        "lru", description=f"eviction policy of the DRAM tier: {', '.join(POLICIES)}"
+    )
+    read_threads: int = Field(4, ge=1, le=256, description="threads that read the SSD")
+    read_ahead_bytes: int = Field(
+        64 << 20, gt=0, description="bytes that may be read from SSD before readers take them, all readers together"
+    )
+    window_bytes: int = Field(32 << 20, ge=1 << 20, description="bytes that one writer may be ahead of the store")
+    max_sessions: int = Field(4096, ge=1, description="writing sessions open at once, and as many reading ones")
+    session_timeout_s: float = Field(
+        60.0, gt=0, description="seconds after which a session that makes no progress is ended"
+    )
+    room_timeout_s: float = Field(10.0, gt=0, description="seconds a writing session may wait for room in DRAM")
+
+    @property
+    def has_ssd(self) -> bool:
+        """Whether there is an SSD tier."""
+        return self.data_dir is not None and self.ssd_bytes > 0
+
+    @property
+    def segment_size(self) -> int:
+        """Bytes of one segment file."""
+        if self.segment_bytes:
+            return self.segment_bytes
+        return max(_MIN_SEGMENT_BYTES, min(self.ssd_bytes // 64, _MAX_AUTO_SEGMENT_BYTES))
+
+    @model_validator(mode="after")
+    def _segments_fit(self) -> Self:
+        if self.segment_bytes > self.ssd_bytes > 0:
+            raise ConfigError("segment_bytes", f"must not exceed ssd_bytes ({self.ssd_bytes}), is {self.segment_bytes}")
+        return self

@@ -1,0 +1,148 @@
+"""The server half of one `Get` stream.
+
+Owns its sessions: each is a task that walks a lease layer by layer and sends what it reads, as the reader's credits
+allow. Must not know how the store keeps blocks.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from google.protobuf.message import Message
+
+from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken, Unsupported
+from moonpool.kv.frames import Slice
+from moonpool.kv.keys import BlockKey, unpack_keys
+from moonpool.kv.receiving import FrameWriter
+from moonpool.telemetry.logs import get_logger
+from moonpool.v1 import kv_pb2, kvstore_pb2
+from services.kvstore.assembly import MAX_SESSION_BLOCKS
+from services.kvstore.layers import LayerReader, Lost, ReadAhead
+from services.kvstore.reads import Reads
+from services.kvstore.streams import KVStream
+
+_log = get_logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GetParts:
+    """What all Get streams share.
+
+    Attributes:
+        reads: where leases come from.
+        pool: threads that read the durable tier.
+        ahead: budget of the read-ahead.
+        instance: who this store is.
+        session_timeout_s: longest wait for a reader's credits.
+        on_session: called when a session was opened or closed.
+    """
+
+    reads: Reads
+    pool: ThreadPoolExecutor
+    ahead: ReadAhead
+    instance: kv_pb2.Instance
+    session_timeout_s: float
+    on_session: Callable[[], None]
+
+
+class GetStream(KVStream[kvstore_pb2.GetRequest]):
+    """One reader process' stream."""
+
+    def __init__(self, parts: GetParts, closing: asyncio.Event) -> None:
+        super().__init__(closing)
+        self._parts = parts
+        self._frames: FrameWriter
+        self._sessions: dict[int, asyncio.Task[None]] = {}
+
+    def welcome(self) -> Message:
+        """The answer to hello. Credits on this stream are the reader's to give."""
+        self._frames = FrameWriter(
+            self.outbox, self.format.layout, lambda header: kvstore_pb2.GetResponse(frame=header)
+        )
+        welcome = kv_pb2.StreamWelcome(receiver=self._parts.instance, credit_bytes=0)
+        return kvstore_pb2.GetResponse(welcome=welcome)
+
+    def on_message(self, message: kvstore_pb2.GetRequest, payload: memoryview) -> None:
+        """One message of the reader."""
+        match message.WhichOneof("message"):
+            case "open":
+                self._open(message.open)
+            case "credit":
+                self._frames.grant(message.credit)
+            case "close":
+                task = self._sessions.pop(message.close.session, None)
+                if task is not None:
+                    task.cancel()
+            case other:
+                raise InvalidRequest("message", f"a reader does not send {other!r} here")
+
+    def _open(self, message: kv_pb2.ReadOpen) -> None:
+        """Begins a session.
+
+        Raises:
+            InvalidRequest, Unsupported: it can never be served; the contract has no refusal of a single read.
+        """
+        layout = self.format.layout
+        if message.session in self._sessions:
+            raise InvalidRequest("session", f"{message.session} is open already")
+        keys = unpack_keys(message.keys)
+        if len(keys) > MAX_SESSION_BLOCKS:
+            raise InvalidRequest("keys", f"a session has at most {MAX_SESSION_BLOCKS} keys, not {len(keys)}")
+        if not message.layer_begin < message.layer_end <= layout.layers:
+            raise InvalidRequest("layer_end", f"no such layers; the layout has {layout.layers}")
+        if (message.head_begin, message.head_end) != (0, layout.kv_heads):
+            raise Unsupported("reading a part of the heads is not built yet")
+        layers = range(message.layer_begin, message.layer_end)
+        try:
+            task = self.spawn(self._serve(message.session, keys, layers))
+        except MoonpoolError as error:
+            self._miss(message.session, error)
+            return
+        self._sessions[message.session] = task
+        task.add_done_callback(lambda task: self._forget(message.session, task))
+
+    def _forget(self, number: int, task: "asyncio.Task[None]") -> None:
+        if self._sessions.get(number) is task:
+            del self._sessions[number]
+
+    async def _serve(self, number: int, keys: list[BlockKey], layers: range) -> None:
+        """One session from its opening to its end."""
+        parts = self._parts
+        try:
+            lease = parts.reads.open(keys, self.format, promote=len(layers) == self.format.layout.layers)
+        except MoonpoolError as error:
+            self._miss(number, error)
+            return
+        parts.on_session()
+        reader = LayerReader(parts.reads, lease, layers, parts.pool, parts.ahead, on_closed=parts.on_session)
+        try:
+            self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=lease.blocks)))
+            await self._send(number, reader)
+            self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
+        except StreamBroken:
+            return  # the stream itself says so to whoever must know
+        except MoonpoolError as error:
+            _log.warning("a read was given up", blocks=lease.blocks, error=str(error))
+            self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
+        finally:
+            reader.close()
+
+    def _miss(self, number: int, error: MoonpoolError) -> None:
+        _log.warning("a read is answered as a miss", error=str(error))
+        self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=0)))
+        self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
+
+    async def _send(self, number: int, reader: LayerReader) -> None:
+        full = self.format.layout.block_tokens
+        async for group in reader.groups():
+            if isinstance(group, Lost):
+                self.post(kvstore_pb2.GetResponse(missing=kv_pb2.ReadMissing(session=number, block=group.block)))
+                continue
+            slices = (Slice(cell.layer, cell.block, cell.data, full) for cell in group)
+            await self._frames.send(number, 0, slices, timeout_s=self._parts.session_timeout_s)
+
+    def end(self) -> None:
+        """The stream is over."""
+        for task in list(self._sessions.values()):
+            task.cancel()

@@ -1,0 +1,188 @@
+"""Segment files: records, one after the other, appended once and never changed.
+
+Owns reading, appending, cutting and scanning of one file. Must not know of the index, budgets or events. All functions
+may block and belong into a worker thread; reading from several threads while one appends is safe (`pread`, `pwrite`).
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+import threading
+from collections.abc import Iterator, Sequence
+
+from services.kvstore.records import ALIGN, BadRecordError, RecordHeader, header_bytes_of, unpack_header
+
+_NAME = re.compile(r"(\d{16})\.seg")
+_SCAN_BYTES = 1 << 20
+_IOV_MAX = 512
+
+
+def segment_path(folder: pathlib.Path, number: int) -> pathlib.Path:
+    """The file of a segment."""
+    return folder / f"{number:016d}.seg"
+
+
+def list_segments(folder: pathlib.Path) -> dict[int, int]:
+    """Segments in a folder: id -> bytes in the file, ascending by id.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    found = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            match = _NAME.fullmatch(entry.name)
+            if match and entry.is_file():
+                found[int(match[1])] = entry.stat().st_size
+    return dict(sorted(found.items()))
+
+
+class SegmentFile:
+    """One segment file, opened when it is first needed."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        self._fd = -1
+        self._lock = threading.Lock()
+
+    def _open(self, create: bool = False) -> int:
+        with self._lock:
+            if self._fd < 0:
+                flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+                self._fd = os.open(self.path, flags, 0o640)
+            return self._fd
+
+    def read_into(self, out: memoryview, offset: int) -> None:
+        """Fills `out` from the file.
+
+        Raises:
+            BadRecordError: the file ends before.
+            OSError: it cannot be read.
+        """
+        fd = self._open()
+        done = 0
+        while done < len(out):
+            count = os.preadv(fd, [out[done:]], offset + done)
+            if not count:
+                raise BadRecordError("the segment ends inside the record")
+            done += count
+
+    def read_header(self, offset: int) -> RecordHeader:
+        """Reads the header of the record at `offset`.
+
+        Raises:
+            BadRecordError: there is no intact one.
+            OSError: it cannot be read.
+        """
+        start = os.pread(self._open(), ALIGN, offset)
+        size = header_bytes_of(start)
+        if size > len(start):
+            start += os.pread(self._open(), size - len(start), offset + len(start))
+        return unpack_header(start)
+
+    def append(self, parts: Sequence[bytes | bytearray | memoryview], offset: int) -> None:
+        """Writes parts one after the other from `offset` on; makes the file if need be.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        fd = self._open(create=True)
+        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        while views:
+            count = os.pwritev(fd, views[:_IOV_MAX], offset)
+            offset += count
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:
+                views[0] = views[0][count:]
+
+    def sync(self) -> None:
+        """Returns once everything written is on the device.
+
+        Raises:
+            OSError: it is not.
+        """
+        os.fdatasync(self._open())
+
+    def truncate(self, size: int) -> None:
+        """Cuts the file.
+
+        Raises:
+            OSError: it cannot be cut.
+        """
+        os.ftruncate(self._open(), size)
+
+    def scan(self) -> Iterator[tuple[int, RecordHeader]]:
+        """All intact records that lie wholly inside the file, with their offsets.
+
+        Behind a broken header the search goes on at the next possible place. The data are not verified: reading does.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        size = os.fstat(self._open()).st_size
+        offset = 0
+        while offset + ALIGN <= size:
+            try:
+                header = self.read_header(offset)
+            except BadRecordError:
+                offset = self._next_magic(offset + ALIGN, size)
+                continue
+            if offset + header.record_bytes > size:
+                break
+            yield offset, header
+            offset += header.record_bytes
+
+    def _next_magic(self, offset: int, size: int) -> int:
+        """The next place from `offset` on where a record could begin; `size` if there is none."""
+        while offset < size:
+            data = os.pread(self._open(), _SCAN_BYTES, offset)
+            if not data:
+                break
+            for at in range(0, len(data), ALIGN):
+                try:
+                    header_bytes_of(data[at : at + 24])
+                except BadRecordError:
+                    continue
+                return offset + at
+            offset += _SCAN_BYTES
+        return size
+
+    def close(self) -> None:
+        """Closes the file; twice does no harm."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def delete(self) -> None:
+        """Closes and removes the file; an absent one is fine.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Written:
+    """A run of bytes for one segment."""
+
+    file: SegmentFile
+    offset: int
+    parts: Sequence[bytes | bytearray | memoryview]
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Makes new and removed names in a folder durable.
+
+    Raises:
+        OSError: they are not.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

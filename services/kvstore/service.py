@@ -1,0 +1,243 @@
+"""One kvstore process: recover, serve, join the conductor, drain.
+
+Owns how the parts are put together and in which order they end: no new work, running sessions finish, streams end,
+visible blocks become durable, files close.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+from moonpool.cluster.join import JoinAgent
+from moonpool.rpc.channels import Channels
+from moonpool.rpc.process import ProcessContext
+from moonpool.rpc.server import Service, serving
+from moonpool.telemetry.gauges import Gauges
+from moonpool.telemetry.logs import get_logger
+from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
+from services.kvstore.config import KVStoreConfig
+from services.kvstore.dram import DramTier
+from services.kvstore.get_stream import GetParts
+from services.kvstore.layers import ReadAhead
+from services.kvstore.policy import POLICIES
+from services.kvstore.put_stream import PutParts
+from services.kvstore.recovery import DataFolder, recover
+from services.kvstore.rooms import RoomQueue
+from services.kvstore.servicer import KVStoreServicer
+from services.kvstore.ssd import SsdTier
+from services.kvstore.store import BlockStore
+from services.kvstore.watch import Journal, Unreported
+from services.kvstore.writer import WriteBehind
+
+_log = get_logger(__name__)
+
+MAX_WAITING_FOR_ROOM = 1024
+END_STREAMS_S = 2.0
+
+
+def open_ssd(config: KVStoreConfig) -> SsdTier | None:
+    """Blocking. The SSD tier with everything it held before; None when the configuration wants none.
+
+    Raises:
+        ConfigError: naming `data_dir`.
+    """
+    if config.data_dir is None or not config.has_ssd:
+        return None
+    folder = DataFolder(config.data_dir)
+    try:
+        recovered = recover(folder)
+    except BaseException:
+        folder.close()
+        raise
+    tier = SsdTier(folder, recovered, config.ssd_bytes, config.segment_size)
+    _log.info(
+        "ssd tier open",
+        path=str(config.data_dir),
+        blocks=len(tier),
+        bytes=tier.used_bytes,
+        rebuilt=recovered.rebuilt,
+        lost_blocks=recovered.lost_blocks,
+    )
+    return tier
+
+
+class KVStoreService:
+    """The store with its threads and its servicer; use `running`.
+
+    Attributes:
+        store: what it holds.
+        servicer: how others reach it.
+        idle: set while no session is open.
+    """
+
+    def __init__(self, config: KVStoreConfig, ssd: SsdTier | None, instance: kv_pb2.Instance) -> None:
+        self.config = config
+        self.instance = instance
+        dram = DramTier(config.dram_bytes, POLICIES[config.eviction]())
+        self.store = BlockStore(dram, ssd, max_sessions=config.max_sessions)
+        self.ssd = ssd
+        self.closing = asyncio.Event()
+        self.idle = asyncio.Event()
+        self._pool = ThreadPoolExecutor(config.read_threads, thread_name_prefix="kvstore-read")
+        holdings, writes, reads = self.store.holdings, self.store.writes, self.store.reads
+        self.rooms = RoomQueue(MAX_WAITING_FOR_ROOM)
+        self.writer = WriteBehind(writes, ssd) if ssd is not None else None
+        self.journal = Journal(lambda: holdings, instance.incarnation)
+        put = PutParts(
+            writes,
+            self.rooms,
+            instance,
+            config.window_bytes,
+            config.session_timeout_s,
+            config.room_timeout_s,
+            self._session_changed,
+        )
+        get = GetParts(
+            reads,
+            self._pool,
+            ReadAhead(config.read_ahead_bytes),
+            instance,
+            config.session_timeout_s,
+            self._session_changed,
+        )
+        self.gauges = Gauges()
+        self.servicer = KVStoreServicer(put, get, holdings.match, self.journal, self.gauges, instance, self.closing)
+        self.servicer.quiet.set()
+        self._add_gauges()
+        self._session_changed()
+        holdings.on_change.append(self.journal.changed)
+        holdings.on_room.append(self.rooms.poke)
+        if self.writer is not None:
+            writes.on_work = self.writer.wake
+            reads.on_lost = self.writer.wake
+
+    @property
+    def contract(self) -> Service:
+        """What `serving` serves."""
+        return kvstore_pb2.DESCRIPTOR.services_by_name["KVStoreService"], self.servicer
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Runs the writer; at the end everything visible is made durable, threads and files are closed."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                writer = group.create_task(self.writer.run()) if self.writer is not None else None
+                try:
+                    yield
+                finally:
+                    if self.writer is not None and writer is not None:
+                        if not await self.writer.drain(self.config.drain_s / 2):
+                            _log.warning("not everything could be made durable", blocks=self.store.writes.pending)
+                        writer.cancel()
+        finally:
+            if self.writer is not None:
+                await self.writer.aclose()
+            await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
+            if self.ssd is not None:
+                await asyncio.to_thread(self.ssd.close)
+
+    async def finish(self) -> None:
+        """Waits for running sessions, for a time; then ends all streams."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_s / 2):
+                await self.idle.wait()
+        self.closing.set()
+        self.journal.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_STREAMS_S):
+                await self.servicer.quiet.wait()
+
+    def _session_changed(self) -> None:
+        if self.store.writes.sessions or self.store.reads.leases:
+            self.idle.clear()
+        else:
+            self.idle.set()
+
+    def _add_gauges(self) -> None:
+        writes, reads, dram = self.store.writes, self.store.reads, self.store.holdings.dram
+        add = self.gauges.add
+        add("put_sessions", lambda: writes.sessions, 0)
+        add("get_sessions", lambda: reads.leases, 0)
+        add("sessions_waiting_for_room", lambda: len(self.rooms), 0)
+        add("unfinished_blocks", lambda: writes.unfinished_blocks, 0)
+        add("pending_writes", lambda: writes.pending, 0)
+        add("dram_reserved_bytes", lambda: dram.reserved_bytes, 0)
+        add("dram_held_bytes", lambda: dram.held_bytes, 0)
+        add("dram_bytes", lambda: dram.block_bytes)
+        add("dram_capacity_bytes", lambda: dram.capacity_bytes)
+        add("dram_blocks", lambda: len(dram))
+        add("dram_evictions_total", lambda: dram.evictions)
+        add("streams", lambda: self.servicer.streams)
+        add("watchers", lambda: self.journal.watchers)
+        add("blocks_put_total", lambda: writes.blocks_put)
+        add("blocks_durable_total", lambda: writes.blocks_durable)
+        add("blocks_not_durable_total", lambda: writes.blocks_not_durable)
+        add("failed_batches_total", lambda: writes.failed_batches)
+        add("dram_hits_total", lambda: reads.dram_hits)
+        add("ssd_hits_total", lambda: reads.ssd_hits)
+        add("misses_total", lambda: reads.misses)
+        add("promotions_total", lambda: reads.promotions)
+        add("bad_blocks_total", lambda: reads.bad_blocks)
+        ssd = self.ssd
+        if ssd is not None:
+            add("ssd_blocks", lambda: len(ssd))
+            add("ssd_bytes", lambda: ssd.used_bytes)
+            add("ssd_capacity_bytes", lambda: ssd.capacity_bytes)
+            add("ssd_segments", lambda: ssd.segments)
+            add("ssd_written_bytes_total", lambda: ssd.written_bytes)
+            add("ssd_dropped_segments_total", lambda: ssd.dropped_segments)
+
+
+async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
+    """A kvstore process, until it is told to stop.
+
+    Raises:
+        ConfigError: a setting cannot be used.
+        Mismatch: the conductor refuses this store.
+    """
+    ssd = await asyncio.to_thread(open_ssd, config)
+    instance = ctx.instance(kv_pb2.INSTANCE_KIND_KVSTORE, config.id, "")
+    service = KVStoreService(config, ssd, instance)
+    async with service.running(), Channels() as channels, serving(config.listen, [service.contract]) as server:
+        instance.address = config.advertised(server.port)
+        left = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            agent = _join(service, channels, ctx.stopping) if config.conductor else None
+            if agent is not None:
+                group.create_task(agent.run(left))
+            ctx.announce(instance.address)
+            await ctx.stopping.wait()
+            server.set_serving(False)
+            if agent is not None:
+                agent.poke()  # tells that this store drains; it stays joined while it does
+            await service.finish()
+            left.set()
+
+
+def _join(service: KVStoreService, channels: Channels, stopping: asyncio.Event) -> JoinAgent:
+    """The agent that keeps this store joined; while the store drains it says so."""
+    holdings, dram = service.store.holdings, service.store.holdings.dram
+    unreported = Unreported(lambda: agent.joined.is_set())
+
+    def load() -> conductor_pb2.LoadReport:
+        reads, writes = service.store.reads, service.store.writes
+        return conductor_pb2.LoadReport(
+            running=reads.leases + writes.sessions,
+            waiting=len(service.rooms),
+            cached_blocks=len(dram),
+            draining=stopping.is_set(),
+        )
+
+    agent = JoinAgent(
+        channels,
+        service.config.conductor,
+        conductor_pb2.JoinHello(instance=service.instance),
+        load,
+        unreported.take,
+        lambda: holdings,
+        stopping.set,
+    )
+    holdings.on_change.append(unreported.changed)
+    holdings.on_change.append(lambda stored, removed: agent.poke())
+    return agent

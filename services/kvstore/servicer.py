@@ -1,0 +1,115 @@
+"""KVStoreService: protobuf on one side, the store's own terms on the other.
+
+Owns the translation only.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+
+from moonpool.errors import InvalidRequest, Unsupported
+from moonpool.kv.keys import BlockKey, unpack_keys
+from moonpool.kv.wire import PayloadMessage
+from moonpool.telemetry.gauges import Gauges
+from moonpool.v1 import kv_pb2, kvstore_pb2
+from services.kvstore.get_stream import GetParts, GetStream
+from services.kvstore.put_stream import PutParts, PutStream
+from services.kvstore.streams import ServerContext
+from services.kvstore.watch import Journal
+
+MAX_MATCH_KEYS = 1 << 17
+_NO_PAYLOAD = memoryview(b"")
+
+
+@dataclasses.dataclass(slots=True)
+class KVStoreServicer:
+    """What the contract's methods are answered with.
+
+    Attributes:
+        put: shared parts of Put streams.
+        get: shared parts of Get streams.
+        match: how many leading keys are here.
+        journal: what watchers get.
+        gauges: everything the store holds.
+        instance: who this store is.
+        closing: set when the service ends its streams.
+        streams: open Put, Get and Watch streams.
+        quiet: set while there are none.
+    """
+
+    put: PutParts
+    get: GetParts
+    match: Callable[[Sequence[BlockKey]], int]
+    journal: Journal
+    gauges: Gauges
+    instance: kv_pb2.Instance
+    closing: asyncio.Event
+    streams: int = 0
+    quiet: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    @contextmanager
+    def _stream(self) -> Iterator[None]:
+        self.streams += 1
+        self.quiet.clear()
+        try:
+            yield
+        finally:
+            self.streams -= 1
+            if not self.streams:
+                self.quiet.set()
+
+    async def Put(  # noqa: N802
+        self, requests: AsyncIterator[PayloadMessage[kvstore_pb2.PutRequest]], context: ServerContext
+    ) -> None:
+        """Blocks from one writer process."""
+
+        async def pairs() -> AsyncIterator[tuple[kvstore_pb2.PutRequest, memoryview]]:
+            async for item in requests:
+                payload = item.payload
+                yield item.message, payload if isinstance(payload, memoryview) else _NO_PAYLOAD
+
+        with self._stream():
+            await PutStream(self.put, self.closing).run(pairs(), context)
+
+    async def Get(self, requests: AsyncIterator[kvstore_pb2.GetRequest], context: ServerContext) -> None:  # noqa: N802
+        """Blocks to one reader process."""
+
+        async def pairs() -> AsyncIterator[tuple[kvstore_pb2.GetRequest, memoryview]]:
+            async for message in requests:
+                yield message, _NO_PAYLOAD
+
+        with self._stream():
+            await GetStream(self.get, self.closing).run(pairs(), context)
+
+    async def MatchPrefix(  # noqa: N802
+        self, request: kvstore_pb2.MatchPrefixRequest, context: object
+    ) -> kvstore_pb2.MatchPrefixResponse:
+        """How many leading blocks of a chain are here."""
+        keys = unpack_keys(request.keys)
+        if len(keys) > MAX_MATCH_KEYS:
+            raise InvalidRequest("keys", f"at most {MAX_MATCH_KEYS} keys, not {len(keys)}")
+        return kvstore_pb2.MatchPrefixResponse(blocks=self.match(keys))
+
+    async def Pin(self, request: kvstore_pb2.PinRequest, context: object) -> kvstore_pb2.PinResponse:  # noqa: N802
+        """Not built yet."""
+        raise Unsupported("pins are not built yet")
+
+    async def Unpin(self, request: kvstore_pb2.UnpinRequest, context: object) -> kvstore_pb2.UnpinResponse:  # noqa: N802
+        """Not built yet."""
+        raise Unsupported("pins are not built yet")
+
+    async def Watch(  # noqa: N802
+        self, request: kvstore_pb2.WatchRequest, context: object
+    ) -> AsyncIterator[kvstore_pb2.WatchResponse]:
+        """A snapshot (or what was missed), then changes."""
+        with self._stream():
+            async with aclosing(self.journal.watch(request.incarnation, request.after_sequence)) as messages:
+                async for events in messages:
+                    yield kvstore_pb2.WatchResponse(incarnation=self.instance.incarnation, events=events)
+
+    async def KVStoreStats(  # noqa: N802
+        self, request: kvstore_pb2.KVStoreStatsRequest, context: object
+    ) -> kvstore_pb2.KVStoreStatsResponse:
+        """Everything the store holds."""
+        return kvstore_pb2.KVStoreStatsResponse(instance=self.instance, gauges=self.gauges.read())

@@ -1,0 +1,169 @@
+"""Who watches the store's keys: a snapshot, then every change, in order.
+
+Owns the journal of changes with their sequence numbers, and one bounded queue per watcher. Must not know of streams or
+tiers. Changes of one turn of the event loop become one message. A snapshot's messages all carry the number of the
+last change they include (0 at the start), so that the next change is that number plus one. A watcher that knows this
+incarnation and a number that the journal still reaches gets the changes since instead of a snapshot: whatever was
+removed before it cannot come back.
+"""
+
+import asyncio
+import collections
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+
+from moonpool.cluster.events import KEYS_PER_MESSAGE, EventLog
+from moonpool.errors import Unavailable
+from moonpool.kv.keys import BlockKey, pack_keys
+from moonpool.v1 import kv_pb2
+
+JOURNAL_MESSAGES = 1024
+WATCHER_MESSAGES = 256
+
+
+class _Watcher:
+    """One watcher's queue; `behind` once it was too slow."""
+
+    def __init__(self) -> None:
+        self.queue: collections.deque[kv_pb2.KVEvents] = collections.deque()
+        self.ready = asyncio.Event()
+        self.behind = False
+
+
+class Journal:
+    """All changes since the start, the last ones kept.
+
+    Args:
+        keys: every key now, for snapshots.
+        incarnation: of this store; numbers mean something within it only.
+        journal_messages: how many messages are kept for replay.
+        watcher_messages: how far a watcher may be behind before it is cut off.
+    """
+
+    def __init__(
+        self,
+        keys: Callable[[], Iterable[BlockKey]],
+        incarnation: int,
+        *,
+        journal_messages: int = JOURNAL_MESSAGES,
+        watcher_messages: int = WATCHER_MESSAGES,
+    ) -> None:
+        self._keys = keys
+        self._incarnation = incarnation
+        self._watcher_messages = watcher_messages
+        self._log = EventLog()
+        self._kept: collections.deque[kv_pb2.KVEvents] = collections.deque(maxlen=journal_messages)
+        self._watchers: set[_Watcher] = set()
+        self._flushing = False
+        self._closed = False
+
+    @property
+    def watchers(self) -> int:
+        """How many watch."""
+        return len(self._watchers)
+
+    @property
+    def sequence(self) -> int:
+        """Number of the last change that was told."""
+        return self._log.next_sequence - 1
+
+    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+        """Takes note of changes; they are told in the event loop's next turn."""
+        self._log.stored(stored)
+        self._log.removed(removed)
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        while (message := self._log.next_message()) is not None:
+            self._kept.append(message)
+            for watcher in self._watchers:
+                if len(watcher.queue) >= self._watcher_messages:
+                    watcher.behind = True
+                    watcher.queue.clear()
+                elif not watcher.behind:
+                    watcher.queue.append(message)
+                watcher.ready.set()
+
+    async def watch(self, incarnation: int, after_sequence: int) -> AsyncGenerator[kv_pb2.KVEvents, None]:
+        """What the watcher must hear, for ever.
+
+        Args:
+            incarnation: the one it knows; 0 for none.
+            after_sequence: the last number it has seen in it.
+
+        Raises:
+            Unavailable: it was too slow and may come again, or the store is closing.
+        """
+        self._flush()
+        watcher = _Watcher()
+        first = self._first_messages(incarnation, after_sequence)
+        self._watchers.add(watcher)
+        try:
+            for message in first:
+                self._check(watcher)
+                yield message
+            while True:
+                while watcher.queue:
+                    yield watcher.queue.popleft()
+                self._check(watcher)
+                watcher.ready.clear()
+                await watcher.ready.wait()
+        finally:
+            self._watchers.discard(watcher)
+
+    def _check(self, watcher: _Watcher) -> None:
+        if self._closed:
+            raise Unavailable("the store is shutting down")
+        if watcher.behind:
+            raise Unavailable("the watcher is too slow; watch again")
+
+    def close(self) -> None:
+        """Ends all watching."""
+        self._closed = True
+        for watcher in self._watchers:
+            watcher.ready.set()
+
+    def _first_messages(self, incarnation: int, after_sequence: int) -> list[kv_pb2.KVEvents]:
+        if incarnation == self._incarnation and self._reaches(after_sequence):
+            return [message for message in self._kept if message.sequence > after_sequence]
+        keys = list(self._keys())
+        pages = [
+            kv_pb2.KVEvents(sequence=self.sequence, stored_keys=pack_keys(keys[i : i + KEYS_PER_MESSAGE]))
+            for i in range(0, max(len(keys), 1), KEYS_PER_MESSAGE)
+        ]
+        pages[0].snapshot_begin = True
+        pages[-1].snapshot_end = True
+        return pages
+
+    def _reaches(self, sequence: int) -> bool:
+        oldest = self._kept[0].sequence if self._kept else self.sequence + 1
+        return oldest - 1 <= sequence <= self.sequence
+
+
+class Unreported:
+    """Changes that the conductor was not told yet: the net effect per key, in bounded memory.
+
+    Args:
+        joined: whether the conductor knows this store; while it does not, nothing needs to be kept beyond `max_keys`,
+            because it gets a snapshot first.
+        max_keys: bound while not joined.
+    """
+
+    def __init__(self, joined: Callable[[], bool], max_keys: int = 1 << 18) -> None:
+        self._joined = joined
+        self._max_keys = max_keys
+        self._changes: dict[BlockKey, bool] = {}
+
+    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+        """Takes note of changes."""
+        self._changes.update(dict.fromkeys(stored, True))
+        self._changes.update(dict.fromkeys(removed, False))
+        if len(self._changes) > self._max_keys and not self._joined():
+            self._changes.clear()
+
+    def take(self) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Stored and removed keys since the last call."""
+        changes, self._changes = self._changes, {}
+        return [key for key, here in changes.items() if here], [key for key, here in changes.items() if not here]

@@ -1,0 +1,1 @@
+"""Prefill: computes prompts' KV, streams it to decode, and samples first tokens."""

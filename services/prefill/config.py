@@ -1,0 +1,15 @@
+"""Flags of a prefill instance."""
+
+from pydantic import Field
+
+from moonpool.engine.instance import EngineConfig
+
+
+class PrefillConfig(EngineConfig):
+    """Settings of a prefill instance: computes prompts and streams their KV to decode instances."""
+
+    stages: int = Field(1, ge=1, description="pipeline stages, an engine process each")
+    step_tokens: int = Field(512, ge=16, description="prompt tokens computed in one step at most")
+    max_queue: int = Field(1024, ge=1, description="requests waiting or running at most; more are refused")
+    load_timeout_s: float = Field(5.0, gt=0, description="seconds a load from a kvstore may make no progress")
+    verdict_timeout_s: float = Field(30.0, gt=0, description="seconds a decode instance has to confirm a transfer")

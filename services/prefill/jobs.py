@@ -1,0 +1,121 @@
+"""Jobs: one prompt at a prefill instance, from the request to the last thing its conductor is told.
+
+Owns what was asked for and the bounded story that goes back. Knows nothing of steps, streams or stores.
+"""
+
+import asyncio
+import dataclasses
+
+from moonpool.errors import InvalidRequest, MoonpoolError
+from moonpool.kv.keys import KEY_BYTES, BlockKey, tokens_from_bytes, unpack_keys
+from moonpool.sched.prefill_scheduler import PrefillSequence
+from moonpool.sched.sampling import SequenceSampling
+from moonpool.v1 import kv_pb2, prefill_pb2
+from services.prefill.outbound import Delivery
+
+MAX_EVENTS = 8
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Job:
+    """One prompt.
+
+    Attributes:
+        request_id: of the request.
+        sequence: its progress; `sequence.request_id` is the job's own key, because a request may come back while an
+            earlier attempt is still leaving.
+        chain_root: parent of the first block's key.
+        tenant: whose KV it is.
+        target: where the KV goes, None for nowhere.
+        source: where a prefix may be loaded from, None for nowhere.
+        store: where new blocks are stored, None for nowhere.
+        delivery: the sending to `target`.
+        load_blocks: pool blocks that a prefix is loaded into; empty when nothing is loaded.
+        layers_ready: leading layers of that prefix that are there.
+        gated_step: id of the step that follows the load layer by layer.
+        stale_step: id of a step that counts for nothing; its layers are not to be sent.
+        started: blocks are bound.
+        computed: the first token is known.
+        task: the job's life.
+    """
+
+    request_id: str
+    sequence: PrefillSequence
+    chain_root: bytes
+    tenant: str
+    target: kv_pb2.TransferTarget | None
+    source: prefill_pb2.PrefixSource | None
+    store: kv_pb2.Instance | None
+    delivery: Delivery | None = None
+    load_blocks: list[int] = dataclasses.field(default_factory=list)
+    layers_ready: int = 0
+    gated_step: int | None = None
+    stale_step: int | None = None
+    token_at: float = 0.0
+    started: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    computed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    task: "asyncio.Task[None] | None" = None
+    _events: "asyncio.Queue[prefill_pb2.PrefillResponse | MoonpoolError | None]" = dataclasses.field(
+        default_factory=lambda: asyncio.Queue(MAX_EVENTS)
+    )
+    _ended: bool = False
+
+    @classmethod
+    def from_proto(cls, request: prefill_pb2.PrefillRequest, key: str, *, block_tokens: int, now: float) -> "Job":
+        """From the contract.
+
+        Raises:
+            InvalidRequest: naming the field at fault.
+        """
+        spec = request.sequence
+        tokens = tokens_from_bytes(spec.token_ids, "sequence.token_ids")
+        keys: list[BlockKey] = unpack_keys(spec.block_keys, "sequence.block_keys")
+        if not spec.request_id:
+            raise InvalidRequest("sequence.request_id", "must not be empty")
+        if not tokens:
+            raise InvalidRequest("sequence.token_ids", "must not be empty")
+        if not 1 <= spec.prompt_tokens <= len(tokens):
+            raise InvalidRequest("sequence.prompt_tokens", f"must be in [1, {len(tokens)}], is {spec.prompt_tokens}")
+        if len(keys) != len(tokens) // block_tokens:
+            raise InvalidRequest("sequence.block_keys", f"{len(tokens)} tokens have {len(tokens) // block_tokens} keys")
+        if len(spec.chain_root) != KEY_BYTES:
+            raise InvalidRequest("sequence.chain_root", f"must have {KEY_BYTES} bytes")
+        if request.HasField("target") and request.target.held_blocks > len(keys):
+            raise InvalidRequest("target.held_blocks", f"must be at most {len(keys)}")
+        return cls(
+            spec.request_id,
+            PrefillSequence(key, tokens, keys, SequenceSampling.from_proto(spec), added_at=now),
+            spec.chain_root,
+            spec.tenant,
+            request.target if request.HasField("target") else None,
+            request.source if request.HasField("source") else None,
+            request.write_back if request.HasField("write_back") else None,
+        )
+
+    @property
+    def key(self) -> str:
+        """Name in the scheduler."""
+        return self.sequence.request_id
+
+    @property
+    def ended(self) -> bool:
+        """Whether the story is told to its end."""
+        return self._ended
+
+    def tell(self, event: prefill_pb2.PrefillResponse) -> None:
+        """The next piece of the story."""
+        if not self._ended:
+            self._events.put_nowait(event)
+
+    def end(self, error: MoonpoolError | None = None) -> None:
+        """The story is over; the first end counts."""
+        if not self._ended:
+            self._ended = True
+            self._events.put_nowait(error)
+
+    async def next(self) -> prefill_pb2.PrefillResponse | None:
+        """The next piece, None after the last; raises how it ended badly."""
+        event = await self._events.get()
+        if isinstance(event, MoonpoolError):
+            raise event
+        return event

@@ -1,0 +1,55 @@
+"""The PrefillService contract: messages in, messages out. Translation only; what they mean is decided elsewhere."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from moonpool.telemetry.gauges import Gauges
+from moonpool.v1 import kv_pb2, prefill_pb2
+from services.prefill.work import Work
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PrefillServicer:
+    """Serves one prefill instance's work. `ReadKV` is not built yet: the server answers so itself."""
+
+    def __init__(self, work: Work, gauges: Gauges) -> None:
+        self._work = work
+        self._gauges = gauges
+
+    async def Prefill(  # noqa: N802
+        self, request: prefill_pb2.PrefillRequest, context: Context
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        """Computes one prompt; leaving the call cancels it."""
+        runner = self._work.runner
+        predicted = runner.predicted_start_s()
+        job = self._work.submit(request)
+        try:
+            accepted = prefill_pb2.PrefillAccepted(predicted_start_s=predicted)
+            yield prefill_pb2.PrefillResponse(accepted=accepted)
+            while (event := await job.next()) is not None:
+                yield event
+        finally:
+            runner.cancel(job)
+
+    async def Cancel(  # noqa: N802
+        self, request: prefill_pb2.CancelRequest, context: Context
+    ) -> prefill_pb2.CancelResponse:
+        """Cancels a prefill by request id."""
+        runner = self._work.runner
+        jobs = runner.find(request.request_id)
+        outcome = kv_pb2.CANCEL_OUTCOME_UNKNOWN
+        if jobs:
+            started = any(job.started.is_set() for job in jobs)
+            outcome = kv_pb2.CANCEL_OUTCOME_IN_FLIGHT if started else kv_pb2.CANCEL_OUTCOME_BEFORE_START
+        for job in jobs:
+            runner.cancel(job)
+        return prefill_pb2.CancelResponse(outcome=outcome)
+
+    async def PrefillStats(  # noqa: N802
+        self, request: prefill_pb2.PrefillStatsRequest, context: Context
+    ) -> prefill_pb2.PrefillStatsResponse:
+        """Everything the instance holds."""
+        return prefill_pb2.PrefillStatsResponse(instance=self._work.instance, gauges=self._gauges.read())

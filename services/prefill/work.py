@@ -1,0 +1,184 @@
+"""Everything a prefill instance works with, put together, and its life: open, draining, closing.
+
+Owns the objects and the order in which they end. Knows nothing of gRPC.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+
+from moonpool.cost import SpeedTracker
+from moonpool.engine.instance import WRITE_BACK_GRACE_S, Parts, first_error
+from moonpool.errors import Overloaded, Unavailable
+from moonpool.kv.peers import Peers
+from moonpool.kv.streams import StoreReader, StoreWriter, TransferSender
+from moonpool.kv.writeback import WriteBack, WriteBackLimits
+from moonpool.sched.block_manager import BlockManager
+from moonpool.sched.prefill_scheduler import PrefillScheduler
+from moonpool.telemetry.gauges import Gauges
+from moonpool.v1 import conductor_pb2, prefill_pb2
+from services.prefill.config import PrefillConfig
+from services.prefill.jobs import Job
+from services.prefill.outbound import Delivery
+from services.prefill.prefix import PrefixLoader
+from services.prefill.runner import Runner
+
+CONNECT_TIMEOUT_S = 2.0
+
+
+class Work:
+    """One prefill instance's work.
+
+    Attributes:
+        manager, scheduler, runner, loader, senders, write_back: who owns what.
+    """
+
+    def __init__(self, parts: Parts, config: PrefillConfig) -> None:
+        layout, engine = parts.plan.layout, parts.engine
+        self.instance, self.layout = parts.instance, layout
+        self._parts, self._max_queue = parts, config.max_queue
+        self._tracker = SpeedTracker(engine.speeds)
+        self._numbers = itertools.count(1)
+        self.draining = False
+        self.manager = BlockManager(engine.blocks)
+        self.scheduler = PrefillScheduler(
+            self.manager,
+            block_tokens=layout.block_tokens,
+            step_tokens=config.step_tokens,
+            stages=engine.stages,
+            layer_events=True,
+        )
+        self.senders = Peers(
+            lambda address: TransferSender(
+                parts.channels, address, parts.hello(), layout, parts.link, connect_timeout_s=CONNECT_TIMEOUT_S
+            )
+        )
+        self.loader = PrefixLoader(
+            lambda address: StoreReader(
+                parts.channels, address, parts.hello(), layout, connect_timeout_s=CONNECT_TIMEOUT_S
+            ),
+            layout,
+            engine.pool.slice,
+            self._tracker,
+            parts.spans,
+            config.load_timeout_s,
+        )
+        self.write_back = WriteBack(
+            WriteBackLimits(config.write_back_limit(engine.blocks)),
+            lambda address: StoreWriter(parts.channels, address, parts.hello(), layout, parts.link),
+            engine.pool.slice,
+            self._written_back,
+            time.monotonic,
+        )
+        self.runner = Runner(
+            engine,
+            self.scheduler,
+            self.loader,
+            self.write_back,
+            self._tracker,
+            parts.spans,
+            parts.poke,
+            config.verdict_timeout_s,
+        )
+
+    def submit(self, request: prefill_pb2.PrefillRequest) -> Job:
+        """Takes a prompt.
+
+        Raises:
+            Unavailable: the instance drains, or its engine is dead.
+            Overloaded: too many prompts wait.
+            InvalidRequest: the request is wrong, or can never fit.
+        """
+        if self.draining:
+            raise Unavailable(f"{self.instance.id} is draining")
+        if self.runner.jobs >= self._max_queue:
+            predicted = self.runner.predicted_start_s()
+            raise Overloaded(f"{self.runner.jobs} prompts wait", reason="queue_full", retry_after_s=max(0.1, predicted))
+        key = str(next(self._numbers))
+        job = Job.from_proto(request, key, block_tokens=self.layout.block_tokens, now=time.monotonic())
+        if job.target is not None:
+            sequence = job.sequence
+            job.delivery = Delivery(
+                job.request_id,
+                job.target,
+                sequence.num_tokens,
+                self.layout,
+                lambda: sequence.block_table,
+                self._parts.engine.pool.slice,
+                self.senders,
+                self._tracker,
+                self._parts.spans,
+            )
+        self.runner.submit(job)
+        return job
+
+    async def run(self) -> None:
+        """Works until cancelled.
+
+        Raises:
+            Unavailable: the engine died.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.write_back.run())
+                group.create_task(self.runner.run())
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
+        finally:
+            await self.senders.aclose()
+            await self.loader.aclose()
+
+    def drain(self) -> None:
+        """Take no new requests."""
+        self.draining = True
+        self._parts.poke()
+
+    async def drained(self) -> None:
+        """Waits until no request is left and what can be written back has been."""
+        await self.runner.empty.wait()
+        await self.write_back.idle(WRITE_BACK_GRACE_S)
+
+    def load(self) -> conductor_pb2.LoadReport:
+        """The load now."""
+        waiting = self.scheduler.num_waiting
+        return conductor_pb2.LoadReport(
+            running=self.runner.jobs - waiting,
+            waiting=waiting,
+            queued_tokens=self.scheduler.queued_tokens,
+            free_blocks=self.manager.num_free,
+            cached_blocks=self.manager.num_cached,
+            speed=self._tracker.speeds.to_proto(),
+            draining=self.draining,
+        )
+
+    def gauges(self) -> Gauges:
+        """Everything the instance holds."""
+        manager, scheduler, runner = self.manager, self.scheduler, self.runner
+        return Gauges(
+            [
+                ("requests", lambda: runner.jobs, 0),
+                ("sequences_waiting", lambda: scheduler.num_waiting, 0),
+                ("sequences_started", lambda: scheduler.num_started, 0),
+                ("queued_tokens", lambda: scheduler.queued_tokens, 0),
+                ("steps_in_flight", lambda: scheduler.steps_in_flight, 0),
+                ("blocks_total", lambda: manager.num_blocks, None),
+                ("blocks_used", lambda: manager.num_used, 0),
+                ("blocks_cached", lambda: manager.num_cached, None),
+                ("blocks_free", lambda: manager.num_free, None),
+                ("transfers", lambda: self.senders.sessions, 0),
+                ("loads", lambda: self.loader.sessions, 0),
+                ("loaded_blocks", lambda: self.loader.loaded_blocks, None),
+                ("load_failures", lambda: self.loader.failures, None),
+                ("link_waiting", lambda: self._parts.link.waiting, 0),
+                ("write_back_blocks", lambda: self.write_back.blocks_held, 0),
+                ("write_back_stored_blocks", lambda: self.write_back.blocks_stored, None),
+                ("write_back_present_blocks", lambda: self.write_back.blocks_present, None),
+                ("write_back_dropped_blocks", lambda: self.write_back.blocks_dropped, None),
+                ("steps", lambda: runner.steps, None),
+            ]
+        )
+
+    def _written_back(self, blocks: Sequence[int]) -> None:
+        self.manager.release(blocks)
+        self.runner.wake()

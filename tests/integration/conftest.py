@@ -1,0 +1,76 @@
+"""What the integration tests share: a random checkpoint, and one default stack that serves it."""
+
+import dataclasses
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moonpool.cli.check import read_gauges, wait_at_rest
+from moonpool.cli.stack import LocalStack, StackPlan
+from moonpool.model.create import create
+from tests.integration.reference import Reference
+
+SEED = 20_26
+BLOCK = 16
+
+
+def tokens(count: int, seed: object, vocab_size: int = 256) -> list[int]:
+    """Random ordinary token ids, the same for the same seed."""
+    generator = random.Random(f"{SEED}/{seed}")
+    return [generator.randrange(8, vocab_size) for _ in range(count)]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama, float32."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny-llama"
+    create("tiny-llama", folder, seed=SEED, dtype="float32")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Path) -> Reference:
+    """The same checkpoint as `transformers` runs it."""
+    return Reference(checkpoint)
+
+
+@pytest.fixture
+def plan(checkpoint: Path, tmp_path: Path) -> StackPlan:
+    """A small stack, one instance of each kind."""
+    return StackPlan(
+        model=str(checkpoint),
+        data_dir=tmp_path,
+        dtype="float32",
+        threads=1,
+        block_tokens=BLOCK,
+        kv_bytes=16 << 20,
+        dram_bytes=16 << 20,
+        spans_dir=tmp_path / "spans",
+        extra={"prefill": ["--step-tokens", "64"]},
+    )
+
+
+@pytest.fixture
+def stack(plan: StackPlan) -> Iterator[LocalStack]:
+    """A running stack; afterwards everything reserved must have come back."""
+    with LocalStack(plan) as running:
+        yield running
+        wait_at_rest(running.address, timeout_s=20)
+
+
+def with_flags(plan: StackPlan, kind: str, *flags: str) -> StackPlan:
+    """The plan with further flags for one kind of service."""
+    return dataclasses.replace(plan, extra=plan.extra | {kind: [*plan.extra.get(kind, ()), *flags]})
+
+
+def wait_busy(address: str, instance: str, timeout_s: float) -> None:
+    """Waits until an instance holds something."""
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while all(reading.resting for reading in read_gauges(address) if reading.instance == instance):
+        assert time.monotonic() < deadline, f"{instance} was never busy"
+        pause.wait(0.005)

@@ -1,0 +1,50 @@
+"""What a plain forward pass says: the yardstick of all parity tests.
+
+A generated sequence equals the reference's greedy one exactly when each of its tokens is the reference's argmax given
+the tokens before it; so one teacher-forced forward pass checks a whole answer.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+GAP_TOLERANCE = 1e-4
+"""Greatest gap between the reference's best logit and the chosen token's at which float32 sums, rounded in another
+order, may decide otherwise (architecture.md, "What always holds", 1)."""
+
+
+class Reference:
+    """The checkpoint as `transformers` runs it."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        self.model.train(False)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Logits at every position, float32, [tokens, vocabulary]."""
+        logits: torch.Tensor = self.model(torch.tensor([list(token_ids)])).logits[0].float()
+        return logits
+
+    def first_token(self, prompt: Sequence[int]) -> int:
+        """The greedy token after a prompt."""
+        return int(self.logits(prompt)[-1].argmax())
+
+    def gaps(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
+        """By how much each output token's logit falls short of the best one; 0 = it is the greedy choice."""
+        rows = self.logits([*prompt, *output[:-1]])[len(prompt) - 1 :]
+        chosen = rows.gather(1, torch.tensor(list(output)).unsqueeze(1)).squeeze(1)
+        gaps: list[float] = (rows.max(dim=1).values - chosen).tolist()
+        return gaps
+
+    def assert_greedy(self, prompt: Sequence[int], output: Sequence[int], tolerance: float = GAP_TOLERANCE) -> None:
+        """Fails when a token is not the reference's choice; prints those that the stated tolerance excuses."""
+        assert output, "no token was generated"
+        for position, gap in enumerate(self.gaps(prompt, output)):
+            if gap > 0:
+                print(
+                    f"position {position}: token {output[position]} is {gap:.2e} below the best (tolerance {tolerance})"
+                )
+            assert gap <= tolerance, f"position {position} of {list(output)}: {gap} below the reference's best logit"

@@ -1,0 +1,104 @@
+"""conductor, kvstore and the SDK run from a base install, in an environment without torch."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moonpool.cli.stack import ServiceProcess
+from moonpool.client import Client
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def base_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a fresh environment with `pip install moonpool` and nothing else."""
+    folder = tmp_path_factory.mktemp("base")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = folder / "bin" / "python"
+    subprocess.run(
+        [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "-c",
+            ROOT / "constraints.txt",
+            ROOT,
+        ],
+        check=True,
+        cwd=folder,
+    )
+    return python
+
+
+def run(python: Path, code: str) -> str:
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=python.parent, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.timeout(600)
+def test_conductor_and_kvstore_without_torch(
+    base_python: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both start, the kvstore joins, the SDK sees it; torch is not there."""
+    assert run(base_python, "import importlib.util; print(importlib.util.find_spec('torch'))") == "None"
+    monkeypatch.setattr(sys, "executable", str(base_python))
+    monkeypatch.chdir(tmp_path)
+    started: list[ServiceProcess] = []
+    try:
+        conductor = ServiceProcess(
+            "conductor",
+            "conductor",
+            ["--model", str(checkpoint), "--listen", "127.0.0.1:0"],
+            tmp_path / "conductor.log",
+        )
+        started.append(conductor)
+        address = conductor.wait_ready(60)
+        store_flags = ["--conductor", address, "--data-dir", str(tmp_path / "kv"), "--listen", "127.0.0.1:0"]
+        kvstore = ServiceProcess("kvstore", "kvstore-0", ["--id", "kvstore-0", *store_flags], tmp_path / "kvstore.log")
+        started.append(kvstore)
+        kvstore.wait_ready(60)
+        code = (
+            "import sys, threading\n"
+            "from moonpool.client import Client\n"
+            f"with Client({address!r}) as client:\n"
+            "    pause = threading.Event()\n"
+            "    for _ in range(200):\n"
+            "        ids = [instance.id for instance in client.cluster_state().instances]\n"
+            "        if ids: break\n"
+            "        pause.wait(0.05)\n"
+            "print(ids, 'torch' in sys.modules)\n"
+        )
+        assert run(base_python, code) == "['kvstore-0'] False"
+    finally:
+        for service in started:
+            service.signal(signal.SIGTERM)
+        statuses = [service.wait(20) for service in started]
+    assert statuses == [0, 0]
+
+
+def test_no_torch_in_io_processes() -> None:
+    """Importing any service's program, also prefill's and decode's I/O process, does not import torch."""
+    modules = [f"services.{name}.__main__" for name in ("conductor", "kvstore", "prefill", "decode")]
+    code = (
+        f"import sys, importlib\nfor name in {modules!r}: importlib.import_module(name)\nprint('torch' in sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_sdk_is_light() -> None:
+    """The SDK imports neither torch nor the services."""
+    code = "import sys, moonpool.client\nprint([m for m in ('torch', 'services', 'lmdb') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert Client.__doc__

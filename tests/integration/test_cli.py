@@ -1,0 +1,158 @@
+"""The `moonpool` command as a person uses it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ENVIRONMENT = os.environ | {"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1"}
+CLI = [sys.executable, "-m", "moonpool.cli.main"]
+
+
+def moonpool(*arguments: str, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*CLI, *arguments], capture_output=True, text=True, timeout=timeout_s, env=ENVIRONMENT, check=False
+    )
+
+
+def children_of(pid: int) -> list[int]:
+    """All living descendants of a process."""
+    found: list[int] = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            child = int(stat.parent.name)
+            found += [child, *children_of(child)]
+    return found
+
+
+@pytest.fixture
+def up(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`moonpool up --json` with the tiny checkpoint, and the address of its ready line."""
+    monkeypatch.setitem(ENVIRONMENT, "XDG_RUNTIME_DIR", str(tmp_path))
+    flags = [
+        "--model",
+        str(checkpoint),
+        "--port",
+        "0",
+        "--data-dir",
+        str(tmp_path / "data"),
+        "--threads",
+        "1",
+        "--json",
+    ]
+    process = subprocess.Popen([*CLI, "up", *flags], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    try:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(json.loads(line))
+            if "ready" in lines[-1]:
+                break
+        else:
+            pytest.fail(f"no ready line: {lines}")
+        assert {line["service"] for line in lines[:-1]} == {"conductor", "kvstore-0", "prefill-0", "decode-0"}
+        yield process, lines[-1]["ready"]
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_up_generate_check_interrupt(up: tuple[subprocess.Popen[str], str]) -> None:
+    """A request through the command line, a clean check, Ctrl-C drains, and nothing is left."""
+    process, address = up
+    done = moonpool("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["usage"]["completion_tokens"] == len(result["token_ids"]) <= 5
+    text = moonpool("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5")
+    assert text.returncode == 0
+    assert "TTFT" in text.stderr
+    empty = moonpool("generate", "--address", address, "--prompt", "")
+    assert empty.returncode == 2
+    assert "prompt" in empty.stderr
+    check = moonpool("check", "--address", address)
+    assert "conductor" in check.stdout
+    assert "decode-0" in check.stdout
+    descendants = children_of(process.pid)
+    assert len(descendants) >= 6
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    assert [pid for pid in descendants if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_down(up: tuple[subprocess.Popen[str], str]) -> None:
+    """`moonpool down` ends the stack that `moonpool up` started."""
+    process, address = up
+    done = moonpool("down")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"stopped {address}"
+    assert process.wait(10) == 0
+    assert moonpool("down").stdout.strip() == "no stack is running"
+
+
+def test_killed_parent_leaves_nothing(up: tuple[subprocess.Popen[str], str]) -> None:
+    """Even `kill -9` of `moonpool up` ends every process of the stack."""
+    process, _ = up
+    descendants = children_of(process.pid)
+    poller = [os.pidfd_open(pid) for pid in descendants]
+    process.kill()
+    process.wait()
+    import select
+
+    for descriptor in poller:
+        ready, _, _ = select.select([descriptor], [], [], 30)
+        assert ready, "a process outlived its stack"
+        os.close(descriptor)
+
+
+def test_model_create_and_inspect(tmp_path: Path) -> None:
+    """A random checkpoint, and what it takes to serve it."""
+    folder = tmp_path / "model"
+    created = moonpool("model", "create", "tiny-qwen3", str(folder), "--seed", "3")
+    assert created.returncode == 0, created.stderr
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+    shown = moonpool("model", "inspect", str(folder), "--json", "--memory-bytes", str(1 << 30))
+    assert shown.returncode == 0, shown.stderr
+    report = json.loads(shown.stdout)
+    assert report["architecture"] == "Qwen3ForCausalLM"
+    assert report["parameters"] > 0
+    assert report["kv_token_bytes"] * report["block_tokens"] == report["kv_block_bytes"]
+    assert report["fit_tokens"] == report["fit_blocks"] * report["block_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["conductor", "--nonsense", "1"], "nonsense"),
+        (["kvstore", "--dram-bytes", "many"], "dram"),
+        (["up", "--prefill", "0"], "--prefill"),
+        (["prefill", "--model", "/nowhere/at/all", "--conductor", "127.0.0.1:1"], "/nowhere/at/all"),
+    ],
+)
+def test_wrong_use_names_the_field(arguments: list[str], named: str) -> None:
+    """A clear error, no traceback."""
+    done = moonpool(*arguments)
+    assert done.returncode != 0
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_demo(tmp_path: Path) -> None:
+    """What `make run` shows: a table, a comparison, the way on; it leaves no process."""
+    done = moonpool("demo", "--max-tokens", "6", timeout_s=110)
+    assert done.returncode == 0, done.stderr + done.stdout
+    for text in ("a long prompt, cold", "the same again", "second turn", "8 of 8 at once", "times sooner", "Next:"):
+        assert text in done.stdout

@@ -1,0 +1,1 @@
+"""Load tests: one frame, one program per service."""

@@ -1,0 +1,166 @@
+"""config.json and generation_config.json: what is read, in both spellings, and what is refused by name."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonpool.checkpoint import (
+    DefaultSampling,
+    RopeScaling,
+    config_hash,
+    kv_layout,
+    load_config,
+    resolve_dtype,
+)
+from moonpool.errors import CheckpointError, UnsupportedModel
+from tests.unit.checkpoint.folder import write_config
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+
+def test_llama(tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path))
+    assert (config.architecture, config.num_layers, config.num_heads, config.num_kv_heads) == (
+        "LlamaForCausalLM",
+        2,
+        4,
+        2,
+    )
+    assert (config.head_dim, config.dtype, config.eos_token_ids, config.bos_token_id) == (16, "bfloat16", (1,), 0)
+    assert not config.qkv_bias
+    assert not config.qk_norm
+    assert config.rope_scaling is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"attention_bias": True}, {"qkv_bias": True, "output_bias": True}),
+        ({"mlp_bias": True}, {"mlp_bias": True}),
+        ({"num_key_value_heads": ...}, {"num_kv_heads": 4}),
+        ({"head_dim": 32}, {"head_dim": 32}),
+        ({"head_dim": None}, {"head_dim": 16}),
+        ({"architectures": ...}, {"architecture": "LlamaForCausalLM"}),
+        ({**MISTRAL, "sliding_window": None}, {"architecture": "MistralForCausalLM", "qkv_bias": False}),
+        ({**MISTRAL, "sliding_window": 4096}, {"architecture": "MistralForCausalLM"}),
+        ({**MISTRAL}, {"architecture": "MistralForCausalLM"}),
+        ({**QWEN2}, {"qkv_bias": True, "output_bias": False}),
+        ({**QWEN2, "use_sliding_window": False, "sliding_window": 100}, {"qkv_bias": True}),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 2}, {"qkv_bias": True}),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, {"qkv_bias": True}),
+        ({**QWEN2, "layer_types": ["full_attention"] * 2}, {"qkv_bias": True}),
+        ({**QWEN3}, {"qk_norm": True, "qkv_bias": False, "head_dim": 128}),
+        ({**QWEN3, "head_dim": 32}, {"head_dim": 32}),
+        ({"torch_dtype": ..., "dtype": "float16"}, {"dtype": "float16"}),
+        ({"torch_dtype": ...}, {"dtype": "float32"}),
+        ({"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 5e5}),
+        ({"rope_theta": ...}, {"rope_theta": 10000.0}),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_scaling": RopeScaling("linear", 2.0)}),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            {"rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, 1024), "rope_theta": 10000.0},
+        ),
+        (
+            {"rope_theta": ..., "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+            {"rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, 1024), "rope_theta": 5e5},
+        ),
+    ],
+)
+def test_spellings_and_defaults(changed: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path, **changed))
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "changed"),
+    [
+        ("architectures", {"architectures": ["MixtralForCausalLM"]}),
+        ("architectures", {"architectures": ["LlamaForSequenceClassification"]}),
+        ("architectures", {"architectures": []}),
+        ("model_type", {"architectures": ..., "model_type": "gpt2"}),
+        ("quantization_config", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
+        ("hidden_act", {"hidden_act": "gelu"}),
+        ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
+        ("sliding_window", {**MISTRAL, "sliding_window": 1024}),
+        ("sliding_window", {**MISTRAL, "max_position_embeddings": 8192}),
+        ("sliding_window", {**QWEN2, "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}),
+        ("sliding_window", {**QWEN3, "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 0}),
+        ("layer_types", {**QWEN3, "layer_types": ["full_attention", "sliding_attention"]}),
+        ("rope_scaling.rope_type", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+        ("rope_scaling.rope_type", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}),
+        ("rope_parameters.rope_type", {"rope_parameters": {"rope_type": "longrope"}}),
+        ("rope_parameters", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
+        ("torch_dtype", {"torch_dtype": "float8_e4m3fn"}),
+    ],
+)
+def test_unsupported_is_refused_by_name(field: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        load_config(write_config(tmp_path, **changed))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ("hidden_size is missing", {"hidden_size": ...}),
+        ("num_hidden_layers must be a positive integer", {"num_hidden_layers": 0}),
+        ("vocab_size must be a positive integer", {"vocab_size": "many"}),
+        ("num_attention_heads", {"num_key_value_heads": 3}),
+        ("head_dim", {"head_dim": 15}),
+        ("eos_token_id", {"eos_token_id": "x"}),
+        ("rms_norm_eps must be a number", {"rms_norm_eps": True}),
+        ("rope_scaling: factor is missing", {"rope_scaling": {"rope_type": "llama3"}}),
+    ],
+)
+def test_malformed_is_named(words: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        load_config(write_config(tmp_path, **changed))
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
+        load_config(tmp_path)
+
+
+def test_generation_config_wins(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    generation = {"eos_token_id": [5, 6], "temperature": 0.7, "top_k": 20, "do_sample": True, "max_new_tokens": 9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    config = load_config(tmp_path)
+    assert config.eos_token_ids == (5, 6)
+    assert config.bos_token_id == 0
+    assert config.default_sampling == DefaultSampling(temperature=0.7, top_k=20, max_tokens=9)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.7}))
+    assert load_config(tmp_path).default_sampling == DefaultSampling(temperature=0.0)
+
+
+def test_hash_follows_the_arithmetic(tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path))
+    assert config_hash(config).hex() == "c50f431a9b8575e28439d328ac896d54427d14e8cb16613a4d5800f5ab889ed6"
+    assert config_hash(replace(config, dtype="float32", eos_token_ids=(9,))) == config_hash(config)
+    for changed in ({"rope_theta": 1.0}, {"qk_norm": True}, {"rope_scaling": RopeScaling("linear", 2.0)}):
+        assert config_hash(replace(config, **changed)) != config_hash(config)
+
+
+def test_dtype_and_layout(tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path))
+    assert resolve_dtype(config) == "bfloat16"
+    assert resolve_dtype(config, "float32") == "float32"
+    with pytest.raises(UnsupportedModel, match="int8"):
+        resolve_dtype(config, "int8")
+    layout = kv_layout(config, "float32", 32)
+    assert layout.block_bytes == 2 * 2 * 2 * 32 * 16 * 4

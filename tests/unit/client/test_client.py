@@ -1,0 +1,275 @@
+"""The SDK against a conductor in memory; nothing here touches the network."""
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from moonpool.client import (
+    Client,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Placement,
+    SamplingParams,
+    Slo,
+    StreamBroken,
+    Unavailable,
+)
+from moonpool.client.testing import FakeConductor, Script, answer
+from moonpool.client.translate import backoffs
+from moonpool.client.transport import NotConnected
+from moonpool.errors import DeadlineExceeded
+from moonpool.v1 import conductor_pb2 as pb
+from moonpool.v1 import kv_pb2
+
+OVERLOADED = Overloaded("no", reason="ttft_slo", predicted_ttft_s=9.0, slo_s=1.0, retry_after_s=8.0)
+
+COVERED = {"Generate": "generate", "ClusterState": "cluster_state", "Explain": "explain", "ConductorStats": "stats"}
+UNCOVERED = {
+    "Join": "for instances only",
+    "CreateContext": "not built yet",
+    "DeleteContext": "not built yet",
+}
+
+
+def test_every_rpc_is_covered_or_left_out_on_purpose() -> None:
+    methods = {method.name for method in pb.DESCRIPTOR.services_by_name["ConductorService"].methods}
+    assert methods == set(COVERED) | set(UNCOVERED)
+    assert not set(COVERED) & set(UNCOVERED)
+    for client in (FakeConductor().client(), FakeConductor().async_client()):
+        assert all(callable(getattr(client, name)) for name in COVERED.values())
+
+
+def test_a_whole_answer() -> None:
+    fake = FakeConductor(lambda _: answer((5, 6), request_id="r", prompt_tokens=7, cached_tokens=4))
+    with fake.client() as client:
+        result = client.generate(prompt="hi")
+    assert (result.request_id, result.token_ids, result.text, result.finish_reason) == ("r", [5, 6], "5 6 ", "stop")
+    assert (result.usage.prompt_tokens, result.usage.cached_tokens, result.usage.completion_tokens) == (7, 4, 2)
+    assert (result.timing.ttft_s, result.timing.tpot_s) == (0.01, 0.001)
+    assert result.placement == Placement("prefill-0", "decode-0")
+    assert result.placements == (result.placement,)
+    assert fake.cancelled == []
+
+
+def test_what_is_asked_reaches_the_conductor() -> None:
+    fake = FakeConductor()
+    params = SamplingParams(
+        max_tokens=2, temperature=0.5, stop="end", stop_token_ids=[3], logit_bias={4: 1.0}, seed=9, ignore_eos=True
+    )
+    with fake.client() as client:
+        client.generate(token_ids=[1, 2], sampling=params, slo=Slo(ttft_s=1.5), tenant="t", model="m", timeout_s=3.0)
+        client.generate(messages=[{"role": "user", "content": "hi"}])
+    first, second = fake.requests
+    assert list(first.tokens.token_ids) == [1, 2]
+    assert first.sampling == kv_pb2.Sampling(
+        max_tokens=2, temperature=0.5, stop=["end"], stop_token_ids=[3], logit_bias={4: 1.0}, seed=9, ignore_eos=True
+    )
+    assert (first.slo, first.tenant, first.model) == (pb.Slo(ttft_s=1.5), "t", "m")
+    assert fake.timeouts_s[0] == pytest.approx(3.0, abs=0.5)
+    assert second.chat.messages == [pb.ChatMessage(role="user", content="hi")]
+    assert second.sampling == kv_pb2.Sampling()
+    assert not second.HasField("slo")
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "token_ids": [1]}, "prompt"),
+        ({"token_ids": [1 << 40]}, "token_ids"),
+        ({"token_ids": ["a"]}, "token_ids"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages"),
+        ({"prompt": "a", "sampling": SamplingParams(max_tokens=1 << 40)}, "sampling.max_tokens"),
+        ({"prompt": "a", "sampling": SamplingParams(logit_bias={"a": 1.0})}, "sampling.logit_bias"),  # type: ignore[dict-item]
+        ({"prompt": "a", "slo": Slo(ttft_s="soon")}, "slo.ttft_s"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_does_not_fit_the_contract_is_named(given: dict[str, object], field: str) -> None:
+    with FakeConductor().client() as client, pytest.raises(InvalidRequest) as caught:
+        client.generate(**given)  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_streaming_gives_every_delta_and_then_the_result() -> None:
+    with FakeConductor().client() as client:
+        stream = client.stream(token_ids=[1])
+        assert stream.result is None
+        assert stream.placement is None
+        events = [(event.position, event.token_ids, event.text) for event in stream]
+        assert events == [(0, (1,), "1 "), (1, (2,), "2 "), (2, (3,), "3 ")]
+        assert stream.result is not None
+        assert stream.result.text == "1 2 3 "
+        assert stream.request_id == "fake"
+        with pytest.raises(RuntimeError, match="once"):
+            iter(stream)
+
+
+def test_leaving_the_iteration_cancels() -> None:
+    fake = FakeConductor()
+    with fake.client() as client:
+        for _ in client.stream(prompt="break"):
+            break
+        kept = client.stream(prompt="kept")
+        for _ in kept:
+            break
+        events = iter(client.stream(prompt="garbage"))
+        next(events)
+        del events
+        gc.collect()
+        with client.stream(prompt="closed") as stream:
+            events = iter(stream)
+            next(events)
+        assert list(events) == []
+        with contextlib.suppress(KeyError):
+            for _ in client.stream(prompt="raised"):
+                raise KeyError
+        with client.stream(prompt="never begun"):
+            pass
+    assert [request.text for request in fake.cancelled] == ["break", "kept", "garbage", "closed", "raised"]
+    assert len(fake.requests) == 5
+
+
+def test_errors_come_through_as_they_are() -> None:
+    fake = FakeConductor(lambda _: [OVERLOADED])
+    with fake.client() as client:
+        with pytest.raises(Overloaded) as caught:
+            client.generate(prompt="hi")
+        assert (caught.value.reason, caught.value.retry_after_s) == ("ttft_slo", 8.0)
+        with pytest.raises(NotFound):
+            client.explain("nobody")
+
+
+def script(*scripts: Script) -> FakeConductor:
+    remaining: Iterator[Script] = iter(scripts)
+    return FakeConductor(lambda _: next(remaining))
+
+
+def test_an_unreachable_conductor_is_tried_again_before_any_answer() -> None:
+    fake = script([NotConnected("down")], [NotConnected("down")], answer())
+    with fake.client(connect_timeout_s=1.0) as client:
+        assert client.generate(prompt="hi").token_ids == [1, 2, 3]
+    assert len(fake.requests) == 3
+
+
+def test_tries_are_bounded_and_an_answer_of_the_conductor_is_final() -> None:
+    with script([NotConnected("down")]).client(connect_timeout_s=0.0) as client, pytest.raises(Unavailable):
+        client.generate(prompt="hi")
+    fake = script([Unavailable("no engines")], answer())
+    with fake.client(connect_timeout_s=1.0) as client, pytest.raises(Unavailable, match="no engines"):
+        client.generate(prompt="hi")
+    begun = script([*answer()[:2], NotConnected("broke")], answer())
+    with begun.client(connect_timeout_s=1.0) as client, pytest.raises(Unavailable, match="broke"):
+        client.generate(prompt="hi")
+    assert len(begun.requests) == 1
+
+
+def test_the_deadline_bounds_the_tries() -> None:
+    fake = script([NotConnected("down")], answer())
+    with fake.client(connect_timeout_s=60.0) as client:
+        with pytest.raises(Unavailable):
+            client.generate(prompt="hi", timeout_s=0.01)
+        with pytest.raises(DeadlineExceeded):
+            client.generate(prompt="hi", timeout_s=0.0)
+
+
+def test_backoffs_double_and_sum_up_to_the_limit() -> None:
+    assert list(backoffs(0.7)) == [0.05, 0.1, 0.2]
+    assert list(backoffs(0.0)) == []
+    assert max(backoffs(10.0)) == 1.0
+
+
+def test_lost_tokens_and_early_ends_are_noticed() -> None:
+    messages = answer()
+    with FakeConductor(lambda _: messages[:-1]).client() as client, pytest.raises(StreamBroken, match="ended before"):
+        client.generate(prompt="hi")
+    gap = [messages[0], messages[2], messages[-1]]
+    with FakeConductor(lambda _: gap).client() as client, pytest.raises(StreamBroken, match="expected token 0"):
+        client.generate(prompt="hi")
+
+
+def test_a_cancelled_answer_says_so() -> None:
+    fake = FakeConductor(lambda _: answer((1,), reason=kv_pb2.FINISH_REASON_CANCELLED))
+    with fake.client() as client:
+        assert client.generate(prompt="hi").finish_reason == "cancelled"
+
+
+def test_a_new_placement_is_told() -> None:
+    messages = answer((1, 2))
+    again = pb.Placed(request_id="fake", placement=pb.Placement(prefill="prefill-1", decode="decode-0"))
+    final = pb.GenerateResponse()
+    final.CopyFrom(messages[-1])
+    final.finished.placement.CopyFrom(again.placement)
+    fake = FakeConductor(lambda _: [*messages[:2], pb.GenerateResponse(placed=again), messages[2], final])
+    with fake.client() as client:
+        result = client.generate(prompt="hi")
+    assert [placement.prefill for placement in result.placements] == ["prefill-0", "prefill-1"]
+    assert result.token_ids == [1, 2]
+
+
+def test_queries_are_translated() -> None:
+    fake = FakeConductor()
+    instance = kv_pb2.Instance(id="decode-0", kind=kv_pb2.INSTANCE_KIND_DECODE, address="h:1", incarnation=3)
+    fake.state = pb.ClusterStateResponse(
+        ready=True,
+        model=pb.ModelInfo(name="tiny", max_tokens=64, layout=kv_pb2.KVLayout(block_tokens=16)),
+        instances=[pb.InstanceState(instance=instance, load=pb.LoadReport(running=2), indexed_blocks=5)],
+    )
+    fake.explanations["r"] = pb.ExplainResponse(refused="too slow", candidates=[pb.CandidateExplanation(instance="p")])
+    fake.gauges = pb.ConductorStatsResponse(
+        gauges=[kv_pb2.Gauge(name="a", value=1, at_rest=0), kv_pb2.Gauge(name="b", value=2)]
+    )
+    with fake.client() as client:
+        state = client.cluster_state()
+        assert (state.ready, state.model, state.max_tokens, state.block_tokens) == (True, "tiny", 64, 16)
+        assert [(i.id, i.kind, i.running, i.indexed_blocks) for i in state.instances] == [("decode-0", "decode", 2, 5)]
+        explanation = client.explain("r")
+        assert (explanation.placement, explanation.refused) == (None, "too slow")
+        assert [candidate.instance for candidate in explanation.candidates] == ["p"]
+        assert [(g.name, g.value, g.at_rest) for g in client.stats()] == [("a", 1.0, 0.0), ("b", 2.0, None)]
+
+
+async def test_asyncio_has_the_same_shape() -> None:
+    fake = FakeConductor()
+    async with fake.async_client() as client:
+        result = await client.generate(prompt="hi", sampling=SamplingParams(max_tokens=2))
+        assert (result.token_ids, result.text) == ([1, 2], "1 2 ")
+        stream = client.stream(prompt="hi")
+        assert [event.token_ids async for event in stream] == [(1,), (2,), (3,)]
+        assert stream.result is not None
+        with pytest.raises(NotFound):
+            await client.explain("nobody")
+        assert (await client.cluster_state()).ready
+        assert await client.stats() == ()
+    assert fake.cancelled == []
+    blocking = {name for name in vars(Client) if not name.startswith("_")}
+    asynchronous = {name for name in vars(type(client)) if not name.startswith("_")}
+    assert blocking - {"close"} == asynchronous - {"aclose"}
+
+
+async def test_asyncio_leaving_cancels() -> None:
+    fake = FakeConductor()
+    async with fake.async_client() as client:
+        async for _ in client.stream(prompt="break"):
+            break
+        await asyncio.sleep(0)  # the loop closes the generator
+        await asyncio.sleep(0)
+        async with client.stream(prompt="closed") as stream:
+            await anext(aiter(stream))
+        events = aiter(client.stream(prompt="raised"))
+        await anext(events)
+        await events.aclose()  # type: ignore[attr-defined]
+    assert [request.text for request in fake.cancelled] == ["break", "closed", "raised"]
+
+
+async def test_asyncio_tries_again() -> None:
+    fake = script([NotConnected("down")], answer())
+    async with fake.async_client(connect_timeout_s=1.0) as client:
+        assert (await client.generate(prompt="hi")).token_ids == [1, 2, 3]
+    with pytest.raises(Unavailable):
+        async with script([NotConnected("down")]).async_client() as client:
+            await client.generate(prompt="hi")

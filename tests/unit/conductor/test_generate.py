@@ -1,0 +1,397 @@
+"""Requests through a real conductor, with engines that only speak the contract."""
+
+import asyncio
+
+import pytest
+
+from moonpool.client import (
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    SamplingParams,
+    Slo,
+    Unavailable,
+    Unsupported,
+)
+from moonpool.cost import Speeds
+from moonpool.errors import TransferFailed
+from moonpool.kv.keys import block_keys, chain_root, unpack_keys
+from moonpool.rpc.channels import Channels
+from moonpool.rpc.errors import from_rpc_error
+from moonpool.v1 import conductor_pb2
+from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
+
+from .fakes import BLOCK_TOKENS, WAIT_S, decode, expected, no_room, prefill, stack, store
+
+PROMPT = list(range(30, 70))
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+
+
+async def test_happy_path() -> None:
+    p, d = prefill(cached_tokens=16), decode()
+    async with stack(p, d) as s:
+        result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id="r1", tenant="t")
+        assert result.token_ids == expected(len(PROMPT), 8)
+        assert (
+            result.text
+            == s.checkpoint.tokenizer.decode(PROMPT + result.token_ids)[len(s.checkpoint.tokenizer.decode(PROMPT)) :]
+        )
+        assert result.finish_reason == "length"
+        assert (result.usage.prompt_tokens, result.usage.cached_tokens, result.usage.completion_tokens) == (40, 16, 8)
+        assert (result.placement.prefill, result.placement.decode) == ("prefill-0", "decode-0")
+        assert result.timing.ttft_s > 0
+        assert result.timing.e2e_s >= result.timing.ttft_s
+        await s.rest()
+        assert d.reserved == {}
+        assert d.cancelled == []
+        assert p.running == 0
+
+        spec = p.requests[0].sequence
+        keys = block_keys(chain_root(s.model().namespace, "t"), PROMPT, BLOCK_TOKENS)
+        assert unpack_keys(spec.block_keys) == keys
+        assert len(keys) == 2
+        assert (spec.prompt_tokens, spec.request_id, list(spec.end_token_ids)) == (40, "r1", [1])
+        assert spec.sampling.HasField("seed")
+        assert spec.sampling.temperature == 0.0
+        assert p.requests[0].target.decode == d.instance
+
+        explanation = await s.client.explain("r1")
+        assert explanation.placement is not None
+        assert explanation.placement.prefill == "prefill-0"
+        assert explanation.measured_ttft_s > 0
+        assert [candidate.instance for candidate in explanation.candidates] == ["prefill-0"]
+        with pytest.raises(NotFound):
+            await s.client.explain("nobody")
+
+
+async def test_text_and_chat_prompts_are_tokenised_with_the_checkpoints_tokenizer() -> None:
+    p, d = prefill(), decode()
+    async with stack(p, d) as s:
+        result = await s.client.generate(prompt="def add(a, b):", sampling=GREEDY)
+        assert result.usage.prompt_tokens == len(s.checkpoint.tokenizer.encode("def add(a, b):"))
+        if s.checkpoint.tokenizer.has_chat_template:
+            result = await s.client.generate(messages=[{"role": "user", "content": "hello"}], sampling=GREEDY)
+            tokens = s.checkpoint.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
+            assert result.usage.prompt_tokens == len(tokens)
+
+
+async def test_the_first_token_waits_for_no_transfer() -> None:
+    transfer = asyncio.Event()
+    p, d = prefill(after=[transfer]), decode(hold_at=1)
+    async with stack(p, d) as s, asyncio.timeout(WAIT_S):
+        stream = s.client.stream(token_ids=PROMPT, sampling=GREEDY)
+        events = aiter(stream)
+        first = await anext(events)
+        assert (first.position, list(first.token_ids)) == (0, expected(40, 1))
+        transfer.set()
+        d.go.set()
+        tokens = [token async for event in events for token in event.token_ids]
+        assert tokens == expected(40, 8)[1:]
+        await s.rest()
+
+
+async def test_max_tokens_1_needs_no_decode() -> None:
+    p, d = prefill(), decode()
+    async with stack(p, d) as s:
+        result = await s.client.generate(token_ids=PROMPT, sampling=SamplingParams(max_tokens=1))
+        assert result.token_ids == expected(40, 1)
+        assert (result.finish_reason, result.placement.decode) == ("length", "")
+        assert d.history == []
+        assert not p.requests[0].HasField("target")
+        await s.rest()
+
+
+async def test_an_end_token_first_gives_the_promise_back() -> None:
+    p, d = prefill(first_token=1), decode()
+    async with stack(p, d) as s:
+        result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        assert (result.token_ids, result.text, result.finish_reason) == ([1], "", "stop")
+        assert result.placement.decode == ""
+        await s.rest()
+        await d.until(lambda: d.reserved == {})
+        assert len(d.cancelled) == 1
+
+
+async def test_an_ignored_end_token_goes_on() -> None:
+    p, d = prefill(), decode()
+    second = expected(40, 2)[1]
+    async with stack(p, d) as s:
+        params = SamplingParams(max_tokens=4, temperature=0.0, stop_token_ids=[second], ignore_eos=True)
+        result = await s.client.generate(token_ids=PROMPT, sampling=params)
+        assert (result.token_ids, result.finish_reason) == (expected(40, 2), "stop")
+        assert list(p.requests[0].sequence.end_token_ids) == [second]
+        assert d.cancelled == []
+
+
+async def test_a_stop_text_cuts_the_text_and_cancels_decode() -> None:
+    p, d = prefill(), decode(hold_at=6)
+    async with stack(p, d) as s:
+        tokenizer = s.checkpoint.tokenizer
+        whole = tokenizer.decode(PROMPT + expected(40, 5))[len(tokenizer.decode(PROMPT)) :]
+        stop = whole[2:6]
+        params = SamplingParams(max_tokens=50, temperature=0.0, stop=stop)
+        result = await s.client.generate(token_ids=PROMPT, sampling=params)
+        assert result.finish_reason == "stop"
+        assert result.text == whole[: whole.index(stop)]
+        assert result.token_ids == expected(40, len(result.token_ids))
+        await d.until(lambda: d.reserved == {})
+        await s.rest()
+
+
+@pytest.mark.parametrize("failing", [1, 2, 5])
+async def test_a_failed_sequence_continues_exactly_at_another_instance(failing: int) -> None:
+    engines = prefill(0), prefill(1), decode(0, fail_at=[failing]), decode(1)
+    async with stack(*engines) as s:
+        stream = s.client.stream(token_ids=PROMPT, sampling=GREEDY)
+        events = [event async for event in stream]
+        assert stream.result is not None
+        assert stream.result.token_ids == expected(40, 8)
+        assert "".join(event.text for event in events) == stream.result.text
+        assert [placement.decode for placement in stream.result.placements] == ["decode-0", "decode-1"]
+        assert stream.result.usage.prompt_tokens == 40
+        again = next(request for p in engines[:2] for request in p.requests if "~1" in request.sequence.request_id)
+        assert again.sequence.prompt_tokens == 40
+        assert len(again.sequence.token_ids) == 4 * (40 + failing)
+        assert len(again.sequence.block_keys) == 32 * ((40 + failing) // BLOCK_TOKENS)
+        await s.rest()
+        assert engines[2].reserved == {}
+        assert engines[3].reserved == {}
+
+
+async def test_a_transfer_that_fails_after_the_first_token_is_repeated() -> None:
+    p, d = prefill(after=[TransferFailed("a slice is missing")]), decode(hold_at=1)
+    d.progress = d.go.set  # once the failed attempt is cancelled, sequences go on
+    async with stack(p, d) as s:
+        result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        assert result.token_ids == expected(40, 8)
+        assert len(result.placements) == 2
+        await s.rest()
+        assert d.reserved == {}
+
+
+async def test_a_broken_steps_stream_is_opened_again() -> None:
+    p, d = prefill(), decode(break_at=[3])
+    async with stack(p, d) as s:
+        result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        assert result.token_ids == expected(40, 8)
+        assert d.streams == 2
+        await s.rest()
+
+
+async def test_prefill_that_fails_before_its_token_is_replaced() -> None:
+    engines = prefill(0, before=[Unavailable("gone")]), prefill(1), decode()
+    async with stack(*engines) as s:
+        result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        assert result.token_ids == expected(40, 8)
+        assert result.placement.prefill == "prefill-1"
+        await s.rest()
+
+
+async def test_after_the_last_retry_the_error_is_told() -> None:
+    p, d = prefill(before=[Unavailable(str(n)) for n in range(2)]), decode()
+    async with stack(p, d, retries=1) as s:
+        with pytest.raises(Unavailable, match="1"):
+            await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        await s.rest()
+        await d.until(lambda: d.reserved == {})
+
+
+async def test_the_next_decode_is_asked_when_the_first_has_no_room() -> None:
+    engines = prefill(), decode(0, refusals=[no_room()]), decode(1)
+    async with stack(*engines) as s:
+        result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        assert result.placement.decode == "decode-1"
+        await s.rest()
+
+
+async def test_no_room_anywhere_is_overloaded() -> None:
+    engines = prefill(), decode(0, refusals=[no_room()])
+    async with stack(*engines, room_wait_s=0) as s:
+        with pytest.raises(Overloaded) as caught:
+            await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        assert (caught.value.reason, caught.value.retry_after_s) == ("no_decode_room", 1.0)
+        assert engines[0].requests == []
+        await s.rest()
+
+
+async def test_a_request_without_limit_waits_for_room() -> None:
+    p, d = prefill(), decode(refusals=[no_room()])
+    async with stack(p, d) as s:
+        waiting = asyncio.create_task(s.client.generate(token_ids=PROMPT, sampling=GREEDY))
+        assert (await waiting).token_ids == expected(40, 8)
+        await s.rest()
+
+
+async def test_overloaded_by_prediction_carries_its_reason() -> None:
+    p, d = prefill(), decode()
+    p.load.speed.CopyFrom(Speeds(prefill_per_token_s=1.0).to_proto())
+    async with stack(p, d) as s:
+        registry = s.servicer._cluster.registry
+        await s.until(lambda: any(m.load.speed.prefill_per_token_s == 1.0 for m in registry))
+        with pytest.raises(Overloaded) as caught:
+            await s.client.generate(token_ids=PROMPT, slo=Slo(ttft_s=2.0), request_id="r")
+        error = caught.value
+        assert (error.reason, error.slo_s) == ("ttft_slo", 2.0)
+        assert error.predicted_ttft_s >= 40.0
+        assert error.retry_after_s > 0
+        explanation = await s.client.explain("r")
+        assert explanation.placement is None
+        assert explanation.refused
+        await s.rest()
+
+
+async def test_the_queue_is_bounded() -> None:
+    hold = asyncio.Event()
+    p, d = prefill(before=[hold]), decode()
+    async with stack(p, d, max_queue=1) as s:
+        stream = s.client.stream(token_ids=PROMPT, sampling=GREEDY)
+        first = asyncio.ensure_future(anext(aiter(stream)))
+        await p.until(lambda: p.running == 1)
+        with pytest.raises(Overloaded) as caught:
+            await s.client.generate(token_ids=PROMPT)
+        assert caught.value.reason == "queue_full"
+        hold.set()
+        await first
+        await stream.aclose()
+        await s.rest()
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+async def test_a_client_that_leaves_cancels_everywhere(where: str) -> None:
+    p, d = prefill(before=[asyncio.Event()] if where == "prefill" else []), decode(hold_at=2)
+    async with stack(p, d) as s:
+        task = asyncio.create_task(s.client.generate(token_ids=PROMPT, sampling=GREEDY))
+        if where == "prefill":
+            await p.until(lambda: p.running == 1)
+        else:
+            await d.until(lambda: d.streams == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await s.rest()
+        await d.until(lambda: not d.reserved)
+        await p.until(lambda: p.running == 0)
+        assert len(d.cancelled) == 1
+
+
+async def test_leaving_the_iteration_cancels() -> None:
+    p, d = prefill(), decode(hold_at=3)
+    async with stack(p, d) as s:
+        async for _ in s.client.stream(token_ids=PROMPT, sampling=GREEDY):
+            break
+        await s.rest()
+        await d.until(lambda: not d.reserved)
+
+
+async def test_no_engines_is_unavailable() -> None:
+    async with stack() as s:
+        with pytest.raises(Unavailable, match="joined"):
+            await s.client.generate(prompt="hi")
+        state = await s.client.cluster_state()
+        assert (state.ready, state.instances, state.model) == (False, (), "")
+
+
+async def test_a_prefix_in_a_store_is_named_as_source_and_write_back() -> None:
+    p, d, k = prefill(), decode(), store()
+    p.load.speed.CopyFrom(Speeds(prefill_per_token_s=1.0).to_proto())
+    async with stack(p, d, k) as s:
+        index = s.servicer._cluster.index
+        k.store(list(block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)))
+        await s.until(lambda: index.held("kvstore-0") == 2)
+        result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        assert (result.placement.kvstore, result.placement.predicted_cached_blocks) == ("kvstore-0", 2)
+        request = p.requests[0]
+        assert (request.source.instance.id, request.source.blocks) == ("kvstore-0", 2)
+        assert request.write_back.id == "kvstore-0"
+        state = await s.client.cluster_state()
+        assert {i.id: i.indexed_blocks for i in state.instances} == {"prefill-0": 0, "decode-0": 0, "kvstore-0": 2}
+        assert state.ready
+        assert state.block_tokens == BLOCK_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [5000]}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": [5] * 512}, "token_ids"),
+        ({"prompt": ""}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"model": "other"}, "model"),
+        ({"tenant": "x" * 300}, "tenant"),
+        ({"request_id": "a~b"}, "request_id"),
+        ({"slo": Slo(ttft_s=0.0)}, "slo.ttft_s"),
+        ({"sampling": SamplingParams(max_tokens=0)}, "sampling.max_tokens"),
+        ({"sampling": SamplingParams(max_tokens=4, min_tokens=5)}, "sampling.min_tokens"),
+        ({"sampling": SamplingParams(temperature=-1.0)}, "sampling.temperature"),
+        ({"sampling": SamplingParams(temperature=float("nan"))}, "sampling.temperature"),
+        ({"sampling": SamplingParams(top_p=0.0)}, "sampling.top_p"),
+        ({"sampling": SamplingParams(top_k=-1)}, "sampling.top_k"),
+        ({"sampling": SamplingParams(min_p=2.0)}, "sampling.min_p"),
+        ({"sampling": SamplingParams(presence_penalty=3.0)}, "sampling.presence_penalty"),
+        ({"sampling": SamplingParams(repetition_penalty=0.0)}, "sampling.repetition_penalty"),
+        ({"sampling": SamplingParams(stop=[""])}, "sampling.stop"),
+        ({"sampling": SamplingParams(stop_token_ids=[9999])}, "sampling.stop_token_ids"),
+        ({"sampling": SamplingParams(logit_bias={9999: 1.0})}, "sampling.logit_bias"),
+        ({"sampling": SamplingParams(n=2)}, "sampling.n"),
+        ({"sampling": SamplingParams(logprobs=1)}, "sampling.logprobs"),
+        ({"sampling": SamplingParams(response_format="json")}, "sampling.response_format"),
+    ],
+)
+async def test_what_is_wrong_is_named(given: dict[str, object], field: str) -> None:
+    p, d = prefill(), decode()
+    async with stack(p, d) as s:
+        prompt = {} if {"prompt", "token_ids", "messages"} & set(given) else {"token_ids": PROMPT}
+        with pytest.raises(InvalidRequest) as caught:
+            await s.client.generate(**{**prompt, **given})  # type: ignore[arg-type]
+        assert caught.value.field == field
+        await s.rest()
+
+
+async def test_max_tokens_is_cut_to_the_models_length() -> None:
+    p, d = prefill(), decode()
+    async with stack(p, d) as s:
+        result = await s.client.generate(token_ids=[5] * 509, sampling=SamplingParams(max_tokens=100))
+        assert (len(result.token_ids), result.finish_reason) == (3, "length")
+
+
+async def test_the_drawn_seed_is_told_and_kept_over_attempts() -> None:
+    p, d = prefill(), decode(fail_at=[2])
+    async with stack(p, d) as s:
+        result = await s.client.generate(token_ids=PROMPT, sampling=SamplingParams(max_tokens=4))
+        assert {request.sequence.sampling.seed for request in p.requests} == {result.seed}
+        assert len(p.requests) == 2
+
+
+async def test_a_draining_conductor_ends_what_runs_as_cancelled() -> None:
+    p, d = prefill(), decode(hold_at=2)
+    async with stack(p, d) as s:
+        stream = s.client.stream(token_ids=PROMPT, sampling=GREEDY)
+        events = aiter(stream)
+        tokens: list[int] = []
+        while len(tokens) < 2:
+            tokens += (await anext(events)).token_ids
+        draining = asyncio.create_task(s.servicer.drain(0.01))
+        async for _ in events:
+            pass
+        assert stream.result is not None
+        assert stream.result.finish_reason == "cancelled"
+        assert stream.result.token_ids == expected(40, 2)
+        await draining
+        with pytest.raises(Unavailable, match="draining"):
+            await s.client.generate(token_ids=PROMPT)
+
+
+async def test_context_calls_are_not_built_yet() -> None:
+    import grpc
+
+    async with stack() as s, Channels() as channels:
+        stub = ConductorServiceStub(channels.get(s.address))
+        for call in (
+            stub.CreateContext(conductor_pb2.CreateContextRequest(), timeout=WAIT_S),
+            stub.DeleteContext(conductor_pb2.DeleteContextRequest(), timeout=WAIT_S),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert isinstance(from_rpc_error(caught.value), Unsupported)

@@ -1,0 +1,215 @@
+"""ServiceConfig: precedence, refusals that name the setting, help, addresses."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from pydantic import Field, ValidationError
+
+from moonpool.config import PeerAddress, ServiceConfig, format_address, parse_address
+from moonpool.errors import ConfigError
+
+
+class PoolConfig(ServiceConfig):
+    """Runs a pool."""
+
+    conductor: PeerAddress = Field(description="conductor to join, HOST:PORT")
+    kv_bytes: int = Field(1024, gt=0, description="memory for KV, bytes (100% of it)")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="element type")
+    rate: float | None = Field(None, description="bytes per second; default: unlimited")
+    labels: tuple[str, ...] = Field((), description="labels")
+    shared: bool = Field(True, description="share it")
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):
+        if name.upper().startswith("MOONPOOL_"):
+            monkeypatch.delenv(name)
+
+
+ARGV = ["--conductor", "127.0.0.1:50051"]
+
+
+def refused(argv: list[str]) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        PoolConfig.load(argv)
+    return caught.value
+
+
+def test_defaults() -> None:
+    config = PoolConfig.load(ARGV)
+    assert (config.listen, config.conductor, config.kv_bytes) == ("127.0.0.1:0", "127.0.0.1:50051", 1024)
+    assert (config.log_level, config.log_json, config.spans_dir, config.rate) == ("info", False, None, None)
+    assert config.id.startswith("pool-")
+
+
+def test_precedence_is_flag_environment_file_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "pool.yaml"
+    file.write_text("kv_bytes: 1\nrate: 1.5\nlog_level: debug\nlabels: [a, b]\n")
+    monkeypatch.setenv("MOONPOOL_KV_BYTES", "2")
+    monkeypatch.setenv("MOONPOOL_RATE", "2.5")
+    monkeypatch.setenv("MOONPOOL_OTHER_SERVICES_SETTING", "ignored")
+    config = PoolConfig.load([*ARGV, "--config", str(file), "--kv-bytes", "3"])
+    assert (config.kv_bytes, config.rate, config.log_level, config.dtype) == (3, 2.5, "debug", "float32")
+    assert config.labels == ("a", "b")
+    assert PoolConfig.load([*ARGV, "--config", str(file)]).kv_bytes == 2
+    monkeypatch.delenv("MOONPOOL_KV_BYTES")
+    assert PoolConfig.load([*ARGV, "--config", str(file)]).kv_bytes == 1
+
+
+def test_forms_of_flags(tmp_path: Path) -> None:
+    lists = ["--labels", "a", "--labels", "b"]
+    config = PoolConfig.load(
+        [
+            "--conductor=h:1",
+            "--kv-bytes=1_000",
+            "--no-shared",
+            "--log-json",
+            *lists,
+            f"--spans-dir={tmp_path}",
+            "--id=prefill-0",
+        ]
+    )
+    assert (config.kv_bytes, config.shared, config.log_json, config.labels) == (1000, False, True, ("a", "b"))
+    assert (config.spans_dir, config.id) == (tmp_path, "prefill-0")
+
+
+@pytest.mark.parametrize("argument", ["", None])
+def test_empty_means_unset(argument: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_SPANS_DIR", "")
+    argv = [*ARGV, "--spans-dir", argument] if argument is not None else ARGV
+    assert PoolConfig.load(argv).spans_dir is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "part"),
+    [
+        ([], "conductor", "is needed; give --conductor or MOONPOOL_CONDUCTOR"),
+        ([*ARGV, "--kv-bytes", "many"], "kv_bytes", "got 'many' (from --kv-bytes)"),
+        ([*ARGV, "--kv-bytes", "-1"], "kv_bytes", "greater than 0"),
+        ([*ARGV, "--kv-bytes"], "kv_bytes", "expected one argument"),
+        ([*ARGV, "--dtype", "int4"], "dtype", "'float32' or 'bfloat16'"),
+        ([*ARGV, "--kv-byte", "1"], "--kv-byte", "no such flag; did you mean --kv-bytes?"),
+        ([*ARGV, "--kv_bytes", "1"], "--kv_bytes", "did you mean --kv-bytes?"),
+        ([*ARGV, "stray"], "stray", "no such flag"),
+        ([*ARGV, "--listen", "0.0.0.0:1"], "advertise", "must be set when listening at '0.0.0.0:1'"),
+        ([*ARGV, "--listen", "localhost"], "listen", "must be HOST:PORT"),
+        ([*ARGV, "--listen", "h:70000"], "listen", "port in [0, 65535]"),
+        ([*ARGV, "--advertise", "0.0.0.0"], "advertise", "others can reach"),
+        ([*ARGV, "--advertise", "[::]:5"], "advertise", "others can reach"),
+        ([*ARGV, "--advertise", "http://x"], "advertise", "got 'http://x'"),
+        ([*ARGV, "--id", "a/b"], "id", "got 'a/b'"),
+        ([*ARGV, "--log-level", "loud"], "log_level", "got 'loud'"),
+        (["--conductor", "h:0"], "conductor", "can be reached"),
+        ([*ARGV, "--config", "/nowhere.yaml"], "config", "cannot read /nowhere.yaml"),
+        ([*ARGV, "--no-shared=1"], "shared", "explicit argument"),
+    ],
+)
+def test_every_refusal_names_the_setting(argv: list[str], field: str, part: str) -> None:
+    error = refused(argv)
+    assert error.field == field
+    assert part in error.message
+    assert str(error) == f"{field}: {error.message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "part"),
+    [
+        ("kv_byte: 1", "kv_byte", "did you mean kv_bytes?"),
+        ("kv-bytes: 1", "kv-bytes", "did you mean kv_bytes?"),
+        ("- a", "config", "mapping"),
+        ("a: [", "config", "cannot read"),
+        ("1: 2", "config", "mapping"),
+        ("kv_bytes: many", "kv_bytes", "(from the file of --config)"),
+        ("config: other.yaml", "config", "no such setting"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(text: str, field: str, part: str, tmp_path: Path) -> None:
+    file = tmp_path / "pool.yaml"
+    file.write_text(text)
+    error = refused([*ARGV, "--config", str(file)])
+    assert error.field == field
+    assert part in error.message
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "pool.yaml"
+    file.write_text("# nothing\n")
+    assert PoolConfig.load([*ARGV, "--config", str(file)]).kv_bytes == 1024
+
+
+def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_KV_BYTES", "x")
+    error = refused(ARGV)
+    assert error.field == "kv_bytes"
+    assert "from MOONPOOL_KV_BYTES" in error.message
+    monkeypatch.setenv("MOONPOOL_KV_BYTES", "1")
+    monkeypatch.setenv("MOONPOOL_LABELS", "not json")
+    error = refused(ARGV)
+    assert (error.field, error.message) == ("labels", "must be JSON (from MOONPOOL_LABELS)")
+
+
+def test_help_tells_every_flag(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as caught:
+        PoolConfig.load(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: moonpool pool ")
+    assert "Runs a pool." in text
+    for name, field in PoolConfig.model_fields.items():
+        assert "--" + name.replace("_", "-") in text
+        assert field.description
+    assert "memory for KV, bytes (100% of it) [default: 1024]" in text
+    assert "conductor to join, HOST:PORT [required]" in text
+    assert "--config" in text
+    assert "MOONPOOL_" in text
+
+
+def test_frozen_and_closed() -> None:
+    config = PoolConfig.load(ARGV)
+    with pytest.raises(ValidationError):
+        config.kv_bytes = 2  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        PoolConfig(conductor="h:1", unknown=1)  # type: ignore[call-arg]
+
+
+def test_the_id_is_the_one_given_or_made() -> None:
+    assert PoolConfig(conductor="h:1", id="x").id == "x"
+
+    class NamedConfig(ServiceConfig):
+        id: str = Field("conductor", description="name")
+
+    assert NamedConfig.load([]).id == "conductor"
+    assert NamedConfig.service() == "named"
+
+
+@pytest.mark.parametrize(
+    ("listen", "advertise", "told"),
+    [
+        ("127.0.0.1:0", "", "127.0.0.1:5"),
+        ("[::1]:0", "", "[::1]:5"),
+        ("0.0.0.0:0", "node-1", "node-1:5"),
+        ("0.0.0.0:0", "node-1:80", "node-1:80"),
+        ("0.0.0.0:0", "node-1:0", "node-1:5"),
+        ("0.0.0.0:0", "[fd00::1]:80", "[fd00::1]:80"),
+    ],
+)
+def test_advertised(listen: str, advertise: str, told: str) -> None:
+    assert ServiceConfig(listen=listen, advertise=advertise).advertised(5) == told
+
+
+@pytest.mark.parametrize("address", ["h:1", "127.0.0.1:65535", "[::1]:0", ":80"])
+def test_addresses_round_trip(address: str) -> None:
+    assert format_address(*parse_address(address)) == address
+
+
+@pytest.mark.parametrize(
+    "address", ["", "h", "h:", "h:x", "::1:5", "h:65536", "http://h:1", "a b:1", "h:-1", "h:\u0661"]
+)
+def test_bad_addresses(address: str) -> None:
+    with pytest.raises(ValueError, match="got"):
+        parse_address(address)

@@ -1,0 +1,106 @@
+import math
+
+import pytest
+
+from moonpool.cost import (
+    DEFAULT_BYTES_PER_S,
+    Speeds,
+    SpeedTracker,
+    attention_pairs,
+    decode_step_seconds,
+    load_is_cheaper,
+    load_seconds,
+    overlapped_seconds,
+    prefill_seconds,
+    transfer_seconds,
+)
+from moonpool.v1 import conductor_pb2
+
+SPEEDS = Speeds(
+    prefill_base_s=0.5,
+    prefill_per_token_s=0.25,
+    prefill_per_pair_s=0.125,
+    decode_base_s=1.0,
+    decode_per_sequence_s=0.5,
+    decode_per_context_token_s=0.25,
+    load_bytes_per_s=100.0,
+    transfer_bytes_per_s=50.0,
+)
+
+
+def test_proto_round_trip_and_nonsense_is_unknown() -> None:
+    assert Speeds.from_proto(SPEEDS.to_proto()) == SPEEDS
+    report = conductor_pb2.SpeedReport(
+        prefill_base_s=math.nan, prefill_per_token_s=-1.0, load_bytes_per_s=math.inf, decode_base_s=2.0
+    )
+    assert Speeds.from_proto(report) == Speeds(decode_base_s=2.0)
+
+
+def test_pairs_count_the_causal_triangle() -> None:
+    assert attention_pairs(3, 0) == 1 + 2 + 3
+    assert attention_pairs(2, 5) == 6 + 7
+
+
+def test_formulas() -> None:
+    assert prefill_seconds(SPEEDS, 3, 0) == 0.5 + 0.75 + 0.125 * 6
+    assert prefill_seconds(SPEEDS, 2, 5, steps=2) == 1.0 + 0.5 + 0.125 * 13
+    assert prefill_seconds(SPEEDS, 0, 5) == 0.0
+    assert load_seconds(SPEEDS, 200) == 2.0
+    assert transfer_seconds(SPEEDS, 200) == 4.0
+    assert decode_step_seconds(SPEEDS, 2, 8) == 1.0 + 1.0 + 2.0
+    assert load_seconds(Speeds(), int(DEFAULT_BYTES_PER_S)) == 1.0
+
+
+def test_overlap_hides_all_but_a_layer() -> None:
+    assert overlapped_seconds(4.0, 8.0, 4) == 9.0
+    assert overlapped_seconds(8.0, 4.0, 4) == 9.0
+    assert overlapped_seconds(8.0, 4.0, 1) == 12.0
+
+
+@pytest.mark.parametrize(("rate", "cheaper"), [(1000.0, True), (1.0, False)])
+def test_loading_pays_when_the_store_is_quick(rate: float, cheaper: bool) -> None:
+    speeds = Speeds(prefill_per_token_s=1.0, load_bytes_per_s=rate)
+    assert load_is_cheaper(speeds, total_tokens=10, local_tokens=0, stored_tokens=8, token_bytes=10) is cheaper
+
+
+def test_what_is_local_is_not_loaded() -> None:
+    speeds = Speeds(prefill_per_token_s=1.0, load_bytes_per_s=1e9)
+    assert not load_is_cheaper(speeds, total_tokens=10, local_tokens=8, stored_tokens=8, token_bytes=1)
+
+
+def test_tracker_moves_towards_what_was_measured() -> None:
+    tracker = SpeedTracker(SPEEDS, weight=0.5)
+    predicted = prefill_seconds(SPEEDS, 4, 0)
+    tracker.observe_prefill(4, 0, predicted * 3)
+    assert prefill_seconds(tracker.speeds, 4, 0) == pytest.approx(predicted * 2)
+    tracker.observe_decode(1, 4, 2 * decode_step_seconds(SPEEDS, 1, 4))
+    assert tracker.speeds.decode_base_s == pytest.approx(1.5)
+    tracker.observe_load(100, 2.0)  # 50 B/s against 100: the mean of seconds per byte
+    assert tracker.speeds.load_bytes_per_s == pytest.approx(1 / (0.5 / 100 + 0.5 / 50))
+    tracker.observe_transfer(50, 1.0)
+    assert tracker.speeds.transfer_bytes_per_s == pytest.approx(50.0)
+
+
+def test_tracker_bounds_outliers_and_ignores_the_unmeasurable() -> None:
+    tracker = SpeedTracker(SPEEDS, weight=0.5)
+    tracker.observe_prefill(4, 0, 1e9)
+    assert tracker.speeds.prefill_base_s == pytest.approx(0.5 * (1 + 0.5 * 19))
+    again = SpeedTracker(Speeds())
+    again.observe_prefill(4, 0, 1.0)
+    again.observe_load(0, 0.0)
+    assert again.speeds == Speeds()
+
+
+def test_rebase_forgets_corrections_only_when_the_base_is_new() -> None:
+    tracker = SpeedTracker(SPEEDS)
+    tracker.observe_prefill(4, 0, 100.0)
+    corrected = tracker.speeds
+    tracker.rebase(SPEEDS)
+    assert tracker.speeds == corrected
+    tracker.rebase(Speeds(prefill_base_s=9.0))
+    assert tracker.speeds == Speeds(prefill_base_s=9.0)
+
+
+def test_weight_is_checked() -> None:
+    with pytest.raises(ValueError, match="weight"):
+        SpeedTracker(SPEEDS, weight=0.0)

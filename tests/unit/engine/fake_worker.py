@@ -1,0 +1,70 @@
+"""A worker without torch, for tests of the I/O side: speaks the protocol and misbehaves when told to by token ids.
+
+A step whose first token is 1 makes it die, 2 hangs it, 3 makes it report a failure, 4 waits for gates 0 and 1; anything
+else is answered with its layers and, on the last stage, with the sum of each sequence's tokens.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import struct
+import threading
+from pathlib import Path
+
+from moonpool.engine.channel import BlockingChannel
+from moonpool.engine.gates import Gates
+from moonpool.engine.messages import Failed, LayerDone, Ready, Shutdown, StageSpec, Step, StepDone
+from moonpool.engine.worker import Receiver
+
+
+def run(step: Step, spec: StageSpec, gates: Gates, channel: BlockingChannel) -> None:
+    sums = tuple(sum(struct.unpack(f"<{len(s.token_ids) // 4}i", s.token_ids)) for s in step.sequences)
+    order = struct.unpack_from("<i", step.sequences[0].token_ids)[0]
+    last = spec.stage == spec.engine.stages - 1
+    if order == 1 and last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if order == 2:
+        threading.Event().wait()
+    if order == 3:
+        channel.send(Failed("no more"))
+    aborted = False
+    for layer in range(spec.layer_begin, spec.layer_end):
+        if step.gated and not gates.wait(step.step_id, layer, spec.engine.gate_timeout_s):
+            aborted = True
+            break
+        if step.layer_events:
+            channel.send(LayerDone(step.step_id, layer, 0, 1))
+    gates.done(step.step_id)
+    channel.send(StepDone(step.step_id, spec.stage, sums if last and not aborted else (), aborted, spec.stage, 10))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--channel", type=int)
+    parser.add_argument("--pool", type=int)
+    args = parser.parse_args()
+    channel = BlockingChannel(socket.socket(fileno=args.channel))
+    spec: StageSpec = channel.receive()
+    checkpoint = spec.engine.checkpoint
+    if checkpoint == "dies":
+        os._exit(9)
+    if checkpoint == "mute" and spec.stage == 0:
+        threading.Event().wait()
+    if checkpoint == "refuses" and spec.stage == spec.engine.stages - 1:
+        channel.send(Failed("not this one", "UnsupportedModel", "rope"))
+        return
+    if checkpoint == "refuses":
+        threading.Event().wait()  # the other stage waits for it in vain
+    if spec.rendezvous:
+        assert Path(spec.rendezvous).is_dir()
+    gates = Gates()
+    receiver = Receiver(channel, gates, spec.engine.stages, spec.rendezvous)
+    receiver.start()
+    channel.send(Ready(0.0))
+    while not isinstance(order := receiver.orders.get(), Shutdown):
+        run(order, spec, gates, channel)
+
+
+if __name__ == "__main__":
+    main()

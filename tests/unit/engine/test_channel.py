@@ -1,0 +1,48 @@
+import socket
+import threading
+
+import pytest
+
+from moonpool.engine.channel import AsyncChannel, BlockingChannel, ChannelClosed
+from moonpool.engine.messages import OpenGate, SampleSpec, SequenceStep, Step
+
+STEP = Step(7, (SequenceStep(b"\1\0\0\0" * 100_000, 0, tuple(range(3000)), SampleSpec(history=b"abcd")),), gated=True)
+
+
+async def test_messages_arrive_whole_and_in_order_both_ways() -> None:
+    ours, theirs = socket.socketpair()
+    engine = BlockingChannel(theirs)
+    got: list[object] = []
+
+    def serve() -> None:
+        for _ in range(2):
+            got.append(engine.receive())
+            engine.send(got[-1])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    channel = await AsyncChannel.open(ours)
+    channel.send(STEP)
+    channel.send(OpenGate(7, 3))
+    assert await channel.receive() == STEP
+    assert await channel.receive() == OpenGate(7, 3)
+    thread.join(10)
+    assert got == [STEP, OpenGate(7, 3)]
+    engine.close()
+    with pytest.raises(ChannelClosed):
+        await channel.receive()
+    channel.send(STEP)  # into the void
+    channel.close()
+    await channel.wait_closed()
+
+
+async def test_the_blocking_end_notices_the_other_ends_death() -> None:
+    ours, theirs = socket.socketpair()
+    engine = BlockingChannel(theirs)
+    ours.send(b"\5\0")  # half a length, then gone
+    ours.close()
+    with pytest.raises(ChannelClosed):
+        engine.receive()
+    with pytest.raises(ChannelClosed):
+        engine.send(STEP)
+    engine.close()

@@ -1,0 +1,55 @@
+import threading
+
+from moonpool.engine.gates import Gates
+
+
+def test_a_gate_opens_all_layers_below() -> None:
+    gates = Gates()
+    gates.open(1, 2)
+    gates.open(1, 0)  # older news
+    assert [gates.wait(1, layer, 0) for layer in range(3)] == [True, True, True]
+
+
+def test_a_gate_that_stays_shut_aborts_the_step() -> None:
+    gates = Gates()
+    gates.open(1, 0)
+    assert not gates.aborted(1)
+    assert not gates.wait(1, 1, 0)
+    assert gates.aborted(1)
+    gates.open(1, 5)
+    assert not gates.wait(1, 1, 0)  # what is given up stays so
+
+
+def test_steps_do_not_open_each_others_gates() -> None:
+    gates = Gates()
+    gates.open(2, 5)
+    assert not gates.wait(1, 0, 0)
+    assert gates.wait(2, 0, 0)
+
+
+def test_what_is_said_of_a_later_step_is_kept_and_of_an_earlier_one_ignored() -> None:
+    gates = Gates()
+    gates.abort(3)
+    gates.open(4, 1)
+    gates.abort(2)
+    gates.done(2)
+    assert not gates.aborted(2)
+    assert gates.aborted(3)
+    gates.done(3)
+    gates.abort(3)
+    gates.open(1, 9)
+    assert not gates.aborted(3)
+    assert gates.wait(4, 1, 0)
+    gates.done(4)
+    assert (gates._open, gates._aborted) == ({}, set())
+
+
+def test_waiting_ends_when_another_thread_opens_or_aborts() -> None:
+    gates = Gates()
+    results: list[bool] = []
+    thread = threading.Thread(target=lambda: results.extend(gates.wait(1, layer, 30) for layer in range(2)))
+    thread.start()
+    gates.open(1, 0)
+    gates.abort(1)
+    thread.join(10)
+    assert results[-1] is False

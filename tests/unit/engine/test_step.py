@@ -1,0 +1,172 @@
+"""Steps on in-process stages: two of them, linked by a list, compute what one computes; aborts stay coherent."""
+
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moonpool.checkpoint import kv_layout, load_config
+from moonpool.engine.gates import Gates
+from moonpool.engine.messages import LayerDone, SampleSpec, SequenceStep, Step, StepDone
+from moonpool.engine.pipeline import NoLinks
+from moonpool.engine.step import StageRunner, pool_tensor
+from moonpool.errors import Unsupported
+from moonpool.kv.layout import KVLayout
+from moonpool.kv.pool import KVPool
+from moonpool.model.load import load_stage
+
+BLOCKS = 8
+GREEDY = SampleSpec()
+
+
+class ListLinks:
+    """What the stage before sends is what the stage after receives."""
+
+    def __init__(self) -> None:
+        self.sent: deque[tuple[int, Tensor | None]] = deque()
+
+    def receive(self, step_id: int, rows: int) -> Tensor | None:
+        sent_step, hidden = self.sent.popleft()
+        assert sent_step == step_id
+        assert hidden is None or hidden.shape[0] == rows
+        return hidden
+
+    def send(self, step_id: int, hidden: Tensor | None) -> None:
+        self.sent.append((step_id, hidden))
+
+    def flush(self) -> None: ...
+
+
+class Stages:
+    """All stages of a model in this process."""
+
+    def __init__(self, path: Path, pool: KVPool) -> None:
+        config = load_config(path)
+        self.events: list[LayerDone | StepDone] = []
+        self.gates = [Gates() for _ in pool.parts]
+        self.kv = [pool_tensor(part) for part in pool.parts]
+        self.links = ListLinks()
+        self.runners = []
+        for stage, part in enumerate(pool.parts):
+            model = load_stage(path, config, torch.float32, part.layer_begin, part.layer_end)
+            links = NoLinks() if len(pool.parts) == 1 else _End(self.links, last=model.is_last)
+            self.runners.append(
+                StageRunner(stage, model, self.kv[stage], links, self.gates[stage], self.events.append, 0.05)
+            )
+
+    def run(self, step: Step) -> list[StepDone]:
+        for runner in self.runners:
+            runner.run(step)
+        done = [event for event in self.events if isinstance(event, StepDone)]
+        assert not self.links.sent
+        return done
+
+
+class _End:
+    def __init__(self, links: ListLinks, *, last: bool) -> None:
+        self.receive, self.flush = links.receive, links.flush
+        self._links, self._last = links, last
+
+    def send(self, step_id: int, hidden: Tensor | None) -> None:
+        if not self._last:
+            self._links.send(step_id, hidden)
+
+
+@contextmanager
+def stages(path: Path, count: int) -> Iterator[Stages]:
+    layout = kv_layout(load_config(path), "float32", 16)
+    half = layout.layers // 2
+    ranges = [(0, layout.layers)] if count == 1 else [(0, half), (half, layout.layers)]
+    pool = KVPool.create(layout, BLOCKS, ranges)
+    yield Stages(path, pool)
+    pool.close()
+
+
+def ids(*tokens: int) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+PROMPT = tuple(range(5, 45))
+
+
+def whole(step_id: int = 1, *, gated: bool = False, layer_events: bool = False) -> Step:
+    return Step(step_id, (SequenceStep(ids(*PROMPT), 0, (4, 1, 6), GREEDY),), gated, layer_events)
+
+
+def test_two_stages_and_chunks_compute_what_one_stage_computes_at_once(checkpoint: Path) -> None:
+    with stages(checkpoint, 1) as one, stages(checkpoint, 2) as two:
+        (expected,) = one.run(whole())
+        two.run(Step(1, (SequenceStep(ids(*PROMPT[:32]), 0, (4, 1)),)))
+        # The rest of the prompt shares its step with another sequence, of which nothing is sampled.
+        rest = SequenceStep(ids(*PROMPT[32:]), 32, (4, 1, 6), GREEDY)
+        done = two.run(Step(2, (SequenceStep(ids(9, 9), 0, (7,)), rest)))[-2:]
+        assert [(d.stage, d.aborted) for d in done] == [(0, False), (1, False)]
+        assert done[0].sampled == ()
+        assert done[1].sampled == (None, *expected.sampled)
+        got = torch.cat(two.kv)
+        torch.testing.assert_close(got[:, [4, 1]], one.kv[0][:, [4, 1]], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got[:, 6, :, :, :8], one.kv[0][:, 6, :, :, :8], rtol=1e-4, atol=1e-5)
+
+
+def test_layers_are_reported_in_order_and_before_the_step(checkpoint: Path) -> None:
+    with stages(checkpoint, 2) as two:
+        two.run(whole(layer_events=True))
+        layers = load_config(checkpoint).num_layers
+        names = [(e.layer if isinstance(e, LayerDone) else f"done {e.stage}") for e in two.events]
+        half = layers // 2
+        assert names == [*range(half), "done 0", *range(half, layers), "done 1"]
+        for event in two.events:
+            assert 0 < event.start_ns <= event.end_ns
+
+
+def test_a_step_aborted_on_the_first_stage_is_aborted_on_the_next(checkpoint: Path) -> None:
+    with stages(checkpoint, 2) as two:
+        two.gates[0].abort(1)
+        done = two.run(whole(layer_events=True))
+        assert [(d.aborted, d.sampled) for d in done] == [(True, ()), (True, ())]
+        assert len(two.events) == 2
+        assert not two.run(whole(2))[-1].aborted
+
+
+def test_a_step_aborted_on_the_last_stage_takes_what_was_sent(checkpoint: Path) -> None:
+    with stages(checkpoint, 2) as two:
+        two.gates[1].abort(1)
+        done = two.run(whole())
+        assert [(d.aborted, d.sampled) for d in done] == [(False, ()), (True, ())]
+        assert two.run(whole(2))[-1].sampled != ()
+
+
+def test_a_gated_step_ends_at_the_first_gate_that_stays_shut(checkpoint: Path) -> None:
+    with stages(checkpoint, 1) as one:
+        one.gates[0].open(1, 0)
+        (done,) = one.run(whole(gated=True, layer_events=True))
+        assert done.aborted
+        assert [e.layer for e in one.events if isinstance(e, LayerDone)] == [0]
+        one.gates[0].open(2, 99)
+        assert not one.run(whole(2, gated=True))[-1].aborted
+
+
+def test_the_pool_is_computed_in_without_copies() -> None:
+    layout = KVLayout(layers=3, kv_heads=2, head_dim=8, block_tokens=16, dtype="bfloat16")
+    pool = KVPool.create(layout, 4, [(0, 1), (1, 3)])
+    kv = pool_tensor(pool.parts[1])
+    assert (kv.shape, kv.dtype) == ((2, 4, 2, 2, 16, 8), torch.bfloat16)
+    kv[1, 3, 1, 0, 2, 5] = 1.0
+    offset = ((1 * 2 + 0) * 16 + 2) * 8 + 5  # head, K, token, element of the slice
+    assert bytes(pool.slice(2, 3)[2 * offset : 2 * offset + 2]) == b"\x80\x3f"
+    pool.slice(1, 0)[:2] = b"\x00\x40"
+    assert kv[0, 0, 0, 0, 0, 0] == 2.0
+    pool.close()
+
+
+def test_quantised_pools_are_refused() -> None:
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32", scale_bytes=16)
+    pool = KVPool.create(layout, 1, [(0, 1)])
+    with pytest.raises(Unsupported, match="quantised"):
+        pool_tensor(pool.parts[0])
+    pool.close()

@@ -1,0 +1,72 @@
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from moonpool.cost import Speeds, decode_step_seconds, prefill_seconds
+from moonpool.engine.handle import Engine, StepResult
+from moonpool.engine.messages import LayerDone, Step
+from moonpool.engine.warmup import DecodeTime, PrefillTime, fit_decode, fit_prefill, measure
+from moonpool.kv.layout import KVLayout
+from moonpool.kv.pool import KVPool
+
+TRUE = Speeds(0.01, 1e-4, 1e-7, 0.02, 1e-3, 1e-6)
+
+
+class ExactEngine:
+    """Takes exactly the time that `TRUE` says, on paper."""
+
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32")
+    stages = 1
+    speeds = Speeds()
+    pool: KVPool
+    failed: "asyncio.Future[str]"
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.last = -(1 << 60)
+
+    async def run(self, step: Step, *, on_layer: Callable[[LayerDone], None] | None = None) -> StepResult:
+        assert self.last < step.step_id <= 0
+        self.last = step.step_id
+        new = [len(s.token_ids) // 4 for s in step.sequences]
+        for s, n in zip(step.sequences, new, strict=True):
+            assert s.start + n <= len(s.block_table) * 16
+            assert all(block < self.blocks for block in s.block_table)
+        if len(step.sequences) == 1 and new[0] > 1:
+            seconds = prefill_seconds(TRUE, new[0], step.sequences[0].start)
+        else:
+            seconds = decode_step_seconds(TRUE, len(new), sum(s.start + 1 for s in step.sequences))
+        return StepResult((), False, 0, round(seconds * 1e9))
+
+    def open_gate(self, step_id: int, layer: int) -> None: ...
+
+    def abort(self, step_id: int) -> None: ...
+
+
+async def test_coefficients_are_recovered() -> None:
+    engine: Engine = ExactEngine(100)
+    got = await measure(engine)
+    for name in ("prefill_base_s", "prefill_per_token_s", "prefill_per_pair_s"):
+        assert getattr(got, name) == pytest.approx(getattr(TRUE, name), rel=1e-3), name
+    for name in ("decode_base_s", "decode_per_sequence_s", "decode_per_context_token_s"):
+        assert getattr(got, name) == pytest.approx(getattr(TRUE, name), rel=1e-3), name
+
+
+@pytest.mark.parametrize(("blocks", "max_tokens"), [(1, 0), (2, 0), (100, 1), (100, 5)])
+async def test_small_pools_and_short_models_are_measured_too(blocks: int, max_tokens: int) -> None:
+    got = await measure(ExactEngine(blocks), max_tokens=max_tokens)
+    assert min(got.prefill_base_s, got.prefill_per_token_s, got.decode_base_s, got.decode_per_sequence_s) >= 0.0
+    assert prefill_seconds(got, 1, 0) > 0
+
+
+def test_noise_never_makes_coefficients_negative_and_long_times_stay_right() -> None:
+    short, long, prefixed = PrefillTime(16, 0, 0.5), PrefillTime(512, 0, 0.4), PrefillTime(512, 1024, 0.3)
+    assert fit_prefill(short, long, prefixed) == (0.4, 0.0, 0.0)
+    base, per_token, per_pair = fit_prefill(
+        PrefillTime(16, 0, 0.01), PrefillTime(64, 0, 0.02), PrefillTime(64, 1024, 9.0)
+    )
+    assert min(base, per_token, per_pair) >= 0.0
+    assert per_pair * 2080 == pytest.approx(0.01)
+    assert base + 64 * per_token + 2080 * per_pair == pytest.approx(0.02)
+    assert fit_decode(DecodeTime(1, 16, 0.9), DecodeTime(8, 128, 0.5), DecodeTime(8, 8192, 0.4)) == (0.5, 0.0, 0.0)

@@ -1,0 +1,123 @@
+"""Real engine processes on a small checkpoint, one stage and two over gloo."""
+
+import asyncio
+import os
+import signal
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+
+from moonpool.checkpoint import kv_layout, load_config
+from moonpool.engine.handle import Engine, start_engine
+from moonpool.engine.messages import EngineSpec, LayerDone, SampleSpec, SequenceStep, Step
+from moonpool.engine.process import ProcessEngine
+from moonpool.errors import CheckpointError, Unavailable
+from moonpool.model.batch import PackedBatch
+from moonpool.model.load import load_stage
+
+BLOCKS = 16
+
+
+def spec(path: Path, *, stages: int, measure: bool = False) -> EngineSpec:
+    layout = kv_layout(load_config(path), "float32", 16)
+    return EngineSpec(
+        str(path), "float32", layout, BLOCKS, stages=stages, threads=1, gate_timeout_s=20, measure=measure
+    )
+
+
+def greedy(path: Path, tokens: list[int], count: int) -> list[int]:
+    """Tokens that follow, each by a forward pass over everything before it."""
+    config = load_config(path)
+    model = load_stage(path, config, torch.float32, 0, config.num_layers)
+    kv = torch.zeros(config.num_layers, BLOCKS, config.num_kv_heads, 2, 16, config.head_dim)
+    out: list[int] = []
+    for _ in range(count):
+        ids = array("i", [*tokens, *out]).tobytes()
+        batch = PackedBatch.build([(ids, 0, tuple(range(BLOCKS)))], 16)
+        out.append(int(model.logits(model.forward(batch.token_ids, batch, kv)[-1:]).argmax()))
+    return out
+
+
+def part(tokens: list[int], start: int, table: tuple[int, ...], *, sample: bool) -> SequenceStep:
+    ids = array("i", tokens[start:]).tobytes()
+    return SequenceStep(ids, start, table, SampleSpec() if sample else None)
+
+
+async def generate(engine: Engine, first_step: int, tokens: list[int], table: tuple[int, ...], count: int) -> list[int]:
+    """Prompt in two chunks, both in flight when there are two stages; then one token a step."""
+    chunks = [part(tokens[:32], 0, table, sample=False), part(tokens, 32, table, sample=True)]
+    runs = [asyncio.ensure_future(engine.run(Step(first_step + i, (c,)))) for i, c in enumerate(chunks)]
+    if engine.stages == 1:
+        with pytest.raises(Exception, match="more than the 1"):
+            await runs[1]
+        await runs[0]
+        runs[1] = asyncio.ensure_future(engine.run(Step(first_step + 1, (chunks[1],))))
+    results = await asyncio.gather(*runs)
+    assert results[0].sampled == (None,)
+    all_tokens = list(tokens)
+    step_id, sampled = first_step + 2, results[1].sampled[0]
+    while True:
+        assert sampled is not None
+        all_tokens.append(sampled)
+        if len(all_tokens) == len(tokens) + count:
+            return all_tokens[len(tokens) :]
+        result = await engine.run(Step(step_id, (part(all_tokens, len(all_tokens) - 1, table, sample=True),)))
+        step_id, sampled = step_id + 1, result.sampled[0]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+async def test_an_engine_of_processes(checkpoint: Path, stages: int) -> None:
+    prompt = list(range(7, 47))
+    expected = greedy(checkpoint, prompt, 6)
+    layers = load_config(checkpoint).num_layers
+    async with start_engine(spec(checkpoint, stages=stages, measure=True), start_timeout_s=90) as engine:
+        assert isinstance(engine, ProcessEngine)
+        assert engine.speeds.prefill_per_token_s + engine.speeds.prefill_base_s > 0
+        assert engine.speeds.decode_base_s + engine.speeds.decode_per_sequence_s > 0
+        assert await generate(engine, 10, prompt, (9, 2, 5, 11), 6) == expected
+
+        # The prefix's KV is taken out of the pool and comes back layer by layer, behind gates.
+        saved = {(layer, block): bytes(engine.pool.slice(layer, block)) for layer in range(layers) for block in (9, 2)}
+        seen: list[int] = []
+
+        def on_layer(done: LayerDone) -> None:
+            seen.append(done.layer)
+            load(done.layer + 1)
+
+        def load(layer: int) -> None:
+            if layer < layers:
+                for source, block in ((9, 0), (2, 1)):
+                    engine.pool.slice(layer, block)[:] = saved[layer, source]
+                engine.open_gate(30, layer)
+
+        load(0)
+        gated = Step(30, (part(prompt, 32, (0, 1, 3), sample=True),), gated=True, layer_events=True)
+        result = await engine.run(gated, on_layer=on_layer)
+        assert result.sampled == (expected[0],)
+        assert seen == list(range(layers))
+
+        # An aborted step leaves all stages able to go on; its first layer had been computed on the first stage.
+        def abort(done: LayerDone) -> None:
+            engine.abort(done.step_id)
+
+        engine.open_gate(31, 0)
+        aborted = Step(31, gated.sequences, gated=True, layer_events=True)
+        result = await engine.run(aborted, on_layer=abort)
+        assert (result.aborted, result.sampled) == (True, ())
+        result = await engine.run(Step(32, gated.sequences))
+        assert result.sampled == (expected[0],)
+
+        os.kill(engine.pids[0], signal.SIGKILL)
+        async with asyncio.timeout(10):
+            await asyncio.shield(engine.failed)
+        with pytest.raises(Unavailable):
+            await engine.run(Step(33, gated.sequences))
+
+
+async def test_a_broken_checkpoint_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="safetensors"):
+        async with start_engine(spec(tmp_path, stages=2), start_timeout_s=60):
+            pytest.fail("it came up")

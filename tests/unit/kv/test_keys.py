@@ -1,0 +1,93 @@
+"""Block keys, held still by golden vectors: they name KV on disks and in other processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from array import array
+
+import pytest
+from blake3 import blake3
+
+from moonpool.errors import InvalidRequest
+from moonpool.kv.keys import (
+    block_keys,
+    chain_root,
+    namespace,
+    pack_keys,
+    tokens_from_bytes,
+    tokens_to_bytes,
+    unpack_keys,
+)
+from moonpool.kv.layout import KVLayout
+
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, block_tokens=16, dtype="bfloat16")
+FINGERPRINT = bytes(range(32))
+TOKENS = [0, 1, -1, 2**31 - 1, -(2**31), *range(100, 143)]
+
+
+def test_golden_vectors() -> None:
+    space = namespace(FINGERPRINT, LAYOUT)
+    assert space.hex() == "6b0df4ff3cce7d5e31f7e6c975228f1099076c68c0a90448cc2f35482efb0363"
+    root = chain_root(space, "")
+    assert root.hex() == "902d93e94e92a3cb92feff3bc017a458dc1a3e266dbb92c5956884072da98086"
+    assert chain_root(space, "tenant-1").hex() == "0de4b896c8bc4d5ba85c42e8c8e2752a8e8c611e653db3349a6668286d01c9f5"
+    assert [key.hex() for key in block_keys(root, TOKENS, 16)] == [
+        "27a2100b36da51ad1ba30b58b77bbe66457e115d1f308dcf2922ab66b9c9f68d",
+        "c40af8aa3f051d7fa1fe658fac4fa56ecde91e00e82d44804b8b9b03fd7acf24",
+        "653b446b6a719b0bc30924cd260fa514c87f8a1328e2ac2a0fc48bb6e581c301",
+    ]
+
+
+def test_a_key_is_blake3_of_parent_and_little_endian_tokens() -> None:
+    parent = bytes(32)
+    (key,) = block_keys(parent, TOKENS[:16], 16)
+    assert key == blake3(parent + struct.pack("<16i", *TOKENS[:16])).digest()
+
+
+def test_chains_extend_from_any_block() -> None:
+    root = chain_root(namespace(FINGERPRINT, LAYOUT), "")
+    keys = block_keys(root, TOKENS, 16)
+    assert keys[:1] + block_keys(keys[0], TOKENS[16:], 16) == keys
+    assert block_keys(root, array("i", TOKENS), 16) == keys
+
+
+def test_only_full_blocks_have_keys() -> None:
+    assert [len(block_keys(bytes(32), [1] * tokens, 16)) for tokens in (0, 15, 16, 31, 32)] == [0, 0, 1, 1, 2]
+
+
+def test_everything_that_matters_changes_the_namespace() -> None:
+    spaces = {namespace(FINGERPRINT, LAYOUT), namespace(FINGERPRINT[::-1], LAYOUT)}
+    for change in ({"layers": 3}, {"kv_heads": 1}, {"head_dim": 4}, {"block_tokens": 32}, {"dtype": "float16"}):
+        spaces.add(namespace(FINGERPRINT, dataclasses.replace(LAYOUT, **change)))
+    assert len(spaces) == 7
+    assert all(len(space) == 32 for space in spaces)
+
+
+def test_tenants_share_no_key() -> None:
+    space = namespace(FINGERPRINT, LAYOUT)
+    one, other = (block_keys(chain_root(space, tenant), TOKENS, 16) for tenant in ("a", "b"))
+    assert not set(one) & set(other)
+
+
+def test_packing() -> None:
+    keys = block_keys(bytes(32), TOKENS, 16)
+    assert unpack_keys(pack_keys(keys)) == keys
+    assert unpack_keys(b"") == []
+    with pytest.raises(InvalidRequest) as caught:
+        unpack_keys(b"x" * 33, "parent_keys")
+    assert caught.value.field == "parent_keys"
+
+
+def test_tokens() -> None:
+    data = tokens_to_bytes(TOKENS)
+    assert data == struct.pack(f"<{len(TOKENS)}i", *TOKENS)
+    assert tokens_to_bytes(array("q", TOKENS)) == data
+    assert list(tokens_from_bytes(data)) == TOKENS
+    assert tokens_from_bytes(data).typecode == "i"
+    with pytest.raises(InvalidRequest) as caught:
+        tokens_from_bytes(data[:-1], "history")
+    assert caught.value.field == "history"
+    for wrong in ([2**31], [1.5], ["a"]):
+        with pytest.raises(InvalidRequest):
+            tokens_to_bytes(wrong)  # type: ignore[arg-type]

@@ -1,0 +1,74 @@
+"""Sizes, differences and zeroing of the KV layout."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from moonpool.errors import ConfigError, Mismatch
+from moonpool.kv.layout import KVLayout
+from moonpool.v1 import kv_pb2
+
+LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="bfloat16")
+
+
+def test_sizes() -> None:
+    assert LAYOUT.element_bytes == 2
+    assert LAYOUT.head_bytes == 2 * 16 * 4 * 2 == 256
+    assert LAYOUT.slice_bytes == 512
+    assert LAYOUT.block_bytes == 1536
+    assert LAYOUT.token_bytes == 96
+    scaled = dataclasses.replace(LAYOUT, scale_bytes=8, dtype="float32")
+    assert (scaled.head_bytes, scaled.slice_bytes, scaled.block_bytes) == (512, 1032, 3096)
+
+
+def test_blocks_and_valid_tokens() -> None:
+    assert [LAYOUT.blocks_for(tokens) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    assert [LAYOUT.valid_tokens(17, block) for block in range(3)] == [16, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("layers", 0),
+        ("kv_heads", -1),
+        ("head_dim", 0),
+        ("block_tokens", 24),
+        ("block_tokens", 0),
+        ("dtype", "int8"),
+        ("scale_bytes", -1),
+        ("version", 2),
+    ],
+)
+def test_refuses_by_field(field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        dataclasses.replace(LAYOUT, **{field: value})  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_proto_round_trip_and_refusal() -> None:
+    assert KVLayout.from_proto(LAYOUT.to_proto()) == LAYOUT
+    with pytest.raises(Mismatch) as caught:
+        KVLayout.from_proto(kv_pb2.KVLayout(layers=1, kv_heads=1, head_dim=4, block_tokens=16, version=1))
+    assert caught.value.field == "layout.dtype"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("layers", 4), ("kv_heads", 1), ("head_dim", 8), ("block_tokens", 32), ("dtype", "float16"), ("scale_bytes", 4)],
+)
+def test_difference_names_every_field(field: str, value: object) -> None:
+    other = dataclasses.replace(LAYOUT, **{field: value})  # type: ignore[arg-type]
+    assert LAYOUT.difference(other) == field
+    assert LAYOUT.difference(LAYOUT) is None
+
+
+@pytest.mark.parametrize("valid_tokens", [0, 1, 15, 16])
+def test_zero_invalid_clears_exactly_the_other_slots(valid_tokens: int) -> None:
+    layout = dataclasses.replace(LAYOUT, scale_bytes=6)
+    data = bytearray(b"\xff" * layout.slice_bytes)
+    layout.zero_invalid(memoryview(data), valid_tokens)
+    slot = 4 * 2
+    plane = b"\xff" * slot * valid_tokens + b"\0" * slot * (16 - valid_tokens)
+    assert bytes(data) == plane * 2 * 2 + b"\xff" * 6

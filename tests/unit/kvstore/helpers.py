@@ -1,0 +1,145 @@
+"""Blocks with known bytes, and a store driven by hand: no threads, no event loop."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from moonpool.kv.frames import Run
+from moonpool.kv.keys import BlockKey
+from moonpool.kv.layout import KVLayout
+from services.kvstore.assembly import PutSession, PutSpec, parents_of
+from services.kvstore.blocks import NO_PARENT, BlockFormat, BlockInfo, DramBlock
+from services.kvstore.dram import DramTier
+from services.kvstore.policy import LRU
+from services.kvstore.recovery import DataFolder, recover
+from services.kvstore.ssd import SsdTier
+from services.kvstore.store import BlockStore
+
+LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
+FORMAT = BlockFormat(b"n" * 32, LAYOUT)
+OTHER_FORMAT = BlockFormat(b"o" * 32, LAYOUT)
+BLOCK = LAYOUT.block_bytes
+RECORD = 4096 * 2  # a header page and the data rounded up
+
+
+def keys_of(count: int, chain: str = "a") -> list[BlockKey]:
+    return [BlockKey(hashlib.sha256(f"{chain}:{index}".encode()).digest()) for index in range(count)]
+
+
+def data_of(key: BlockKey, layout: KVLayout = LAYOUT) -> bytes:
+    return hashlib.shake_128(key).digest(layout.block_bytes)
+
+
+def slice_of(key: BlockKey, layer: int, layout: KVLayout = LAYOUT) -> bytes:
+    return data_of(key, layout)[layer * layout.slice_bytes : (layer + 1) * layout.slice_bytes]
+
+
+def info_of(key: BlockKey, tenant: str = "", block_format: BlockFormat = FORMAT) -> BlockInfo:
+    return BlockInfo(key, NO_PARENT, tenant, block_format)
+
+
+def block_of(key: BlockKey, tenant: str = "", block_format: BlockFormat = FORMAT) -> DramBlock:
+    return DramBlock(info_of(key, tenant, block_format), bytearray(data_of(key, block_format.layout)))
+
+
+def spec_of(
+    keys: Sequence[BlockKey],
+    layers: range | None = None,
+    heads: range | None = None,
+    block_format: BlockFormat = FORMAT,
+) -> PutSpec:
+    layout = block_format.layout
+    return PutSpec(
+        block_format, keys, parents_of(keys, []), "", layers or range(layout.layers), heads or range(layout.kv_heads)
+    )
+
+
+def run_of(key: BlockKey, index: int, layer: int, heads: range = range(2)) -> tuple[Run, memoryview]:
+    """One block's heads of one layer, as `open_frame` hands them out."""
+    data = slice_of(key, layer)[heads.start * LAYOUT.head_bytes : heads.stop * LAYOUT.head_bytes]
+    return Run(layer, index, 1, heads.start, heads.stop, LAYOUT.block_tokens), memoryview(data)
+
+
+def open_ssd(path: Path, capacity: int = 1 << 20, segment: int = 1 << 16) -> SsdTier:
+    folder = DataFolder(path)
+    try:
+        return SsdTier(folder, recover(folder, map_bytes=1 << 16), capacity, segment)
+    except BaseException:
+        folder.close()
+        raise
+
+
+class Driven:
+    """A store whose commits happen when `flush` is called, and what it has announced."""
+
+    def __init__(self, ssd: SsdTier | None = None, dram_bytes: int = 64 * BLOCK) -> None:
+        self.store = BlockStore(DramTier(dram_bytes, LRU()), ssd, max_sessions=4)
+        self.stored: list[BlockKey] = []
+        self.removed: list[BlockKey] = []
+        self.visible: list[tuple[BlockKey, ...]] = []
+        self.durable: list[tuple[BlockKey, ...]] = []
+        self.store.holdings.on_change.append(self._changed)
+
+    def _changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+        self.stored += stored
+        self.removed += removed
+
+    def open(self, spec: PutSpec) -> PutSession | None:
+        return self.store.writes.open(
+            spec,
+            lambda blocks: self.visible.append(tuple(spec.keys[index] for index in blocks)),
+            lambda blocks: self.durable.append(tuple(spec.keys[index] for index in blocks)),
+        )
+
+    def put(self, keys: Sequence[BlockKey]) -> PutSession:
+        """Writes whole blocks and ends the session; not durable yet."""
+        session = self.open(spec_of(keys))
+        assert session is not None
+        for index in range(len(keys)):
+            if index not in session.present:
+                for layer in range(LAYOUT.layers):
+                    self.store.writes.write(session, [run_of(keys[index], index, layer)])
+        assert session.complete
+        return session
+
+    def flush(self, keys: Sequence[BlockKey] = ()) -> None:
+        """Puts blocks, and commits everything that is pending."""
+        if keys:
+            session = self.put(keys)
+        while (plan := self.store.writes.next_plan()) is not None:
+            backend = self.store.holdings.backend
+            assert backend is not None
+            try:
+                backend.commit(plan)
+            except OSError as error:
+                self.store.writes.plan_done(error)
+            else:
+                self.store.writes.plan_done(None)
+            if not plan.blocks:
+                break
+        if keys:
+            self.store.writes.close(session)
+        self.store.check_invariants()
+
+    def read(self, keys: Sequence[BlockKey], *, promote: bool = False) -> list[bytes]:
+        """The leading blocks' bytes, read layer by layer without threads; bad ones end it."""
+        reads = self.store.reads
+        lease = reads.open(keys, FORMAT, promote=promote)
+        out = [bytearray() for _ in lease.sources]
+        try:
+            for layer in range(LAYOUT.layers):
+                for index, source in enumerate(lease.sources[: len(out)]):
+                    view = source.take(layer, LAYOUT)
+                    try:
+                        if source.reader is not None:
+                            source.reader.read(layer, view)
+                    except Exception:
+                        reads.lost(source)
+                        del out[index:]
+                        break
+                    source.filled |= 1 << layer
+                    out[index] += view
+        finally:
+            reads.close(lease)
+        self.store.check_invariants()
+        return [bytes(block) for block in out]

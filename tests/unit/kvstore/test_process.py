@@ -1,0 +1,184 @@
+"""`python -m services.kvstore` as a process: ready line, restart after kill -9, joining, drain, refusals."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonpool.kv.keys import BlockKey, unpack_keys
+from moonpool.kv.streams import StoreReader, StoreWriter
+from moonpool.rpc.channels import Channels
+from moonpool.rpc.server import serving
+from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
+from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
+from tests.unit.kvstore.helpers import FORMAT, LAYOUT, data_of, keys_of, slice_of
+
+KEYS = keys_of(4)
+HELLO = kv_pb2.StreamHello(namespace=FORMAT.namespace, layout=LAYOUT.to_proto())
+
+
+async def spawn(*flags: str) -> asyncio.subprocess.Process:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MOONPOOL_")}
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "services.kvstore",
+        *flags,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment | {"MOONPOOL_DIE_WITH_PARENT": "1"},
+    )
+
+
+@asynccontextmanager
+async def running(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    child = await spawn("--listen", "127.0.0.1:0", "--id", "kvstore-0", *flags)
+    try:
+        assert child.stdout is not None
+        async with asyncio.timeout(30):
+            line = (await child.stdout.readline()).decode()
+        assert line.startswith("ready: 127.0.0.1:"), line
+        yield child, line.removeprefix("ready: ").strip()
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.communicate()
+
+
+async def put(address: str, keys: Sequence[BlockKey]) -> None:
+    async with Channels() as channels:
+        writer = StoreWriter(channels, address, HELLO, LAYOUT)
+        outcome = await writer.put(
+            keys, keys, "", lambda layer, index: memoryview(slice_of(keys[index], layer)), timeout_s=20
+        )
+        assert outcome.stored == len(keys)
+        await writer.aclose()
+
+
+async def read(address: str, keys: Sequence[BlockKey]) -> list[bytes]:
+    out: dict[int, bytes] = {}
+
+    def take(layer: int, index: int, data: memoryview) -> None:
+        out[index] = out.get(index, b"") + data
+
+    async with Channels() as channels:
+        reader = StoreReader(channels, address, HELLO, LAYOUT)
+        count = await reader.read(keys, layers=range(3), on_slice=take, on_layer=lambda _: None, timeout_s=20)
+        await reader.aclose()
+    return [out[index] for index in range(count)]
+
+
+async def durable(address: str, count: int) -> None:
+    """Waits for the store to say that so many blocks are durable."""
+    async with asyncio.timeout(20), Channels() as channels:
+        stub: Any = KVStoreServiceStub(channels.get(address))
+        while True:
+            answer = await stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest())
+            if {gauge.name: gauge.value for gauge in answer.gauges}["ssd_blocks"] >= count:
+                return
+
+
+@dataclass
+class FakeConductor:
+    """Takes one Join stream and keeps what was said on it."""
+
+    hello: conductor_pb2.JoinHello | None = None
+    keys: set[BlockKey] = field(default_factory=set)
+    draining: bool = False
+    has_snapshot: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def Join(self, requests: Any, context: Any) -> None:
+        try:
+            async for request in requests:
+                self._take(request)
+                if request.HasField("hello"):
+                    welcome = conductor_pb2.JoinWelcome(heartbeat_s=1)
+                    await context.write(conductor_pb2.JoinResponse(welcome=welcome))
+        finally:
+            self.left.set()
+
+    def _take(self, request: conductor_pb2.JoinRequest) -> None:
+        match request.WhichOneof("message"):
+            case "hello":
+                self.hello = request.hello
+            case "load":
+                self.draining = request.load.draining
+            case "events":
+                if request.events.snapshot_begin:
+                    self.keys.clear()
+                self.keys |= set(unpack_keys(request.events.stored_keys))
+                self.keys -= set(unpack_keys(request.events.removed_keys))
+                if request.events.snapshot_end:
+                    self.has_snapshot.set()
+
+
+async def test_durable_blocks_survive_the_process_and_are_reported(tmp_path: Path) -> None:
+    async with running("--data-dir", str(tmp_path / "d")) as (child, address):
+        await put(address, KEYS)
+        await durable(address, len(KEYS))
+        child.kill()
+        assert await child.wait() == -signal.SIGKILL
+    conductor = FakeConductor()
+    contract = conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
+    async with (
+        serving("127.0.0.1:0", [(contract, conductor)], grace_s=0) as server,
+        running("--data-dir", str(tmp_path / "d"), "--conductor", server.address) as (child, address),
+    ):
+        async with asyncio.timeout(20):
+            await conductor.has_snapshot.wait()
+        assert conductor.keys == set(KEYS)
+        assert conductor.hello is not None
+        assert (conductor.hello.instance.id, conductor.hello.instance.address) == ("kvstore-0", address)
+        assert conductor.hello.instance.incarnation > 0
+        assert not conductor.hello.HasField("model")
+        assert await read(address, KEYS) == [data_of(key) for key in KEYS]
+        child.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            assert await child.wait() == 0
+            await conductor.left.wait()
+
+
+async def test_sigterm_makes_visible_blocks_durable(tmp_path: Path) -> None:
+    async with running("--data-dir", str(tmp_path)) as (child, address):
+        await put(address, KEYS)
+        child.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            assert await child.wait() == 0
+    async with running("--data-dir", str(tmp_path)) as (_, address):
+        assert await read(address, KEYS) == [data_of(key) for key in KEYS]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--data-dir", "{}/file/x"], "data_dir: "),
+        (["--eviction", "none"], "eviction: "),
+        (["--ssd-bytes", "-1"], "ssd_bytes: "),
+        (["--conductor", "nowhere"], "conductor: "),
+        (["--segment-bytes", "11", "--ssd-bytes", "10"], "segment_bytes: "),
+    ],
+)
+async def test_wrong_settings_are_refused_by_name(tmp_path: Path, flags: list[str], text: str) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    child = await spawn(*(flag.format(tmp_path) for flag in flags))
+    async with asyncio.timeout(30):
+        _, errors = await child.communicate()
+    assert child.returncode == 2
+    assert errors.decode().splitlines()[-1].startswith(f"kvstore: {text}")
+
+
+async def test_a_second_process_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+    async with running("--data-dir", str(tmp_path)):
+        child = await spawn("--data-dir", str(tmp_path))
+        async with asyncio.timeout(30):
+            _, errors = await child.communicate()
+        assert child.returncode == 2
+        assert "kvstore: data_dir: " in errors.decode()

@@ -1,0 +1,35 @@
+"""A small service for tests of a whole process: `python -m tests.unit.rpc.child`; `--parent` starts one and waits."""
+
+import asyncio
+import subprocess
+import sys
+
+from pydantic import Field
+
+from moonpool.config import ServiceConfig
+from moonpool.rpc.process import ProcessContext, run_main
+from moonpool.rpc.server import serving
+from moonpool.v1 import decode_pb2, kv_pb2
+
+
+class ChildConfig(ServiceConfig):
+    """Serves an empty decode service."""
+
+    kv_bytes: int = Field(1, gt=0, description="nothing, bytes")
+
+
+async def main(ctx: ProcessContext, config: ChildConfig) -> None:
+    service = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"]
+    async with serving(config.listen, [(service, object())], grace_s=1) as server:
+        print("a stray print", type(asyncio.get_running_loop()).__module__)
+        ctx.instance(kv_pb2.INSTANCE_KIND_DECODE, "", config.advertised(server.port))
+        with ctx.spans.span("life"):
+            ctx.announce(server.address)
+            await ctx.stopping.wait()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--parent"]:
+        subprocess.Popen([sys.executable, "-m", "tests.unit.rpc.child"])
+        sys.stdin.read()
+    sys.exit(run_main(ChildConfig, main))

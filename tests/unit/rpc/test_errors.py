@@ -1,0 +1,138 @@
+"""Errors: the tree, the table of status codes, and the way back."""
+
+import asyncio
+import copy
+import pickle
+
+import grpc
+import grpc.aio
+import pytest
+
+from moonpool import errors
+from moonpool.rpc.errors import DETAIL_KEY, from_rpc_error, to_status
+from moonpool.v1 import kv_pb2
+
+OVERLOADED = errors.Overloaded(
+    "too slow", reason="ttft_slo", predicted_ttft_s=2.5, predicted_tbt_s=0.25, slo_s=1.0, retry_after_s=4.0
+)
+WIRE = [
+    errors.InvalidRequest("sampling.top_p", "must be in (0, 1]"),
+    OVERLOADED,
+    errors.Unavailable("nobody"),
+    errors.NotFound("no such request"),
+    errors.Mismatch("layout.dtype", "float32 here"),
+    errors.Unsupported("not built"),
+    errors.DeadlineExceeded("too long"),
+    errors.TransferFailed("lease over"),
+    errors.FrameError("bad checksum"),
+]
+
+
+def over_the_wire(error: BaseException) -> errors.MoonpoolError:
+    code, text, detail = to_status(error)
+    metadata = grpc.aio.Metadata((DETAIL_KEY, detail.SerializeToString()))
+    return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details=text))
+
+
+def bare(code: grpc.StatusCode, text: str = "x") -> errors.MoonpoolError:
+    return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=text))
+
+
+@pytest.mark.parametrize("error", WIRE, ids=lambda e: type(e).__name__)
+def test_comes_back_as_it_left(error: errors.MoonpoolError) -> None:
+    back = over_the_wire(error)
+    assert type(back) is type(error)
+    assert (str(back), vars(back)) == (str(error), vars(error))
+
+
+def test_codes() -> None:
+    codes = {type(e).__name__: to_status(e)[0].name for e in [*WIRE, errors.StreamBroken("s"), errors.Internal("i")]}
+    assert codes == {
+        "InvalidRequest": "INVALID_ARGUMENT",
+        "Overloaded": "RESOURCE_EXHAUSTED",
+        "Unavailable": "UNAVAILABLE",
+        "NotFound": "NOT_FOUND",
+        "Mismatch": "FAILED_PRECONDITION",
+        "Unsupported": "UNIMPLEMENTED",
+        "DeadlineExceeded": "DEADLINE_EXCEEDED",
+        "TransferFailed": "ABORTED",
+        "FrameError": "DATA_LOSS",
+        "StreamBroken": "UNAVAILABLE",
+        "Internal": "INTERNAL",
+    }
+
+
+def test_what_is_not_ours_tells_nothing() -> None:
+    for error in (ValueError("secret"), errors.ConfigError("path", "secret"), errors.CheckpointError("secret")):
+        code, text, detail = to_status(error)
+        assert code is grpc.StatusCode.INTERNAL
+        assert "secret" not in text + detail.message
+        assert detail.kind == kv_pb2.ERROR_KIND_INTERNAL
+
+
+def test_groups_count_as_a_leaf() -> None:
+    ours = errors.Unavailable("nobody")
+    assert to_status(ExceptionGroup("g", [ExceptionGroup("h", [ours])]))[:2] == (grpc.StatusCode.UNAVAILABLE, "nobody")
+    assert to_status(ExceptionGroup("g", [ours, KeyError("k")]))[0] is grpc.StatusCode.INTERNAL
+
+
+def test_common_python_errors() -> None:
+    assert to_status(TimeoutError())[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert to_status(NotImplementedError())[0] is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_exhausted_without_detail_is_not_overloaded() -> None:
+    back = bare(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max")
+    assert type(back) is errors.Internal
+    assert "larger than max" in str(back)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, errors.InvalidRequest),
+        (grpc.StatusCode.UNAVAILABLE, errors.Unavailable),
+        (grpc.StatusCode.CANCELLED, errors.Unavailable),
+        (grpc.StatusCode.NOT_FOUND, errors.NotFound),
+        (grpc.StatusCode.FAILED_PRECONDITION, errors.Mismatch),
+        (grpc.StatusCode.UNIMPLEMENTED, errors.Unsupported),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineExceeded),
+        (grpc.StatusCode.ABORTED, errors.TransferFailed),
+        (grpc.StatusCode.DATA_LOSS, errors.FrameError),
+        (grpc.StatusCode.UNKNOWN, errors.Internal),
+        (grpc.StatusCode.INTERNAL, errors.Internal),
+    ],
+)
+def test_bare_codes(code: grpc.StatusCode, kind: type[errors.MoonpoolError]) -> None:
+    assert type(bare(code)) is kind
+
+
+def test_a_damaged_detail_is_no_detail() -> None:
+    metadata = grpc.aio.Metadata((DETAIL_KEY, b"\xff\xff"))
+    error = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), metadata, details="x")
+    assert type(from_rpc_error(error)) is errors.Internal
+    assert type(from_rpc_error(grpc.RpcError("no code"))) is errors.Internal
+
+
+def test_long_texts_are_cut_to_what_metadata_carries() -> None:
+    code, text, detail = to_status(errors.InvalidRequest("f" * 100_000, "m" * 100_000))
+    assert len(text) + detail.ByteSize() < 4096
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    "error", [*WIRE, errors.ConfigError("a", "b"), errors.UnsupportedModel("a", "b")], ids=lambda e: type(e).__name__
+)
+def test_errors_are_copied_and_pickled_whole(error: errors.MoonpoolError) -> None:
+    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(twin) is type(error)
+        assert (str(twin), vars(twin)) == (str(error), vars(error))
+
+
+def test_the_tree() -> None:
+    kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, Exception)]
+    assert all(issubclass(kind, errors.MoonpoolError) for kind in kinds)
+    assert not any(issubclass(kind, asyncio.CancelledError) for kind in kinds)
+    for kind in kinds:
+        if not kind.__name__.startswith("_"):
+            assert f" {kind.__name__}" in f" {errors.__doc__}"

@@ -1,0 +1,56 @@
+from array import array
+from dataclasses import replace
+
+from moonpool.sched.sampling import SequenceSampling
+from moonpool.v1 import kv_pb2
+from tests.unit.sched.helpers import tokens
+
+STOP, LENGTH, GOES_ON = kv_pb2.FINISH_REASON_STOP, kv_pb2.FINISH_REASON_LENGTH, kv_pb2.FINISH_REASON_UNSPECIFIED
+
+
+def proto(**sampling: object) -> kv_pb2.SequenceSpec:
+    return kv_pb2.SequenceSpec(
+        prompt_tokens=4,
+        end_token_ids=[2, 9],
+        sampling=kv_pb2.Sampling(max_tokens=3, stop_token_ids=[9], seed=5, **sampling),  # type: ignore[arg-type]
+    )
+
+
+def test_from_proto_takes_defaults_for_what_is_unset() -> None:
+    sampling = SequenceSampling.from_proto(proto())
+    assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (1.0, 1.0, 1.0)
+    assert (sampling.prompt_tokens, sampling.max_tokens, sampling.seed) == (4, 3, 5)
+    assert sampling.end_token_ids == {2, 9}
+    assert SequenceSampling.from_proto(proto(temperature=0.0)).temperature == 0.0
+
+
+def test_ignored_eos_still_leaves_stop_tokens() -> None:
+    sampling = SequenceSampling.from_proto(proto(ignore_eos=True))
+    assert sampling.end_token_ids == {9}
+    assert sampling.banned_token_ids == (2, 9)
+
+
+def test_positions_count_from_the_original_prompt() -> None:
+    sampling = SequenceSampling(prompt_tokens=4, min_tokens=2, banned_token_ids=(2,))
+    assert sampling.at(tokens(4)).position == 0
+    assert sampling.at(tokens(5)).banned == (2,)
+    spec = sampling.at(tokens(6))  # a continued stream: two tokens were generated elsewhere
+    assert (spec.position, spec.banned, spec.prompt_tokens, spec.history) == (2, (), 4, None)
+
+
+def test_history_travels_only_when_penalties_look_at_it() -> None:
+    plain = SequenceSampling(prompt_tokens=1)
+    for changed in ({"presence_penalty": 1.0}, {"frequency_penalty": 0.1}, {"repetition_penalty": 1.1}):
+        history = replace(plain, **changed).at(array("i", [1, -1])).history  # type: ignore[arg-type]
+        assert history == b"\x01\0\0\0\xff\xff\xff\xff"
+
+
+def test_finish() -> None:
+    sampling = SequenceSampling(prompt_tokens=2, max_tokens=2, end_token_ids=frozenset({7}))
+    assert sampling.finish(array("i", [7, 7]), 100) == GOES_ON  # end tokens of the prompt are no ends
+    assert sampling.finish(array("i", [1, 1, 7]), 100) == STOP
+    assert sampling.finish(array("i", [1, 1, 1]), 100) == GOES_ON
+    assert sampling.finish(array("i", [1, 1, 1, 1]), 100) == LENGTH
+    assert sampling.finish(array("i", [1, 1, 1, 7]), 100) == STOP
+    assert sampling.finish(array("i", [1, 1, 1]), 3) == LENGTH
+    assert (sampling.total_tokens(100), sampling.total_tokens(3)) == (4, 3)

@@ -1,0 +1,71 @@
+"""The house keeps its own rules: layers, verbs, names, what a stranger reads."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+VERBS = ("setup", "run", "up", "down", "test", "test-all", "check", "bench", "load", "protos")
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_layers_hold() -> None:
+    """import-linter's contracts: layers, services apart, torch only where it belongs."""
+    linter = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([linter, "--no-cache"], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_makefile_has_every_verb() -> None:
+    """Each verb exists and explains itself."""
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("no make")
+    listed = subprocess.run([make, "help"], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    for verb in VERBS:
+        assert re.search(rf"^ +make {verb} +\w", listed, re.MULTILINE), verb
+
+
+def test_ci_runs_make_test() -> None:
+    """CI does what a person does."""
+    assert "\nmake test\n" in read(".ci/run")
+
+
+def test_readme_names_the_two_commands() -> None:
+    """A stranger finds them, and the flags that the README uses exist."""
+    readme = read("README.md")
+    assert "make run" in readme
+    assert "make test" in readme
+    help_text = subprocess.run(
+        [sys.executable, "-m", "moonpool.cli.main", "up", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"COLUMNS": "200", "TERM": "dumb", "PATH": ""},
+    ).stdout
+    (line,) = [line for line in readme.splitlines() if "moonpool up --model" in line]
+    for flag in re.findall(r"--[a-z-]+", line):
+        assert flag in help_text
+
+
+def test_kernels_stays_empty_and_is_not_mistaken() -> None:
+    """`kernels` is also a Hugging Face distribution's name; transformers must not take ours for it."""
+    from transformers.utils.import_utils import is_kernels_available
+
+    assert read("kernels/__init__.py") == ""
+    assert not is_kernels_available()
+
+
+def test_architecture_names_every_folder() -> None:
+    """The map has every package of the house."""
+    text = read("docs/architecture.md")
+    packages = [path.parent for path in (ROOT / "moonpool").glob("*/__init__.py") if path.parent.name != "bundled"]
+    for package in packages:
+        assert f"moonpool/{package.name}" in text, package.name
