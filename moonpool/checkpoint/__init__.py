@@ -16,7 +16,7 @@ from moonpool.checkpoint.config import (
 )
 from moonpool.checkpoint.fingerprint import weights_fingerprint
 from moonpool.checkpoint.inspect import Report, inspect_checkpoint
-from moonpool.checkpoint.resolve import resolve
+from moonpool.checkpoint.resolve import model_name, resolve
 from moonpool.checkpoint.stops import StopWatcher
 from moonpool.checkpoint.tokenizer import Detokenizer, Tokenizer
 
@@ -32,6 +32,7 @@ __all__ = [
     "inspect_checkpoint",
     "kv_layout",
     "load_config",
+    "model_name",
     "resolve",
     "resolve_dtype",
     "weights_fingerprint",

@@ -10,6 +10,15 @@ from moonpool.errors import CheckpointError
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 
 
+def model_name(model: str) -> str:
+    """The name under which a folder or hub id is served: the folder's name, the hub id's last part.
+
+    Conductor and engines must say the same, so both ask here.
+    """
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else model.partition("@")[0].rpartition("/")[2]
+
+
 def resolve(model: str) -> Path:
     """Return the folder of `model`: a path to a folder, or a hub id "owner/name", optionally "@revision".
 

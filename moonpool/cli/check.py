@@ -1,8 +1,13 @@
 """`moonpool check`: asks every service for its gauges and names what has not come back to rest."""
 
+import json
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Self
 
 import grpc
 import typer
@@ -22,6 +27,34 @@ from moonpool.v1 import (
 )
 
 CALL_TIMEOUT_S = 5.0
+ASKED_AT_ONCE = 16
+PAUSE_S = 0.05
+EXIT_HELD = 1
+EXIT_SILENT = 2
+
+Ask = Callable[[grpc.Channel], Iterable[kv_pb2.Gauge]]
+
+
+def _ask_prefill(channel: grpc.Channel) -> Iterable[kv_pb2.Gauge]:
+    stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+    return stub.PrefillStats(prefill_pb2.PrefillStatsRequest(), timeout=CALL_TIMEOUT_S).gauges
+
+
+def _ask_decode(channel: grpc.Channel) -> Iterable[kv_pb2.Gauge]:
+    stub = decode_pb2_grpc.DecodeServiceStub(channel)
+    return stub.DecodeStats(decode_pb2.DecodeStatsRequest(), timeout=CALL_TIMEOUT_S).gauges
+
+
+def _ask_kvstore(channel: grpc.Channel) -> Iterable[kv_pb2.Gauge]:
+    stub = kvstore_pb2_grpc.KVStoreServiceStub(channel)
+    return stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest(), timeout=CALL_TIMEOUT_S).gauges
+
+
+_ASK: dict[int, Ask] = {
+    kv_pb2.INSTANCE_KIND_PREFILL: _ask_prefill,
+    kv_pb2.INSTANCE_KIND_DECODE: _ask_decode,
+    kv_pb2.INSTANCE_KIND_KVSTORE: _ask_kvstore,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,49 +72,103 @@ class Reading:
         return self.at_rest is None or self.value == self.at_rest
 
 
-def read_gauges(conductor_address: str) -> list[Reading]:
-    """The gauges of the conductor and of every instance that it knows.
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What all services said at one time.
 
-    Raises:
-        Unavailable: a service does not answer.
+    Attributes:
+        readings: every gauge.
+        silent: a line for each instance that the conductor knows and that does not answer.
     """
-    readings: list[Reading] = []
-    with grpc.insecure_channel(conductor_address) as channel:
-        stub = conductor_pb2_grpc.ConductorServiceStub(channel)
+
+    readings: tuple[Reading, ...]
+    silent: tuple[str, ...] = ()
+
+    @property
+    def held(self) -> list[Reading]:
+        """What has not come back."""
+        return [reading for reading in self.readings if not reading.resting]
+
+    @property
+    def at_rest(self) -> bool:
+        """Everybody has answered, and nothing is held."""
+        return not self.held and not self.silent
+
+    def trouble(self) -> str:
+        """One line that names what is held and who is silent."""
+        return "; ".join([*(describe(reading) for reading in self.held), *self.silent])
+
+
+class Surveyor:
+    """Asks a cluster's services again and again over the same connections; a context manager."""
+
+    def __init__(self, conductor_address: str) -> None:
+        self._conductor = conductor_address
+        self._channels: dict[str, grpc.Channel] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._channels:
+            self._channels.popitem()[1].close()
+
+    def survey(self) -> Survey:
+        """Asks everybody once.
+
+        Raises:
+            Unavailable: the conductor does not answer.
+        """
+        stub = conductor_pb2_grpc.ConductorServiceStub(self._channel(self._conductor))
         try:
             own = stub.ConductorStats(conductor_pb2.ConductorStatsRequest(), timeout=CALL_TIMEOUT_S)
             state = stub.ClusterState(conductor_pb2.ClusterStateRequest(), timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
-    readings += [_reading("conductor", gauge) for gauge in own.gauges]
-    for member in state.instances:
-        readings += [_reading(member.instance.id, gauge) for gauge in _member_gauges(member.instance)]
-    return readings
+            reason = from_rpc_error(error)
+            raise Unavailable(f"the conductor at {self._conductor} does not answer: {reason}") from error
+        members = [(member.instance, self._channel(member.instance.address)) for member in state.instances]
+        with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+            answers = list(pool.map(lambda member: _ask(*member), members))
+        readings = [_reading("conductor", gauge) for gauge in own.gauges]
+        for answer in answers:
+            if not isinstance(answer, str):
+                readings += answer
+        return Survey(tuple(readings), tuple(answer for answer in answers if isinstance(answer, str)))
+
+    def _channel(self, address: str) -> grpc.Channel:
+        if address not in self._channels:
+            self._channels[address] = grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+        return self._channels[address]
+
+
+def _ask(instance: kv_pb2.Instance, channel: grpc.Channel) -> list[Reading] | str:
+    """An instance's readings, or why there are none."""
+    ask = _ASK.get(instance.kind)
+    if ask is None:
+        return f"{instance.id} is of unknown kind {instance.kind}"
+    try:
+        return [_reading(instance.id, gauge) for gauge in ask(channel)]
+    except grpc.RpcError as error:
+        return f"{instance.id} at {instance.address} does not answer: {from_rpc_error(error)}"
 
 
 def _reading(instance: str, gauge: kv_pb2.Gauge) -> Reading:
     return Reading(instance, gauge.name, gauge.value, gauge.at_rest if gauge.HasField("at_rest") else None)
 
 
-def _member_gauges(instance: kv_pb2.Instance) -> list[kv_pb2.Gauge]:
-    with grpc.insecure_channel(instance.address) as channel:
-        try:
-            match instance.kind:
-                case kv_pb2.INSTANCE_KIND_PREFILL:
-                    prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
-                    return list(prefill.PrefillStats(prefill_pb2.PrefillStatsRequest(), timeout=CALL_TIMEOUT_S).gauges)
-                case kv_pb2.INSTANCE_KIND_DECODE:
-                    decode = decode_pb2_grpc.DecodeServiceStub(channel)
-                    return list(decode.DecodeStats(decode_pb2.DecodeStatsRequest(), timeout=CALL_TIMEOUT_S).gauges)
-                case kv_pb2.INSTANCE_KIND_KVSTORE:
-                    store = kvstore_pb2_grpc.KVStoreServiceStub(channel)
-                    return list(store.KVStoreStats(kvstore_pb2.KVStoreStatsRequest(), timeout=CALL_TIMEOUT_S).gauges)
-                case kind:
-                    raise Unavailable(f"{instance.id} is of unknown kind {kind}")
-        except grpc.RpcError as error:
-            raise Unavailable(
-                f"{instance.id} at {instance.address} does not answer: {from_rpc_error(error)}"
-            ) from error
+def read_gauges(conductor_address: str) -> list[Reading]:
+    """The gauges of the conductor and of every instance that it knows.
+
+    Raises:
+        Unavailable: a service does not answer.
+    """
+    with Surveyor(conductor_address) as surveyor:
+        survey = surveyor.survey()
+    if survey.silent:
+        raise Unavailable("; ".join(survey.silent))
+    return list(survey.readings)
 
 
 def wait_at_rest(conductor_address: str, timeout_s: float) -> list[Reading]:
@@ -91,18 +178,33 @@ def wait_at_rest(conductor_address: str, timeout_s: float) -> list[Reading]:
         The last readings.
 
     Raises:
-        Unavailable: something is still held when the time is over; the message names it.
+        Unavailable: something is still held, or somebody does not answer, when the time is over; the message says who
+            and what.
+    """
+    survey = _survey_until_rest(conductor_address, timeout_s)
+    if not survey.at_rest:
+        raise Unavailable(f"not at rest: {survey.trouble()}")
+    return list(survey.readings)
+
+
+def _survey_until_rest(conductor_address: str, timeout_s: float) -> Survey:
+    """The first survey that finds everything at rest, or the last before the time is over.
+
+    Raises:
+        Unavailable: the conductor did not answer the last time it was asked.
     """
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
-    while True:
-        readings = read_gauges(conductor_address)
-        held = [reading for reading in readings if not reading.resting]
-        if not held:
-            return readings
-        if time.monotonic() > deadline:
-            raise Unavailable("not at rest: " + "; ".join(describe(reading) for reading in held))
-        pause.wait(0.05)
+    with Surveyor(conductor_address) as surveyor:
+        while True:
+            try:
+                survey = surveyor.survey()
+                if survey.at_rest or time.monotonic() >= deadline:
+                    return survey
+            except Unavailable:
+                if time.monotonic() >= deadline:
+                    raise
+            pause.wait(PAUSE_S)
 
 
 def describe(reading: Reading) -> str:
@@ -111,19 +213,48 @@ def describe(reading: Reading) -> str:
     return f"{reading.instance}: {reading.name} = {reading.value:g}{rest}"
 
 
-def run_check(address: str) -> int:
-    """Prints all gauges.
+def run_check(address: str, *, wait_s: float = 0.0, as_json: bool = False) -> int:
+    """Prints all gauges, for people or as one JSON object.
+
+    Args:
+        address: the conductor's, "host:port".
+        wait_s: seconds for which everything may still be coming back.
+        as_json: print `{"at_rest", "held", "silent", "gauges"}`.
 
     Returns:
         0 when everything is at rest, 1 when something is still held, 2 when somebody does not answer.
     """
     try:
-        readings = read_gauges(address)
+        survey = _survey_until_rest(address, wait_s)
     except MoonpoolError as error:
         typer.echo(f"moonpool: {error}", err=True)
-        return 2
-    held = [reading for reading in readings if not reading.resting]
-    for reading in readings:
-        typer.echo(("HELD  " if not reading.resting else "      ") + describe(reading))
-    typer.echo("everything is at rest" if not held else f"{len(held)} not at rest")
-    return 1 if held else 0
+        if as_json:
+            typer.echo(_to_json(Survey((), (str(error),))))
+        return EXIT_SILENT
+    if as_json:
+        typer.echo(_to_json(survey))
+    else:
+        _print(survey)
+    return EXIT_SILENT if survey.silent else EXIT_HELD if survey.held else 0
+
+
+def _to_json(survey: Survey) -> str:
+    return json.dumps(
+        {
+            "at_rest": survey.at_rest,
+            "held": [asdict(reading) for reading in survey.held],
+            "silent": list(survey.silent),
+            "gauges": [asdict(reading) for reading in survey.readings],
+        }
+    )
+
+
+def _print(survey: Survey) -> None:
+    for reading in survey.readings:
+        typer.echo(("      " if reading.resting else "HELD  ") + describe(reading))
+    for line in survey.silent:
+        typer.echo(f"SILENT {line}")
+    if survey.at_rest:
+        typer.echo("everything is at rest")
+    else:
+        typer.echo(f"not at rest: {len(survey.held)} held, {len(survey.silent)} silent")

@@ -5,6 +5,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -12,7 +13,8 @@ from moonpool.cli.check import wait_at_rest
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, Client, GenerateResult, SamplingParams
 
-CUT = 44
+CUT = 48
+TABLE_WIDTH = 160
 LONG_PROMPT_CHARACTERS = 9000
 
 
@@ -30,7 +32,7 @@ def run_demo(model: str, max_tokens: int) -> int:
     Returns:
         0 when everything was served and everything reserved came back.
     """
-    console = Console(width=max(Console().width, 150), highlight=False)
+    console = Console(width=max(Console().width, TABLE_WIDTH), highlight=False)
     with tempfile.TemporaryDirectory(prefix="moonpool-demo-") as folder:
         plan = StackPlan(model=model, data_dir=Path(folder))
         console.print(f"Starting conductor, kvstore, prefill and decode with [bold]{Path(model).name}[/] ...")
@@ -66,8 +68,8 @@ def _serve(address: str, max_tokens: int, console: Console) -> list[Shown]:
             console.print(f"  served: {what}")
             wait_at_rest(address, timeout_s=20)
         second_turn = long_prompt + rows[0].result.text + "\n\n\ndef test_"
-        rows.append(Shown("second turn of the conversation", client.generate(prompt=second_turn, sampling=sampling)))
-        console.print("  served: second turn of the conversation")
+        rows.append(Shown("second turn of conversation", client.generate(prompt=second_turn, sampling=sampling)))
+        console.print("  served: second turn of conversation")
     results = asyncio.run(_at_once(address, sampling))
     console.print(f"  served: {len(results)} at once")
     return rows + [Shown(f"{number} of {len(results)} at once", result) for number, result in enumerate(results, 1)]
@@ -90,7 +92,7 @@ def _long_prompt() -> str:
 
 
 def _table(rows: list[Shown]) -> Table:
-    table = Table(title="What was served", title_justify="left")
+    table = Table(title="What was served", title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("request", "text"):
         table.add_column(heading, overflow="ellipsis", no_wrap=True)
     for heading in ("prompt", "cached", "generated", "TTFT ms", "TPOT ms"):

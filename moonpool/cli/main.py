@@ -107,11 +107,18 @@ def generate(
 
 
 @app.command()
-def check(address: Address = "127.0.0.1:50051") -> None:
-    """Ask every service whether all that was reserved has come back, and name what has not."""
+def check(
+    address: Address = "127.0.0.1:50051",
+    wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds for which things may still be coming back.")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Ask every service whether all that was reserved has come back, and name what has not.
+
+    Ends with 0 when everything is at rest, with 1 when something is held, with 2 when a service does not answer.
+    """
     from moonpool.cli.check import run_check
 
-    raise typer.Exit(run_check(address))
+    raise typer.Exit(run_check(address, wait_s=wait_s, as_json=as_json))
 
 
 @app.command()

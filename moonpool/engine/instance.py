@@ -18,12 +18,14 @@ from moonpool.checkpoint import (
     config_hash,
     kv_layout,
     load_config,
+    model_name,
     resolve,
     resolve_dtype,
     weights_fingerprint,
 )
 from moonpool.cluster.join import JoinAgent
 from moonpool.config import PeerAddress, ServiceConfig
+from moonpool.engine.arrival import Arrival
 from moonpool.engine.handle import Engine, start_engine
 from moonpool.engine.messages import EngineSpec
 from moonpool.errors import ConfigError, Unavailable
@@ -40,6 +42,8 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 
 WRITE_BACK_GRACE_S = 3.0
 """Seconds that a draining instance waits for what is being written back."""
+DRAIN_SHARE = 0.8
+"""Share of `drain_s` in which running requests may finish."""
 WRITE_BACK_SHARE = 4
 """Write-back holds this part of the pool at most, unless told otherwise."""
 
@@ -97,6 +101,12 @@ class EnginePlan:
         """Arrangement of the KV."""
         return self.spec.layout
 
+    def arrival(self, spec: kv_pb2.SequenceSpec) -> Arrival:
+        """A sequence that has come in, checked against what is served; raises as `Arrival.from_proto`."""
+        return Arrival.from_proto(
+            spec, block_tokens=self.layout.block_tokens, vocab_size=self.vocab_size, max_tokens=self.max_tokens
+        )
+
     @property
     def namespace(self) -> bytes:
         """32 bytes; equal namespaces mean interchangeable KV."""
@@ -131,7 +141,7 @@ def plan_engine(config: EngineConfig, *, stages: int = 1) -> EnginePlan:
         max_tokens=longest,
     )
     info = conductor_pb2.ModelInfo(
-        name=folder.name,
+        name=model_name(config.model),
         namespace=namespace(weights_fingerprint(folder), layout),
         layout=layout.to_proto(),
         config_hash=config_hash(model),
@@ -293,12 +303,14 @@ class _Life:
         raise Unavailable(f"the engine died: {reason}")
 
     async def _drain(self) -> None:
-        log.info("draining", grace_s=self.drain_s)
+        # The process cancels us after `drain_s`; what is left of it is for leaving in order.
+        grace_s = self.drain_s * DRAIN_SHARE
+        log.info("draining", grace_s=grace_s)
         self.server.set_serving(False)
         self.service.drain()
         self.agent.poke()
         try:
-            async with asyncio.timeout(self.drain_s):
+            async with asyncio.timeout(grace_s):
                 await self.service.drained()
         except TimeoutError:
             log.warning("requests were still running when the grace period ended")

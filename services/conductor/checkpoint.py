@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moonpool.checkpoint import ModelConfig, Tokenizer, config_hash, load_config, resolve
+from moonpool.checkpoint import ModelConfig, Tokenizer, config_hash, load_config, model_name, resolve
 from services.conductor.registry import ServedModel
 
 
@@ -18,13 +18,13 @@ class Checkpoint:
 
     @classmethod
     def load(cls, model: str) -> Checkpoint:
-        """Load from a folder or hub id; the folder's name is the model's.
+        """Load from a folder or hub id.
 
         Raises:
             CheckpointError: there is none, or it is damaged or not supported.
         """
         folder = resolve(model)
-        return cls(folder.name, load_config(folder), Tokenizer.load(folder))
+        return cls(model_name(model), load_config(folder), Tokenizer.load(folder))
 
     def served(self) -> ServedModel:
         """What engines must serve to join."""

@@ -31,8 +31,12 @@ class Decisions:
         self._keep(request_id, record)
 
     def refused(self, request_id: str, reason: str, candidates: Iterable[PrefillChoice] = ()) -> None:
-        """Note why a request was refused."""
-        self._keep(request_id, conductor_pb2.ExplainResponse(refused=reason, candidates=map(_explain, candidates)))
+        """Note why a request was refused; without new candidates, those of an earlier decision are kept."""
+        record = conductor_pb2.ExplainResponse(refused=reason, candidates=map(_explain, candidates))
+        earlier = self._records.get(request_id)
+        if earlier is not None and not record.candidates:
+            record.candidates.extend(earlier.candidates)
+        self._keep(request_id, record)
 
     def first_token(self, request_id: str, ttft_s: float) -> None:
         """Note the measured time to first token, once."""

@@ -173,8 +173,12 @@ class Generation:
     ) -> Placed:
         """Look for a place again whenever the cluster's picture changes; one request at a time looks for room."""
         queue = contextlib.nullcontext() if recovering else self._cluster.room_queue
+        patience_s = self._patience(error, recovering=recovering)
+        if self._stopping or patience_s <= 0:
+            self._cluster.decisions.refused(self._request.id, str(error))
+            raise error
         try:
-            async with asyncio.timeout(self._patience(error, recovering=recovering)), queue:
+            async with asyncio.timeout(patience_s), queue:
                 while True:
                     change = self._cluster.next_change()
                     try:

@@ -151,7 +151,7 @@ class Generator:
         """Gives everything back; what generation has filled is kept for reuse, and stored."""
         self._generating.pop(seat.key, None)
         keys, parents, blocks = self._seats.register_answer(seat)
-        store = seat.arrival.store
+        store = seat.store
         if blocks and store is not None and not self.dead and self._write_back.accepts(store, len(blocks)):
             self._scheduler.blocks.acquire(blocks)
             self._write_back.submit(store, keys, parents, seat.arrival.tenant, blocks)

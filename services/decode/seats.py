@@ -6,65 +6,19 @@ Pure: time is an argument; knows nothing of gRPC, steps or engines.
 
 import dataclasses
 import itertools
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
+from moonpool.engine.arrival import Arrival
 from moonpool.errors import InvalidRequest, Overloaded, TransferFailed
-from moonpool.kv.keys import KEY_BYTES, BlockKey, block_keys, tokens_from_bytes, unpack_keys
+from moonpool.kv.keys import BlockKey, block_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.transfer import InboundTransfer, TransferState
 from moonpool.sched.batch_scheduler import BatchScheduler, DecodeSequence, Reservation
-from moonpool.sched.sampling import SequenceSampling
 from moonpool.v1 import kv_pb2
 from services.decode.steps import Subscriber
 
 MAX_GENERATION = (1 << 32) - 1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request for room, checked.
-
-    Attributes:
-        request_id: of the request.
-        token_ids: tokens whose KV will come.
-        keys: keys of their full blocks.
-        chain_root: parent of the first key.
-        tenant: whose KV it is.
-        sampling: how to go on.
-        store: kvstore for the answer's blocks, None for none.
-    """
-
-    request_id: str
-    token_ids: "array[int]"
-    keys: Sequence[BlockKey]
-    chain_root: bytes
-    tenant: str
-    sampling: SequenceSampling
-    store: kv_pb2.Instance | None
-
-    @classmethod
-    def from_proto(cls, spec: kv_pb2.SequenceSpec, store: kv_pb2.Instance | None, *, block_tokens: int) -> "Arrival":
-        """From the contract.
-
-        Raises:
-            InvalidRequest: naming the field at fault.
-        """
-        tokens = tokens_from_bytes(spec.token_ids, "sequence.token_ids")
-        keys = unpack_keys(spec.block_keys, "sequence.block_keys")
-        if not spec.request_id:
-            raise InvalidRequest("sequence.request_id", "must not be empty")
-        if not tokens:
-            raise InvalidRequest("sequence.token_ids", "must not be empty")
-        if not 1 <= spec.prompt_tokens <= len(tokens):
-            raise InvalidRequest("sequence.prompt_tokens", f"must be in [1, {len(tokens)}], is {spec.prompt_tokens}")
-        if len(keys) != len(tokens) // block_tokens:
-            raise InvalidRequest("sequence.block_keys", f"{len(tokens)} tokens have {len(tokens) // block_tokens} keys")
-        if len(spec.chain_root) != KEY_BYTES:
-            raise InvalidRequest("sequence.chain_root", f"must have {KEY_BYTES} bytes")
-        sampling = SequenceSampling.from_proto(spec)
-        return cls(spec.request_id, tokens, keys, spec.chain_root, spec.tenant, sampling, store)
 
 
 class Source(Protocol):
@@ -81,6 +35,7 @@ class Seat:
 
     Attributes:
         arrival: what was asked for.
+        store: kvstore for the answer's full blocks, None for none.
         transfer: the KV that comes.
         reservation: the room.
         block_table: all blocks of its longest life; empty until bound.
@@ -91,6 +46,7 @@ class Seat:
     """
 
     arrival: Arrival
+    store: kv_pb2.Instance | None
     transfer: InboundTransfer
     reservation: Reservation
     block_table: list[int] = dataclasses.field(default_factory=list)
@@ -132,7 +88,7 @@ class Seats:
     def __iter__(self) -> Iterator[Seat]:
         return iter(list(self._seats.values()))
 
-    def reserve(self, arrival: Arrival, now: float) -> Seat:
+    def reserve(self, arrival: Arrival, store: kv_pb2.Instance | None, now: float) -> Seat:
         """Promises room for the longest life of a request.
 
         Raises:
@@ -168,7 +124,7 @@ class Seats:
             self.lease_s,
             now,
         )
-        seat = self._seats[number] = Seat(arrival, transfer, reservation)
+        seat = self._seats[number] = Seat(arrival, store, transfer, reservation)
         return seat
 
     def get(self, transfer_id: int, generation: int) -> Seat | None:
@@ -215,7 +171,7 @@ class Seats:
             return [], [], []
         size = self._layout.block_tokens
         first, last = len(arrival.keys), sequence.num_computed // size
-        parent = arrival.keys[-1] if arrival.keys else BlockKey(arrival.chain_root)
+        parent = arrival.keys[-1] if arrival.keys else arrival.chain_root
         keys = block_keys(parent, sequence.token_ids[first * size : last * size], size)
         blocks = seat.block_table[first:last]
         for block, key in zip(blocks, keys, strict=True):

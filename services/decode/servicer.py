@@ -15,7 +15,7 @@ from moonpool.kv.wire import PayloadMessage
 from moonpool.telemetry.gauges import Gauges
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.receiver import Receiver
-from services.decode.seats import Arrival, Seat
+from services.decode.seats import Seat
 from services.decode.steps import Subscriber
 from services.decode.work import Work
 
@@ -39,7 +39,7 @@ class DecodeServicer:
         work = self._work
         work.check_open()
         store = request.write_back if request.HasField("write_back") else None
-        arrival = Arrival.from_proto(request.sequence, store, block_tokens=work.layout.block_tokens)
+        arrival = work.plan.arrival(request.sequence)
         predicted = self._predicted_tbt_s(len(arrival.token_ids))
         if request.HasField("tbt_slo_s") and predicted > request.tbt_slo_s:
             raise Overloaded(
@@ -49,7 +49,7 @@ class DecodeServicer:
                 slo_s=request.tbt_slo_s,
                 retry_after_s=1.0,
             )
-        seat = work.reserve(arrival, time.monotonic())
+        seat = work.reserve(arrival, store, time.monotonic())
         return decode_pb2.ReserveResponse(
             target=self._target(seat), lease_s=work.seats.lease_s, predicted_tbt_s=predicted
         )
@@ -65,7 +65,7 @@ class DecodeServicer:
         if first.message.WhichOneof("message") != "hello":
             raise FrameError("the first message of a stream must be its hello")
         hello = first.message.hello
-        check_hello(hello, namespace=work.namespace, layout=work.layout)
+        check_hello(hello, namespace=work.plan.namespace, layout=work.layout)
         generator = work.generator
         receiver = Receiver(
             hello.sender, work.instance, work.seats, work.pool, generator.arrived, generator.end, generator.on_change
@@ -132,16 +132,22 @@ async def _obey(requests: AsyncIterator[decode_pb2.StepsRequest], reader: Subscr
     async for request in requests:
         match request.WhichOneof("message"):
             case "start":
-                if work.generator.dead:
-                    reader.failed(request.start.request_id, work.generator.dead)
-                else:
-                    work.generator.start(reader, request.start)
+                _start(request.start, reader, work)
             case "cancel":
                 reader.cancelled(request.cancel.request_id, work.generator.cancel(request.cancel))
             case "resume":
                 raise Unsupported("resuming a sequence is not built yet")
             case other:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
+
+
+def _start(message: decode_pb2.StartSequence, reader: Subscriber, work: Work) -> None:
+    if work.generator.dead:
+        reader.failed(message.request_id, work.generator.dead)
+    elif not 0 <= message.first_token_id < work.plan.vocab_size:  # an engine must never meet such a token
+        reader.failed(message.request_id, f"there is no token {message.first_token_id}")
+    else:
+        work.generator.start(reader, message)
 
 
 async def _tell(reader: Subscriber, context: Context) -> None:

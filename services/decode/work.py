@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from moonpool.engine.arrival import Arrival
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, Parts, first_error
 from moonpool.errors import Overloaded, Unavailable
 from moonpool.kv.streams import StoreWriter
@@ -15,11 +16,11 @@ from moonpool.kv.writeback import WriteBack, WriteBackLimits
 from moonpool.sched.batch_scheduler import BatchScheduler
 from moonpool.sched.block_manager import BlockManager
 from moonpool.telemetry.gauges import Gauges
-from moonpool.v1 import conductor_pb2
+from moonpool.v1 import conductor_pb2, kv_pb2
 from services.decode.config import DecodeConfig
 from services.decode.generator import Generator, watch_leases
 from services.decode.receiver import Receiver
-from services.decode.seats import Arrival, Seat, Seats
+from services.decode.seats import Seat, Seats
 from services.decode.steps import Subscriber
 
 
@@ -35,12 +36,7 @@ class Work:
 
     def __init__(self, parts: Parts, config: DecodeConfig) -> None:
         layout, engine = parts.plan.layout, parts.engine
-        self.instance, self.namespace, self.layout, self.pool = (
-            parts.instance,
-            parts.plan.namespace,
-            layout,
-            engine.pool,
-        )
+        self.plan, self.instance, self.layout, self.pool = parts.plan, parts.instance, layout, engine.pool
         self.manager = BlockManager(engine.blocks)
         self.scheduler = BatchScheduler(
             self.manager, block_tokens=layout.block_tokens, max_batch=config.max_batch, max_tokens=parts.plan.max_tokens
@@ -72,7 +68,7 @@ class Work:
         if self.draining:
             raise Unavailable(f"{self.instance.id} is draining")
 
-    def reserve(self, arrival: Arrival, now: float) -> Seat:
+    def reserve(self, arrival: Arrival, store: kv_pb2.Instance | None, now: float) -> Seat:
         """Promises room.
 
         Raises:
@@ -80,7 +76,7 @@ class Work:
             InvalidRequest: it could never fit.
         """
         try:
-            seat = self.seats.reserve(arrival, now)
+            seat = self.seats.reserve(arrival, store, now)
         except Overloaded:
             self._poke()
             raise

@@ -6,10 +6,9 @@ Owns what was asked for and the bounded story that goes back. Knows nothing of s
 import asyncio
 import dataclasses
 
+from moonpool.engine.arrival import Arrival
 from moonpool.errors import InvalidRequest, MoonpoolError
-from moonpool.kv.keys import KEY_BYTES, BlockKey, tokens_from_bytes, unpack_keys
 from moonpool.sched.prefill_scheduler import PrefillSequence
-from moonpool.sched.sampling import SequenceSampling
 from moonpool.v1 import kv_pb2, prefill_pb2
 from services.prefill.outbound import Delivery
 
@@ -21,11 +20,9 @@ class Job:
     """One prompt.
 
     Attributes:
-        request_id: of the request.
+        arrival: what was asked for.
         sequence: its progress; `sequence.request_id` is the job's own key, because a request may come back while an
             earlier attempt is still leaving.
-        chain_root: parent of the first block's key.
-        tenant: whose KV it is.
         target: where the KV goes, None for nowhere.
         source: where a prefix may be loaded from, None for nowhere.
         store: where new blocks are stored, None for nowhere.
@@ -39,10 +36,8 @@ class Job:
         task: the job's life.
     """
 
-    request_id: str
+    arrival: Arrival
     sequence: PrefillSequence
-    chain_root: bytes
-    tenant: str
     target: kv_pb2.TransferTarget | None
     source: prefill_pb2.PrefixSource | None
     store: kv_pb2.Instance | None
@@ -61,36 +56,26 @@ class Job:
     _ended: bool = False
 
     @classmethod
-    def from_proto(cls, request: prefill_pb2.PrefillRequest, key: str, *, block_tokens: int, now: float) -> "Job":
-        """From the contract.
+    def from_proto(cls, request: prefill_pb2.PrefillRequest, arrival: Arrival, key: str, now: float) -> "Job":
+        """From the contract; `arrival` is the request's sequence, checked.
 
         Raises:
             InvalidRequest: naming the field at fault.
         """
-        spec = request.sequence
-        tokens = tokens_from_bytes(spec.token_ids, "sequence.token_ids")
-        keys: list[BlockKey] = unpack_keys(spec.block_keys, "sequence.block_keys")
-        if not spec.request_id:
-            raise InvalidRequest("sequence.request_id", "must not be empty")
-        if not tokens:
-            raise InvalidRequest("sequence.token_ids", "must not be empty")
-        if not 1 <= spec.prompt_tokens <= len(tokens):
-            raise InvalidRequest("sequence.prompt_tokens", f"must be in [1, {len(tokens)}], is {spec.prompt_tokens}")
-        if len(keys) != len(tokens) // block_tokens:
-            raise InvalidRequest("sequence.block_keys", f"{len(tokens)} tokens have {len(tokens) // block_tokens} keys")
-        if len(spec.chain_root) != KEY_BYTES:
-            raise InvalidRequest("sequence.chain_root", f"must have {KEY_BYTES} bytes")
-        if request.HasField("target") and request.target.held_blocks > len(keys):
-            raise InvalidRequest("target.held_blocks", f"must be at most {len(keys)}")
+        if request.HasField("target") and request.target.held_blocks > len(arrival.keys):
+            raise InvalidRequest("target.held_blocks", f"must be at most {len(arrival.keys)}")
         return cls(
-            spec.request_id,
-            PrefillSequence(key, tokens, keys, SequenceSampling.from_proto(spec), added_at=now),
-            spec.chain_root,
-            spec.tenant,
+            arrival,
+            PrefillSequence(key, arrival.token_ids, arrival.keys, arrival.sampling, added_at=now),
             request.target if request.HasField("target") else None,
             request.source if request.HasField("source") else None,
             request.write_back if request.HasField("write_back") else None,
         )
+
+    @property
+    def request_id(self) -> str:
+        """Of the request."""
+        return self.arrival.request_id
 
     @property
     def key(self) -> str:

@@ -13,14 +13,14 @@ from moonpool.cost import SpeedTracker, prefill_seconds
 from moonpool.engine.handle import Engine, StepResult
 from moonpool.engine.messages import LayerDone
 from moonpool.errors import Internal, MoonpoolError, Unavailable
-from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.writeback import WriteBack
-from moonpool.sched.prefill_scheduler import Load, PlannedChunk, PrefillScheduler, PrefillSequence, StepPlan
+from moonpool.sched.prefill_scheduler import PlannedChunk, PrefillScheduler, PrefillSequence, StepPlan
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import prefill_pb2
 from services.prefill.jobs import Job
+from services.prefill.loading import Loading
 from services.prefill.prefix import PrefixLoader
 
 log = get_logger(__name__)
@@ -53,7 +53,7 @@ class Runner:
     ) -> None:
         self._engine = engine
         self._scheduler = scheduler
-        self._loader = loader
+        self._loading = Loading(engine, scheduler, loader, self.wake)
         self._write_back = write_back
         self._tracker = tracker
         self._spans = spans
@@ -96,7 +96,7 @@ class Runner:
         job.task = self._group.create_task(self._live(job))
         # Not a `finally` in the task: a task that is cancelled before its first step never reaches it.
         job.task.add_done_callback(lambda _: self._over(job))
-        self._changed()
+        self.wake()
 
     def cancel(self, job: Job) -> None:
         """A job is wanted no more; everything it holds comes back. Without effect on one that has ended."""
@@ -104,8 +104,9 @@ class Runner:
             job.task.cancel()
 
     def wake(self) -> None:
-        """Blocks were given back by somebody else: perhaps more can be started."""
-        self._changed()
+        """Something has changed: perhaps more can be started or planned."""
+        self._wake.set()
+        self._on_change()
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -136,7 +137,9 @@ class Runner:
         while not self.dead:
             now = time.monotonic()
             while (sequence := self._scheduler.start_next(now)) is not None:
-                self._start(self._jobs[sequence.request_id])
+                job = self._jobs[sequence.request_id]
+                self._loading.decide(job)
+                job.started.set()
             plan = self._scheduler.plan(now)
             if plan is None:
                 return
@@ -144,24 +147,14 @@ class Runner:
                 self._planned(plan, chunk)
             group.create_task(self._step(plan))
 
-    def _start(self, job: Job) -> None:
-        """A sequence has its blocks: decide about its prefix."""
-        if job.source is not None:
-            reusable = self._scheduler.reusable_blocks(job.sequence)
-            blocks = self._loader.worth(job.source, job.sequence, reusable)
-            if blocks:
-                job.load_blocks = self._scheduler.load_started(job.key, blocks)
-        job.started.set()
-
     def _planned(self, plan: StepPlan, chunk: PlannedChunk) -> None:
         job = self._jobs.get(chunk.sequence.request_id)
         if job is None:
             return
         if plan.step.gated:
-            job.gated_step = plan.step.step_id
-            self._engine.open_gate(plan.step.step_id, job.layers_ready - 1)
-        if chunk.first and job.delivery is not None:
-            self._deliver_prefix(job, job.sequence.num_cached)
+            self._loading.followed(job, plan.step.step_id)
+        if chunk.first:  # from here on what is cached does not change any more
+            self._loading.deliver(job, job.sequence.num_cached)
 
     async def _step(self, plan: StepPlan) -> None:
         try:
@@ -181,7 +174,7 @@ class Runner:
             assert token is not None, "the last chunk samples"
             if job is not None:
                 self._computed(job, token)
-        self._changed()
+        self.wake()
 
     def _on_layer(self, plan: StepPlan, done: LayerDone) -> None:
         """A layer of a step is in the pool: its new slices may leave."""
@@ -225,8 +218,8 @@ class Runner:
             return
         blocks = sequence.block_table[first:end]
         self._scheduler.blocks.acquire(blocks)
-        parents = [BlockKey(job.chain_root), *sequence.keys][first:end]
-        self._write_back.submit(job.store, sequence.keys[first:end], parents, job.tenant, blocks)
+        parents = job.arrival.parents()[first:end]
+        self._write_back.submit(job.store, sequence.keys[first:end], parents, job.arrival.tenant, blocks)
 
     def _record(self, plan: StepPlan, result: StepResult) -> None:
         if len(plan.chunks) == 1 and not plan.step.gated and not result.aborted:
@@ -250,10 +243,6 @@ class Runner:
         job = self._jobs.get(sequence.request_id)
         return job.request_id if job is not None else ""
 
-    def _changed(self) -> None:
-        self._wake.set()
-        self._on_change()
-
     # --- a job's life ----------------------------------------------------------------------------------------------
 
     async def _live(self, job: Job) -> None:
@@ -262,7 +251,7 @@ class Runner:
             await job.started.wait()
             async with asyncio.TaskGroup() as group:
                 if job.load_blocks:
-                    group.create_task(self._load(job))
+                    group.create_task(self._loading.load(job))
                 if job.delivery is not None:
                     group.create_task(job.delivery.stream())
                 await job.computed.wait()
@@ -286,7 +275,7 @@ class Runner:
         job.end(Unavailable("the prefill was cancelled"))
         if not self._jobs:
             self.empty.set()
-        self._changed()
+        self.wake()
 
     def _finished(self, job: Job) -> prefill_pb2.PrefillResponse:
         finished = prefill_pb2.PrefillFinished()
@@ -297,55 +286,8 @@ class Runner:
 
     def _leave(self, job: Job) -> None:
         """Gives the blocks back. Loader and sender have ended; a step in flight keeps the blocks until it is done."""
-        if job.sequence.load is not Load.IDLE:
-            self._abort(job, self._scheduler.load_failed(job.key, 0))
+        self._loading.give_up(job)
         self._scheduler.remove(job.key)
-
-    async def _load(self, job: Job) -> None:
-        """Loads the prefix; what does not come is computed."""
-        assert job.source is not None
-        size = self._layout.block_tokens
-        cached = job.sequence.num_cached // size
-        keys = job.sequence.keys[cached : cached + len(job.load_blocks)]
-        loaded = await self._loader.load(
-            job.source.instance, job.request_id, keys, job.load_blocks, partial(self._layer_loaded, job)
-        )
-        if loaded == len(keys):
-            self._scheduler.load_complete(job.key)
-        else:
-            # Slices of the step that counts for nothing are not handed over any more; those that were must have left
-            # before their blocks are computed anew, or a frame would be torn between two versions.
-            self._abort(job, self._scheduler.load_broken(job.key))
-            if job.delivery is not None:
-                await job.delivery.quiet()
-            self._scheduler.load_failed(job.key, cached + loaded)
-        if job.delivery is not None:
-            self._deliver_prefix(job, (cached + loaded) * size)
-        self._changed()
-
-    def _abort(self, job: Job, step_id: int | None) -> None:
-        """Gives up the step that followed a load which has failed."""
-        if step_id is not None:
-            job.stale_step = step_id
-            self._engine.abort(step_id)
-
-    def _layer_loaded(self, job: Job, layer: int) -> None:
-        """All prefix slices of a layer are in the pool."""
-        job.layers_ready = layer + 1
-        if layer == 0:
-            self._scheduler.layer_ready(job.key)
-            self._wake.set()
-        if job.gated_step is not None:
-            self._engine.open_gate(job.gated_step, layer)
-        if job.delivery is not None:
-            cached = job.sequence.num_cached // self._layout.block_tokens
-            job.delivery.add(layer, cached, cached + len(job.load_blocks))
-
-    def _deliver_prefix(self, job: Job, tokens: int) -> None:
-        """Leading blocks that are in the pool in all layers may leave."""
-        assert job.delivery is not None
-        for layer in range(self._layout.layers):
-            job.delivery.add(layer, 0, tokens // self._layout.block_tokens)
 
     def _fail(self, job: Job, error: MoonpoolError) -> None:
         job.end(error)

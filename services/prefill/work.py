@@ -96,7 +96,7 @@ class Work:
             predicted = self.runner.predicted_start_s()
             raise Overloaded(f"{self.runner.jobs} prompts wait", reason="queue_full", retry_after_s=max(0.1, predicted))
         key = str(next(self._numbers))
-        job = Job.from_proto(request, key, block_tokens=self.layout.block_tokens, now=time.monotonic())
+        job = Job.from_proto(request, self._parts.plan.arrival(request.sequence), key, time.monotonic())
         if job.target is not None:
             sequence = job.sequence
             job.delivery = Delivery(

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import pytest
 
 from moonpool import bundled
-from moonpool.checkpoint import resolve
+from moonpool.checkpoint import model_name, resolve
 from moonpool.errors import CheckpointError
 from tests.unit.checkpoint.folder import write_config, write_weights
 
@@ -170,3 +170,17 @@ def test_nobody_there(tmp_path: Path) -> None:
     assert answer.startswith(
         f"error: owner/model: no such folder, not in the local cache, and not fetched from {endpoint}"
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("owner/Some-Model", "Some-Model"), ("owner/Some-Model@main", "Some-Model"), ("gpt", "gpt")],
+)
+def test_a_hub_id_is_served_under_its_last_part(model: str, name: str) -> None:
+    assert model_name(model) == name
+
+
+def test_a_folder_is_served_under_its_name(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    assert model_name(f"{tmp_path}/here/") == "here"
+    assert model_name(f"{tmp_path}/here/../here") == "here"

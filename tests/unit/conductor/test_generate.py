@@ -222,6 +222,18 @@ async def test_a_request_without_limit_waits_for_room() -> None:
         await s.rest()
 
 
+async def test_requests_wait_for_room_in_turn_and_within_their_limit() -> None:
+    p, d = prefill(), decode(refusals=[no_room() for _ in range(200)])
+    async with stack(p, d, room_wait_s=0.2) as s:
+        waiting = [s.client.generate(token_ids=PROMPT, sampling=GREEDY) for _ in range(3)]
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(result) for result in results] == [Overloaded] * 3
+        assert p.requests == []
+        await s.rest()
+        d.refusals.clear()
+        assert (await s.client.generate(token_ids=PROMPT, sampling=GREEDY)).token_ids == expected(40, 8)
+
+
 async def test_overloaded_by_prediction_carries_its_reason() -> None:
     p, d = prefill(), decode()
     p.load.speed.CopyFrom(Speeds(prefill_per_token_s=1.0).to_proto())
@@ -236,7 +248,8 @@ async def test_overloaded_by_prediction_carries_its_reason() -> None:
         assert error.retry_after_s > 0
         explanation = await s.client.explain("r")
         assert explanation.placement is None
-        assert explanation.refused
+        assert explanation.refused.startswith("ttft_slo") or "exceeds" in explanation.refused
+        assert [candidate.instance for candidate in explanation.candidates] == ["prefill-0"]
         await s.rest()
 
 

@@ -3,10 +3,11 @@ import asyncio
 import pytest
 
 import moonpool.cluster.join
+from moonpool.client import SamplingParams
 from moonpool.errors import Mismatch
 from moonpool.v1 import kv_pb2
 
-from .fakes import SERVICES, WAIT_S, FakePrefill, decode, prefill, stack, store
+from .fakes import SERVICES, WAIT_S, FakePrefill, decode, expected, prefill, stack, store
 
 KEYS = [bytes([n]) * 32 for n in range(4)]
 
@@ -79,6 +80,23 @@ async def test_silence_is_loss() -> None:
 
         d.agent._send = stop_writing  # type: ignore[assignment,method-assign]
         await s.until(lambda: s.servicer._cluster.registry.get("decode-0") is None)
+
+
+async def test_requests_of_a_silent_instance_go_on_elsewhere() -> None:
+    p, silent, other = prefill(), decode(0, hold_at=2), decode(1)
+    async with stack(p, silent, other, heartbeat_s=0.3) as s:
+        assert silent.agent is not None
+        quiet = asyncio.Event()
+
+        async def stop_writing(*args: object) -> None:
+            await quiet.wait()
+
+        silent.agent._send = stop_writing  # type: ignore[assignment,method-assign]
+        params = SamplingParams(max_tokens=6, temperature=0.0)
+        result = await s.client.generate(token_ids=list(range(30, 50)), sampling=params)
+        assert result.token_ids == expected(20, 6)
+        assert [placement.decode for placement in result.placements] == ["decode-0", "decode-1"]
+        await s.rest()
 
 
 class Unreachable(FakePrefill):

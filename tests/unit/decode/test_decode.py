@@ -249,6 +249,8 @@ async def test_refuses_what_is_wrong() -> None:
         cases: list[tuple[str, dict[str, Any]]] = [
             ("sequence.token_ids", {"token_ids": b"123"}),
             ("sequence.token_ids", {"token_ids": b"", "block_keys": b""}),
+            ("sequence.token_ids", {"token_ids": b"\x00\x01\x00\x00" * 20}),
+            ("sequence.token_ids", {"token_ids": b"\xff" * 80}),
             ("sequence.block_keys", {"block_keys": b""}),
             ("sequence.chain_root", {"chain_root": b"short"}),
             ("sequence.prompt_tokens", {"prompt_tokens": 99}),
@@ -305,6 +307,17 @@ async def test_cancel_in_a_step() -> None:
         go.set()
         await it.rest()
         assert conductor.tokens == {}
+
+
+async def test_first_token_must_exist() -> None:
+    tokens = prompt(20)
+    async with decoding() as it, conducting(it) as conductor:
+        target = await reserve(it, spec("a", tokens))
+        await transfer(it, target, tokens)
+        await conductor.start("a", target, 256)
+        await conductor.until(lambda: "a" in conductor.failed)
+        await conductor.cancel("a", target)
+        await conductor.until(lambda: conductor.outcomes == {"a": kv_pb2.CANCEL_OUTCOME_IN_FLIGHT})
 
 
 async def test_cancel_unknown() -> None:

@@ -587,6 +587,8 @@ async def test_refuses_what_is_wrong() -> None:
         cases: list[tuple[str, dict[str, Any]]] = [
             ("sequence.token_ids", {"token_ids": b"123"}),
             ("sequence.token_ids", {"token_ids": b"", "block_keys": b""}),
+            ("sequence.token_ids", {"token_ids": b"\x00\x01\x00\x00" * 20}),
+            ("sequence.token_ids", {"token_ids": b"\xff" * 80}),
             ("sequence.block_keys", {"block_keys": b""}),
             ("sequence.chain_root", {"chain_root": b"short"}),
             ("sequence.prompt_tokens", {"prompt_tokens": 99}),
