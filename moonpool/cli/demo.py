@@ -59,7 +59,8 @@ def run_demo(model: str, max_tokens: int) -> int:
 
 
 def _serve(address: str, max_tokens: int, console: Console) -> list[Shown]:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    # A model this small repeats itself when greedy; the seed makes the same prompt give the same text all the same.
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.6, top_p=0.9, repetition_penalty=1.25, seed=7)
     long_prompt = _long_prompt()
     rows: list[Shown] = []
     with Client(address) as client:
