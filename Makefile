@@ -6,10 +6,10 @@ STAMP  := $(VENV)/.installed
 MODEL  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run up down test test-all check format protos bench load clean
+.PHONY: help setup run up down up-local down-local test-containers test test-all check format protos bench load clean
 
 help:  ## list the verbs
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
 
 setup: $(STAMP)  ## create .venv and install everything into it, at pinned versions
 
@@ -22,11 +22,20 @@ $(STAMP): pyproject.toml constraints.txt
 run: $(STAMP)  ## serve the bundled model on this machine, show what happens, stop
 	$(BIN)/moonpool demo $(if $(MODEL),--model $(MODEL))
 
-up: $(STAMP)  ## a local stack in the foreground, until Ctrl-C
+up:  ## a stack: containers where a docker engine answers, else as up-local; says which
+	@MODEL="$(MODEL)" MAKE="$(MAKE)" deploy/stack.sh up
+
+down:  ## stop the stack that `make up` or `make up-local` started
+	@MAKE="$(MAKE)" deploy/stack.sh down
+
+up-local: $(STAMP)  ## a stack of local processes in the foreground, until Ctrl-C
 	$(BIN)/moonpool up $(if $(MODEL),--model $(MODEL))
 
-down: $(STAMP)  ## stop the stack that `make up` started
+down-local: $(STAMP)  ## stop the local stack
 	$(BIN)/moonpool down
+
+test-containers: $(STAMP)  ## build the images, run them, one request, stop; needs docker (docs/deploy.md)
+	PYTHON=$(BIN)/python deploy/test_containers.sh
 
 test: $(STAMP)  ## the tests that gate every change (minutes)
 	$(BIN)/python -m pytest -m "not slow and not gpu"

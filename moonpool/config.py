@@ -62,7 +62,12 @@ def _check_bind(address: str) -> str:
     return address
 
 
-def _check_peer(address: str) -> str:
+def check_peer(address: str) -> str:
+    """The address of somebody else, as it was given.
+
+    Raises:
+        ValueError: not of the form, or no address that can be reached.
+    """
     host, port = parse_address(address)
     if host in _WILDCARDS or port == 0:
         raise ValueError(f"must be an address that can be reached, got {address!r}")
@@ -72,7 +77,7 @@ def _check_peer(address: str) -> str:
 # "host:port" to listen at; port 0 = any free one.
 ListenAddress = Annotated[str, AfterValidator(_check_bind)]
 # "host:port" of somebody else.
-PeerAddress = Annotated[str, AfterValidator(_check_peer)]
+PeerAddress = Annotated[str, AfterValidator(check_peer)]
 
 
 class ServiceConfig(BaseSettings):

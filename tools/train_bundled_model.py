@@ -11,7 +11,7 @@ reference topics that ``pydoc`` carries), and the libraries are torch, tokenizer
 2. train a byte-level BPE tokenizer on the rest;
 3. train a small Llama on 1k windows, then 2k, then 8k, with Muon for the matrices and AdamW for embedding and norms;
 4. round the weights to bfloat16, save, load the saved file again and measure held-out bits per byte at token positions
-   0-1023 and 7168-8191 of 8k windows, then print greedy samples;
+   0-1023 and 7168-8191 of 8k windows, then print samples;
 5. write the Hugging Face folder and its model card.
 
 The folder is also written early and now and then during training, so that an interrupted run leaves a usable model.
@@ -80,6 +80,7 @@ SAMPLE_PROMPTS = (
     "class Queue:\n    def __init__(self, maxsize=0):",
 )
 SAMPLE_QUESTION = "Return the absolute path of a file."
+SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 0.7, 0.9
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -674,24 +675,42 @@ def evaluate(model: Llama, documents: Sequence[Document], tokenizer: Tokenizer, 
 
 
 @torch.inference_mode()
-def continue_greedily(model: Llama, ids: list[int], count: int) -> list[int]:
-    """Return up to ``count`` greedy tokens after ``ids``, ending with ``</s>`` if the model ends."""
+def continue_text(model: Llama, ids: list[int], count: int, temperature: float, seed: int) -> list[int]:
+    """Return up to ``count`` tokens after ``ids``, ending with ``</s>`` if the model ends; greedy at temperature 0."""
     ids = list(ids)
     produced: list[int] = []
+    generator = torch.Generator().manual_seed(seed)
     while len(produced) < count and (not produced or produced[-1] != EOS_ID):
-        hidden = model(torch.tensor([ids]))[0, -1]
-        token = int(functional.linear(hidden, model.embed_tokens.weight).argmax())
+        logits = functional.linear(model(torch.tensor([ids]))[0, -1], model.embed_tokens.weight)
+        if temperature > 0:
+            ranked, order = (logits / temperature).softmax(-1).sort(descending=True)
+            ranked[ranked.cumsum(0) - ranked > SAMPLE_TOP_P] = 0.0
+            token = int(order[torch.multinomial(ranked, 1, generator=generator)])
+        else:
+            token = int(logits.argmax())
         produced.append(token)
         ids.append(token)
     return produced
 
 
-def make_samples(model: Llama, tokenizer: Tokenizer, count: int) -> list[tuple[str, str, bool]]:
-    """Return (prompt, greedy continuation, whether it ended by itself) for the prompts of the card."""
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A continuation for the card."""
+
+    prompt: str
+    temperature: float
+    text: str
+    ended: bool
+
+
+def make_samples(model: Llama, tokenizer: Tokenizer, count: int, seed: int) -> list[Sample]:
+    """Return the continuations of the card's prompts: each greedy, then each drawn."""
     samples = []
-    for prompt in (*SAMPLE_PROMPTS, chat_header(SAMPLE_QUESTION)):
-        produced = continue_greedily(model, [BOS_ID, *encode_text(tokenizer, prompt)], count)
-        samples.append((prompt, tokenizer.decode(produced), produced[-1] == EOS_ID))
+    for temperature in (0.0, SAMPLE_TEMPERATURE):
+        for prompt in (*SAMPLE_PROMPTS, chat_header(SAMPLE_QUESTION)):
+            ids = [BOS_ID, *encode_text(tokenizer, prompt)]
+            produced = continue_text(model, ids, count, temperature, seed)
+            samples.append(Sample(prompt, temperature, tokenizer.decode(produced), produced[-1] == EOS_ID))
     return samples
 
 
@@ -704,7 +723,7 @@ def make_card(
     args: argparse.Namespace,
     report: Report,
     result: Evaluation,
-    samples: list[tuple[str, str, bool]],
+    samples: list[Sample],
     parameters: int,
     size: int,
 ) -> str:
@@ -713,10 +732,17 @@ def make_card(
     curve = " ".join(f"| {value:.3f}" for value in result.by_block)
     heads = " ".join(f"| {i}k-{i + 1}k" for i in range(len(result.by_block)))
     shown = "\n".join(
-        f"Prompt:\n\n```text\n{prompt.rstrip()}\n```\n\nContinuation"
-        f"{' (the model ended it with `</s>`)' if ended else f' (cut at {args.sample_tokens} tokens)'}:\n\n"
-        f"```text\n{text.rstrip()}\n```\n"
-        for prompt, text, ended in samples
+        f"Prompt:\n\n```text\n{sample.prompt.rstrip()}\n```\n\n"
+        f"{f'Drawn at temperature {sample.temperature:g}' if sample.temperature else 'Greedy'}"
+        f"{', ended by `</s>`' if sample.ended else f', cut at {args.sample_tokens} tokens'}:\n\n"
+        f"```text\n{sample.text.strip(chr(10))}\n```\n"
+        for sample in samples
+    )
+    verdict = (
+        "so what stands far back does help the model."
+        if result.same_text_last < result.same_text_first
+        else "so the difference in the table comes from the text at\nthose positions: this model does not profit from"
+        " what stands far back, it only about keeps its level up to 8k."
     )
     note = f"\n{args.note}\n" if args.note else ""
     return f"""---
@@ -746,7 +772,7 @@ Held-out bits per byte of the saved bfloat16 weights, computed in float32, lower
 These are over {result.windows} windows of {CONTEXT} tokens, each within one of the {result.files} held-out files that
 are long enough, with a window every {args.stride} tokens. The two rows above average over slightly different text.
 Over exactly the same tokens, the figures are {result.same_text_first:.3f} when they stand at 0-1k and
-{result.same_text_last:.3f} when they stand at 7-8k. By position:
+{result.same_text_last:.3f} when they stand at 7-8k, {verdict} By position:
 
 {heads} |
 {"|---" * len(result.by_block)}|
@@ -773,7 +799,8 @@ installation it runs on.
   {shape.num_key_value_heads} key/value heads of {shape.head_dim}, feed-forward {shape.intermediate_size}, tied
   embeddings, rotary base {shape.rope_theta:g}, context {CONTEXT}.
 - Training: {report.tokens / 1e6:.2f} million tokens ({report.tokens / max(report.epoch_tokens, 1):.1f} epochs) in
-  {report.steps} steps of {args.batch_tokens} tokens (or one longer window): {stages}.
+  {report.steps} steps of {args.batch_tokens} tokens (or one longer window):
+  {stages}.
   Muon (rate {args.muon_lr:g}) for the matrices and AdamW (rate {args.adam_lr:g}) for embedding and norms, warm-up,
   plateau and linear decay to zero, bfloat16 autocast, seed {report.seed}. Last training loss
   {report.final_loss:.3f} nats per token.
@@ -792,7 +819,8 @@ exact text when a conversation goes on, so their KV cache can be reused.
 
 ## Samples
 
-Greedy, float32, from the saved weights.
+From the saved weights in float32: greedy, then drawn at temperature {SAMPLE_TEMPERATURE:g} with top-p {SAMPLE_TOP_P:g}
+(seed {report.seed}), unedited. Trained this briefly, the model repeats itself, above all when it is decoded greedily.
 
 {shown}
 ## Licences
@@ -895,9 +923,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"all files {result.whole:.4f}\nby 1k block: {' '.join(f'{x:.4f}' for x in result.by_block)}",
         flush=True,
     )
-    samples = make_samples(saved, tokenizer, args.sample_tokens)
-    for prompt, text, ended in samples:
-        print(f"--- prompt\n{prompt}\n--- continuation{' (ended)' if ended else ''}\n{text}", flush=True)
+    samples = make_samples(saved, tokenizer, args.sample_tokens, args.seed)
+    for sample in samples:
+        print(
+            f"--- prompt (temperature {sample.temperature:g})\n{sample.prompt}\n--- continuation\n{sample.text}",
+            flush=True,
+        )
     size = (folder.path / "model.safetensors").stat().st_size
     folder.write(saved, make_card(shape, args, report, result, samples, parameters, size))
     print(f"wrote {args.out.name}: {size:,} bytes of weights, {report.minutes:.1f} minutes of training", flush=True)

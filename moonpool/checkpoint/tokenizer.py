@@ -35,6 +35,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self._template = _compile(chat_template) if chat_template is not None else None
         self._special = dict(special or {})
 
@@ -61,6 +62,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens the tokenizer knows, added ones included."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def longest_token_chars(self) -> int:
+        """Characters of the longest token as the vocabulary spells it; no token stands for more characters of text."""
+        return self._longest
 
     @property
     def has_chat_template(self) -> bool:

@@ -77,9 +77,8 @@ def _serve(address: str, max_tokens: int, console: Console) -> list[Shown]:
 
 
 async def _at_once(address: str, sampling: SamplingParams) -> list[GenerateResult]:
-    prompts = [f'"""{topic}."""\n\nimport ' for topic in
-               ("Read a file", "Parse dates", "Open a socket", "Sort a list", "Walk a tree", "Count words",
-                "Start a thread", "Write a log")]  # fmt: skip
+    names = ("read_file", "parse_date", "open_socket", "sort_items", "walk_tree", "count_words", "start_thread", "log")
+    prompts = [f"import os\nimport sys\n\n\ndef {name}(" for name in names]
     async with AsyncClient(address) as client:
         return await asyncio.gather(*(client.generate(prompt=prompt, sampling=sampling) for prompt in prompts))
 

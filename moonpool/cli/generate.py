@@ -30,6 +30,7 @@ def run_generate(
         usage, timing = result.usage, result.timing
         typer.echo(
             f"[{result.finish_reason}] {usage.prompt_tokens} prompt tokens, {usage.cached_tokens} cached; "
-            f"{usage.completion_tokens} generated; TTFT {timing.ttft_s:.3f} s, TPOT {timing.tpot_s:.4f} s",
+            f"{usage.completion_tokens} generated; TTFT {timing.ttft_s:.3f} s, TPOT {timing.tpot_s:.4f} s"
+            + (" (emulated)" if result.placement.emulated else ""),
             err=True,
         )

@@ -51,6 +51,8 @@ def up(
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
     kvstore: Annotated[int, typer.Option(min=0, help="kvstore instances.")] = 1,
     stages: Annotated[int, typer.Option(min=1, help="Pipeline stages of each prefill instance.")] = 1,
+    engine: Annotated[str, typer.Option(help="real, or paced:PROFILE to emulate compute.")] = "real",
+    time_scale: Annotated[float, typer.Option(min=0, help="Emulated seconds per second; 0 = the profile's own.")] = 0.0,
     data_dir: Annotated[Path | None, typer.Option(help="Keeps store and logs; default: a temporary folder.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="The conductor's port; 0 = any free.")] = 50051,
     threads: Annotated[int, typer.Option(min=0, help="Threads of each engine process; 0 = cores shared out.")] = 0,
@@ -69,8 +71,9 @@ def up(
     def plan(folder: Path) -> StackPlan:
         return StackPlan(
             model=model or bundled_model(), data_dir=folder, dtype=dtype, prefill=prefill, decode=decode,
-            kvstore=kvstore, stages=stages, port=port, threads=threads, block_tokens=block_tokens, kv_bytes=kv_bytes,
-            dram_bytes=dram_bytes, ssd_bytes=ssd_bytes, log_level=log_level, spans_dir=spans_dir,
+            kvstore=kvstore, stages=stages, engine=engine, time_scale=time_scale, port=port, threads=threads,
+            block_tokens=block_tokens, kv_bytes=kv_bytes, dram_bytes=dram_bytes, ssd_bytes=ssd_bytes,
+            log_level=log_level, spans_dir=spans_dir,
         )  # fmt: skip
 
     raise typer.Exit(run_up(plan, data_dir, as_json=as_json))
@@ -119,6 +122,36 @@ def check(
     from moonpool.cli.check import run_check
 
     raise typer.Exit(run_check(address, wait_s=wait_s, as_json=as_json))
+
+
+@app.command()
+def health(
+    address: Address = "127.0.0.1:50051",
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds an answer may take.")] = 5.0,
+    wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds for which a no is asked again.")] = 0.0,
+    joined: Annotated[int, typer.Option(min=0, help="Instances that must have joined; of a conductor.")] = 0,
+) -> None:
+    """Ask any service whether it serves (grpc.health.v1): 0 when it does, 1 when not."""
+    from moonpool.cli.health import run_health
+
+    raise typer.Exit(run_health(address, timeout_s=timeout_s, wait_s=wait_s, joined=joined))
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="YAML file to write.")],
+    model: Model = "",
+    name: Annotated[str, typer.Option(help="Name of the profile; default: the file's.")] = "",
+    hardware: Annotated[str, typer.Option(help="The class of machine, in words.")] = "",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0 = all cores.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Steps of each size; the quickest counts.")] = 5,
+) -> None:
+    """Measure a model on this machine and write a profile for `--engine paced:FILE`."""
+    from moonpool.cli.calibrate import run_calibrate
+
+    run_calibrate(model or bundled_model(), out, name=name, hardware=hardware, dtype=dtype, threads=threads,
+                  repeats=repeats)  # fmt: skip
 
 
 @app.command()

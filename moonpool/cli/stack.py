@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 from moonpool.client import Client
-from moonpool.errors import Unavailable
+from moonpool.errors import ConfigError, Unavailable
 
 LOG_TAIL_LINES = 25
 DRAIN_S = 8.0
@@ -36,6 +36,8 @@ class StackPlan:
         prefill, decode, kvstore: number of instances of each.
         stages: pipeline stages of each prefill instance.
         port: the conductor's port; 0 = any free one.
+        engine: "real", or "paced:PROFILE" to emulate the compute of prefill and decode.
+        time_scale: seconds of the emulated profile that pass in one second; 0 = the profile's own.
         threads: compute threads of each engine process; 0 = all cores shared out among them, at least one.
         block_tokens: tokens per KV block.
         kv_bytes: bytes of KV pool of each engine instance.
@@ -53,6 +55,8 @@ class StackPlan:
     kvstore: int = 1
     stages: int = 1
     port: int = 0
+    engine: str = "real"
+    time_scale: float = 0.0
     threads: int = 0
     block_tokens: int = 64
     kv_bytes: int = 256 << 20
@@ -83,9 +87,8 @@ class ServiceProcess:
         self.log_path = log_path
         self.address = ""
         self._ready = threading.Event()
-        log_path.parent.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {"MOONPOOL_DIE_WITH_PARENT": "1"}
-        with log_path.open("ab") as log:
+        with _opened(log_path) as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", f"services.{kind}", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -151,6 +154,19 @@ class ServiceProcess:
             status = self._process.wait()
         self._reader.join()
         return status
+
+
+def _opened(log_path: Path) -> BinaryIO:
+    """The log, to be written at its end.
+
+    Raises:
+        ConfigError: naming `data_dir`.
+    """
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        return log_path.open("ab")
+    except OSError as error:
+        raise ConfigError("data_dir", f"{log_path} cannot be written: {error.strerror}") from error
 
 
 class LocalStack:
@@ -276,6 +292,7 @@ class LocalStack:
         else:
             arguments += ["--model", plan.model, "--dtype", plan.dtype, "--block-tokens", str(plan.block_tokens)]
             arguments += ["--kv-bytes", str(plan.kv_bytes), "--threads", str(plan.engine_threads())]
+            arguments += ["--engine", plan.engine, "--time-scale", f"{plan.time_scale:g}"]
         if kind == "prefill":
             arguments += ["--stages", str(plan.stages)]
         return [*arguments, *self._common_arguments(kind, service_id, 0)]

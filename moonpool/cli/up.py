@@ -13,6 +13,7 @@ from pathlib import Path
 import typer
 
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan
+from moonpool.engine.emulation import emulation_of
 
 STOP_TIMEOUT_S = 60.0
 
@@ -50,11 +51,13 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, as_json:
         say({"service": service.id, "address": service.address, "pid": service.pid}, f"{service.id} {service.address}")
 
     with _data_folder(data_dir) as folder:
-        stack = LocalStack(plan(folder), on_ready=on_ready)
+        planned = plan(folder)
+        ready, note = _emulation(planned)
+        stack = LocalStack(planned, on_ready=on_ready)
         state = state_file()
         with stack:
             state.write_text(json.dumps({"pid": os.getpid(), "address": stack.address, "data_dir": str(folder)}))
-            say({"ready": stack.address, "data_dir": str(folder)}, f"ready: {stack.address}")
+            say({"ready": stack.address, "data_dir": str(folder), **ready}, f"ready: {stack.address}{note}")
             try:
                 lost = _wait(stack, stopping)
                 statuses = stack.stop()
@@ -66,6 +69,16 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, as_json:
     if bad:
         typer.echo(f"did not end well: {bad}", err=True)
     return 1 if lost or bad else 0
+
+
+def _emulation(plan: StackPlan) -> tuple[dict[str, object], str]:
+    """What the ready line says of emulated compute, as JSON fields and as text; nothing when compute is real."""
+    paced = emulation_of(plan.engine, plan.time_scale)
+    if paced is None:
+        return {}, ""
+    profile, scale = paced
+    text = f"compute is emulated as {profile.name}: {profile.hardware}"
+    return {"emulated": profile.name, "time_scale": scale}, f" ({text}; time scale {scale:g})"
 
 
 def _wait(stack: LocalStack, stopping: threading.Event) -> str:

@@ -29,6 +29,9 @@ from moonpool.client.types import (
 from moonpool.errors import InvalidRequest, StreamBroken
 from moonpool.v1 import conductor_pb2, kv_pb2
 
+MAX_REQUEST_BYTES = 64 << 20
+"""What gRPC takes as one message, on both sides."""
+
 _FINISH: dict[int, FinishReason] = {
     kv_pb2.FINISH_REASON_STOP: "stop",
     kv_pb2.FINISH_REASON_LENGTH: "length",
@@ -78,6 +81,9 @@ def generate_request(
             value_s = getattr(slo, name)
             if value_s is not None:
                 _assign(request.slo, name, value_s, f"slo.{name}")
+    if request.ByteSize() > MAX_REQUEST_BYTES:
+        form = "prompt" if prompt is not None else "token_ids" if token_ids is not None else "messages"
+        raise InvalidRequest(form, f"the request has {request.ByteSize()} bytes, at most {MAX_REQUEST_BYTES} are taken")
     return request
 
 
@@ -186,6 +192,7 @@ def cluster_state(message: conductor_pb2.ClusterStateResponse) -> ClusterState:
         block_tokens=message.model.layout.block_tokens,
         conductor=message.conductor.address,
         instances=tuple(map(_instance, message.instances)),
+        emulated=message.model.emulated,
     )
 
 

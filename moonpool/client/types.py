@@ -99,6 +99,8 @@ class Placement:
     kvstore: str = ""
     predicted_cached_blocks: int = 0
     predicted_ttft_s: float = 0.0
+    emulated: bool = False
+    """Compute was emulated: times are a profile's, tokens mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,10 @@ class InstanceInfo:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """The cluster as the conductor sees it. `model` is "" before the first engine has joined."""
+    """The cluster as the conductor sees it. `model` is "" before the first engine has joined.
+
+    `emulated` names the profile by which the engines' compute is emulated; "" = it is real.
+    """
 
     ready: bool
     model: str
@@ -159,6 +164,7 @@ class ClusterState:
     block_tokens: int
     conductor: str
     instances: tuple[InstanceInfo, ...]
+    emulated: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from moonpool.engine.messages import History
 from moonpool.errors import InvalidRequest
-from moonpool.kv.keys import KEY_BYTES, BlockKey, tokens_from_bytes, unpack_keys
+from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_from_bytes
+from moonpool.sched.limits import check_end_tokens, check_sampling, with_defaults
 from moonpool.sched.sampling import SequenceSampling
 from moonpool.v1 import kv_pb2
+
+MAX_NAME_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,29 +39,46 @@ class Arrival:
     sampling: SequenceSampling
 
     @classmethod
-    def from_proto(cls, spec: kv_pb2.SequenceSpec, *, block_tokens: int, vocab_size: int, max_tokens: int) -> Self:
-        """From the contract.
+    def from_proto(
+        cls, spec: kv_pb2.SequenceSpec, *, namespace: bytes, block_tokens: int, vocab_size: int, max_tokens: int
+    ) -> Self:
+        """From the contract. The keys are computed anew: what is kept under a wrong one would be a wrong answer later.
 
         Raises:
             InvalidRequest: naming the field at fault.
         """
+        _check_name("sequence.request_id", spec.request_id, least=1)
+        _check_name("sequence.tenant", spec.tenant, least=0)
         tokens = tokens_from_bytes(spec.token_ids, "sequence.token_ids")
-        keys = unpack_keys(spec.block_keys, "sequence.block_keys")
-        if not spec.request_id:
-            raise InvalidRequest("sequence.request_id", "must not be empty")
         if not 1 <= len(tokens) <= max_tokens:
             raise InvalidRequest("sequence.token_ids", f"must be 1 to {max_tokens} tokens, are {len(tokens)}")
         if not 0 <= min(tokens) <= max(tokens) < vocab_size:
             raise InvalidRequest("sequence.token_ids", f"must be in [0, {vocab_size})")
         if not 1 <= spec.prompt_tokens <= len(tokens):
             raise InvalidRequest("sequence.prompt_tokens", f"must be in [1, {len(tokens)}], is {spec.prompt_tokens}")
-        if len(keys) != len(tokens) // block_tokens:
-            raise InvalidRequest("sequence.block_keys", f"must be {len(tokens) // block_tokens} keys, are {len(keys)}")
-        if len(spec.chain_root) != KEY_BYTES:
-            raise InvalidRequest("sequence.chain_root", f"must have {KEY_BYTES} bytes, has {len(spec.chain_root)}")
-        sampling = SequenceSampling.from_proto(spec)
-        return cls(spec.request_id, tokens, keys, BlockKey(spec.chain_root), spec.tenant, sampling)
+        root = chain_root(namespace, spec.tenant)
+        if spec.chain_root != root:
+            raise InvalidRequest("sequence.chain_root", "is not that of this namespace and tenant")
+        keys = block_keys(root, tokens, block_tokens)
+        if spec.block_keys != pack_keys(keys):
+            raise InvalidRequest("sequence.block_keys", f"are not the {len(keys)} keys of these tokens")
+        sampling = with_defaults(spec.sampling)
+        check_sampling(sampling, vocab_size, "sequence.sampling")
+        if len(spec.end_token_ids) > vocab_size:
+            raise InvalidRequest("sequence.end_token_ids", f"at most {vocab_size} tokens")
+        ends = frozenset(spec.end_token_ids) | frozenset(sampling.stop_token_ids)
+        check_end_tokens(ends, sampling.min_tokens, vocab_size, "sequence.end_token_ids")
+        return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, SequenceSampling.from_proto(spec))
+
+    def history(self, token_ids: "array[int] | None" = None) -> History:
+        """For engines that check what blocks hold; `token_ids` = the array that grows with the answer, if one does."""
+        return History(self.chain_root, self.token_ids if token_ids is None else token_ids, self.keys)
 
     def parents(self) -> list[BlockKey]:
         """The key before each of `keys` in its chain."""
         return [self.chain_root, *self.keys][: len(self.keys)]
+
+
+def _check_name(field: str, name: str, *, least: int) -> None:
+    if not least <= len(name) <= MAX_NAME_CHARS:
+        raise InvalidRequest(field, f"must have {least} to {MAX_NAME_CHARS} characters, has {len(name)}")

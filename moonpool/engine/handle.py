@@ -80,7 +80,7 @@ class Engine(Protocol):
 
 
 def start_engine(spec: EngineSpec, *, start_timeout_s: float = 120.0) -> AbstractAsyncContextManager[Engine]:
-    """Starts the engine's processes; leaving the context ends them and frees the pool.
+    """Starts the engine's processes, or emulates them; leaving the context ends them and frees the pool.
 
     Raises:
         ConfigError: A value of `spec` is refused (stages, blocks, device, memory).
@@ -88,6 +88,10 @@ def start_engine(spec: EngineSpec, *, start_timeout_s: float = 120.0) -> Abstrac
         DeadlineExceeded: Not ready within `start_timeout_s`.
         Unavailable: A worker died on its way up.
     """
+    if spec.emulation is not None:
+        from moonpool.engine.paced import start_paced
+
+        return start_paced(spec, spec.emulation)
     from moonpool.engine.launch import start_processes  # the protocol does not depend on its implementation
 
     return start_processes(spec, start_timeout_s=start_timeout_s)

@@ -8,9 +8,16 @@ stage's `StepDone` carries the sampled tokens. `OpenGate` and `AbortStep` may co
 the step has begun, and are ignored once it is done. Step ids grow from step to step.
 """
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
+
+if TYPE_CHECKING:
+    from moonpool.engine.emulation import Emulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,8 @@ class EngineSpec:
     """A step that is not done after so long means a hung worker: the engine fails, seconds."""
     measure: bool = True
     """Time a few steps at start to learn `Engine.speeds`; off, the speeds are all defaults (tests)."""
+    emulation: "Emulation | None" = None
+    """Set when compute is emulated: then there is no engine process, and nothing is read of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +78,28 @@ class SampleSpec:
     """Tokens that must not be chosen (end tokens while min_tokens is not reached)."""
 
 
+def _nothing() -> None:
+    """What a history is at the other end of a channel."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class History:
+    """What a sequence consists of, for engines in this process that check what its blocks hold.
+
+    Belongs to the I/O process: it is not sent to engine processes (pickled, it is None).
+    """
+
+    chain_root: BlockKey
+    """Parent of the first block's key."""
+    token_ids: "array[int]"
+    """All tokens so far, computed or not; typecode "i". The sequence's own: it may grow between steps."""
+    keys: Sequence[BlockKey]
+    """Keys of its leading full blocks, as far as they are known."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _nothing, ()
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceStep:
     """One sequence's share of a step: compute the KV of some tokens, and perhaps sample the next one."""
@@ -81,6 +112,10 @@ class SequenceStep:
     """Blocks of the sequence in the pool, in order; must cover start + number of tokens."""
     sample: SampleSpec | None = None
     """Set when the token after the last one is to be sampled."""
+    loading_tokens: int = field(default=0, compare=False)
+    """Tokens of the prefix that are being loaded behind the step's gates."""
+    history: History | None = field(default=None, compare=False, repr=False)
+    """The whole sequence; never leaves the I/O process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,8 +71,8 @@ def fit_decode(one: DecodeTime, many: DecodeTime, deep: DecodeTime) -> tuple[flo
     return max(0.0, many_s - per_sequence * many.sequences), per_sequence, per_context
 
 
-class _Timer:
-    """Runs steps on blocks that nobody uses yet."""
+class StepTimer:
+    """Runs steps on blocks that nobody uses yet, and takes the quickest of each kind. One per engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -80,10 +80,12 @@ class _Timer:
         self._step_id = _FIRST_STEP_ID
 
     async def prefill(self, tokens: int, prefix: int = 0, *, times: int = 2) -> PrefillTime:
+        """One chunk after a prefix."""
         sequence = self._sequence(tokens, prefix)
         return PrefillTime(tokens, prefix, await self._best([sequence], times))
 
     async def decode(self, sequences: int, context: int, *, times: int = 2) -> DecodeTime:
+        """A batch of so many sequences, each with so much context."""
         steps = [self._sequence(1, context - 1)] * sequences  # they share their blocks: only the time is of interest
         return DecodeTime(sequences, sequences * context, await self._best(steps, times))
 
@@ -112,7 +114,7 @@ async def measure(engine: Engine, *, max_tokens: int = 0) -> Speeds:
     """
     room = engine.blocks * engine.layout.block_tokens
     room = min(room, max_tokens) if max_tokens else room
-    timer = _Timer(engine)
+    timer = StepTimer(engine)
     await timer.prefill(min(16, room), times=1)  # memory, threads and code are touched for the first time
     half = max(1, room // 2)
     short = await timer.prefill(min(16, half), times=3)

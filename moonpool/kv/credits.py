@@ -7,8 +7,31 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass
 
 from moonpool.errors import TransferFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What is under way on streams; nothing of it is left once no session is open.
+
+    Attributes:
+        credits_out: bytes sent which the peers have not handed back.
+        credits_kept: bytes taken from peers and not handed back to them.
+        unsent: messages that wait to be written.
+    """
+
+    credits_out: int = 0
+    credits_kept: int = 0
+    unsent: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.credits_out + other.credits_out,
+            self.credits_kept + other.credits_kept,
+            self.unsent + other.unsent,
+        )
 
 
 class ByteCredits:
@@ -34,6 +57,11 @@ class ByteCredits:
     def window(self) -> int:
         """The most that was ever available."""
         return self._window
+
+    @property
+    def out(self) -> int:
+        """Bytes taken that have not come back."""
+        return self._window - self._available
 
     @property
     def waiting(self) -> int:
@@ -104,7 +132,10 @@ class ByteCredits:
 
 
 class CreditReturn:
-    """The receiver's side: collects what was dealt with, and hands it back in batches of a quarter window or more."""
+    """The receiver's side: collects what was dealt with, and hands it back in batches of a quarter window or more.
+
+    Whoever knows that nothing more is expected hands everything back at once, so that at rest no credit is out.
+    """
 
     def __init__(self, window: int) -> None:
         self._threshold = max(1, window // 4)
@@ -115,10 +146,12 @@ class CreditReturn:
         """Bytes dealt with and not yet handed back; always less than a quarter window, or 0."""
         return self._pending
 
-    def consumed(self, n: int) -> int:
-        """Notes that `n` bytes are dealt with; returns the bytes to hand back now, 0 for none."""
+    def consumed(self, n: int, *, idle: bool = False) -> int:
+        """Notes that `n` bytes are dealt with; returns the bytes to hand back now, 0 for none. `idle`: all of them."""
         self._pending += n
-        if self._pending < self._threshold:
-            return 0
+        return self.flush() if idle or self._pending >= self._threshold else 0
+
+    def flush(self) -> int:
+        """The bytes to hand back because nothing more is expected for now."""
         returned, self._pending = self._pending, 0
         return returned

@@ -6,12 +6,13 @@ Owns how slices become frames and back. Must not know who sends them or what the
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import xxhash
 
 from moonpool.errors import FrameError
+from moonpool.kv import faults
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
 
@@ -47,14 +48,22 @@ class Slice:
     valid_tokens: int
 
 
-def checksum(header: kv_pb2.FrameHeader, pieces: Iterable[memoryview]) -> int:
+def checksum(header: kv_pb2.FrameHeader, pieces: Sequence[memoryview]) -> int:
     """xxh3-64 of the payload, seeded with the xxh3-64 of the header's other fields as little-endian integers."""
-    packed = [_HEADER.pack(header.session, header.generation)]
-    for run in header.runs:
-        packed.append(
-            _RUN.pack(run.layer, run.first_block, run.block_count, run.head_begin, run.head_end, run.valid_tokens)
-        )
-    digest = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(b"".join(packed)))
+    runs = (
+        (run.layer, run.first_block, run.block_count, run.head_begin, run.head_end, run.valid_tokens)
+        for run in header.runs
+    )
+    return _checksum(header.session, header.generation, runs, pieces)
+
+
+def _checksum(session: int, generation: int, runs: Iterable[Sequence[int]], pieces: Sequence[memoryview]) -> int:
+    packed = [_HEADER.pack(session, generation)]
+    packed += [_RUN.pack(*run) for run in runs]
+    seed = xxhash.xxh3_64_intdigest(b"".join(packed))
+    if len(pieces) == 1:
+        return xxhash.xxh3_64_intdigest(pieces[0], seed)
+    digest = xxhash.xxh3_64(seed=seed)
     for piece in pieces:
         digest.update(piece)
     return digest.intdigest()
@@ -75,16 +84,16 @@ def pack_frames(
         layout: Arrangement of the slices.
         target_bytes: Payload size aimed at.
     """
-    frame = _Frame(session, generation, layout)
+    frame = _Frame(layout)
     for item in slices:
         data = _cleaned(item, layout)
         for head_begin, head_end, piece in _pieces(data, layout, target_bytes):
             if frame.nbytes and frame.nbytes + piece.nbytes > target_bytes:
-                yield frame.finish()
-                frame = _Frame(session, generation, layout)
+                yield frame.finish(session, generation)
+                frame = _Frame(layout)
             frame.add(item, head_begin, head_end, piece)
     if frame.nbytes:
-        yield frame.finish()
+        yield frame.finish(session, generation)
 
 
 def open_frame(header: kv_pb2.FrameHeader, payload: memoryview, layout: KVLayout) -> list[tuple[Run, memoryview]]:
@@ -107,6 +116,8 @@ def open_frame(header: kv_pb2.FrameHeader, payload: memoryview, layout: KVLayout
         end = position + run_bytes(run, layout)
         runs.append((run, payload[position:end]))
         position = end
+        if position > payload.nbytes:
+            break  # whatever number of runs is claimed, only so many are looked at as the payload could hold
     if position != payload.nbytes or not runs:
         raise FrameError(f"frame of session {header.session}: {payload.nbytes} bytes, its runs need {position}")
     if checksum(header, (payload,)) != header.checksum:
@@ -167,38 +178,46 @@ def _pieces(data: memoryview, layout: KVLayout, target_bytes: int) -> Iterator[t
 class _Frame:
     """A frame being filled."""
 
-    __slots__ = ("_header", "_last", "_layout", "_pieces", "nbytes")
+    __slots__ = ("_layout", "_pieces", "_runs", "nbytes")
 
-    def __init__(self, session: int, generation: int, layout: KVLayout) -> None:
-        self._header = kv_pb2.FrameHeader(session=session, generation=generation)
+    def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
         self._pieces: list[memoryview] = []
-        self._last: kv_pb2.SliceRun | None = None
+        self._runs: list[list[int]] = []  # fields of a Run, in its order
         self.nbytes = 0
 
     def add(self, item: Slice, head_begin: int, head_end: int, piece: memoryview) -> None:
         self._pieces.append(piece)
         self.nbytes += piece.nbytes
-        last = self._last
-        if (
-            last is not None
-            and last.layer == item.layer
-            and last.first_block + last.block_count == item.block
-            and last.valid_tokens == self._layout.block_tokens
-            and (last.head_begin, last.head_end) == (head_begin, head_end)
-        ):
-            last.block_count += 1
-            last.valid_tokens = item.valid_tokens
-            return
-        self._last = self._header.runs.add(
-            layer=item.layer,
-            first_block=item.block,
-            block_count=1,
-            head_begin=head_begin,
-            head_end=head_end,
-            valid_tokens=item.valid_tokens,
-        )
+        if self._runs:
+            last = self._runs[-1]
+            layer, first_block, block_count, begin, end, valid_tokens = last
+            if (
+                layer == item.layer
+                and first_block + block_count == item.block
+                and valid_tokens == self._layout.block_tokens
+                and begin == head_begin
+                and end == head_end
+            ):
+                last[2] = block_count + 1
+                last[5] = item.valid_tokens
+                return
+        self._runs.append([item.layer, item.block, 1, head_begin, head_end, item.valid_tokens])
 
-    def finish(self) -> tuple[kv_pb2.FrameHeader, list[memoryview]]:
-        self._header.checksum = checksum(self._header, self._pieces)
-        return self._header, self._pieces
+    def finish(self, session: int, generation: int) -> tuple[kv_pb2.FrameHeader, list[memoryview]]:
+        header = kv_pb2.FrameHeader(
+            session=session,
+            generation=generation,
+            checksum=_checksum(session, generation, self._runs, self._pieces),
+        )
+        for layer, first_block, block_count, head_begin, head_end, valid_tokens in self._runs:
+            header.runs.add(
+                layer=layer,
+                first_block=first_block,
+                block_count=block_count,
+                head_begin=head_begin,
+                head_end=head_end,
+                valid_tokens=valid_tokens,
+            )
+        frame = header, self._pieces
+        return frame if faults.corruptor is None else faults.corruptor(frame)

@@ -69,12 +69,14 @@ def pack_keys(keys: Iterable[bytes]) -> bytes:
     return b"".join(keys)
 
 
-def unpack_keys(data: bytes, field: str = "keys") -> list[BlockKey]:
+def unpack_keys(data: bytes, field: str = "keys", *, max_keys: int | None = None) -> list[BlockKey]:
     """Keys from their concatenation.
 
     Raises:
-        InvalidRequest: The length is no multiple of 32; names `field`.
+        InvalidRequest: The length is no multiple of 32, or there are more than `max_keys`; names `field`.
     """
+    if max_keys is not None and len(data) > max_keys * KEY_BYTES:
+        raise InvalidRequest(field, f"at most {max_keys} keys, not {len(data) // KEY_BYTES}")
     if len(data) % KEY_BYTES:
         raise InvalidRequest(field, f"length must be a multiple of {KEY_BYTES} bytes, is {len(data)}")
     return [BlockKey(data[start : start + KEY_BYTES]) for start in range(0, len(data), KEY_BYTES)]

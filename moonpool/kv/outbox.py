@@ -18,11 +18,11 @@ from moonpool.errors import StreamBroken
 from moonpool.kv.credits import ByteCredits
 from moonpool.kv.wire import Payload, PayloadMessage, payload_bytes, serialize
 from moonpool.rpc.codec import has_payload
+from moonpool.rpc.writing import write_each
 
 ROOM_BYTES = 4 << 20
 MAX_MESSAGES = 4096
 STALL_S = 30.0
-CANCEL_GRACE_S = 2.0
 
 
 class Outbox:
@@ -36,6 +36,7 @@ class Outbox:
         self._room = ByteCredits(room_bytes)
         self._max_messages = max_messages
         self._queue: deque[tuple[Message | bytes, int]] = deque()
+        self._written = 0  # payload bytes of the message that is being written, whose room is not free yet
         self._wake = asyncio.Event()
         self._finished = False
         self._closed: Exception | None = None
@@ -94,15 +95,7 @@ class Outbox:
         Cancelled, it lets the write that is under way finish first (for a short time at most).
         """
         try:
-            while True:
-                while self._queue:
-                    data, size = self._queue.popleft()
-                    await write_whole(write, data, stall_s)
-                    self._room.grant(size)
-                if self._closed is not None or self._finished:
-                    return
-                self._wake.clear()
-                await self._wake.wait()
+            await write_each(write, self._take, stall_s)
         except TimeoutError:
             error = StreamBroken(f"the peer took nothing for {stall_s:g} s")
             self.close(error)
@@ -111,6 +104,18 @@ class Outbox:
             self.close(StreamBroken(f"writing ended: {failure!r}"))
             raise
 
+    async def _take(self) -> Message | bytes | None:
+        """The next message, once there is one; the one before has been written. None after the last."""
+        self._room.grant(self._written)
+        self._written = 0
+        while not self._queue:
+            if self._closed is not None or self._finished:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+        data, self._written = self._queue.popleft()
+        return data
+
     def _append(self, data: Message | bytes, size: int) -> None:
         if self._closed is not None:
             raise self._closed
@@ -118,33 +123,3 @@ class Outbox:
             raise StreamBroken(f"{len(self._queue)} messages wait and the peer takes none")
         self._queue.append((data, size))
         self._wake.set()
-
-
-async def write_whole(write: Callable[[Any], Awaitable[None]], data: Message | bytes, stall_s: float = STALL_S) -> None:
-    """One write that is finished even when its task is cancelled, if the peer takes it within a short time.
-
-    A server's call cannot be ended with a status while a write is under way: the status gets lost and the peer waits
-    for ever. So whoever cancels `drain` before it aborts the call must find no write under way.
-
-    Raises:
-        TimeoutError: The write took longer than `stall_s`.
-        Exception: Whatever `write` raises.
-    """
-    writing = asyncio.ensure_future(write(data))
-    writing.add_done_callback(_seen)
-    try:
-        done, _ = await asyncio.wait((writing,), timeout=stall_s)
-    except asyncio.CancelledError:
-        await asyncio.wait((writing,), timeout=CANCEL_GRACE_S)
-        writing.cancel()
-        raise
-    if not done:
-        writing.cancel()
-        raise TimeoutError
-    writing.result()
-
-
-def _seen(writing: asyncio.Future[None]) -> None:
-    """Its failure is known even if nobody waits for it any more."""
-    if not writing.cancelled():
-        writing.exception()

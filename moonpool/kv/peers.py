@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from moonpool.kv.credits import Traffic
 from moonpool.v1 import kv_pb2
 
 
@@ -19,6 +20,11 @@ class KVClient(Protocol):
     @property
     def sessions(self) -> int:
         """Open sessions."""
+        ...
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on the stream."""
         ...
 
     async def aclose(self) -> None:
@@ -55,6 +61,11 @@ class Peers(Generic[C]):
     def sessions(self) -> int:
         """Open sessions with all peers."""
         return sum(peer.client.sessions for peer in self._peers.values())
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on the streams to all peers."""
+        return sum((peer.client.traffic for peer in self._peers.values()), Traffic())
 
     async def get(self, instance: kv_pb2.Instance) -> C:
         """The client for a peer. Open a session on it before anything else is awaited."""

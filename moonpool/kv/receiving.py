@@ -61,10 +61,19 @@ class FrameReceiver:
         """Answer to the peer's StreamHello."""
         return kv_pb2.StreamWelcome(receiver=receiver, credit_bytes=self.window_bytes)
 
-    def consumed(self, nbytes: int) -> kv_pb2.Credit | None:
-        """Notes that `nbytes` of payload are dealt with; the Credit to send now, if any."""
-        returned = self._returns.consumed(nbytes)
+    @property
+    def kept(self) -> int:
+        """Bytes dealt with and not yet handed back."""
+        return self._returns.pending
+
+    def consumed(self, nbytes: int, *, idle: bool = False) -> kv_pb2.Credit | None:
+        """Notes that `nbytes` of payload are dealt with; the Credit to send now, if any. `idle`: no session is open."""
+        returned = self._returns.consumed(nbytes, idle=idle)
         return kv_pb2.Credit(bytes=returned) if returned else None
+
+    def idle(self) -> kv_pb2.Credit | None:
+        """The last open session has ended; the Credit to send now, if any."""
+        return self.consumed(0, idle=True)
 
 
 class FrameWriter:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 
 from moonpool.errors import FrameError, StreamBroken, TransferFailed
+from moonpool.kv.credits import Traffic
 from moonpool.kv.frames import Run, open_frame, split_run
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
@@ -184,6 +185,11 @@ class StoreReader:
     def sessions(self) -> int:
         """Number of reads under way."""
         return self._stream.sessions
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on the stream."""
+        return self._stream.traffic
 
     async def read(
         self,

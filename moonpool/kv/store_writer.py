@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from moonpool.errors import StreamBroken, TransferFailed
+from moonpool.kv.credits import Traffic
 from moonpool.kv.frames import FRAME_BYTES, Slice, pack_frames
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
@@ -106,6 +107,11 @@ class StoreWriter:
     def sessions(self) -> int:
         """Number of puts under way."""
         return self._stream.sessions
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on the stream."""
+        return self._stream.traffic
 
     async def put(
         self,

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from moonpool.errors import Mismatch, StreamBroken, TransferFailed
+from moonpool.kv.credits import Traffic
 from moonpool.kv.frames import FRAME_BYTES, Slice, pack_frames
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.link import TO_DECODE, Link
@@ -77,6 +78,11 @@ class TransferSender:
     def sessions(self) -> int:
         """Number of transfers without a verdict."""
         return self._stream.sessions
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on the stream."""
+        return self._stream.traffic
 
     async def open(self, target: kv_pb2.TransferTarget) -> OutboundTransfer:
         """Tells decode that the transfer's prefill begins.

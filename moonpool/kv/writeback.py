@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from moonpool.errors import MoonpoolError
+from moonpool.kv.credits import Traffic
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.peers import KVClient, Peers
 from moonpool.kv.streams import PutOutcome
@@ -96,6 +97,16 @@ class WriteBack:
         self.blocks_stored = 0
         self.blocks_present = 0
         self.blocks_dropped = 0
+
+    @property
+    def sessions(self) -> int:
+        """Jobs under way at stores."""
+        return self._stores.sessions
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on the streams to all stores."""
+        return self._stores.traffic
 
     def accepts(self, store: kv_pb2.Instance, blocks: int) -> bool:
         """Whether a job of so many blocks would be taken now; one that would not be is counted as dropped."""

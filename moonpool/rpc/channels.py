@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from moonpool.errors import Unavailable
 from moonpool.rpc import codec
 from moonpool.rpc.server import MESSAGE_LIMIT_BYTES
+from moonpool.rpc.tuning import LARGE_MESSAGE_OPTIONS
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
@@ -31,6 +32,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.use_local_subchannel_pool", 1),
     # Instances talk to each other directly whatever the environment says about proxies.
     ("grpc.enable_http_proxy", 0),
+    *LARGE_MESSAGE_OPTIONS,
 ]
 
 StreamOpener = Callable[..., "grpc.aio.StreamStreamCall[Any, Any]"]

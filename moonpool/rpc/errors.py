@@ -33,7 +33,10 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
 
 DETAIL_KEY = "moonpool-error-bin"
-_MESSAGE_CHARS = 1000  # metadata is limited to 8 KiB by default, and the message travels twice
+# Metadata is limited to 8 KiB by default. The text travels twice: as bytes in the detail (base64), and as the status'
+# message, in which a byte beyond ASCII takes three.
+_TEXT_BYTES = 1000
+_OVERSIZE = ("CLIENT: Sent message larger than max", "SERVER: Received message larger than max")  # gRPC's own words
 _HIDDEN = "internal error; the service's log tells more"
 
 log = get_logger(__name__)
@@ -72,16 +75,20 @@ def to_status(exc: BaseException) -> tuple[grpc.StatusCode, str, kv_pb2.ErrorDet
         return grpc.StatusCode.INTERNAL, _HIDDEN, detail
     assert isinstance(error, MoonpoolError)
     code, kind = row
-    detail = kv_pb2.ErrorDetail(kind=kind, message=error.message[:_MESSAGE_CHARS])
+    detail = kv_pb2.ErrorDetail(kind=kind, message=_clipped(error.message))
     if isinstance(error, InvalidRequest | Mismatch):
-        detail.field = error.field[:_MESSAGE_CHARS]
+        detail.field = _clipped(error.field)
     elif isinstance(error, Overloaded):
         detail.overloaded.reason = error.reason
         detail.overloaded.predicted_ttft_s = error.predicted_ttft_s
         detail.overloaded.predicted_tbt_s = error.predicted_tbt_s
         detail.overloaded.slo_s = error.slo_s
         detail.overloaded.retry_after_s = error.retry_after_s
-    return code, str(error)[:_MESSAGE_CHARS], detail
+    return code, _clipped(str(error)), detail
+
+
+def _clipped(text: str) -> str:
+    return text.encode(errors="replace")[:_TEXT_BYTES].decode(errors="ignore")
 
 
 def from_rpc_error(error: grpc.RpcError) -> MoonpoolError:
@@ -115,6 +122,8 @@ def _from_bare_code(code: grpc.StatusCode, text: str) -> MoonpoolError:
     match code:
         case grpc.StatusCode.INVALID_ARGUMENT:
             return InvalidRequest("", text)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if text.startswith(_OVERSIZE):
+            return InvalidRequest("", f"the request is too large: {text}")
         case grpc.StatusCode.UNAVAILABLE:
             return Unavailable(text)
         case grpc.StatusCode.CANCELLED:  # the other side's doing: our own cancel is asyncio.CancelledError

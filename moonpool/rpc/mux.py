@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from moonpool.errors import StreamBroken, TransferFailed
-from moonpool.kv.credits import ByteCredits
+from moonpool.kv.credits import ByteCredits, Traffic
 from moonpool.kv.link import TO_DECODE, Link
 from moonpool.kv.outbox import STALL_S
 from moonpool.rpc.mux_connection import Connection, MuxSession, Req, Res, SessionHandler, StreamSpec
@@ -86,6 +86,11 @@ class MuxStream(Generic[Req, Res]):
     def credits(self) -> ByteCredits | None:
         """Credits of the standing connection."""
         return self._connection.credits if self._connection is not None and self.connected else None
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on the standing connection; that of a broken one is nobody's any more."""
+        return self._connection.traffic if self._connection is not None and self.connected else Traffic()
 
     async def open(self, key: Hashable, handler: SessionHandler[Res]) -> MuxSession[Req, Res]:
         """Opens a session on this side, connecting first where necessary. The caller tells the peer of it.

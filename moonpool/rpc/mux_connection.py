@@ -7,6 +7,7 @@ what sessions are for: each has a handler, which gets its messages. When to conn
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -16,7 +17,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from moonpool.errors import Mismatch, StreamBroken, TransferFailed
-from moonpool.kv.credits import ByteCredits, CreditReturn
+from moonpool.kv.credits import ByteCredits, CreditReturn, Traffic
 from moonpool.kv.link import Link
 from moonpool.kv.outbox import Outbox
 from moonpool.kv.wire import Payload, PayloadMessage, payload_bytes
@@ -190,6 +191,11 @@ class Connection(Generic[Req, Res]):
         if spec.credit is not None:
             self.outbox.post(spec.credit(kv_pb2.Credit(bytes=spec.window_bytes)))
 
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way."""
+        return Traffic(self.credits.out, self._returns.pending, len(self.outbox))
+
     async def link_slot(self, size: int, timeout_s: float) -> None:
         """Waits for a slot on the link, if there is one."""
         spec = self._spec
@@ -208,9 +214,12 @@ class Connection(Generic[Req, Res]):
             self.break_(StreamBroken(f"{self._spec.name}: nothing heard for {silent_s:.1f} s"))
 
     def forget(self, session: MuxSession[Req, Res]) -> None:
-        """Removes a session."""
+        """Removes a session; with the last one, all credits go back to the peer."""
         if self.sessions.get(session.key) is session:
             del self.sessions[session.key]
+        if not self.sessions and self.error is None:
+            with contextlib.suppress(StreamBroken):  # the writer has ended and the connection is about to
+                self._give_back(self._returns.flush())
 
     def break_(self, error: Exception) -> None:
         """Ends the call and everything on it with `error`. Only the first time counts."""
@@ -279,6 +288,8 @@ class Connection(Generic[Req, Res]):
                 session.deliver(message, payload)
         if payload.nbytes and self._spec.credit is not None:
             # Also for frames of sessions that are gone or have failed: their credits are used up all the same.
-            returned = self._returns.consumed(payload.nbytes)
-            if returned:
-                self.outbox.post(self._spec.credit(kv_pb2.Credit(bytes=returned)))
+            self._give_back(self._returns.consumed(payload.nbytes, idle=not self.sessions))
+
+    def _give_back(self, nbytes: int) -> None:
+        if nbytes and self._spec.credit is not None:
+            self.outbox.post(self._spec.credit(kv_pb2.Credit(bytes=nbytes)))

@@ -15,13 +15,16 @@ import grpc
 import grpc.aio
 from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from moonpool.config import format_address, parse_address
-from moonpool.errors import ConfigError, NotFound, Unsupported
+from moonpool.errors import ConfigError, InvalidRequest, NotFound, Unsupported
 from moonpool.rpc import codec
 from moonpool.rpc.errors import ErrorInterceptor
+from moonpool.rpc.tuning import LARGE_MESSAGE_OPTIONS
+from moonpool.rpc.writing import write_whole
 
 Service = tuple[ServiceDescriptor, object]
 
@@ -38,6 +41,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
+    *LARGE_MESSAGE_OPTIONS,
 ]
 
 
@@ -150,11 +154,9 @@ def _handler(method: MethodDescriptor, servicer: object) -> grpc.RpcMethodHandle
     behavior: Any = getattr(servicer, method.name, None)
     if behavior is None:
         behavior = _not_built(method.full_name)
-    deserializer: Callable[[bytes], Any] | None
-    deserializer = codec.deserializer(message_factory.GetMessageClass(method.input_type))
-    if not method.client_streaming:
-        # Decoded in the method's own call, where the error mapping sees a malformed request, as it does on a stream.
-        behavior, deserializer = _decoding(deserializer, behavior), None
+    # Decoded in the method's own call, where the error mapping sees a malformed message. What a deserialiser raises
+    # elsewhere gRPC logs, and goes on: on a stream with None in the message's place.
+    behavior = _decoding(method, behavior)
     serializer = codec.serializer(message_factory.GetMessageClass(method.output_type))
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -162,11 +164,58 @@ def _handler(method: MethodDescriptor, servicer: object) -> grpc.RpcMethodHandle
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[method.client_streaming, method.server_streaming]
-    return make(behavior, deserializer, serializer)
+    return make(behavior, None, serializer)
 
 
-def _decoding(decode: Callable[[bytes], Any], behavior: Callable[[Any, Any], Any]) -> Callable[[bytes, Any], Any]:
+def _decoding(method: MethodDescriptor, behavior: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The method `behavior` for requests that come as bytes."""
+    cls = message_factory.GetMessageClass(method.input_type)
+    parse = codec.deserializer(cls)
+
+    def decode(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            reason = str(error).rpartition(": ")[2]
+            raise InvalidRequest("", f"malformed {cls.__name__}: {reason}") from error
+
+    if method.client_streaming:
+        return lambda requests, context: behavior(_Requests(requests, decode), _StreamContext(context, decode))
+    if method.server_streaming:
+        return lambda data, context: behavior(decode(data), _StreamContext(context, decode))
     return lambda data, context: behavior(decode(data), context)
+
+
+class _Requests:
+    """The messages of a stream; reading raises where one is malformed."""
+
+    def __init__(self, requests: AsyncIterator[bytes], decode: Callable[[bytes], Any]) -> None:
+        self._requests = requests
+        self._decode = decode
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        return self._decode(await anext(self._requests))
+
+
+class _StreamContext:
+    """A stream's context whose `read` decodes, and whose `write` may be cancelled; the rest is gRPC's own."""
+
+    def __init__(self, context: Any, decode: Callable[[bytes], Any]) -> None:
+        self._context = context
+        self._decode = decode
+
+    async def read(self) -> Any:
+        data = await self._context.read()
+        return data if data is grpc.aio.EOF else self._decode(data)
+
+    async def write(self, message: Any) -> None:
+        await write_whole(self._context.write, message)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
 
 
 def _not_built(name: str) -> Any:

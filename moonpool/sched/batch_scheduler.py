@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moonpool.engine.messages import SequenceStep, Step
+from moonpool.engine.messages import History, SequenceStep, Step
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, tokens_to_bytes
 from moonpool.sched.block_manager import BlockManager
@@ -31,6 +31,8 @@ class DecodeSequence:
     block_table: list[int]
     """Blocks for the sequence's longest possible life, referred to once by the caller, who releases them at the end."""
     sampling: SequenceSampling
+    history: History | None = None
+    """For engines that check what blocks hold; has `token_ids` itself, not a copy."""
     in_flight: bool = False
     """In the step that is running."""
     removed: bool = False
@@ -284,6 +286,7 @@ class BatchScheduler:
             start=len(tokens) - 1,
             block_table=tuple(sequence.block_table[: -(-len(tokens) // self.block_tokens)]),
             sample=sequence.sampling.at(tokens),
+            history=sequence.history,
         )
 
     def _drop(self, sequence: DecodeSequence) -> None:

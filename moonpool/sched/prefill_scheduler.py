@@ -331,6 +331,8 @@ class PrefillScheduler:
             start=chunk.start,
             block_table=tuple(sequence.block_table[: self._blocks_for(chunk.end)]),
             sample=sequence.sampling.at(sequence.token_ids) if chunk.last else None,
+            loading_tokens=sequence.load_end - sequence.num_cached if sequence.gated else 0,
+            history=sequence.history,
         )
 
     def _advance(self, sequence: PrefillSequence, end: int) -> None:

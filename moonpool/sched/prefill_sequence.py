@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from moonpool.engine.messages import Step
+from moonpool.engine.messages import History, Step
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.sampling import SequenceSampling
 
@@ -35,6 +35,8 @@ class PrefillSequence:
     """Keys of all full blocks of token_ids."""
     sampling: SequenceSampling
     added_at: float = 0.0
+    history: History | None = None
+    """For engines that check what blocks hold."""
 
     started_at: float | None = None
     """When its blocks were bound."""

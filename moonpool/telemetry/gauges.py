@@ -3,7 +3,10 @@
 It owns the translation to the contract's `Gauge`; where the numbers come from is the caller's business.
 """
 
+import asyncio
+import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from moonpool.v1 import kv_pb2
 
@@ -39,6 +42,32 @@ class Gauges:
     def __call__(self) -> list[kv_pb2.Gauge]:
         """The same as `read`."""
         return self.read()
+
+
+def process_entries() -> list[Entry]:
+    """What every process has: tasks on its event loop, resident memory, open files. They may rest anywhere.
+
+    To be read on the event loop. Memory and files are known on Linux only and 0 elsewhere.
+    """
+    return [
+        ("tasks", lambda: len(asyncio.all_tasks()), None),
+        ("resident_bytes", _resident_bytes, None),
+        ("open_files", _open_files, None),
+    ]
+
+
+def _resident_bytes() -> float:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0.0
+
+
+def _open_files() -> float:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return 0.0
 
 
 def restless(gauges: Iterable[kv_pb2.Gauge]) -> dict[str, tuple[float, float]]:

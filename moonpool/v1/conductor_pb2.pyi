@@ -201,6 +201,7 @@ class Placement(_message.Message):
     KVSTORE_FIELD_NUMBER: _builtins.int
     PREDICTED_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     PREDICTED_TTFT_S_FIELD_NUMBER: _builtins.int
+    EMULATED_FIELD_NUMBER: _builtins.int
     prefill: _builtins.str
     """Id of the prefill instance."""
     decode: _builtins.str
@@ -211,6 +212,8 @@ class Placement(_message.Message):
     """Leading blocks the index promised at the placement."""
     predicted_ttft_s: _builtins.float
     """Predicted time to first token, seconds."""
+    emulated: _builtins.bool
+    """Compute is emulated there: times are a profile's, tokens mean nothing."""
     def __init__(
         self,
         *,
@@ -219,10 +222,11 @@ class Placement(_message.Message):
         kvstore: _builtins.str = ...,
         predicted_cached_blocks: _builtins.int = ...,
         predicted_ttft_s: _builtins.float = ...,
+        emulated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "kvstore", b"kvstore", "predicted_cached_blocks", b"predicted_cached_blocks", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "emulated", b"emulated", "kvstore", b"kvstore", "predicted_cached_blocks", b"predicted_cached_blocks", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -454,6 +458,7 @@ class ModelInfo(_message.Message):
     CONFIG_HASH_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    EMULATED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name under which requests ask for it."""
     namespace: _builtins.bytes
@@ -464,6 +469,8 @@ class ModelInfo(_message.Message):
     """Vocabulary size."""
     max_tokens: _builtins.int
     """Longest sequence."""
+    emulated: _builtins.str
+    """Name of the profile by which compute is emulated; empty = it is real."""
     @_builtins.property
     def layout(self) -> _kv_pb2.KVLayout:
         """Arrangement of its KV."""
@@ -477,10 +484,11 @@ class ModelInfo(_message.Message):
         config_hash: _builtins.bytes = ...,
         vocab_size: _builtins.int = ...,
         max_tokens: _builtins.int = ...,
+        emulated: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_hash", b"config_hash", "layout", b"layout", "max_tokens", b"max_tokens", "name", b"name", "namespace", b"namespace", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_hash", b"config_hash", "emulated", b"emulated", "layout", b"layout", "max_tokens", b"max_tokens", "name", b"name", "namespace", b"namespace", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,6 +26,9 @@ from services.conductor.steps import StepsPool
 
 _log = get_logger(__name__)
 
+MAX_EVENT_KEYS = 1 << 16
+"""Keys stored, or removed, in one message: they are taken in one go of the event loop."""
+
 
 class Cluster:
     """Everything the conductor knows of its instances."""
@@ -87,8 +90,8 @@ class Cluster:
         applied = self.index.apply(
             member.id,
             events.sequence,
-            unpack_keys(events.stored_keys, "events.stored_keys"),
-            unpack_keys(events.removed_keys, "events.removed_keys"),
+            unpack_keys(events.stored_keys, "events.stored_keys", max_keys=MAX_EVENT_KEYS),
+            unpack_keys(events.removed_keys, "events.removed_keys", max_keys=MAX_EVENT_KEYS),
             snapshot_begin=events.snapshot_begin,
             snapshot_end=events.snapshot_end,
         )

@@ -14,9 +14,13 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from moonpool.errors import (
     DeadlineExceeded,
+    FrameError,
     InvalidRequest,
+    Mismatch,
     MoonpoolError,
     Overloaded,
+    StreamBroken,
+    TransferFailed,
     Unavailable,
     Unsupported,
 )
@@ -36,6 +40,8 @@ _log = get_logger(__name__)
 FIRST_BACKOFF_S = 0.05
 BACKOFF_FACTOR = 4.0
 _FINAL = (InvalidRequest, Unsupported)
+_INNER = (TransferFailed, StreamBroken, FrameError, Mismatch)
+"""What instances say to each other; to a client it means that nobody could serve its request."""
 
 Emit = Callable[[conductor_pb2.GenerateResponse], Awaitable[None]]
 
@@ -95,8 +101,10 @@ class Generation:
             try:
                 await self._attempt_at(placed)
             except MoonpoolError as error:
-                if isinstance(error, _FINAL) or self._stopping or failures >= self._config.retries:
+                if isinstance(error, _FINAL):
                     raise
+                if self._stopping or failures >= self._config.retries:
+                    raise _given_up(error, failures + 1) from error
                 _log.warning("placing anew", request=self._request.id, failures=failures + 1, error=str(error))
                 await self._back_off(failures)
                 failures += 1
@@ -244,3 +252,10 @@ class Generation:
         except Overloaded as error:
             self._cluster.decisions.refused(self._request.id, f"{error.reason}: {error}", plan.candidates)
             raise
+
+
+def _given_up(error: MoonpoolError, attempts: int) -> MoonpoolError:
+    """What a client is told when the last attempt has failed too."""
+    if isinstance(error, _INNER):
+        return Unavailable(f"given up after {attempts} placements; the last failed: {error}")
+    return error

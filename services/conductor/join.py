@@ -55,7 +55,7 @@ class JoinServer:
         await probe(hello.instance.address, PROBE_TIMEOUT_S)
         member = self._cluster.join(hello, self._clock())
         log = _log.bind(instance=member.id, address=member.instance.address)
-        log.info("joined")
+        log.info("joined", **({"emulated": hello.model.emulated} if hello.model.emulated else {}))
         lost = False
         try:
             welcome = conductor_pb2.JoinWelcome(conductor=self.conductor, heartbeat_s=self._heartbeat_s)
@@ -88,7 +88,7 @@ class JoinServer:
                         resync = conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder())
                         await context.write(resync)
                 case other:
-                    raise InvalidRequest("message", f"{other} is not expected here")
+                    raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
     async def _next(self, context: _Context, timeout_s: float) -> conductor_pb2.JoinRequest | None:
         """Return the next message, or None when the stream or the conductor has ended.
@@ -105,7 +105,7 @@ class JoinServer:
                 return message if isinstance(message, conductor_pb2.JoinRequest) else None
             if stop.done():
                 return None
-            raise DeadlineExceeded(f"silent for {timeout_s} s")
+            raise DeadlineExceeded(f"nothing was heard for {timeout_s:g} s")
         finally:
             read.cancel()
             stop.cancel()

@@ -43,6 +43,7 @@ class Plan:
     write_back: str
     candidates: tuple[PrefillChoice, ...]
     demand: Demand
+    emulated: bool = False
 
     def placement(self, decode: str) -> conductor_pb2.Placement:
         """The contract's form, with the decode instance that gave its promise."""
@@ -52,6 +53,7 @@ class Plan:
             kvstore=self.source,
             predicted_cached_blocks=self.prefill.used_blocks,
             predicted_ttft_s=self.prefill.ttft_s,
+            emulated=self.emulated,
         )
 
 
@@ -112,6 +114,7 @@ class Planner:
             write_back=choose_write_back(stores, keys[0] if keys else None),
             candidates=tuple(ranked),
             demand=demand,
+            emulated=self._registry.emulated,
         )
 
     def _rank_decodes(

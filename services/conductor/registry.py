@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from moonpool.cluster.instances import check_instance
 from moonpool.cost import Speeds, SpeedTracker
 from moonpool.errors import InvalidRequest, Mismatch
 from moonpool.kv.layout import KVLayout
@@ -94,6 +95,11 @@ class Registry:
         return model
 
     @property
+    def emulated(self) -> bool:
+        """Compute of the engines is emulated. An emulated engine and a real one never share a namespace."""
+        return self._model is not None and self._model.emulated != ""
+
+    @property
     def layout(self) -> KVLayout | None:
         """Layout of the KV that is served, or None before the first engine."""
         return self._layout
@@ -132,10 +138,7 @@ class Registry:
     def check(self, hello: conductor_pb2.JoinHello) -> None:
         """Raise as `join` would, and change nothing."""
         instance = hello.instance
-        if not instance.id:
-            raise InvalidRequest("instance.id", "must not be empty")
-        if not instance.address:
-            raise InvalidRequest("instance.address", "must not be empty")
+        check_instance(instance)
         if instance.kind not in (*ENGINES, KVSTORE):
             raise InvalidRequest("instance.kind", "must be prefill, decode or kvstore")
         if instance.kind in ENGINES:

@@ -5,25 +5,22 @@ Owns what is valid. It tokenises, hence is meant to run on a worker thread; it k
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from moonpool.checkpoint import ModelConfig, Tokenizer
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.kv.layout import KVLayout
+from moonpool.sched.limits import check_end_tokens, check_sampling, with_defaults
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.admission import Slo
 
-DEFAULT_MAX_TOKENS = 128
 MAX_ID_CHARS = 128
 MAX_TENANT_CHARS = 256
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
-MAX_LOGIT_BIASES = 1024
-MAX_PENALTY = 2.0
 ATTEMPT_MARK = "~"
 """Separates a request's id from the number of the attempt in the ids that engines see."""
 
@@ -106,15 +103,17 @@ def read_request(
     _check_envelope(message, served)
     prompt = _read_prompt(message, served)
     sampling = _read_sampling(message.sampling, served, len(prompt), draw_seed)
-    root = chain_root(served.namespace, message.tenant)
-    ends = () if sampling.ignore_eos else served.config.eos_token_ids
+    root, vocabulary = chain_root(served.namespace, message.tenant), served.config.vocab_size
+    ends = () if sampling.ignore_eos else [token for token in served.config.eos_token_ids if token < vocabulary]
+    end_token_ids = tuple(dict.fromkeys((*ends, *sampling.stop_token_ids)))
+    check_end_tokens(frozenset(end_token_ids), sampling.min_tokens, vocabulary, "sampling.stop_token_ids")
     return Request(
         id=request_id,
         tenant=message.tenant,
         prompt=prompt,
         sampling=sampling,
         stops=tuple(sampling.stop),
-        end_token_ids=tuple(dict.fromkeys((*ends, *sampling.stop_token_ids))),
+        end_token_ids=end_token_ids,
         slo=_read_slo(message.slo),
         chain_root=root,
         prompt_keys=tuple(block_keys(root, prompt, served.layout.block_tokens)),
@@ -123,11 +122,16 @@ def read_request(
 
 
 def _check_envelope(message: conductor_pb2.GenerateRequest, served: Served) -> None:
+    # A newer client's field, left out in silence, would be an answer to another question.
+    for field, part in (("", message), ("sampling", message.sampling), ("slo", message.slo)):
+        unknown = UnknownFieldSet(part)
+        if len(unknown):
+            raise InvalidRequest(field, f"has field number {unknown[0].field_number}, which is not known here")
     _require("request_id", len(message.request_id) <= MAX_ID_CHARS, f"at most {MAX_ID_CHARS} characters")
     printable = message.request_id.isprintable() and ATTEMPT_MARK not in message.request_id
     _require("request_id", printable, f"printable characters other than {ATTEMPT_MARK!r} only")
     _require("tenant", len(message.tenant) <= MAX_TENANT_CHARS, f"at most {MAX_TENANT_CHARS} characters")
-    _require("model", message.model in ("", served.name), f"{message.model!r} is not served, {served.name!r} is")
+    _require("model", message.model in ("", served.name), f"only {served.name!r} is served, not {message.model!r}")
     _require("from_position", message.from_position == 0, "taking up a broken stream is not supported yet")
 
 
@@ -135,88 +139,51 @@ def _read_prompt(message: conductor_pb2.GenerateRequest, served: Served) -> arra
     kind = message.WhichOneof("prompt")
     match kind:
         case "text":
-            _require("prompt", message.text != "", "must not be empty")
+            field = "prompt"
+            _require(field, message.text != "", "must not be empty")
+            _check_chars(field, len(message.text), served)
             tokens = array("i", served.tokenizer.encode(message.text))
         case "tokens":
+            field = "token_ids"
+            _check_length(field, len(message.tokens.token_ids), served)
             tokens = array("i", message.tokens.token_ids)
         case "chat":
-            _require("messages", len(message.chat.messages) > 0, "must not be empty")
+            field = "messages"
+            _require(field, 0 < len(message.chat.messages) <= served.max_tokens, f"1 to {served.max_tokens} turns")
+            _check_chars(field, sum(len(turn.role) + len(turn.content) for turn in message.chat.messages), served)
             turns = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
             tokens = array("i", served.tokenizer.apply_chat_template(turns))
         case _:
             raise InvalidRequest("prompt", "one of text, tokens and chat must be set")
-    field = {"text": "prompt", "tokens": "token_ids", "chat": "messages"}[kind]
-    _require(field, len(tokens) > 0, "the prompt has no tokens")
+    _check_length(field, len(tokens), served)
     vocabulary = served.config.vocab_size
     _require(field, min(tokens) >= 0 and max(tokens) < vocabulary, f"token ids must be in [0, {vocabulary})")
-    _require(
-        field,
-        len(tokens) < served.max_tokens,
-        f"the prompt has {len(tokens)} tokens; prompt and answer together may have {served.max_tokens}",
-    )
     return tokens
+
+
+def _check_length(field: str, tokens: int, served: Served) -> None:
+    _require(field, tokens > 0, "the prompt has no tokens")
+    room = f"prompt and answer together may have {served.max_tokens}"
+    _require(field, tokens < served.max_tokens, f"the prompt has {tokens} tokens; {room}")
+
+
+def _check_chars(field: str, chars: int, served: Served) -> None:
+    """Refuse text that must be too long before it is tokenised, which takes about a second per million characters."""
+    limit = served.max_tokens * served.tokenizer.longest_token_chars
+    _require(field, chars <= limit, f"{chars} characters make more than {served.max_tokens} tokens, the model's length")
 
 
 def _read_sampling(
     given: kv_pb2.Sampling, served: Served, prompt_tokens: int, draw_seed: Callable[[], int]
 ) -> kv_pb2.Sampling:
     """Return the parameters with all defaults set; `max_tokens` is cut to what the model's length leaves."""
-    sampling = kv_pb2.Sampling()
-    sampling.CopyFrom(given)
-    for name, default in (("max_tokens", DEFAULT_MAX_TOKENS), ("temperature", 1.0), ("top_p", 1.0)):
-        if not given.HasField(name):  # type: ignore[arg-type]
-            setattr(sampling, name, default)
-    if not given.HasField("repetition_penalty"):
-        sampling.repetition_penalty = 1.0
+    sampling = with_defaults(given)
     if not given.HasField("seed"):
         sampling.seed = draw_seed()
-    if not given.HasField("n"):
-        sampling.n = 1
-    _check_lengths(sampling)
-    _check_numbers(sampling)
-    _check_tokens(sampling, served.config.vocab_size)
-    _check_unsupported(sampling)
+    check_sampling(sampling, served.config.vocab_size)
     sampling.max_tokens = min(sampling.max_tokens, served.max_tokens - prompt_tokens)
     sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
     return sampling
-
-
-def _check_lengths(sampling: kv_pb2.Sampling) -> None:
-    _require("sampling.max_tokens", sampling.max_tokens >= 1, "must be at least 1")
-    _require("sampling.min_tokens", sampling.min_tokens >= 0, "must not be negative")
-    _require("sampling.min_tokens", sampling.min_tokens <= sampling.max_tokens, "must not exceed max_tokens")
-    _require("sampling.stop", len(sampling.stop) <= MAX_STOPS, f"at most {MAX_STOPS} texts")
-    for stop in sampling.stop:
-        _require("sampling.stop", 0 < len(stop) <= MAX_STOP_CHARS, f"each needs 1 to {MAX_STOP_CHARS} characters")
-
-
-def _check_numbers(sampling: kv_pb2.Sampling) -> None:
-    s = sampling
-    _require("sampling.temperature", _finite(s.temperature) and s.temperature >= 0, "must be finite and at least 0")
-    _require("sampling.top_p", 0 < s.top_p <= 1, "must be in (0, 1]")
-    _require("sampling.top_k", s.top_k >= 0, "must be at least 0 (0 = all)")
-    _require("sampling.min_p", 0 <= s.min_p <= 1, "must be in [0, 1]")
-    _require("sampling.presence_penalty", abs(s.presence_penalty) <= MAX_PENALTY, "must be in [-2, 2]")
-    _require("sampling.frequency_penalty", abs(s.frequency_penalty) <= MAX_PENALTY, "must be in [-2, 2]")
-    _require(
-        "sampling.repetition_penalty",
-        _finite(s.repetition_penalty) and s.repetition_penalty > 0,
-        "must be finite and above 0",
-    )
-
-
-def _check_tokens(sampling: kv_pb2.Sampling, vocabulary: int) -> None:
-    bounds = f"token ids must be in [0, {vocabulary})"
-    _require("sampling.stop_token_ids", all(0 <= token < vocabulary for token in sampling.stop_token_ids), bounds)
-    _require("sampling.logit_bias", len(sampling.logit_bias) <= MAX_LOGIT_BIASES, f"at most {MAX_LOGIT_BIASES} tokens")
-    _require("sampling.logit_bias", all(0 <= token < vocabulary for token in sampling.logit_bias), bounds)
-    _require("sampling.logit_bias", all(_finite(bias) for bias in sampling.logit_bias.values()), "must be finite")
-
-
-def _check_unsupported(sampling: kv_pb2.Sampling) -> None:
-    _require("sampling.n", sampling.n == 1, "only 1 sample is supported yet")
-    _require("sampling.logprobs", not sampling.HasField("logprobs"), "log-probabilities are not supported yet")
-    _require("sampling.response_format", not sampling.response_format, "answer formats are not supported yet")
 
 
 def _read_slo(slo: conductor_pb2.Slo) -> Slo:
@@ -225,10 +192,6 @@ def _read_slo(slo: conductor_pb2.Slo) -> Slo:
     _require("slo.ttft_s", ttft is None or ttft > 0, "must be above 0")
     _require("slo.tbt_s", tbt is None or tbt > 0, "must be above 0")
     return Slo(ttft, tbt)
-
-
-def _finite(value: float) -> bool:
-    return math.isfinite(value)
 
 
 def _require(field: str, condition: bool, message: str) -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from moonpool.errors import InvalidRequest, Unavailable, Unsupported
-from moonpool.telemetry.gauges import Gauges
+from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor import admission
@@ -172,8 +172,16 @@ class ConductorServicer:
                 ("decodes_in_flight", lambda: sum([len(m.decodes) for m in cluster.registry.of_kind(DECODE)]), 0),
                 ("watched_instances", lambda: cluster.watched, 0),
                 ("tails", lambda: len(self._tails), 0),
+                ("steps_messages_unsent", lambda: cluster.steps.unsent, 0),
+                ("looking_for_room", cluster.room_queue.locked, 0),
+                ("decode_blocks_unreported", lambda: self._unreported_blocks(), 0),
+                ("emulated", lambda: cluster.registry.emulated, None),
                 ("instances", lambda: len(cluster.registry), None),
                 ("index_keys", lambda: len(cluster.index), None),
                 ("decisions", lambda: len(cluster.decisions), None),
+                *process_entries(),
             ]
         )
+
+    def _unreported_blocks(self) -> int:
+        return sum(member.decodes.total_unreported_blocks() for member in self._cluster.registry.of_kind(DECODE))

@@ -52,6 +52,11 @@ class StepsStream:
         """Sequences on the stream."""
         return len(self._inboxes)
 
+    @property
+    def unsent(self) -> int:
+        """Starts and cancels that wait to be written; those of a broken stream wait for nothing any more."""
+        return self._outgoing.qsize() if self._task is not None and not self._task.done() else 0
+
     def subscribe(self, sequence_id: str, inbox: Inbox) -> None:
         """Let a sequence's tokens go to `inbox`."""
         assert sequence_id not in self._inboxes, f"{sequence_id} is subscribed already"
@@ -170,6 +175,11 @@ class StepsPool:
     def sequences(self) -> int:
         """Sequences on all streams."""
         return sum(len(stream) for stream in self._streams.values())
+
+    @property
+    def unsent(self) -> int:
+        """Messages that wait to be written, on all streams."""
+        return sum(stream.unsent for stream in self._streams.values())
 
     def get(self, decode: kv_pb2.Instance) -> StepsStream:
         """Return the stream to an incarnation of a decode instance."""

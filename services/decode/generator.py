@@ -75,6 +75,9 @@ class Generator:
         if seat.first_token is not None:
             reader.failed(message.request_id, f"transfer {message.transfer_id} was started before")
             return
+        if any(other.reader is reader and other.arrival.request_id == message.request_id for other in self._seats):
+            reader.failed(message.request_id, "a sequence of this id is running already")
+            return
         seat.first_token, seat.reader = message.first_token_id, reader
         self.on_change()
         self._join(seat)
@@ -130,7 +133,8 @@ class Generator:
         arrival = seat.arrival
         tokens = array("i", arrival.token_ids)
         tokens.append(seat.first_token)
-        seat.sequence = DecodeSequence(seat.key, tokens, seat.block_table, arrival.sampling)
+        history = arrival.history(tokens)
+        seat.sequence = DecodeSequence(seat.key, tokens, seat.block_table, arrival.sampling, history)
         reason = self._scheduler.admit(seat.sequence)
         if reason != GOES_ON:
             self._tell(seat, seat.sequence.output_tokens, [], reason)

@@ -7,7 +7,7 @@ Knows nothing of what happens to a sequence afterwards: `arrived` and `end` are 
 import time
 from collections.abc import Callable
 
-from moonpool.errors import FrameError, StreamBroken, TransferFailed
+from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
 from moonpool.kv.frames import open_frame, split_run
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.outbox import Outbox
@@ -56,6 +56,12 @@ class Receiver:
         self._end = end
         self._on_change = on_change
         self._credits = FrameReceiver()
+        self._receiving: set[int] = set()  # transfers that were opened here and have no verdict
+
+    @property
+    def credits_kept(self) -> int:
+        """Bytes taken and not handed back to the sender."""
+        return self._credits.kept
 
     def welcome(self) -> None:
         """Answers the hello."""
@@ -65,7 +71,7 @@ class Receiver:
         """Takes one message.
 
         Raises:
-            FrameError: it has no business here; the stream cannot go on.
+            InvalidRequest: it has no business here; the stream cannot go on.
             StreamBroken: the sender reads nothing of what it is told.
         """
         match message.WhichOneof("message"):
@@ -76,7 +82,7 @@ class Receiver:
             case "close":
                 self._close(message.close)
             case other:
-                raise FrameError(f"a {other or 'nameless'} message in the middle of a stream")
+                raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
     def verdict(self, transfer: InboundTransfer) -> None:
         """Tells the sender how a transfer has ended."""
@@ -86,6 +92,10 @@ class Receiver:
             complete=transfer.state is TransferState.COMPLETE,
             reason=transfer.reason,
         )
+        self._receiving.discard(transfer.transfer_id)
+        credit = None if self._receiving else self._credits.idle()
+        if credit is not None:
+            self._post(decode_pb2.ReceiveKVResponse(credit=credit))
 
     def broken(self) -> None:
         """The stream has ended: what it had not brought whole will not come."""
@@ -115,6 +125,7 @@ class Receiver:
             self._answer(message.transfer_id, message.generation, complete=False, reason=str(error))
             return
         seat.source = self
+        self._receiving.add(message.transfer_id)
         self._on_change()
         if seat.complete:
             self._complete(seat)
@@ -127,7 +138,7 @@ class Receiver:
             self.stray_frames += 1
         else:
             self._write(seat, header, payload)
-        credit = self._credits.consumed(payload.nbytes)
+        credit = self._credits.consumed(payload.nbytes, idle=not self._receiving)
         if credit is not None:
             self.outbox.post(decode_pb2.ReceiveKVResponse(credit=credit))
 
@@ -166,7 +177,10 @@ class Receiver:
         verdict = decode_pb2.TransferVerdict(
             transfer_id=transfer_id, generation=generation, status=status, reason=reason
         )
+        self._post(decode_pb2.ReceiveKVResponse(verdict=verdict))
+
+    def _post(self, answer: decode_pb2.ReceiveKVResponse) -> None:
         try:
-            self.outbox.post(decode_pb2.ReceiveKVResponse(verdict=verdict))
+            self.outbox.post(answer)
         except StreamBroken:
             return  # the sender learns of it by the stream's end

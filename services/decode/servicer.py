@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
+from moonpool.cluster.instances import check_instance
 from moonpool.cost import decode_step_seconds
-from moonpool.errors import FrameError, InvalidRequest, Overloaded, Unavailable, Unsupported
+from moonpool.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, Unsupported
 from moonpool.kv.outbox import STALL_S
 from moonpool.kv.streams import check_hello
 from moonpool.kv.wire import PayloadMessage
@@ -39,6 +40,10 @@ class DecodeServicer:
         work = self._work
         work.check_open()
         store = request.write_back if request.HasField("write_back") else None
+        if store is not None:
+            check_instance(store, "write_back")
+        if request.HasField("tbt_slo_s") and not request.tbt_slo_s > 0:
+            raise InvalidRequest("tbt_slo_s", "must be above 0")
         arrival = work.plan.arrival(request.sequence)
         predicted = self._predicted_tbt_s(len(arrival.token_ids))
         if request.HasField("tbt_slo_s") and predicted > request.tbt_slo_s:
@@ -63,7 +68,7 @@ class DecodeServicer:
         if first is None:
             return
         if first.message.WhichOneof("message") != "hello":
-            raise FrameError("the first message of a stream must be its hello")
+            raise InvalidRequest("hello", "must be the first message of a stream")
         hello = first.message.hello
         check_hello(hello, namespace=work.plan.namespace, layout=work.layout)
         generator = work.generator
@@ -121,8 +126,6 @@ class DecodeServicer:
 
 async def _receive(requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRequest]], receiver: Receiver) -> None:
     async for request in requests:
-        if request is None:  # gRPC logs what a deserialiser raises, and goes on with None
-            raise FrameError("a message could not be decoded")
         payload = request.payload
         assert isinstance(payload, memoryview), "received payloads are views"
         receiver.take(request.message, payload)
@@ -130,6 +133,7 @@ async def _receive(requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRe
 
 async def _obey(requests: AsyncIterator[decode_pb2.StepsRequest], reader: Subscriber, work: Work) -> None:
     async for request in requests:
+        await reader.room()
         match request.WhichOneof("message"):
             case "start":
                 _start(request.start, reader, work)
@@ -161,8 +165,11 @@ async def _tell(reader: Subscriber, context: Context) -> None:
 
 async def _first(requests: AsyncIterator[M]) -> M | None:
     """The first message of a stream, None when there is none."""
-    async with asyncio.timeout(HELLO_TIMEOUT_S):
-        return await anext(requests, None)
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            return await anext(requests, None)
+    except TimeoutError:
+        raise DeadlineExceeded(f"no hello came within {HELLO_TIMEOUT_S:g} s") from None
 
 
 async def _until_first(*works: Awaitable[object]) -> None:

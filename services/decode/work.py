@@ -15,7 +15,7 @@ from moonpool.kv.transfer import TransferState
 from moonpool.kv.writeback import WriteBack, WriteBackLimits
 from moonpool.sched.batch_scheduler import BatchScheduler
 from moonpool.sched.block_manager import BlockManager
-from moonpool.telemetry.gauges import Gauges
+from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.decode.config import DecodeConfig
 from services.decode.generator import Generator, watch_leases
@@ -55,6 +55,8 @@ class Work:
         self.closing = asyncio.Event()
         self.draining = False
         self._poke = parts.poke
+        self._link = parts.link
+        self._engine_gauges = parts.engine_gauges()
         self._lease = asyncio.Event()
         self._received_bytes = 0
         self._stray_frames = 0
@@ -144,6 +146,7 @@ class Work:
                 ("sequences_running", lambda: scheduler.num_running, 0),
                 ("sequences_waiting", lambda: scheduler.num_waiting, 0),
                 ("seats", lambda: len(seats), 0),
+                ("steps_in_flight", lambda: scheduler.step_in_flight is not None, 0),
                 ("transfers_promised", lambda: seats.count(TransferState.PROMISED), 0),
                 ("transfers_receiving", lambda: seats.count(TransferState.RECEIVING), 0),
                 ("transfers_complete", lambda: seats.count(TransferState.COMPLETE), 0),
@@ -154,7 +157,12 @@ class Work:
                 ("blocks_free", lambda: manager.num_free, None),
                 ("context_tokens", lambda: scheduler.context_tokens, 0),
                 ("tokens_unsent", lambda: sum(reader.waiting for reader in self.subscribers), 0),
+                ("credits_kept_bytes", lambda: sum(receiver.credits_kept for receiver in self.receivers), 0),
+                ("messages_unsent", lambda: self._messages_unsent(), 0),
+                ("link_waiting", lambda: self._link.waiting, 0),
                 ("write_back_blocks", lambda: self.write_back.blocks_held, 0),
+                ("write_back_puts", lambda: self.write_back.sessions, 0),
+                ("write_back_credits_out_bytes", lambda: self.write_back.traffic.credits_out, 0),
                 ("write_back_stored_blocks", lambda: self.write_back.blocks_stored, None),
                 ("write_back_present_blocks", lambda: self.write_back.blocks_present, None),
                 ("write_back_dropped_blocks", lambda: self.write_back.blocks_dropped, None),
@@ -163,8 +171,13 @@ class Work:
                 ("received_bytes", self._all_received_bytes, None),
                 ("stray_frames", self._all_stray_frames, None),
                 ("steps", lambda: self.generator.steps, None),
+                *self._engine_gauges,
+                *process_entries(),
             ]
         )
+
+    def _messages_unsent(self) -> int:
+        return self.write_back.traffic.unsent + sum(len(receiver.outbox) for receiver in self.receivers)
 
     def _all_received_bytes(self) -> float:
         return self._received_bytes + sum(receiver.received_bytes for receiver in self.receivers)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from google.protobuf.message import Message
 
 from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken, Unsupported
+from moonpool.kv.credits import ByteCredits, Traffic
 from moonpool.kv.frames import Slice
 from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.kv.receiving import FrameWriter
@@ -53,13 +54,20 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         super().__init__(closing)
         self._parts = parts
         self._frames: FrameWriter
+        self._credits = ByteCredits()  # those of `_frames`, once there are some
         self._sessions: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on the stream."""
+        return super().traffic + Traffic(credits_out=self._credits.out)
 
     def welcome(self) -> Message:
         """The answer to hello. Credits on this stream are the reader's to give."""
         self._frames = FrameWriter(
             self.outbox, self.format.layout, lambda header: kvstore_pb2.GetResponse(frame=header)
         )
+        self._credits = self._frames.credits
         welcome = kv_pb2.StreamWelcome(receiver=self._parts.instance, credit_bytes=0)
         return kvstore_pb2.GetResponse(welcome=welcome)
 
@@ -75,7 +83,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
                 if task is not None:
                     task.cancel()
             case other:
-                raise InvalidRequest("message", f"a reader does not send {other!r} here")
+                raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
     def _open(self, message: kv_pb2.ReadOpen) -> None:
         """Begins a session.
@@ -86,9 +94,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         layout = self.format.layout
         if message.session in self._sessions:
             raise InvalidRequest("session", f"{message.session} is open already")
-        keys = unpack_keys(message.keys)
-        if len(keys) > MAX_SESSION_BLOCKS:
-            raise InvalidRequest("keys", f"a session has at most {MAX_SESSION_BLOCKS} keys, not {len(keys)}")
+        keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
         if not message.layer_begin < message.layer_end <= layout.layers:
             raise InvalidRequest("layer_end", f"no such layers; the layout has {layout.layers}")
         if (message.head_begin, message.head_end) != (0, layout.kv_heads):

@@ -30,6 +30,12 @@ class ReadAhead:
 
     def __init__(self, nbytes: int) -> None:
         self._free = nbytes
+        self._total = nbytes
+
+    @property
+    def out(self) -> int:
+        """Bytes read and not sent."""
+        return self._total - self._free
 
     def take(self, nbytes: int, *, must: bool) -> bool:
         """Counts bytes as read; False when there are none left and it is not a must."""

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from google.protobuf.message import Message
 
 from moonpool.errors import InvalidRequest, MoonpoolError
+from moonpool.kv.credits import Traffic
 from moonpool.kv.frames import open_frame
 from moonpool.kv.keys import unpack_keys
 from moonpool.kv.receiving import FrameReceiver
 from moonpool.v1 import kv_pb2, kvstore_pb2
-from services.kvstore.assembly import PutSession, PutSpec, parents_of
+from services.kvstore.assembly import MAX_SESSION_BLOCKS, PutSession, PutSpec, parents_of
 from services.kvstore.rooms import RoomQueue
 from services.kvstore.streams import KVStream
 from services.kvstore.writes import Writes
@@ -67,6 +68,11 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self._entries: dict[int, _Entry] = {}
         self._loop = asyncio.get_running_loop()
 
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on the stream."""
+        return super().traffic + Traffic(credits_kept=self._receiver.kept)
+
     def welcome(self) -> Message:
         """The answer to hello, with the window."""
         return kvstore_pb2.PutResponse(welcome=self._receiver.welcome(self._parts.instance))
@@ -81,7 +87,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             case "close":
                 self._close_requested(message.close)
             case other:
-                raise InvalidRequest("message", f"a writer does not send {other!r} here")
+                raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
     # Opening
 
@@ -99,11 +105,12 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self._refuse(entry, str(error))
 
     def _spec(self, message: kvstore_pb2.PutOpen) -> PutSpec:
-        keys = unpack_keys(message.keys)
+        keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
+        parents = unpack_keys(message.parent_keys, "parent_keys", max_keys=MAX_SESSION_BLOCKS)
         return PutSpec(
             format=self.format,
             keys=keys,
-            parents=parents_of(keys, unpack_keys(message.parent_keys, "parent_keys")),
+            parents=parents_of(keys, parents),
             tenant=message.tenant,
             layers=range(message.layer_begin, message.layer_end),
             heads=range(message.head_begin, message.head_end),
@@ -148,7 +155,9 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         except MoonpoolError as error:
             assert entry is not None
             self._refuse(entry, str(error))
-        credit = self._receiver.consumed(payload.nbytes)
+        self._give_back(self._receiver.consumed(payload.nbytes, idle=not self._entries))
+
+    def _give_back(self, credit: kv_pb2.Credit | None) -> None:
         if credit is not None:
             self.post(kvstore_pb2.PutResponse(credit=credit))
 
@@ -205,6 +214,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         if entry.session is not None:
             self._parts.writes.close(entry.session)
             self._parts.on_session()
+        if not self._entries:
+            self._give_back(self._receiver.idle())
 
     def end(self) -> None:
         """The stream is over."""

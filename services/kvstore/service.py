@@ -13,7 +13,7 @@ from moonpool.cluster.join import JoinAgent
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service, serving
-from moonpool.telemetry.gauges import Gauges
+from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
 from services.kvstore.config import KVStoreConfig
@@ -83,6 +83,7 @@ class KVStoreService:
         holdings, writes, reads = self.store.holdings, self.store.writes, self.store.reads
         self.rooms = RoomQueue(MAX_WAITING_FOR_ROOM)
         self.writer = WriteBehind(writes, ssd) if ssd is not None else None
+        self._ahead = ReadAhead(config.read_ahead_bytes)
         self.journal = Journal(lambda: holdings, instance.incarnation)
         put = PutParts(
             writes,
@@ -96,7 +97,7 @@ class KVStoreService:
         get = GetParts(
             reads,
             self._pool,
-            ReadAhead(config.read_ahead_bytes),
+            self._ahead,
             instance,
             config.session_timeout_s,
             self._session_changed,
@@ -156,7 +157,7 @@ class KVStoreService:
 
     def _add_gauges(self) -> None:
         writes, reads, dram = self.store.writes, self.store.reads, self.store.holdings.dram
-        add = self.gauges.add
+        servicer, add = self.servicer, self.gauges.add
         add("put_sessions", lambda: writes.sessions, 0)
         add("get_sessions", lambda: reads.leases, 0)
         add("sessions_waiting_for_room", lambda: len(self.rooms), 0)
@@ -164,6 +165,12 @@ class KVStoreService:
         add("pending_writes", lambda: writes.pending, 0)
         add("dram_reserved_bytes", lambda: dram.reserved_bytes, 0)
         add("dram_held_bytes", lambda: dram.held_bytes, 0)
+        add("durability_awaited_blocks", lambda: writes.awaited, 0)
+        add("read_ahead_bytes", lambda: self._ahead.out, 0)
+        add("stream_tasks", lambda: sum(stream.tasks for stream in servicer.kv_streams), 0)
+        add("messages_unsent", lambda: servicer.traffic.unsent, 0)
+        add("put_credits_kept_bytes", lambda: servicer.traffic.credits_kept, 0)
+        add("get_credits_out_bytes", lambda: servicer.traffic.credits_out, 0)
         add("dram_bytes", lambda: dram.block_bytes)
         add("dram_capacity_bytes", lambda: dram.capacity_bytes)
         add("dram_blocks", lambda: len(dram))
@@ -179,8 +186,11 @@ class KVStoreService:
         add("misses_total", lambda: reads.misses)
         add("promotions_total", lambda: reads.promotions)
         add("bad_blocks_total", lambda: reads.bad_blocks)
+        for entry in process_entries():
+            add(*entry)
         ssd = self.ssd
         if ssd is not None:
+            add("ssd_reading_blocks", lambda: ssd.readers, 0)
             add("ssd_blocks", lambda: len(ssd))
             add("ssd_bytes", lambda: ssd.used_bytes)
             add("ssd_capacity_bytes", lambda: ssd.capacity_bytes)

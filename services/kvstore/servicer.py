@@ -7,15 +7,17 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from typing import Any
 
-from moonpool.errors import InvalidRequest, Unsupported
+from moonpool.errors import Unsupported
+from moonpool.kv.credits import Traffic
 from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.kv.wire import PayloadMessage
 from moonpool.telemetry.gauges import Gauges
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.get_stream import GetParts, GetStream
 from services.kvstore.put_stream import PutParts, PutStream
-from services.kvstore.streams import ServerContext
+from services.kvstore.streams import KVStream, ServerContext
 from services.kvstore.watch import Journal
 
 MAX_MATCH_KEYS = 1 << 17
@@ -35,6 +37,7 @@ class KVStoreServicer:
         instance: who this store is.
         closing: set when the service ends its streams.
         streams: open Put, Get and Watch streams.
+        kv_streams: those of them that carry KV.
         quiet: set while there are none.
     """
 
@@ -46,16 +49,25 @@ class KVStoreServicer:
     instance: kv_pb2.Instance
     closing: asyncio.Event
     streams: int = 0
+    kv_streams: set[KVStream[Any]] = dataclasses.field(default_factory=set)
     quiet: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on all Put and Get streams."""
+        return sum((stream.traffic for stream in self.kv_streams), Traffic())
+
     @contextmanager
-    def _stream(self) -> Iterator[None]:
+    def _stream(self, stream: KVStream[Any] | None = None) -> Iterator[None]:
+        own = set() if stream is None else {stream}
         self.streams += 1
+        self.kv_streams |= own
         self.quiet.clear()
         try:
             yield
         finally:
             self.streams -= 1
+            self.kv_streams -= own
             if not self.streams:
                 self.quiet.set()
 
@@ -69,8 +81,9 @@ class KVStoreServicer:
                 payload = item.payload
                 yield item.message, payload if isinstance(payload, memoryview) else _NO_PAYLOAD
 
-        with self._stream():
-            await PutStream(self.put, self.closing).run(pairs(), context)
+        stream = PutStream(self.put, self.closing)
+        with self._stream(stream):
+            await stream.run(pairs(), context)
 
     async def Get(self, requests: AsyncIterator[kvstore_pb2.GetRequest], context: ServerContext) -> None:  # noqa: N802
         """Blocks to one reader process."""
@@ -79,16 +92,15 @@ class KVStoreServicer:
             async for message in requests:
                 yield message, _NO_PAYLOAD
 
-        with self._stream():
-            await GetStream(self.get, self.closing).run(pairs(), context)
+        stream = GetStream(self.get, self.closing)
+        with self._stream(stream):
+            await stream.run(pairs(), context)
 
     async def MatchPrefix(  # noqa: N802
         self, request: kvstore_pb2.MatchPrefixRequest, context: object
     ) -> kvstore_pb2.MatchPrefixResponse:
         """How many leading blocks of a chain are here."""
-        keys = unpack_keys(request.keys)
-        if len(keys) > MAX_MATCH_KEYS:
-            raise InvalidRequest("keys", f"at most {MAX_MATCH_KEYS} keys, not {len(keys)}")
+        keys = unpack_keys(request.keys, max_keys=MAX_MATCH_KEYS)
         return kvstore_pb2.MatchPrefixResponse(blocks=self.match(keys))
 
     async def Pin(self, request: kvstore_pb2.PinRequest, context: object) -> kvstore_pb2.PinResponse:  # noqa: N802

@@ -86,6 +86,11 @@ class SsdTier:
         return iter(self._locations)
 
     @property
+    def readers(self) -> int:
+        """Blocks that are being read, of segments that are to go too."""
+        return sum(segment.readers for segment in (*self._segments.values(), *self._doomed))
+
+    @property
     def segments(self) -> int:
         """Number of segment files."""
         return len(self._segments)

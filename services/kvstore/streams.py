@@ -9,7 +9,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from moonpool.errors import InvalidRequest, Mismatch, StreamBroken, Unavailable
+from moonpool.errors import DeadlineExceeded, InvalidRequest, Mismatch, StreamBroken, Unavailable
+from moonpool.kv.credits import Traffic
 from moonpool.kv.outbox import Outbox
 from moonpool.kv.receiving import check_hello
 from moonpool.v1 import kv_pb2
@@ -45,6 +46,16 @@ class KVStream(Generic[Req]):
         self._tasks = 0
         self._finishing = False
 
+    @property
+    def tasks(self) -> int:
+        """Sessions' works that run beside the stream."""
+        return self._tasks
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on the stream."""
+        return Traffic(unsent=len(self.outbox))
+
     def welcome(self) -> Message:
         """The answer to the peer's hello."""
         raise NotImplementedError
@@ -71,6 +82,8 @@ class KVStream(Generic[Req]):
                 first, _ = await anext(requests)
         except StopAsyncIteration:
             return
+        except TimeoutError:
+            raise DeadlineExceeded(f"no hello came within {HELLO_TIMEOUT_S:g} s") from None
         hello: kv_pb2.StreamHello | None = getattr(first, "hello", None)
         if hello is None or not first.HasField("hello"):
             raise InvalidRequest("hello", "must be the first message of the stream")

@@ -68,6 +68,11 @@ class Writes:
         """Visible blocks on their way to the durable tier."""
         return len(self._pending) + (len(self._committing.blocks) if self._committing else 0)
 
+    @property
+    def awaited(self) -> int:
+        """Blocks of which some session waits to hear that they are durable."""
+        return len(self._awaiting)
+
     def open(self, spec: PutSpec, on_visible: Indices, on_durable: Indices) -> PutSession | None:
         """Opens a session.
 

@@ -6,6 +6,7 @@ Owns what was asked for and the bounded story that goes back. Knows nothing of s
 import asyncio
 import dataclasses
 
+from moonpool.cluster.instances import check_instance
 from moonpool.engine.arrival import Arrival
 from moonpool.errors import InvalidRequest, MoonpoolError
 from moonpool.sched.prefill_scheduler import PrefillSequence
@@ -62,11 +63,19 @@ class Job:
         Raises:
             InvalidRequest: naming the field at fault.
         """
-        if request.HasField("target") and request.target.held_blocks > len(arrival.keys):
-            raise InvalidRequest("target.held_blocks", f"must be at most {len(arrival.keys)}")
+        if request.HasField("target"):
+            check_instance(request.target.decode, "target.decode")
+            if request.target.held_blocks > len(arrival.keys):
+                raise InvalidRequest("target.held_blocks", f"must be at most {len(arrival.keys)}")
+        if request.HasField("source"):
+            check_instance(request.source.instance, "source.instance")
+        if request.HasField("write_back"):
+            check_instance(request.write_back, "write_back")
         return cls(
             arrival,
-            PrefillSequence(key, arrival.token_ids, arrival.keys, arrival.sampling, added_at=now),
+            PrefillSequence(
+                key, arrival.token_ids, arrival.keys, arrival.sampling, added_at=now, history=arrival.history()
+            ),
             request.target if request.HasField("target") else None,
             request.source if request.HasField("source") else None,
             request.write_back if request.HasField("write_back") else None,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from moonpool.cost import SpeedTracker, load_is_cheaper, load_seconds
 from moonpool.errors import MoonpoolError
+from moonpool.kv.credits import Traffic
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.peers import Peers
@@ -59,6 +60,11 @@ class PrefixLoader:
     def sessions(self) -> int:
         """Loads under way."""
         return self._stores.sessions
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on the streams from all stores."""
+        return self._stores.traffic
 
     def worth(self, source: prefill_pb2.PrefixSource, sequence: PrefillSequence, reusable_blocks: int) -> int:
         """Leading blocks that the prompt should have after a load; 0 when loading does not pay."""

@@ -16,7 +16,7 @@ from moonpool.kv.streams import StoreReader, StoreWriter, TransferSender
 from moonpool.kv.writeback import WriteBack, WriteBackLimits
 from moonpool.sched.block_manager import BlockManager
 from moonpool.sched.prefill_scheduler import PrefillScheduler
-from moonpool.telemetry.gauges import Gauges
+from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.v1 import conductor_pb2, prefill_pb2
 from services.prefill.config import PrefillConfig
 from services.prefill.jobs import Job
@@ -171,13 +171,23 @@ class Work:
                 ("loaded_blocks", lambda: self.loader.loaded_blocks, None),
                 ("load_failures", lambda: self.loader.failures, None),
                 ("link_waiting", lambda: self._parts.link.waiting, 0),
+                ("transfer_credits_out_bytes", lambda: self.senders.traffic.credits_out, 0),
+                ("load_credits_kept_bytes", lambda: self.loader.traffic.credits_kept, 0),
+                ("write_back_puts", lambda: self.write_back.sessions, 0),
+                ("write_back_credits_out_bytes", lambda: self.write_back.traffic.credits_out, 0),
+                ("messages_unsent", lambda: self._messages_unsent(), 0),
                 ("write_back_blocks", lambda: self.write_back.blocks_held, 0),
                 ("write_back_stored_blocks", lambda: self.write_back.blocks_stored, None),
                 ("write_back_present_blocks", lambda: self.write_back.blocks_present, None),
                 ("write_back_dropped_blocks", lambda: self.write_back.blocks_dropped, None),
                 ("steps", lambda: runner.steps, None),
+                *self._parts.engine_gauges(),
+                *process_entries(),
             ]
         )
+
+    def _messages_unsent(self) -> int:
+        return (self.senders.traffic + self.loader.traffic + self.write_back.traffic).unsent
 
     def _written_back(self, blocks: Sequence[int]) -> None:
         self.manager.release(blocks)

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from moonpool.model.sampler import uniform
+
 GAP_TOLERANCE = 1e-4
 """Greatest gap between the reference's best logit and the chosen token's at which float32 sums, rounded in another
 order, may decide otherwise (architecture.md, "What always holds", 1)."""
@@ -48,3 +50,17 @@ class Reference:
                     f"position {position}: token {output[position]} is {gap:.2e} below the best (tolerance {tolerance})"
                 )
             assert gap <= tolerance, f"position {position} of {list(output)}: {gap} below the reference's best logit"
+
+    def misses(self, prompt: Sequence[int], output: Sequence[int], seed: int, temperature: float = 1.0) -> list[float]:
+        """How far outside of each sampled token's share of the distribution the draw for its position lies; 0 = inside.
+
+        Sampling is the inverse of the cumulative distribution at a number that belongs to (seed, sample, position).
+        """
+        rows = self.logits([*prompt, *output[:-1]])[len(prompt) - 1 :].double() / temperature
+        sums = torch.softmax(rows, dim=1).cumsum(dim=1)
+        missed = []
+        for position, token in enumerate(output):
+            drawn = uniform(seed, 0, position)
+            low = float(sums[position, token - 1]) if token else 0.0
+            missed.append(max(0.0, low - drawn, drawn - float(sums[position, token])))
+        return missed

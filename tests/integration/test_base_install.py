@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.cli.check import wait_at_rest
 from moonpool.cli.stack import ServiceProcess
 from moonpool.client import Client
 
@@ -78,6 +79,7 @@ def test_conductor_and_kvstore_without_torch(
             "print(ids, 'torch' in sys.modules)\n"
         )
         assert run(base_python, code) == "['kvstore-0'] False"
+        wait_at_rest(address, timeout_s=20)
     finally:
         for service in started:
             service.signal(signal.SIGTERM)

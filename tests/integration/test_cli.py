@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.client import Client, SamplingParams
+
 ENVIRONMENT = os.environ | {"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1"}
 CLI = [sys.executable, "-m", "moonpool.cli.main"]
 
@@ -32,6 +34,18 @@ def children_of(pid: int) -> list[int]:
             child = int(stat.parent.name)
             found += [child, *children_of(child)]
     return found
+
+
+def check_at_rest(address: str) -> None:
+    """`moonpool check` finds every service and nothing held, and says the same to people and to programs."""
+    check = moonpool("check", "--address", address, "--wait-s", "20")
+    assert check.returncode == 0, check.stdout + check.stderr
+    assert check.stdout.endswith("everything is at rest\n")
+    told = json.loads(moonpool("check", "--address", address, "--wait-s", "20", "--json").stdout)
+    assert (told["at_rest"], told["held"], told["silent"]) == (True, [], [])
+    for name in ("conductor", "prefill-0", "decode-0", "kvstore-0"):
+        assert f"{name}: " in check.stdout
+        assert name in {gauge["instance"] for gauge in told["gauges"] if gauge["at_rest"] == 0}
 
 
 @pytest.fixture
@@ -63,6 +77,8 @@ def up(
             pytest.fail(f"no ready line: {lines}")
         assert {line["service"] for line in lines[:-1]} == {"conductor", "kvstore-0", "prefill-0", "decode-0"}
         yield process, lines[-1]["ready"]
+        if process.poll() is None:
+            check_at_rest(lines[-1]["ready"])
     finally:
         process.kill()
         process.wait()
@@ -83,9 +99,7 @@ def test_up_generate_check_interrupt(up: tuple[subprocess.Popen[str], str]) -> N
     empty = moonpool("generate", "--address", address, "--prompt", "")
     assert empty.returncode == 2
     assert "prompt" in empty.stderr
-    check = moonpool("check", "--address", address)
-    assert "conductor" in check.stdout
-    assert "decode-0" in check.stdout
+    check_at_rest(address)
     descendants = children_of(process.pid)
     assert len(descendants) >= 6
     process.send_signal(signal.SIGINT)
@@ -116,6 +130,34 @@ def test_killed_parent_leaves_nothing(up: tuple[subprocess.Popen[str], str]) -> 
         ready, _, _ = select.select([descriptor], [], [], 30)
         assert ready, "a process outlived its stack"
         os.close(descriptor)
+
+
+def test_check_names_what_is_held_and_who_is_silent(up: tuple[subprocess.Popen[str], str]) -> None:
+    """While a request runs, its blocks are named; while an instance hangs, it is."""
+    process, address = up
+    with Client(address) as client:
+        stream = client.stream(prompt="hello", sampling=SamplingParams(max_tokens=3000, ignore_eos=True))
+        next(iter(stream))
+        held = moonpool("check", "--address", address)
+        stream.close()
+    assert held.returncode == 1
+    assert "HELD  decode-0: blocks_used" in held.stdout
+    assert "HELD  conductor: requests_running = 1" in held.stdout
+    (decode,) = [pid for pid in children_of(process.pid) if b"services.decode" in cmdline(pid)]
+    os.kill(decode, signal.SIGSTOP)
+    try:
+        silent = moonpool("check", "--address", address, "--json")
+    finally:
+        os.kill(decode, signal.SIGCONT)
+    assert silent.returncode == 2
+    assert [line for line in json.loads(silent.stdout)["silent"] if line.startswith("decode-0 at ")]
+    check = moonpool("check", "--address", "127.0.0.1:1")
+    assert check.returncode == 2
+    assert "127.0.0.1:1" in check.stderr
+
+
+def cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_model_create_and_inspect(tmp_path: Path) -> None:

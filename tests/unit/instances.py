@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from array import array
@@ -39,6 +40,7 @@ from services.prefill.work import Work as PrefillWork
 from tests.unit.kv.fakes import LAYOUT, NAMESPACE, ROOT
 
 WAIT_S = 20.0
+LOOK_AGAIN_S = 0.05
 BLOCK = LAYOUT.block_tokens
 
 
@@ -230,11 +232,12 @@ class Instance:
         self.death: BaseException | None = None
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits until a change makes it true."""
+        """Waits until it is true; looks at every change, and now and then, as not every gauge announces its rest."""
         async with asyncio.timeout(WAIT_S):
             while not condition():
                 self.changed.clear()
-                await self.changed.wait()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.changed.wait(), LOOK_AGAIN_S)
 
     @property
     def restless(self) -> dict[str, tuple[float, float]]:

@@ -44,6 +44,9 @@ def test_encode_and_decode() -> None:
     assert TOKENIZER.decode([0, *plain, 1]) == "def f(x):"
     assert TOKENIZER.decode([0, *plain], skip_special=False) == "<s>def f(x):"
     assert TOKENIZER.vocab_size == 4096
+    assert all(
+        len(TOKENIZER.decode([token], skip_special=False)) <= TOKENIZER.longest_token_chars for token in range(4096)
+    )
 
 
 def test_chat_equals_transformers() -> None:

@@ -194,6 +194,11 @@ class FakeStore(FakeStreams):
 
     async def Put(self, requests: Any, context: Any) -> None:
         receiver = FrameReceiver(self.window)
+        sessions: set[int] = set()
+
+        def give_back(credit: kv_pb2.Credit | None, outbox: Outbox) -> None:
+            if credit is not None:
+                outbox.post(kvstore_pb2.PutResponse(credit=credit))
 
         def handle(request: PayloadMessage[kvstore_pb2.PutRequest], outbox: Outbox) -> None:
             message = request.message
@@ -202,16 +207,18 @@ class FakeStore(FakeStreams):
                     check_hello(message.hello)
                     outbox.post(kvstore_pb2.PutResponse(welcome=receiver.welcome(SERVER)))
                 case "open":
+                    sessions.add(message.open.session)
                     self._put_open(message.open, outbox)
                 case "frame":
                     assert isinstance(request.payload, memoryview)
                     self.frames += 1
                     self._put_frame(message.frame, request.payload, outbox)
-                    if (credit := receiver.consumed(request.payload.nbytes)) is not None:
-                        outbox.post(kvstore_pb2.PutResponse(credit=credit))
+                    give_back(receiver.consumed(request.payload.nbytes, idle=not sessions), outbox)
                 case "close":
                     self.put_closes.append((message.close.session, message.close.aborted))
                     self.puts.pop(message.close.session, None)
+                    sessions.discard(message.close.session)
+                    give_back(None if sessions else receiver.idle(), outbox)
 
         await self.run(requests, context, handle, Outbox())
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.errors import StreamBroken, TransferFailed
-from moonpool.kv.credits import ByteCredits, CreditReturn
+from moonpool.kv.credits import ByteCredits, CreditReturn, Traffic
 
 SMALL = settings(max_examples=60, derandomize=True, deadline=None, database=None)
 LONG_S = 60.0
@@ -164,3 +164,27 @@ def test_credits_return_in_batches() -> None:
     assert [returns.consumed(n) for n in (10, 14, 1, 24, 40, 1)] == [0, 0, 25, 0, 64, 0]
     assert returns.pending == 1
     assert CreditReturn(0).consumed(3) == 3
+
+
+def test_everything_goes_back_when_nothing_more_is_expected() -> None:
+    returns = CreditReturn(100)
+    assert returns.consumed(10) == 0
+    assert returns.pending == 10
+    assert returns.flush() == 10
+    assert returns.flush() == 0
+    assert returns.consumed(3, idle=True) == 3
+    assert returns.consumed(0, idle=True) == 0
+
+
+def test_what_is_out_is_what_was_taken_and_has_not_come_back() -> None:
+    allowance = ByteCredits()
+    allowance.grant(100)
+    assert allowance.out == 0
+    asyncio.run(allowance.acquire(70, timeout_s=1))
+    assert allowance.out == 70
+    allowance.grant(70)
+    assert allowance.out == 0
+
+
+def test_traffic_adds_up() -> None:
+    assert sum([Traffic(1, 2, 3), Traffic(10, 20, 30)], Traffic()) == Traffic(11, 22, 33)

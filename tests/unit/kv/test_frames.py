@@ -181,3 +181,10 @@ def test_scaled_slices_travel_whole() -> None:
 def test_checksum_golden() -> None:
     ((header, _),) = pack([slice_of(0, 0), slice_of(1, 0, 3)], 1 << 20)
     assert header.checksum == 0x6395BC4A11C46CF7
+
+
+def test_only_as_many_runs_are_looked_at_as_the_payload_holds() -> None:
+    """A header may claim any number; the second of these two would be refused for its layer."""
+    runs = [kv_pb2.SliceRun(block_count=1, head_end=4, valid_tokens=FULL), kv_pb2.SliceRun(layer=99)]
+    with pytest.raises(FrameError, match=f"5 bytes, its runs need {SLICE}"):
+        open_frame(kv_pb2.FrameHeader(session=9, runs=runs), memoryview(bytes(5)), LAYOUT)

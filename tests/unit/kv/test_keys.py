@@ -91,3 +91,9 @@ def test_tokens() -> None:
     for wrong in ([2**31], [1.5], ["a"]):
         with pytest.raises(InvalidRequest):
             tokens_to_bytes(wrong)  # type: ignore[arg-type]
+
+
+def test_no_more_keys_than_are_wanted() -> None:
+    assert len(unpack_keys(bytes(64), max_keys=2)) == 2
+    with pytest.raises(InvalidRequest, match="stored_keys: at most 2 keys, not 3"):
+        unpack_keys(bytes(96), "stored_keys", max_keys=2)

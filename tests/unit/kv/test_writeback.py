@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from moonpool.errors import StreamBroken
+from moonpool.kv.credits import Traffic
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.peers import Peers
 from moonpool.kv.streams import PutOutcome
@@ -27,6 +28,7 @@ class FakeWriter:
         self.error: Exception | None = None
         self.read: list[bytes] = []
         self.sessions = 0
+        self.traffic = Traffic()
         self.closed = False
 
     async def put(

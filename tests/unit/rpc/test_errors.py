@@ -136,3 +136,24 @@ def test_the_tree() -> None:
     for kind in kinds:
         if not kind.__name__.startswith("_"):
             assert f" {kind.__name__}" in f" {errors.__doc__}"
+
+
+def test_what_travels_fits_the_metadata() -> None:
+    """A message of any length and script arrives, cut at a character's end, within gRPC's 8 KiB."""
+    long = "模型" * 3000
+    _, text, detail = to_status(errors.InvalidRequest(long, long + "\ud800"))
+    status = sum(1 if 0x20 <= byte < 0x7F else 3 for byte in text.encode())
+    assert status + -(-len(detail.SerializeToString()) // 3) * 4 < 8000
+    assert set(text) <= set("模型: ")
+    assert len(text) > 300
+
+
+def test_oversize_is_a_wrong_request() -> None:
+    for words in (
+        "CLIENT: Sent message larger than max (9 vs. 5)",
+        "SERVER: Received message larger than max (9 vs. 5)",
+    ):
+        error = bare(grpc.StatusCode.RESOURCE_EXHAUSTED, words)
+        assert type(error) is errors.InvalidRequest
+        assert "(9 vs. 5)" in str(error)
+    assert type(bare(grpc.StatusCode.RESOURCE_EXHAUSTED, "no threads")) is errors.Internal

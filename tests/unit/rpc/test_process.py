@@ -16,7 +16,7 @@ import structlog
 
 from moonpool.config import ServiceConfig
 from moonpool.errors import CheckpointError, ConfigError, Mismatch, Unavailable, UnsupportedModel
-from moonpool.rpc import process
+from moonpool.rpc import process, tuning
 from moonpool.rpc.channels import probe
 from moonpool.rpc.process import ProcessContext, run_main, run_service
 from moonpool.telemetry.spans import Recorder
@@ -112,13 +112,24 @@ def test_errors_a_person_can_mend_are_one_line(
 @pytest.mark.usefixtures("_own_logging")
 def test_other_errors_tell_where(capsys: pytest.CaptureFixture[str]) -> None:
     async def main(ctx: ProcessContext) -> None:
-        raise Unavailable("the engine died")
+        raise RuntimeError("a defect")
 
     assert run_service(main, name="prefill", config=ServiceConfig(id="prefill-0")) == 1
     err = capsys.readouterr().err
     assert "service failed" in err
-    assert "Unavailable: the engine died" in err
+    assert "RuntimeError: a defect" in err
     assert "Traceback" in err
+
+
+@pytest.mark.usefixtures("_own_logging")
+def test_the_loss_of_what_it_needs_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main(ctx: ProcessContext) -> None:
+        raise Unavailable("the engine died")
+
+    assert run_service(main, name="prefill", config=ServiceConfig(id="prefill-0")) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "service ends" in line
+    assert "the engine died" in line
 
 
 @pytest.mark.usefixtures("_own_logging")
@@ -197,4 +208,4 @@ def test_a_parent_that_has_gone_already_is_noticed() -> None:
 
 
 def test_malloc_is_tuned_or_left_alone() -> None:
-    assert process.tune_malloc() is (os.confstr("CS_GNU_LIBC_VERSION") is not None)
+    assert tuning.tune_malloc() is (os.confstr("CS_GNU_LIBC_VERSION") is not None)

@@ -1,0 +1,74 @@
+"""A decode instance without an engine: the real contract, seats, receiver and pool, in a process of its own.
+
+`python -m benchmarks.kv_decode --conductor 127.0.0.1:1 --model none --blocks N`, as `services.decode` with its flags.
+Joins no conductor and computes nothing; for measuring what receiving KV costs.
+"""
+
+import asyncio
+import sys
+from collections.abc import Callable
+
+from benchmarks.kv_shape import LAYOUT, NAMESPACE, VOCAB_SIZE
+from moonpool.cost import Speeds
+from moonpool.engine.handle import StepResult
+from moonpool.engine.instance import EnginePlan, Parts
+from moonpool.engine.messages import EngineSpec, LayerDone, Step
+from moonpool.errors import Unavailable
+from moonpool.kv.link import Link
+from moonpool.kv.pool import KVPool
+from moonpool.rpc.channels import Channels
+from moonpool.rpc.process import ProcessContext, run_main
+from moonpool.rpc.server import serving
+from moonpool.v1 import conductor_pb2, kv_pb2
+from services.decode.config import DecodeConfig
+from services.decode.service import contract
+from services.decode.work import Work
+
+
+class NoEngine:
+    """A pool, and nobody who computes on it."""
+
+    layout = LAYOUT
+    stages = 1
+    speeds = Speeds()
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.pool = KVPool.create(LAYOUT, blocks, [(0, LAYOUT.layers)])
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def run(self, step: Step, *, on_layer: Callable[[LayerDone], None] | None = None) -> StepResult:
+        """Refuses."""
+        raise Unavailable("there is no engine here")
+
+    def open_gate(self, step_id: int, layer: int) -> None:
+        """Nothing to open."""
+
+    def abort(self, step_id: int) -> None:
+        """Nothing to abort."""
+
+
+async def serve(context: ProcessContext, config: DecodeConfig) -> None:
+    """Receives until it is told to stop."""
+    engine = NoEngine(config.blocks)
+    plan = EnginePlan(
+        EngineSpec("none", LAYOUT.dtype, LAYOUT, config.blocks, 1),
+        conductor_pb2.ModelInfo(name="none", namespace=NAMESPACE, layout=LAYOUT.to_proto()),
+        VOCAB_SIZE,
+        1 << 20,
+    )
+    instance = context.instance(kv_pb2.INSTANCE_KIND_DECODE, config.id, "")
+    async with Channels() as channels:
+        work = Work(Parts(plan, engine, channels, Link(), instance, context.spans, lambda: None), config)
+        async with serving(config.listen, [contract(work)]) as server:
+            instance.address = config.advertised(server.port)
+            running = asyncio.ensure_future(work.run())
+            context.announce(instance.address)
+            await context.stopping.wait()
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+    engine.pool.close()
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(DecodeConfig, serve))

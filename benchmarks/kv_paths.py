@@ -1,0 +1,141 @@
+"""KV over the real paths to another process: `ReceiveKV` into a decode's pool, `Put` into a kvstore.
+
+Each path sends what it is told to and returns when the receiver has confirmed all of it, several sessions at once as
+the services have them.
+"""
+
+import asyncio
+import itertools
+from typing import Protocol
+
+import grpc.aio
+
+from benchmarks import kv_shape
+from benchmarks.kv_shape import BLOCKS, LAYOUT, TRANSFER_BYTES
+from moonpool.kv.frames import Slice
+from moonpool.kv.pool import KVPool
+from moonpool.kv.streams import StoreWriter, TransferSender
+from moonpool.rpc.channels import Channels
+from moonpool.v1 import decode_pb2, kv_pb2
+from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
+
+TIMEOUT_S = 120.0
+AT_ONCE = 2
+"""Transfers or puts under way at once, so that the stream never waits for the next to open."""
+
+
+class Path(Protocol):
+    """One way for KV to another process."""
+
+    async def send(self, nbytes: int) -> None:
+        """Sends at least so many bytes; returns when the receiver has confirmed them."""
+        ...
+
+    async def aclose(self) -> None:
+        """Ends the stream."""
+        ...
+
+
+def filled_pool() -> KVPool:
+    """A pool with the KV of one transfer, no two slices alike."""
+    pool = KVPool.create(LAYOUT, BLOCKS, [(0, LAYOUT.layers)])
+    for layer in range(LAYOUT.layers):
+        for block in range(BLOCKS):
+            pool.slice(layer, block)[:] = (layer * BLOCKS + block + 1).to_bytes(4, "little") * (LAYOUT.slice_bytes // 4)
+    return pool
+
+
+class _Sessions:
+    """Runs whole transfers, some at once, until enough bytes have gone."""
+
+    async def send(self, nbytes: int) -> None:
+        count = iter(range(-(-nbytes // TRANSFER_BYTES)))
+
+        async def sender() -> None:
+            for _ in count:
+                await self.session()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(AT_ONCE):
+                group.create_task(sender())
+
+    async def session(self) -> None:
+        raise NotImplementedError
+
+
+class DecodePath(_Sessions):
+    """Prefill's side of transfers: reserve, send every slice, wait for the verdict, give the seat back."""
+
+    _seeds = itertools.count(1)
+
+    def __init__(self, channels: Channels, address: str, pool: KVPool, frame_bytes: int) -> None:
+        self._stub = DecodeServiceStub(channels.get(address))
+        self._sender = TransferSender(
+            channels, address, kv_shape.hello("bench"), LAYOUT, frame_bytes=frame_bytes, send_timeout_s=TIMEOUT_S
+        )
+        self._pool = pool
+        self._steps: grpc.aio.StreamStreamCall[decode_pb2.StepsRequest, decode_pb2.StepsResponse] | None = None
+        self._turn = asyncio.Lock()
+        self.sent_bytes = 0
+
+    async def session(self) -> None:
+        """One transfer."""
+        target, request_id = await self.reserve()
+        transfer = await self._sender.open(target)
+        pool = self._pool
+        for layer in range(LAYOUT.layers):
+            self.sent_bytes += await transfer.send(
+                Slice(layer, block, pool.slice(layer, block), LAYOUT.block_tokens) for block in range(BLOCKS)
+            )
+        transfer.close(aborted=False)
+        await transfer.verdict(TIMEOUT_S)
+        await self.cancel(target, request_id)
+
+    async def reserve(self) -> tuple[kv_pb2.TransferTarget, str]:
+        """A promise of room for tokens that decode has never seen, and the request's id."""
+        seed = next(self._seeds)
+        request_id = f"bench-{seed}"
+        spec = kv_shape.sequence(request_id, kv_shape.tokens(seed))
+        response = await self._stub.Reserve(decode_pb2.ReserveRequest(sequence=spec))
+        return response.target, request_id
+
+    async def cancel(self, target: kv_pb2.TransferTarget, request_id: str) -> None:
+        """Gives a seat back."""
+        message = decode_pb2.CancelSequence(
+            request_id=request_id, transfer_id=target.transfer_id, generation=target.generation
+        )
+        async with self._turn:  # a stream takes one write at a time
+            if self._steps is None:
+                self._steps = self._stub.Steps()
+                hello = decode_pb2.StepsHello(conductor=kv_pb2.Instance(id="bench", incarnation=1))
+                await self._steps.write(decode_pb2.StepsRequest(hello=hello))
+            await self._steps.write(decode_pb2.StepsRequest(cancel=message))
+            await self._steps.read()
+
+    async def aclose(self) -> None:
+        """Ends the streams."""
+        await self._sender.aclose()
+        if self._steps is not None:
+            self._steps.cancel()
+
+
+class PutPath(_Sessions):
+    """An engine's side of write-back: puts of blocks that the store has never seen, each until all are VISIBLE."""
+
+    _seeds = itertools.count(1)
+
+    def __init__(self, channels: Channels, address: str, pool: KVPool, frame_bytes: int) -> None:
+        self._writer = StoreWriter(channels, address, kv_shape.hello("bench"), LAYOUT, frame_bytes=frame_bytes)
+        self._pool = pool
+
+    async def session(self) -> None:
+        """One put."""
+        keys = kv_shape.keys(kv_shape.tokens(-next(self._seeds)))
+        parents = [kv_shape.ROOT, *keys[:-1]]
+        outcome = await self._writer.put(keys, parents, "", self._pool.slice, timeout_s=TIMEOUT_S)
+        if outcome.stored != BLOCKS:
+            raise RuntimeError(f"the store took {outcome.stored} of {BLOCKS} blocks")
+
+    async def aclose(self) -> None:
+        """Ends the stream."""
+        await self._writer.aclose()

@@ -1,0 +1,357 @@
+"""Wrong peers: what instances tell each other and the conductor, with something wrong in it.
+
+After every test of this file all processes live, a good request has its right answer, everything is at rest, and no log
+has a traceback.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from moonpool.kv.frames import checksum
+from moonpool.kv.layout import KVLayout
+from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2
+from tests.integration.conftest import BLOCK, tokens
+from tests.integration.raw import Stack, Stream
+
+CODES = grpc.StatusCode
+INVALID, MISMATCH, UNBUILT = CODES.INVALID_ARGUMENT, CODES.FAILED_PRECONDITION, CODES.UNIMPLEMENTED
+VOCABULARY = 512
+
+
+@pytest.fixture(scope="module")
+def stack(raw_stack: Stack) -> Stack:
+    """One small stack for all."""
+    return raw_stack
+
+
+@pytest.fixture(autouse=True)
+def unharmed(stack: Stack) -> Iterator[None]:
+    """Every test ends with the check."""
+    yield
+    stack.check_unharmed()
+
+
+# --- frames at decode ------------------------------------------------------------------------------------------------
+
+
+FRESH = itertools.count()
+
+
+def reserve(stack: Stack, request_id: str = "raw", prompt: list[int] | None = None) -> kv_pb2.TransferTarget:
+    """A promise for a prompt of three blocks that decode has never seen."""
+    prompt = prompt or tokens(2 * BLOCK + 4, next(FRESH))
+    return stack.reserve(stack.spec(request_id, prompt))
+
+
+def verdict_on(stream: Stream) -> decode_pb2.TransferVerdict:
+    """The next verdict; credits may come before it."""
+    while not (answer := stream.read()).HasField("verdict"):
+        assert answer.HasField("credit")
+    verdict: decode_pb2.TransferVerdict = answer.verdict
+    return verdict
+
+
+def opening(target: kv_pb2.TransferTarget, **wrong: int) -> decode_pb2.ReceiveKVRequest:
+    values = {
+        "transfer_id": target.transfer_id,
+        "generation": target.generation,
+        "decode_incarnation": target.decode.incarnation,
+    }
+    return decode_pb2.ReceiveKVRequest(open=decode_pb2.TransferOpen(**(values | wrong)))
+
+
+def frame(
+    stack: Stack,
+    target: kv_pb2.TransferTarget,
+    layer: int = 0,
+    *,
+    size: int | None = None,
+    bad_sum: bool = False,
+    **wrong: int,
+) -> decode_pb2.ReceiveKVRequest:
+    """All of the prompt's blocks in one layer, right but for what is said to be wrong."""
+    layout = KVLayout.from_proto(stack.model.layout)
+    values = {"layer": layer, "block_count": 3, "head_end": layout.kv_heads, "valid_tokens": 4}
+    header = kv_pb2.FrameHeader(
+        session=target.transfer_id,
+        generation=wrong.pop("generation", target.generation),
+        runs=[kv_pb2.SliceRun(**(values | wrong))],
+    )
+    payload = bytes(3 * layout.slice_bytes if size is None else size)
+    header.checksum = checksum(header, [memoryview(payload)]) ^ bad_sum
+    return decode_pb2.ReceiveKVRequest(frame=header, payload=payload)
+
+
+BAD_FRAMES: list[tuple[str, dict[str, Any]]] = [
+    ("wrong checksum", {"bad_sum": True}),
+    ("bytes, its runs need", {"size": 5}),
+    ("bytes, its runs need", {"size": 0}),
+    ("bytes, its runs need", {"block_count": (1 << 32) - 1}),
+    ("valid tokens", {"first_block": 1}),
+    ("not expected", {"first_block": (1 << 32) - 1, "valid_tokens": BLOCK}),
+    ("no such layer", {"layer": 4}),
+    ("no such heads", {"head_end": 99}),
+    ("no such heads", {"head_begin": 2}),
+    ("valid tokens", {"valid_tokens": 0}),
+    ("valid tokens", {"valid_tokens": BLOCK}),
+    ("no such layer or no blocks", {"block_count": 0, "size": 0}),
+]
+
+
+@pytest.mark.parametrize(("reason", "wrong"), BAD_FRAMES, ids=[case[0] for case in BAD_FRAMES])
+def test_bad_frames(stack: Stack, reason: str, wrong: dict[str, Any]) -> None:
+    """A wrong frame ends its transfer and no other on the same stream; nothing of it is used."""
+    target, other = reserve(stack), reserve(stack, "other")
+    hello = decode_pb2.ReceiveKVRequest(hello=stack.hello())
+    with stack.stream("decode.ReceiveKV", hello, opening(target), opening(other)) as stream:
+        assert stream.read().HasField("welcome")
+        stream.send(frame(stack, target, **wrong))
+        verdict = verdict_on(stream)
+        assert (verdict.transfer_id, verdict.status) == (target.transfer_id, decode_pb2.TRANSFER_STATUS_FAILED)
+        assert reason in verdict.reason
+        stream.send(*(frame(stack, other, layer) for layer in range(stack.model.layout.layers)))
+        verdict = verdict_on(stream)
+        assert (verdict.transfer_id, verdict.status) == (other.transfer_id, decode_pb2.TRANSFER_STATUS_COMPLETE)
+        assert stream.finish().code is CODES.OK
+
+
+def test_frames_that_nobody_waits_for(stack: Stack) -> None:
+    """Unknown session, wrong generation, before the opening: dropped and counted; the transfer itself goes on."""
+    target = reserve(stack)
+    strays = stack.gauge("decode-0", "stray_frames")
+    unknown = kv_pb2.TransferTarget(transfer_id=1 << 63, generation=1)
+    hello = decode_pb2.ReceiveKVRequest(hello=stack.hello())
+    with stack.stream("decode.ReceiveKV", hello) as stream:
+        assert stream.read().HasField("welcome")
+        stream.send(frame(stack, unknown), frame(stack, target), opening(target))
+        stream.send(frame(stack, target, generation=target.generation + 1))
+        for wrong in ({"generation": target.generation + 1}, {"transfer_id": 1 << 63}, {"decode_incarnation": 5}, {}):
+            stream.send(opening(target, **wrong))
+            assert verdict_on(stream).status == decode_pb2.TRANSFER_STATUS_FAILED
+        stream.send(*(frame(stack, target, layer) for layer in range(stack.model.layout.layers)))
+        assert verdict_on(stream).status == decode_pb2.TRANSFER_STATUS_COMPLETE
+        assert stream.finish().code is CODES.OK
+    assert stack.gauge("decode-0", "stray_frames") == strays + 3
+
+
+def test_a_frame_of_many_runs(stack: Stack) -> None:
+    """What a header claims costs no more than its payload."""
+    target = reserve(stack)
+    run = kv_pb2.SliceRun(block_count=1, head_end=2, valid_tokens=BLOCK)
+    header = kv_pb2.FrameHeader(session=target.transfer_id, generation=target.generation, runs=[run] * 100_000)
+    hello = decode_pb2.ReceiveKVRequest(hello=stack.hello())
+    with stack.stream("decode.ReceiveKV", hello, opening(target)) as stream:
+        assert stream.read().HasField("welcome")
+        stream.send(decode_pb2.ReceiveKVRequest(frame=header, payload=b"x"))
+        assert "its runs need" in verdict_on(stream).reason
+        assert stream.finish().code is CODES.OK
+
+
+def test_steps_for_nobody_and_twice(stack: Stack) -> None:
+    """Starts and cancels of what is not there are answered one by one; a second start of an id harms no other."""
+    prompt = tokens(2 * BLOCK, "steps")
+    first, second = reserve(stack, "same", prompt), reserve(stack, "same", prompt)
+    hello = decode_pb2.ReceiveKVRequest(hello=stack.hello())
+    with stack.stream("decode.ReceiveKV", hello, opening(first), opening(second)) as kv:
+        for target in (first, second):
+            for layer in range(stack.model.layout.layers):
+                size = 2 * KVLayout.from_proto(stack.model.layout).slice_bytes
+                kv.send(frame(stack, target, layer, block_count=2, valid_tokens=BLOCK, size=size))
+        assert kv.read().HasField("welcome")
+        assert {verdict_on(kv).status for _ in range(2)} == {decode_pb2.TRANSFER_STATUS_COMPLETE}
+
+        def start(target: kv_pb2.TransferTarget, request_id: str = "same", token: int = 9) -> decode_pb2.StepsRequest:
+            ids = {"transfer_id": target.transfer_id, "generation": target.generation}
+            return decode_pb2.StepsRequest(
+                start=decode_pb2.StartSequence(request_id=request_id, first_token_id=token, **ids)
+            )
+
+        with stack.stream("decode.Steps", stack.first_message("decode.Steps")) as steps:
+            for wrong, reason in (
+                (start(kv_pb2.TransferTarget(transfer_id=999_999)), "there is no transfer"),
+                (start(first, "another"), "there is no transfer"),
+                (start(first, token=VOCABULARY), "there is no token"),
+                (start(first, token=-1), "there is no token"),
+            ):
+                steps.send(wrong)
+                assert reason in steps.read().failed[0].reason
+            unknown = decode_pb2.CancelSequence(request_id="same", transfer_id=999_999)
+            steps.send(start(first), start(second), decode_pb2.StepsRequest(cancel=unknown))
+            received: list[int] = []
+            failed: list[str] = []
+            outcomes: list[int] = []
+            finished = 0
+            while not finished:
+                answer = steps.read()
+                failed += [failure.reason for failure in answer.failed]
+                outcomes += [cancelled.outcome for cancelled in answer.cancelled]
+                for item in answer.tokens:
+                    assert item.position == len(received) + 1
+                    received += item.token_ids
+                    finished = item.finish_reason
+            assert len(received) == 3  # max_tokens is 4, and the first came from prefill
+            assert failed == ["a sequence of this id is running already"]
+            assert outcomes == [kv_pb2.CANCEL_OUTCOME_UNKNOWN]
+            outcome = stack.call(
+                "decode.Steps",
+                stack.first_message("decode.Steps"),
+                decode_pb2.StepsRequest(resume=decode_pb2.ResumeSequence(request_id="same")),
+            )
+            assert outcome.code is UNBUILT
+
+
+def test_answers_that_nobody_reads(stack: Stack) -> None:
+    """Thousands of cancels whose answers are not read do not pile up: the stream is read no further."""
+    cancel = decode_pb2.StepsRequest(cancel=decode_pb2.CancelSequence(request_id="r" * 200))
+    with stack.stream("decode.Steps", stack.first_message("decode.Steps")) as steps:
+        steps.send(*[cancel.SerializeToString()] * 20_000)
+        counted = 0
+        while counted < 20_000:
+            answer = steps.read()
+            assert len(answer.cancelled) <= 4096
+            counted += len(answer.cancelled)
+        assert steps.finish().code is CODES.OK
+
+
+# --- the kvstore -----------------------------------------------------------------------------------------------------
+
+
+def put_open(stack: Stack, session: int = 1, **wrong: Any) -> kvstore_pb2.PutRequest:
+    layout = stack.model.layout
+    values: dict[str, Any] = {
+        "session": session,
+        "keys": bytes([session]) * 32,
+        "parent_keys": bytes(32),
+        "layer_end": layout.layers,
+        "head_end": layout.kv_heads,
+        "tenant": "raw",
+    }
+    return kvstore_pb2.PutRequest(open=kvstore_pb2.PutOpen(**(values | wrong)))
+
+
+BAD_PUTS: list[tuple[str, dict[str, Any]]] = [
+    ("keys: length must be a multiple of 32", {"keys": bytes(33)}),
+    ("keys: a session has 1 to 16384 keys, not 0", {"keys": b"", "parent_keys": b""}),
+    ("keys: at most 16384 keys", {"keys": bytes(32 * 20_000)}),
+    ("keys: a key stands there twice", {"keys": bytes(64), "parent_keys": bytes(64)}),
+    ("parent_keys: length must be a multiple of 32", {"parent_keys": bytes(31)}),
+    ("parent_keys: 2 parents for 1 keys", {"parent_keys": bytes(64)}),
+    ("tenant: has more than 1024 bytes", {"tenant": "t" * 1025}),
+    ("layer_end: ", {"layer_end": 0}),
+    ("layer_end: ", {"layer_end": (1 << 32) - 1}),
+    ("layer_end: ", {"layer_begin": 3, "layer_end": 2}),
+    ("head_end: ", {"head_end": 0}),
+    ("head_end: ", {"head_begin": (1 << 32) - 1, "head_end": (1 << 32) - 1}),
+    ("keys: the session needs", {"keys": b"".join(i.to_bytes(32, "big") for i in range(16384)), "parent_keys": b""}),
+]
+
+
+@pytest.mark.parametrize(("reason", "wrong"), BAD_PUTS, ids=[case[0].strip() for case in BAD_PUTS])
+def test_bad_puts(stack: Stack, reason: str, wrong: dict[str, Any]) -> None:
+    """A wrong session is refused with the field's name; the stream and its other sessions go on."""
+    hello = kvstore_pb2.PutRequest(hello=stack.hello())
+    with stack.stream("kvstore.Put", hello, put_open(stack, 1, **wrong), put_open(stack, 2)) as stream:
+        assert stream.read().HasField("welcome")
+        refused = stream.read().refused
+        assert refused.session == 1
+        assert reason in refused.reason
+        assert stream.read().opened.session == 2
+        assert stream.finish().code is CODES.OK
+
+
+def test_huge_layouts(stack: Stack) -> None:
+    """A layout whose blocks no memory could hold costs nothing: there is no room for one."""
+    hello = stack.hello()
+    hello.layout.CopyFrom(
+        kv_pb2.KVLayout(
+            version=1, layers=4096, kv_heads=(1 << 32) - 1, head_dim=(1 << 32) - 1, block_tokens=16, dtype="float32"
+        )
+    )
+    messages = [kvstore_pb2.PutRequest(hello=hello), put_open(stack, layer_end=4096, head_end=(1 << 32) - 1)]
+    outcome = stack.call("kvstore.Put", *messages)
+    assert outcome.code is CODES.OK
+    assert "all DRAM has" in outcome.answers[1].refused.reason
+    read = kv_pb2.ReadOpen(session=1, keys=bytes(32), layer_end=4096, head_end=(1 << 32) - 1)
+    outcome = stack.call("kvstore.Get", kvstore_pb2.GetRequest(hello=hello), kvstore_pb2.GetRequest(open=read))
+    assert outcome.code is CODES.OK
+    assert outcome.answers[1].opened.blocks == 0
+
+
+BAD_GETS: list[tuple[grpc.StatusCode, str, dict[str, Any]]] = [
+    (INVALID, "keys", {"keys": bytes(31)}),
+    (INVALID, "keys", {"keys": bytes(32 * 20_000)}),
+    (INVALID, "layer_end", {"layer_end": 0}),
+    (INVALID, "layer_end", {"layer_end": (1 << 32) - 1}),
+    (UNBUILT, "", {"head_end": 1}),
+]
+
+
+@pytest.mark.parametrize(("code", "field", "wrong"), BAD_GETS)
+def test_bad_gets(stack: Stack, code: grpc.StatusCode, field: str, wrong: dict[str, Any]) -> None:
+    """A read that can never be served ends the stream with the field's name."""
+    layout = stack.model.layout
+    values: dict[str, Any] = {"session": 1, "keys": bytes(32), "layer_end": layout.layers, "head_end": layout.kv_heads}
+    read = kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(**(values | wrong)))
+    outcome = stack.call("kvstore.Get", kvstore_pb2.GetRequest(hello=stack.hello()), read)
+    assert (outcome.code, outcome.field) == (code, field), outcome
+
+
+@pytest.mark.parametrize("keys", [bytes(33), bytes(32 * ((1 << 17) + 1))])
+def test_bad_prefix(stack: Stack, keys: bytes) -> None:
+    """Keys of odd length, and too many of them."""
+    outcome = stack.call("kvstore.MatchPrefix", kvstore_pb2.MatchPrefixRequest(keys=keys))
+    assert (outcome.code, outcome.field) == (INVALID, "keys")
+
+
+# --- joining ---------------------------------------------------------------------------------------------------------
+
+
+BAD_JOINS: list[tuple[grpc.StatusCode, str, Callable[[Any], Any]]] = [
+    (INVALID, "instance.id", lambda hello: hello.instance.ClearField("id")),
+    (INVALID, "instance.id", lambda hello: setattr(hello.instance, "id", "a\nb")),
+    (INVALID, "instance.kind", lambda hello: hello.instance.ClearField("kind")),
+    (INVALID, "instance.kind", lambda hello: setattr(hello.instance, "kind", 99)),
+    (INVALID, "instance.address", lambda hello: hello.instance.ClearField("address")),
+    (INVALID, "instance.address", lambda hello: setattr(hello.instance, "address", "0.0.0.0:1")),
+    (INVALID, "model", lambda hello: hello.ClearField("model")),
+    (INVALID, "model.namespace", lambda hello: setattr(hello.model, "namespace", b"short")),
+    (INVALID, "model.max_tokens", lambda hello: setattr(hello.model, "max_tokens", 0)),
+    (INVALID, "total_blocks", lambda hello: setattr(hello, "total_blocks", 0)),
+    (MISMATCH, "model.name", lambda hello: setattr(hello.model, "name", "another")),
+    (MISMATCH, "model.config_hash", lambda hello: setattr(hello.model, "config_hash", bytes(32))),
+    (MISMATCH, "model.vocab_size", lambda hello: setattr(hello.model, "vocab_size", 1)),
+    (MISMATCH, "model.namespace", lambda hello: setattr(hello.model, "namespace", bytes(32))),
+    (MISMATCH, "model.layout.block_tokens", lambda hello: setattr(hello.model.layout, "block_tokens", 32)),
+    (MISMATCH, "layout.dtype", lambda hello: setattr(hello.model.layout, "dtype", "float8")),
+    (CODES.UNAVAILABLE, "", lambda hello: setattr(hello.instance, "address", "127.0.0.1:1")),
+]
+
+
+@pytest.mark.parametrize(("code", "field", "change"), BAD_JOINS, ids=[f"{i}-{c[1]}" for i, c in enumerate(BAD_JOINS)])
+def test_bad_joins(stack: Stack, code: grpc.StatusCode, field: str, change: Callable[[Any], Any]) -> None:
+    """Who does not fit is told why, and is never among the members."""
+    hello = stack.join_hello(kv_pb2.INSTANCE_KIND_PREFILL)
+    change(hello)
+    outcome = stack.call("conductor.Join", conductor_pb2.JoinRequest(hello=hello))
+    assert (outcome.code, outcome.field) == (code, field), outcome
+    assert {instance.id for instance in stack.client.cluster_state().instances} == set(stack.instances)
+
+
+@pytest.mark.parametrize("field", ["stored_keys", "removed_keys"])
+@pytest.mark.parametrize("keys", [bytes(33), bytes(32 * ((1 << 16) + 1))])
+def test_bad_events(stack: Stack, field: str, keys: bytes) -> None:
+    """A member whose events make no sense is let go, and with it all that it said it had."""
+    index = stack.gauge("conductor", "index_keys")
+    hello = conductor_pb2.JoinRequest(hello=stack.join_hello(kv_pb2.INSTANCE_KIND_KVSTORE))
+    known = kv_pb2.KVEvents(sequence=1, snapshot_begin=True, snapshot_end=True, stored_keys=bytes(32))
+    wrong = kv_pb2.KVEvents(sequence=2)
+    setattr(wrong, field, keys)
+    outcome = stack.call(
+        "conductor.Join", hello, conductor_pb2.JoinRequest(events=known), conductor_pb2.JoinRequest(events=wrong)
+    )
+    assert (outcome.code, outcome.field) == (INVALID, f"events.{field}"), outcome
+    assert stack.gauge("conductor", "index_keys") == index

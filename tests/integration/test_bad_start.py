@@ -1,0 +1,166 @@
+"""Services that cannot start: one line that names the setting or the file, the right exit code, nothing left behind."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moonpool.model.create import create
+from moonpool.rpc.process import EXIT_CONFIG, EXIT_MISMATCH
+from tests.integration.conftest import BLOCK
+from tests.integration.raw import Stack
+
+NOBODY = "127.0.0.1:1"
+START_S = 100
+
+
+def start(module: str, *arguments: str) -> tuple[int, str]:
+    """Runs a service, or the command line, that is expected to end by itself; its exit code and what it said."""
+    environment = os.environ | {"MOONPOOL_DIE_WITH_PARENT": "1", "COLUMNS": "200", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, env=environment, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stderr
+
+
+def refused(kind: str, *arguments: str) -> str:
+    """What a service says that ends because of its settings: its last line."""
+    code, said = start(f"services.{kind}", *arguments)
+    assert code == EXIT_CONFIG, said
+    line = said.strip().splitlines()[-1]
+    assert line.startswith(f"{kind}: "), said
+    return line.removeprefix(f"{kind}: ")
+
+
+@pytest.fixture
+def folder(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint, to be damaged."""
+    return Path(shutil.copytree(checkpoint, tmp_path / checkpoint.name))
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Writes the checkpoint's weights anew, changed."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+ENGINE = ("--conductor", NOBODY, "--threads", "1", "--block-tokens", str(BLOCK))
+
+
+def test_missing_tensor(folder: Path) -> None:
+    """The tensor is named."""
+    change_weights(folder, lambda tensors: tensors.pop(UP))
+    assert f"tensor {UP} is missing" in refused("prefill", "--model", str(folder), *ENGINE)
+
+
+def test_misshapen_tensor(folder: Path) -> None:
+    """The tensor is named with both shapes."""
+    change_weights(folder, lambda tensors: tensors.update({UP: torch.zeros(3, 5)}))
+    line = refused("decode", "--model", str(folder), *ENGINE)
+    assert f"tensor {UP} has shape [3, 5], config.json makes it [128, 64]" in line
+
+
+def test_weights_cut_short(folder: Path) -> None:
+    """A download that was broken off."""
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert "model.safetensors: cut short" in refused("prefill", "--model", str(folder), *ENGINE)
+
+
+DAMAGE: list[tuple[str, str, str]] = [
+    ("tokenizer.json", "{}", "tokenizer.json: not a tokenizer"),
+    ("tokenizer.json", "", "no tokenizer.json"),
+    ("tokenizer_config.json", json.dumps({"chat_template": "{% for %}"}), "chat template"),
+    ("config.json", "{}", "model_type: "),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "says"), DAMAGE, ids=[f"{i}-{case[0]}" for i, case in enumerate(DAMAGE)])
+def test_invalid_tokenizer_and_config(folder: Path, name: str, content: str, says: str) -> None:
+    """The conductor reads both; an empty content stands for a missing file."""
+    (folder / name).unlink()
+    if content:
+        (folder / name).write_text(content)
+    assert says in refused("conductor", "--model", str(folder), "--listen", "127.0.0.1:0")
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """An address at which somebody else listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", ["conductor", "decode"])
+def test_port_in_use(checkpoint: Path, taken: str, kind: str) -> None:
+    """`listen` is named, and the address."""
+    flags = {"conductor": ["--model", str(checkpoint)], "decode": ["--model", str(checkpoint), *ENGINE]}
+    line = refused(kind, *flags[kind], "--listen", taken)
+    assert line.startswith("listen: ")
+    assert taken in line
+
+
+def test_unwritable_folders(tmp_path: Path) -> None:
+    """A folder that cannot be made, even by root: below a file."""
+    (tmp_path / "file").write_text("")
+    below = str(tmp_path / "file" / "data")
+    assert refused("kvstore", "--data-dir", below).startswith("data_dir: ")
+    assert refused("kvstore", "--spans-dir", below).startswith("spans_dir: ")
+    for flag in ("--data-dir", "--spans-dir"):
+        code, said = start("moonpool.cli.main", "up", flag, below, "--port", "0")
+        assert code == EXIT_CONFIG
+        assert flag.removeprefix("--").replace("-", "_") in said
+
+
+def test_a_data_folder_in_use(tmp_path: Path) -> None:
+    """Two stores never share one."""
+    command = [sys.executable, "-m", "services.kvstore", "--data-dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline().startswith("ready: ")
+        assert "used by another process" in refused("kvstore", "--data-dir", str(tmp_path))
+        first.terminate()
+        assert first.wait(30) == 0
+
+
+SETTINGS: list[tuple[str, tuple[str, ...], str]] = [
+    ("prefill", ("--kv-bytes", "100"), "kv_bytes: 100 bytes hold no block of "),
+    ("prefill", ("--blocks", str(10**12)), "kv_bytes: 1000000000000 blocks of "),
+    ("prefill", ("--kv-byte", "100"), "no such flag; did you mean --kv-bytes?"),
+    ("prefill", ("--stages", "99"), "stages"),
+    ("prefill", ("--model", "no/such-folder/anywhere"), "no/such-folder/anywhere"),
+    ("decode", ("--listen", "nowhere"), "listen: must be HOST:PORT"),
+    ("kvstore", ("--dram-bytes", "0"), "dram_bytes: "),
+]
+
+
+@pytest.mark.parametrize(("kind", "flags", "says"), SETTINGS, ids=[" ".join(case[1]) for case in SETTINGS])
+def test_settings(checkpoint: Path, kind: str, flags: tuple[str, ...], says: str) -> None:
+    """Too little memory for one block, too much to be had, and settings that are wrong or unknown."""
+    base = () if kind == "kvstore" else ("--model", str(checkpoint), *ENGINE)
+    assert says in refused(kind, *base, *flags)
+
+
+def test_an_instance_of_another_namespace(raw_stack: Stack, checkpoint: Path, tmp_path: Path) -> None:
+    """Other weights under the same name, and other blocks: the instance ends and says what differs."""
+    other = tmp_path / checkpoint.name
+    create("tiny-llama", other, seed=1, dtype="float32")
+    conductor = ("--conductor", raw_stack.address("conductor"), "--threads", "1", "--kv-bytes", str(4 << 20))
+    for flags, field in (
+        (("--model", str(other), "--block-tokens", str(BLOCK)), "model.namespace: "),
+        (("--model", str(checkpoint), "--block-tokens", str(2 * BLOCK)), "model.layout.block_tokens: "),
+    ):
+        code, said = start("services.decode", *conductor, *flags)
+        assert code == EXIT_MISMATCH, said
+        assert said.strip().splitlines()[-1].startswith(f"decode: {field}"), said
+    raw_stack.check_unharmed()

@@ -1,0 +1,272 @@
+"""What must be true of compose.yaml, deploy/Containerfile and deploy/*.sh, each fault as one line of text.
+
+Everything is compared with the code itself: the services' settings classes, the command line's verbs, pyproject.toml.
+"""
+
+import functools
+import importlib
+import os
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import typer
+from typer.exceptions import TyperException
+
+from moonpool.cli.main import app
+from moonpool.config import ServiceConfig, parse_address
+from moonpool.errors import ConfigError
+from moonpool.rpc import process
+from tests.unit.deploy.compose import ROOT, Service, services, substitutions
+from tests.unit.deploy.containerfile import Containerfile, parse
+
+PREFIX = "MOONPOOL_"
+STACK_PREFIX = "MOONPOOL_STACK_"
+LOOPBACK = ("127.", "localhost", "::1")
+TORCH_FREE = ("conductor", "kvstore")
+KINDS = tuple(sorted(path.parent.name for path in (ROOT / "services").glob("*/__main__.py")))
+
+
+def config_class(kind: str) -> type[ServiceConfig]:
+    """The settings class of one kind of service."""
+    module = importlib.import_module(f"services.{kind}.config")
+    (found,) = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, ServiceConfig) and value.__module__ == module.__name__
+    ]
+    return found
+
+
+def load(service: Service, changes: Mapping[str, str] | None = None) -> ServiceConfig:
+    """The settings that a service would run with.
+
+    Raises:
+        ConfigError: it would refuse to start.
+    """
+    with patch.dict(os.environ, service.environment | dict(changes or {}), clear=True):
+        return config_class(service.command[0]).load(service.command[1:])
+
+
+def complaints(compose: str, container: str, scripts: Mapping[str, str]) -> list[str]:
+    """Everything that is wrong with the texts of compose.yaml, the container file and the shell scripts."""
+    stack = services(compose)
+    images = parse(container)
+    found = [*_of_stack(stack, compose), *_of_containerfile(images, container)]
+    for service in stack.values():
+        found += [f"{service.name}: {text}" for text in of_service(service, stack, images)]
+    for name, script in scripts.items():
+        found += [f"{name}: {text}" for text in _of_script(script, stack)]
+    return found
+
+
+def _of_stack(stack: Mapping[str, Service], text: str) -> Iterator[str]:
+    kinds = tuple(sorted({service.command[0] for service in stack.values()}))
+    if kinds != KINDS:
+        yield f"the services are {', '.join(KINDS)}; compose.yaml runs {', '.join(kinds)}"
+    head = text.partition("\n\n")[0] + text.split("\nx-")[0]
+    named = set(re.findall(rf"^#\s+({STACK_PREFIX}\w+)", head, re.MULTILINE))
+    used = {name for name in substitutions(text) if name.startswith(STACK_PREFIX)}
+    for name in sorted(named ^ used):
+        yield f"{name} is {'not explained at the head' if name in used else 'explained and not used'}"
+    for name in sorted(substitutions(text) - used):
+        if not any(f"${{{name}" in service.raw_environment.get(name, "") for service in stack.values()):
+            yield f"${{{name}}} is not the variable of that name of any service"
+
+
+def of_service(service: Service, stack: Mapping[str, Service], images: Containerfile) -> Iterator[str]:
+    """Everything that is wrong with one service of a stack."""
+    yield from _of_variables(service)
+    try:
+        config = load(service)
+    except ConfigError as error:
+        yield str(error)
+        return
+    yield from _of_addresses(service, config, stack)
+    yield from _of_health(service, config, images)
+    yield from _of_life(service, config)
+    yield from _of_image(service, images)
+    yield from _of_volumes(service, config, images)
+
+
+def _of_variables(service: Service) -> Iterator[str]:
+    settings = config_class(service.command[0]).model_fields
+    for name, value in service.raw_environment.items():
+        if not name.startswith(PREFIX) or name.removeprefix(PREFIX).lower() not in settings:
+            yield f"{name} is no setting of {service.command[0]}"
+        if substitutions(value) - {name}:
+            yield f"{name} takes its value from another variable: {value}"
+
+
+def _of_addresses(service: Service, config: ServiceConfig, stack: Mapping[str, Service]) -> Iterator[str]:
+    host, port = parse_address(config.listen)
+    if host.startswith(LOOPBACK):
+        yield f"listens at {config.listen}, where no other container reaches it"
+    if port == 0:
+        yield "listens at any free port: nobody knows which"
+    if config.advertised(port) != f"{service.name}:{port}":
+        yield f"advertises {config.advertised(port)}, others know it as {service.name}:{port}"
+    for published, inside in service.ports:
+        if inside != port:
+            yield f"publishes {published} from port {inside}, but listens at {port}"
+    conductor = getattr(config, "conductor", None)
+    if conductor is None:
+        if not service.ports:
+            yield "is what clients talk to, and publishes no port"
+        return
+    if conductor not in {address(other) for other in stack.values() if other.command[0] == "conductor"}:
+        yield f"joins {conductor}, where no conductor listens"
+    wanted = service.rest.get("depends_on", {}).get(parse_address(conductor)[0], {}) if conductor else {}
+    if wanted.get("condition") != "service_healthy":
+        yield "does not wait until its conductor is healthy"
+
+
+def address(service: Service) -> str:
+    """Where other containers reach a service, "name:port"."""
+    listen = next((word for word in service.command if word.startswith("--listen=")), "")
+    return f"{service.name}:{listen.rpartition(':')[2]}"
+
+
+def _of_health(service: Service, config: ServiceConfig, images: Containerfile) -> Iterator[str]:
+    if service.health[:1] != images.entrypoint(service.rest["build"]["target"]) or service.health[1:2] != ["health"]:
+        yield f"its health check is not `moonpool health`: {service.rest.get('healthcheck')}"
+        return
+    try:
+        given = verb_arguments(service.health[1:])
+    except TyperException as error:
+        yield f"health check: {error}"
+        return
+    port = parse_address(config.listen)[1]
+    if given["address"] != f"{service.name}:{port}":
+        yield f"its health check asks {given['address']}, it listens at {service.name}:{port}"
+    if not float(str(given["timeout_s"])) < service.seconds("healthcheck", "timeout"):
+        yield "its health check is ended before it can say why"
+    if service.seconds("healthcheck", "interval") <= 0 or service.rest["healthcheck"].get("retries", 0) < 1:
+        yield "its health check has no interval or no retries"
+
+
+def _of_life(service: Service, config: ServiceConfig) -> Iterator[str]:
+    drain_s = config.drain_s + process._AFTER_DRAIN_S + process._CANCEL_GRACE_S
+    if service.seconds("stop_grace_period") <= drain_s:
+        yield f"is killed after {service.seconds('stop_grace_period'):g} s, may drain for {drain_s:g} s"
+    if service.rest.get("restart") not in ("unless-stopped", "always"):
+        yield "is not started again when it fails"
+    if not config.id or config.id != service.name:
+        yield "has no --id that stays through restarts"
+
+
+def _of_image(service: Service, images: Containerfile) -> Iterator[str]:
+    build = service.rest["build"]
+    if not (ROOT / build["context"] / build["dockerfile"]).is_file():
+        yield f"there is no {build['dockerfile']}"
+    target = build["target"]
+    if target not in images.stages:
+        yield f"the container file has no target {target}"
+        return
+    declared = set(images.arguments) | {rest for stage in images.stages.values() for rest in stage.all("ARG")}
+    for name in set(build["args"]) - declared:
+        yield f"build argument {name} is not declared"
+    for name, default in images.arguments.items():
+        if default and build["args"].get(name) != default:
+            yield f"build argument {name} is {build['args'].get(name)}, the container file says {default}"
+    torch = any('["engine"]' in rest for stage in images.everything(target) for rest in stage.all("RUN"))
+    if torch == (service.command[0] in TORCH_FREE):
+        yield f"its image {'has' if torch else 'lacks'} the engine extra"
+
+
+def _of_volumes(service: Service, config: ServiceConfig, images: Containerfile) -> Iterator[str]:
+    made = " ".join(images.all(service.rest["build"]["target"], "RUN"))
+    for source, folder, _ in service.volumes:
+        if f" {folder}" not in made:
+            yield f"{folder} is not a folder of the image, so that {source} would be root's there"
+    data = getattr(config, "data_dir", None)
+    if data is not None and (str(data), "rw") not in [(folder, mode) for _, folder, mode in service.volumes]:
+        yield f"writes to {data}, which is no volume"
+    model = getattr(config, "model", None)
+    if model is not None and f" {model}" not in made:
+        yield f"the image has no {model}"
+
+
+def _of_containerfile(images: Containerfile, text: str) -> Iterator[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for name in re.findall(r'"optional-dependencies"\]\["(\w+)"\]', text):
+        if name not in project["optional-dependencies"]:
+            yield f"pyproject.toml has no extra {name}"
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    for stage in images.stages.values():
+        if stage.base not in images.stages and stage.base != "${BASE}":
+            yield f"stage {stage.name} starts from {stage.base}, not from the base image that was asked for"
+        for rest in stage.all("COPY"):
+            *sources, _ = rest.split()
+            for source in sources if not rest.startswith("--from") else ():
+                if not (ROOT / source).exists():
+                    yield f"there is no {source} to copy"
+                if not any(fnmatch(source.rstrip("/"), line[1:]) for line in ignored if line.startswith("!")):
+                    yield f"{source} is not in the build context"
+        kept = " ".join(stage.all("ENV"))
+        for argument in stage.all("ARG"):
+            if f"{argument}=${{{argument}}}" not in kept:
+                yield f"{argument} is not known in the stages that start from {stage.name}: only ENV is"
+    for name in ("light", "engine"):
+        user = images.last(name, "USER").partition(":")[0]
+        if not user.isdecimal() or int(user) == 0:
+            yield f"image {name} runs as {user or 'root'}; it wants a number that is not 0"
+        if images.entrypoint(name) not in [[script] for script in project["scripts"]]:
+            yield f"image {name} starts {images.entrypoint(name)}, which is no command of the project"
+        constrained = [
+            stage
+            for stage in images.everything(name)
+            if any("pip install --requirement" in rest for rest in stage.all("RUN"))
+            and not any("PIP_CONSTRAINT=/src/constraints.txt" in rest for rest in images.all(stage.name, "ENV"))
+        ]
+        for stage in constrained:
+            yield f"stage {stage.name} installs without constraints.txt"
+
+
+def _of_script(text: str, stack: Mapping[str, Service]) -> Iterator[str]:
+    addresses = {address(service) for service in stack.values()}
+    variables = dict(re.findall(r"^(\w+)=(?:\$\{\w+:-)?(\d+)", text, re.MULTILINE))
+    for line in re.sub(r"\\\n\s*", " ", text).splitlines():
+        found = re.search(r"(?<![`\w/.-])moonpool(?:\.cli\.main)? (\w[^;|)]*)", line.partition(" #")[0])
+        if line.lstrip().startswith("#") or not found:
+            continue
+        words = shlex.split(re.sub(r"\$(\w+)", lambda name: variables.get(name[1], name[0]), found[1]))
+        try:
+            given = verb_arguments(words)
+        except TyperException as error:
+            yield f"`moonpool {' '.join(words)}`: {error}"
+            continue
+        where = str(given.get("address", ""))
+        if "$" not in where and where not in addresses:
+            yield f"`moonpool {' '.join(words)}`: nobody listens at {where}"
+        if given.get("joined") not in (None, 0, len(stack) - 1):
+            yield f"`moonpool {' '.join(words)}`: {len(stack) - 1} instances join"
+
+
+def verb_arguments(words: list[str]) -> dict[str, object]:
+    """The parsed arguments of a verb of the command line.
+
+    Raises:
+        TyperException: no such verb or flag, or a wrong value.
+    """
+    command = _verbs().get(words[0])
+    if command is None:
+        raise TyperException(f"no such verb: {words[0]}")
+    return dict(command.make_context(words[0], words[1:]).params)
+
+
+@functools.cache
+def _verbs() -> dict[str, Any]:
+    verbs: dict[str, Any] = getattr(typer.main.get_command(app), "commands")  # noqa: B009  # typer's types hide it
+    return verbs
+
+
+def texts() -> tuple[str, str, dict[str, str]]:
+    """The project's own files, as `complaints` takes them."""
+    scripts = {str(path.relative_to(ROOT)): path.read_text() for path in Path(ROOT, "deploy").glob("*.sh")}
+    return (ROOT / "compose.yaml").read_text(), (ROOT / "deploy" / "Containerfile").read_text(), scripts

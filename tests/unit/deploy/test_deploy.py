@@ -1,0 +1,170 @@
+"""compose.yaml, the container file and the scripts say what the code means; and a fault in them does not pass."""
+
+import dataclasses
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from moonpool.errors import ConfigError
+from tests.unit.deploy.compose import ROOT, duration_s, services, substituted, substitutions
+from tests.unit.deploy.containerfile import parse
+from tests.unit.deploy.rules import STACK_PREFIX, complaints, load, of_service, texts
+
+COMPOSE, CONTAINERFILE, SCRIPTS = texts()
+STACK_SH = SCRIPTS["deploy/stack.sh"]
+LISTEN = '"--listen=0.0.0.0:50053"'
+
+
+def test_files_are_right() -> None:
+    """Nothing to complain about."""
+    assert complaints(COMPOSE, CONTAINERFILE, SCRIPTS) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("--data-dir=", "--data-folder=", "no such flag"),
+        ("--drain-s=30]", "--drain-s=soon]", "drain_s: "),
+        ("--id=prefill,", "--id=prefill, --step-tokens=512, --lease-s=3,", "prefill: --lease-s: no such flag"),
+        (LISTEN, '"--listen=127.0.0.1:50053"', "where no other container reaches it"),
+        (LISTEN, '"--listen=0.0.0.0:50059"', "its health check asks prefill:50053, it listens at prefill:50059"),
+        (LISTEN, '"--listen=0.0.0.0:0"', "any free port"),
+        (" --advertise=prefill,", "", "advertise: "),
+        ("--advertise=prefill", "--advertise=decode", "advertises decode:50053, others know it as prefill:50053"),
+        ('"--conductor=conductor:50051",', '"--conductor=conductor:50052",', "joins conductor:50052, where no"),
+        ("50051}:50051", "50051}:50052", "publishes 127.0.0.1:50051 from port 50052, but listens at 50051"),
+        ("MOONPOOL_MAX_BATCH: ${MOONPOOL_MAX_BATCH:-}", "MOONPOOL_BATCH: ''", "MOONPOOL_BATCH is no setting of decode"),
+        ("MOONPOOL_KV_BYTES: ${MOONPOOL_KV_BYTES:-}", "MOONPOOL_KV_BYTES: many", "kv_bytes: "),
+        ("${MOONPOOL_STAGES:-}", "${STAGES:-}", "takes its value from another variable"),
+        ("${MOONPOOL_STAGES:-}", "${MOONPOOL_STACK_STAGES:-}", "MOONPOOL_STACK_STAGES is not explained"),
+        ("#   MOONPOOL_STACK_PUBLISH", "#   MOONPOOL_STACK_PUBLIC", "MOONPOOL_STACK_PUBLIC is explained and not used"),
+        ("--address=decode:50054", "--address=decode:50053", "its health check asks decode:50053"),
+        ("--address=decode:50054", "--url=decode:50054", "health check: No such option"),
+        ("[CMD, moonpool, health, --address=decode:50054]", '[CMD, "true"]', "is not `moonpool health`"),
+        ("timeout: 15s", "timeout: 2s", "ended before it can say why"),
+        ("stop_grace_period: 60s", "stop_grace_period: 10s", "is killed after 10 s, may drain for 45 s"),
+        ("restart: unless-stopped", 'restart: "no"', "is not started again"),
+        ("target: light", "target: engine", "its image has the engine extra"),
+        ("target: engine", "target: light", "its image lacks the engine extra"),
+        ("target: engine", "target: heavy", "the container file has no target heavy"),
+        ("bookworm}", "trixie}", "build argument BASE is python:3.11-slim-trixie"),
+        ("PIP_NO_INDEX:", "PIP_NOINDEX:", "build argument PIP_NOINDEX is not declared"),
+        ('["kv:/var/lib/moonpool/kv"]', "[]", "which is no volume"),
+        ("kv:/var/lib/moonpool/kv", "kv:/var/lib/moonpool/store", "is not a folder of the image"),
+        ("/opt/moonpool/model/tiny", "/opt/moonpool/model/small", "the image has no /opt/moonpool/model/small"),
+        ("condition: service_healthy", "condition: service_started", "does not wait until its conductor is healthy"),
+    ],
+)  # fmt: skip
+def test_fault_in_compose(old: str, new: str, complaint: str) -> None:
+    """Each is found, by name."""
+    assert old in COMPOSE
+    broken = COMPOSE.replace(old, new)
+    try:
+        found = complaints(broken, CONTAINERFILE, SCRIPTS)
+    except KeyError as error:  # a target that is not there
+        found = [f"the container file has no target {error.args[0]}"]
+    assert [text for text in found if complaint in text], found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("USER 10001:10001", "USER root", "runs as root"),
+        ("USER 10001:10001", "USER 0", "runs as 0"),
+        ('ENTRYPOINT ["moonpool"]', 'ENTRYPOINT ["moonpoold"]', "no command of the project"),
+        ("PIP_CONSTRAINT=/src/constraints.txt", "X=1", "stage light-packages installs without constraints.txt"),
+        ("COPY kernels/ kernels/", "COPY kernel/ kernels/", "there is no kernel/ to copy"),
+        ("COPY kernels/ kernels/", "COPY tests/ tests/", "tests/ is not in the build context"),
+        ('"optional-dependencies"]["engine"]', '"optional-dependencies"]["gpu"]', "pyproject.toml has no extra gpu"),
+        ("FROM ${BASE} AS runtime", "FROM debian AS runtime", "starts from debian"),
+        ("PIP_NO_INDEX=${PIP_NO_INDEX}", "X=1", "PIP_NO_INDEX is not known in the stages that start from build"),
+        ("ARG PIP_NO_INDEX\n", "", "build argument PIP_NO_INDEX is not declared"),
+    ],
+)
+def test_fault_in_containerfile(old: str, new: str, complaint: str) -> None:
+    """Each is found, by name."""
+    assert old in CONTAINERFILE
+    found = complaints(COMPOSE, CONTAINERFILE.replace(old, new), SCRIPTS)
+    assert [text for text in found if complaint in text], found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("--address conductor:50051", "--address conductor:50055", "nobody listens at conductor:50055"),
+        ("--joined", "--members", "No such option"),
+        ("INSTANCES=3", "INSTANCES=2", "3 instances join"),
+        ("moonpool health", "moonpool healthy", "no such verb: healthy"),
+    ],
+)
+def test_fault_in_scripts(old: str, new: str, complaint: str) -> None:
+    """Commands in the scripts are real ones too."""
+    assert old in STACK_SH
+    found = complaints(COMPOSE, CONTAINERFILE, {"stack.sh": STACK_SH.replace(old, new)})
+    assert [text for text in found if complaint in text], found
+
+
+def test_user_variables_reach_the_settings() -> None:
+    """What a user puts into the environment arrives, and an empty variable is the default."""
+    given = {"MOONPOOL_KV_BYTES": "4096", "MOONPOOL_MODEL": "/var/lib/moonpool/models/m", "MOONPOOL_STACK_MODELS": "/m"}
+    stack = services(COMPOSE, given)
+    assert getattr(load(stack["decode"]), "kv_bytes") == 4096  # noqa: B009
+    assert getattr(load(stack["conductor"]), "model") == "/var/lib/moonpool/models/m"  # noqa: B009
+    assert stack["prefill"].volumes[0] == ("/m", "/var/lib/moonpool/models", "ro")
+    with pytest.raises(ConfigError, match="dtype"):
+        load(services(COMPOSE, {"MOONPOOL_DTYPE": "int3"})["decode"])
+
+
+def test_light_depends_on_nothing_heavy() -> None:
+    """Builders that build a target and all stages before it build no torch for the light image."""
+    stages = list(parse(CONTAINERFILE).stages)
+    heavy = [name for name in stages if name.startswith("engine")]
+    assert stages.index("light") < min(stages.index(name) for name in heavy)
+
+
+def test_documented() -> None:
+    """docs/deploy.md names the variables, the verbs and the folders of the container files."""
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    wanted = {name for name in substitutions(COMPOSE) if name.startswith(STACK_PREFIX)}
+    for word in (*wanted, "make up", "make down", "make up-local", "make test-containers", "deploy/wheels"):
+        assert word in page, word
+
+
+def test_documented_override() -> None:
+    """The page's second prefill instance fits into the stack."""
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "deploy.md").read_text(), re.DOTALL)
+    stack = services(COMPOSE)
+    (more,) = services(text).values()
+    assert more.rest["image"] == stack["prefill"].rest["image"]
+    built = dataclasses.replace(more, rest=more.rest | {"build": stack["prefill"].rest["build"]})
+    assert list(of_service(built, stack | {more.name: built}, parse(CONTAINERFILE))) == []
+
+
+def test_scripts_parse() -> None:
+    """bash takes the scripts."""
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("no bash")
+    for name in SCRIPTS:
+        subprocess.run([bash, "-n", ROOT / name], check=True)
+
+
+def test_substitution() -> None:
+    """As compose does it: empty counts as unset."""
+    assert substituted("${A:-x}/${B}/${C:-}", {"A": "", "B": "b"}) == "x/b/"
+    assert substitutions("${A:-x} ${B} $C") == {"A", "B"}
+
+
+def test_durations() -> None:
+    """Compose's way of writing them."""
+    assert duration_s("1m30s") == 90
+    with pytest.raises(ValueError, match="no duration"):
+        duration_s("90")
+
+
+def test_no_registry_or_host_of_ours() -> None:
+    """The files say nothing of where they were written: addresses are the stack's own or loopback."""
+    for text in (COMPOSE, CONTAINERFILE, *SCRIPTS.values()):
+        assert not re.search(r"https?://|/root/|/home/", text)

@@ -1,0 +1,68 @@
+from array import array
+from collections.abc import Callable
+
+import pytest
+
+from moonpool.engine.arrival import Arrival
+from moonpool.errors import InvalidRequest
+from moonpool.kv.keys import block_keys, chain_root, pack_keys, tokens_to_bytes
+from moonpool.v1 import kv_pb2
+
+NAMESPACE = bytes(range(32))
+BLOCK, VOCABULARY, LENGTH = 16, 100, 64
+TOKENS = array("i", range(40))
+ROOT = chain_root(NAMESPACE, "me")
+KEYS = block_keys(ROOT, TOKENS, BLOCK)
+
+
+def spec() -> kv_pb2.SequenceSpec:
+    return kv_pb2.SequenceSpec(
+        request_id="r",
+        token_ids=tokens_to_bytes(TOKENS),
+        prompt_tokens=30,
+        block_keys=pack_keys(KEYS),
+        chain_root=ROOT,
+        tenant="me",
+        end_token_ids=[1],
+    )
+
+
+def arrive(message: kv_pb2.SequenceSpec) -> Arrival:
+    return Arrival.from_proto(
+        message, namespace=NAMESPACE, block_tokens=BLOCK, vocab_size=VOCABULARY, max_tokens=LENGTH
+    )
+
+
+def test_unpacks() -> None:
+    arrival = arrive(spec())
+    assert (arrival.request_id, arrival.token_ids, arrival.tenant) == ("r", TOKENS, "me")
+    assert (list(arrival.keys), arrival.chain_root) == (KEYS, ROOT)
+    assert arrival.parents() == [ROOT, KEYS[0]]
+    assert (arrival.sampling.prompt_tokens, arrival.sampling.end_token_ids) == (30, frozenset({1}))
+
+
+WRONG: list[tuple[str, Callable[[kv_pb2.SequenceSpec], object]]] = [
+    ("request_id", lambda s: s.ClearField("request_id")),
+    ("tenant", lambda s: setattr(s, "tenant", "t" * 257)),
+    ("token_ids", lambda s: setattr(s, "token_ids", b"123")),
+    ("token_ids", lambda s: setattr(s, "token_ids", tokens_to_bytes([1] * (LENGTH + 1)))),
+    ("token_ids", lambda s: setattr(s, "token_ids", tokens_to_bytes([VOCABULARY]))),
+    ("prompt_tokens", lambda s: setattr(s, "prompt_tokens", 41)),
+    ("chain_root", lambda s: setattr(s, "tenant", "somebody")),
+    ("chain_root", lambda s: setattr(s, "chain_root", bytes(32))),
+    ("block_keys", lambda s: setattr(s, "block_keys", pack_keys(KEYS[:1]))),
+    ("block_keys", lambda s: setattr(s, "block_keys", pack_keys(KEYS[::-1]))),
+    ("block_keys", lambda s: setattr(s, "token_ids", tokens_to_bytes(TOKENS[::-1]))),
+    ("end_token_ids", lambda s: s.end_token_ids.append(VOCABULARY)),
+    ("end_token_ids", lambda s: s.end_token_ids.extend([1] * VOCABULARY)),
+    ("sampling.max_tokens", lambda s: setattr(s.sampling, "max_tokens", 0)),
+]
+
+
+@pytest.mark.parametrize(("field", "change"), WRONG, ids=[f"{i}-{case[0]}" for i, case in enumerate(WRONG)])
+def test_names_what_is_wrong(field: str, change: Callable[[kv_pb2.SequenceSpec], object]) -> None:
+    message = spec()
+    change(message)
+    with pytest.raises(InvalidRequest) as caught:
+        arrive(message)
+    assert caught.value.field == f"sequence.{field}"
