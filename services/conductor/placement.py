@@ -14,6 +14,7 @@ A decode instance is chosen by the predicted time of receiving the KV it lacks a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,9 @@ from moonpool.cost import (
     prefill_seconds,
     transfer_seconds,
 )
+
+SPEED_NOISE = 1.5
+"""Factor by which measured speeds of identical instances differ on noisy machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +197,17 @@ def rank_decodes(demand: Demand, shape: Shape, decodes: Sequence[DecodeView]) ->
         return DecodeChoice(view.id, tbt_s, finish_s)
 
     able = [view for view in decodes if not view.draining and view.total_blocks >= demand.total_blocks]
-    ranked = sorted(
-        ((view.suspect, view.room_blocks < demand.total_blocks, c.finish_s, view.placed, view.id), c)
-        for view, c in ((view, predict(view)) for view in able)
-    )
-    return [choice for _, choice in ranked]
+    choices = [(view, predict(view)) for view in able]
+    alike_s = SPEED_NOISE * min((choice.finish_s for _, choice in choices), default=0.0)
+
+    def rank(view: DecodeView, choice: DecodeChoice) -> tuple[bool, bool, int, float, int, str]:
+        # Among those that noise alone may tell apart, the one with fewer sequences: else the luckiest start-up
+        # measurement draws all light load to one instance.
+        sequences = view.sequences if choice.finish_s <= alike_s else sys.maxsize
+        crowded = view.room_blocks < demand.total_blocks
+        return (view.suspect, crowded, sequences, choice.finish_s, view.placed, view.id)
+
+    return [choice for _, choice in sorted(choices, key=lambda pair: rank(*pair))]
 
 
 def choose_write_back(stores: Sequence[StoreView], first_key: bytes | None) -> str:
