@@ -137,7 +137,8 @@ def test_check_names_what_is_held_and_who_is_silent(up: tuple[subprocess.Popen[s
     process, address = up
     with Client(address) as client:
         stream = client.stream(prompt="hello", sampling=SamplingParams(max_tokens=3000, ignore_eos=True))
-        next(iter(stream))
+        events = iter(stream)  # kept: letting go of it cancels the request
+        next(events)
         held = moonpool("check", "--address", address)
         stream.close()
     assert held.returncode == 1
