@@ -324,7 +324,7 @@ async def test_a_session_without_progress_is_ended() -> None:
 
 
 async def test_writers_wait_for_room_in_order_and_not_for_ever() -> None:
-    async with rig(dram_bytes=2 * BLOCK, room_timeout_s=0.3) as store:
+    async with rig(dram_bytes=2 * BLOCK, room_timeout_s=2.0) as store:
         first = await opened_put(store, [A, B])
         second = store.open_stream("Put")
         await second.write(PayloadMessage(kvstore_pb2.PutRequest(hello=store.hello())))
@@ -337,7 +337,8 @@ async def test_writers_wait_for_room_in_order_and_not_for_ever() -> None:
         assert (await second.read()).opened.session == 2
         await first.write(PayloadMessage(kvstore_pb2.PutRequest(open=put_open(3, [A, B]))))
         refused = (await first.read()).refused
-        assert (refused.session, refused.reason) == (3, "no room within 0.3 s")
+        assert refused.session == 3
+        assert refused.reason.startswith("no room within 2")
         first.cancel()
         second.cancel()
         await store.at_rest()
