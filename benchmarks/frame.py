@@ -1,7 +1,13 @@
-"""The frame of all benchmarks: rows with a figure, the limit or peer measured in the same run, and their ratio."""
+"""The frame of all benchmarks: rows with a figure, the limit or peer measured in the same run, and their ratio.
+
+Owns what a benchmark's result is and how it is shown and kept. Knows nothing of what is measured. A peer that is not
+installed makes its benchmark `Skipped`, and that is shown and kept too.
+"""
 
 import argparse
 import dataclasses
+import datetime
+import importlib
 import importlib.metadata
 import json
 import os
@@ -9,11 +15,36 @@ import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES = ("moonpool", "torch", "grpcio", "protobuf", "transformers")
+PACKAGES = ("moonpool", "torch", "grpcio", "protobuf", "transformers", "uvloop")
+
+Progress = Callable[[str], None]
+"""Told in a few words what was just done."""
+Measure = Callable[[argparse.Namespace, Progress], "Sequence[Row]"]
+"""A benchmark: takes its flags (`runs` among them) and gives its rows; raises Skipped when it cannot run here."""
+
+
+class Skipped(Exception):  # noqa: N818  # no error: the benchmark says that it needs something which is not here
+    """The benchmark cannot run here; the message says what is missing."""
+
+
+def optional(module: str) -> Any:
+    """Imports a peer that is an optional installation.
+
+    Raises:
+        Skipped: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise Skipped(f"{error.name} is not installed") from error
+
+
+_RATIO_AT_MOST = 1000.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +94,14 @@ def paired(
     return Row(name, median, unit, spread, limit_name, limit_value, statistics.median(ratios), target)
 
 
+def bounded(name: str, unit: str, values: Sequence[float], limit_name: str, limit: float) -> Row:
+    """A row that must stay below a limit set in advance; the target is met when its median is within the limit."""
+    median = statistics.median(values)
+    spread = (max(values) - min(values)) / median if median > 0 else 0.0
+    ratio = min(limit / median, _RATIO_AT_MOST) if median > 0 else _RATIO_AT_MOST
+    return Row(name, median, unit, spread, limit_name, limit, ratio, 1.0)
+
+
 def machine() -> dict[str, str | int | None]:
     """What the figures were measured on."""
     model = platform.processor()
@@ -89,12 +128,21 @@ def versions() -> Iterator[tuple[str, str]]:
             continue
 
 
-def report(name: str, rows: Sequence[Row]) -> dict[str, object]:
-    """The JSON object of one benchmark."""
+def report(name: str, rows: Sequence[Row], *, date: str, skipped: str = "") -> dict[str, object]:
+    """The JSON object of one benchmark.
+
+    Args:
+        name: of the benchmark.
+        rows: its figures.
+        date: when it was measured, ISO format.
+        skipped: why there are no figures.
+    """
     return {
         "benchmark": name,
+        "date": date,
         "machine": machine(),
         "versions": dict(versions()),
+        "skipped": skipped,
         "rows": [dataclasses.asdict(row) | {"met": row.met} for row in rows],
     }
 
@@ -118,28 +166,52 @@ def show(name: str, rows: Sequence[Row], console: Console) -> None:
     console.print(table)
 
 
+def today() -> str:
+    """The date, ISO format."""
+    return datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+
+
 def run(
-    name: str, measure: Callable[[int, Callable[[str], None]], Sequence[Row]], argv: Sequence[str] | None = None
-) -> None:
+    name: str,
+    measure: Measure,
+    argv: Sequence[str] | None = None,
+    *,
+    flags: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> bool:
     """Entry point of a benchmark module: `--json`, `--runs`, `--out`; progress goes to standard error.
 
     Args:
         name: of the benchmark.
-        measure: takes the number of runs and a function that reports progress; gives the rows.
+        measure: the benchmark.
         argv: flags; None = the process's.
+        flags: adds the benchmark's own flags.
+
+    Returns:
+        Whether every target was met; a skipped benchmark misses none.
     """
     parser = argparse.ArgumentParser(description=f"benchmark: {name}")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--runs", type=int, default=5, help="measured pairs; medians are reported (default 5)")
     parser.add_argument("--out", type=Path, help="also write the JSON object to this file")
+    parser.add_argument("--date", default=today(), help="date to keep the result under (default: today)")
+    if flags is not None:
+        flags(parser)
     options = parser.parse_args(argv)
-    progress = Console(stderr=True)
-    rows = measure(options.runs, lambda text: progress.print(f"  {name}: {text}", highlight=False))
-    result = json.dumps(report(name, rows), indent=2)
+    progress, screen = Console(stderr=True), Console(width=150)
+    rows: Sequence[Row] = ()
+    skipped = ""
+    try:
+        rows = measure(options, lambda text: progress.print(f"  {name}: {text}", highlight=False))
+    except Skipped as reason:
+        skipped = str(reason)
+    result = json.dumps(report(name, rows, date=options.date, skipped=skipped), indent=2)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(result + "\n")
     if options.json:
         print(result)
+    elif skipped:
+        screen.print(f"{name}: SKIPPED, {skipped}")
     else:
-        show(name, rows, Console(width=150))
+        show(name, rows, screen)
+    return all(row.met is not False for row in rows)

@@ -14,7 +14,7 @@ from benchmarks import kv_shape
 from benchmarks.kv_shape import BLOCKS, LAYOUT, TRANSFER_BYTES
 from moonpool.kv.frames import Slice
 from moonpool.kv.pool import KVPool
-from moonpool.kv.streams import StoreWriter, TransferSender
+from moonpool.kv.streams import OutboundTransfer, StoreWriter, TransferSender
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
@@ -76,17 +76,28 @@ class DecodePath(_Sessions):
         self._pool = pool
         self._steps: grpc.aio.StreamStreamCall[decode_pb2.StepsRequest, decode_pb2.StepsResponse] | None = None
         self._turn = asyncio.Lock()
-        self.sent_bytes = 0
+        self._under_way: list[OutboundTransfer] = []
+        self._sent_bytes = 0
+        self.layer_sent = asyncio.Event()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes handed to the stream so far."""
+        return self._sent_bytes + sum(transfer.sent_bytes for transfer in self._under_way)
 
     async def session(self) -> None:
         """One transfer."""
         target, request_id = await self.reserve()
         transfer = await self._sender.open(target)
         pool = self._pool
+        self._under_way.append(transfer)
         for layer in range(LAYOUT.layers):
-            self.sent_bytes += await transfer.send(
+            await transfer.send(
                 Slice(layer, block, pool.slice(layer, block), LAYOUT.block_tokens) for block in range(BLOCKS)
             )
+            self.layer_sent.set()
+        self._under_way.remove(transfer)
+        self._sent_bytes += transfer.sent_bytes
         transfer.close(aborted=False)
         await transfer.verdict(TIMEOUT_S)
         await self.cancel(target, request_id)

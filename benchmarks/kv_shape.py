@@ -13,7 +13,7 @@ LAYOUT = KVLayout(layers=8, kv_heads=4, head_dim=64, block_tokens=64, dtype="bfl
 BLOCKS = 128
 """Blocks of one transfer or put: 64 MiB."""
 NAMESPACE = namespace(bytes(32), LAYOUT)
-ROOT: BlockKey = chain_root(NAMESPACE, "")
+ROOT = chain_root(NAMESPACE, "")
 VOCAB_SIZE = 1 << 15
 TRANSFER_BYTES = BLOCKS * LAYOUT.block_bytes
 

@@ -1,26 +1,37 @@
 """What this machine can do at all, for comparison: raw TCP between two processes, and copies in memory.
 
 `python -m benchmarks.limits` is the process at the far end of raw TCP: it prints its address and reads connections to
-their ends, each into one buffer of the size that its first eight bytes say, and answers with one byte.
+their ends. Each begins with the size of a read and the size of the memory that is read into, again and again, eight
+bytes each, and is answered with one byte when it has ended.
 """
 
 import socket
-import sys
 import time
 
 CONFIRMED = b"\1"
+MEMORY_BYTES = 256 << 20
+"""Memory at the far end."""
 _COPY_BYTES = 64 << 20  # well beyond the caches
 
 
-def tcp_seconds(address: str, message: memoryview, nbytes: int) -> float:
-    """Seconds that `nbytes` take through one connection in blocking writes of `message`, until the reader has all."""
+def tcp_seconds(address: str, source: memoryview, message_bytes: int, nbytes: int, target_bytes: int) -> float:
+    """Seconds that raw TCP takes for `nbytes`, until the reader has all of them.
+
+    Args:
+        address: of the far end.
+        source: what is sent, from its beginning to its end and again.
+        message_bytes: of each blocking write, and of each read at most.
+        nbytes: sent in all, a multiple of `message_bytes`.
+        target_bytes: size of the memory that the far end reads into, from its beginning to its end and again.
+    """
     host, _, port = address.rpartition(":")
+    messages = [source[at : at + message_bytes] for at in range(0, source.nbytes, message_bytes)]
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(message.nbytes.to_bytes(8, "little"))
+        connection.sendall(message_bytes.to_bytes(8, "little") + target_bytes.to_bytes(8, "little"))
         begin = time.perf_counter()
-        for _ in range(nbytes // message.nbytes):
-            connection.sendall(message)
+        for index in range(nbytes // message_bytes):
+            connection.sendall(messages[index % len(messages)])
         connection.shutdown(socket.SHUT_WR)
         if connection.recv(1) != CONFIRMED:
             raise ConnectionError("the far end of raw TCP has gone")
@@ -39,19 +50,28 @@ def copy_bytes_per_s(message_bytes: int, nbytes: int) -> float:
     return done / (time.perf_counter() - begin)
 
 
+def _read_all(connection: socket.socket, memory: bytearray) -> None:
+    size = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "little")
+    target = memoryview(memory)[: int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "little")]
+    at = 0
+    while count := connection.recv_into(target[at : at + size]):
+        at += count
+        if at + size > target.nbytes:
+            at = 0
+    connection.sendall(CONFIRMED)
+
+
 def main() -> None:
-    """Reads connections until it is killed or its standard input ends."""
+    """Reads connections until it is killed."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(f"ready: 127.0.0.1:{listener.getsockname()[1]}", flush=True)
+        memory = bytearray(MEMORY_BYTES)
+        memory[:] = b"\1" * MEMORY_BYTES
         while True:
             connection, _ = listener.accept()
             with connection:
-                size = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "little")
-                buffer = memoryview(bytearray(size))
-                while connection.recv_into(buffer):
-                    pass
-                connection.sendall(CONFIRMED)
+                _read_all(connection, memory)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

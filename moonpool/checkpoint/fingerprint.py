@@ -11,6 +11,7 @@ from blake3 import blake3
 
 from moonpool.checkpoint.config import config_hash, load_config
 from moonpool.checkpoint.weights import weight_files
+from moonpool.errors import CheckpointError
 
 
 def weights_fingerprint(path: Path | str) -> bytes:
@@ -21,12 +22,15 @@ def weights_fingerprint(path: Path | str) -> bytes:
     never a wrong answer.
 
     Raises:
-        CheckpointError: as `load_config` and `weight_files`.
+        CheckpointError: as `load_config` and `weight_files`; or a file cannot be read.
     """
     folder = Path(path)
     digest = blake3(b"moonpool weights 1\0" + config_hash(load_config(folder)))
     for file in weight_files(folder):
         content = blake3(max_threads=blake3.AUTO)
-        content.update_mmap(file)
+        try:
+            content.update_mmap(file)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {file}: {error}") from error
         digest.update(content.digest())
     return digest.digest()

@@ -79,8 +79,7 @@ class Link:
         except BaseException:
             if future.done() and not future.cancelled():
                 self._next()
-            else:
-                future.cancel()
+            elif entry in self._waiters:  # `_next` may have met and dropped it since it was cancelled
                 self._waiters.remove(entry)
                 heapq.heapify(self._waiters)
             raise

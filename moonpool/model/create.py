@@ -88,6 +88,7 @@ def _write_weights(folder: Path, config: ModelConfig, seed: int, dtype: torch.dt
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {name: _draw(name, shape, config, seed).to(dtype) for name, shape in shard.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors makes it its writer's alone; services run as other users
         weight_map.update(dict.fromkeys(shard, file))
     if len(shards) > 1:
         _write_json(

@@ -1,102 +1,86 @@
 """Loads a conductor through the SDK: `python -m tests.load.conductor [--address HOST:PORT]`.
 
-Without an address a local stack with the bundled model is started. Prompts share beginnings as conversations do: each
+Without an address a local stack with the bundled model is started, its compute emulated and quick, so that the
+conductor is what is loaded; `--engine real` has the compute too. Prompts share beginnings as conversations do: each
 belongs to one of `--conversations`, whose common prefix is cached after its first turn.
 """
 
 import argparse
-import asyncio
 import contextlib
-import dataclasses
-import json
 import math
-import random
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 from moonpool.bundled import model_dir
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, SamplingParams, Slo
-from tests.load.frame import Outcome, Send, Summary, closed_loop, open_loop, poisson_arrivals, summarize
+from tests.load import prompts
+from tests.load.frame import Outcome, Send
+from tests.load.mooncake import TraceRequest
+from tests.load.program import Program
+from tests.load.program import main as run
+
+ENGINE = "paced:llama-70b-a800"
+TIME_SCALE = 100.0
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--address", default="", help="conductor to load; default: a local stack of its own")
-    parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--warmup", type=int, default=8, help="first requests that do not count")
-    parser.add_argument("--request-rate", type=float, default=0.0, help="open loop, requests per second (Poisson)")
-    parser.add_argument("--max-concurrency", type=int, default=4, help="closed loop when no rate is given")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--shared-tokens", type=int, default=384, help="of these, common to a conversation")
-    parser.add_argument("--conversations", type=int, default=6)
-    parser.add_argument("--output-tokens", type=int, default=24)
-    parser.add_argument("--ttft-slo-s", type=float, default=math.inf)
-    parser.add_argument("--tpot-slo-s", type=float, default=math.inf)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
-    return parser.parse_args(argv)
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The program's own flags."""
+    prompts.flags(parser)
+    parser.add_argument("--model", default=str(model_dir()), help="default: the bundled model")
+    parser.add_argument("--engine", default=ENGINE, help="of the stack of its own: real or paced:PROFILE")
+    parser.add_argument("--engine-time-scale", type=float, default=0.0, help=f"default: {TIME_SCALE:g} when emulated")
+    parser.add_argument("--prefill", type=int, default=1, help="prefill instances of the stack of its own")
+    parser.add_argument("--decode", type=int, default=1, help="decode instances")
 
 
 @contextlib.contextmanager
-def target(address: str) -> Iterator[str]:
+def target(options: argparse.Namespace) -> Iterator[str]:
     """The conductor to load."""
-    if address:
-        yield address
+    if options.address:
+        yield options.address
         return
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        LocalStack(StackPlan(model=str(model_dir()), data_dir=Path(folder))) as stack,
-    ):
-        yield stack.address
+    emulated = options.engine != "real"
+    with tempfile.TemporaryDirectory() as folder:
+        plan = StackPlan(
+            model=options.model,
+            data_dir=Path(folder),
+            prefill=options.prefill,
+            decode=options.decode,
+            engine=options.engine,
+            time_scale=options.engine_time_scale or (TIME_SCALE if emulated else 0.0),
+            log_level="warning",
+        )
+        with LocalStack(plan) as stack:
+            yield stack.address
 
 
-def sender(client: AsyncClient, options: argparse.Namespace) -> Send:
-    """What one request is; its tokens follow from the seed and its index."""
+@contextlib.asynccontextmanager
+async def sending(options: argparse.Namespace, address: str, trace: Sequence[TraceRequest]) -> AsyncIterator[Send]:
+    """Requests through the SDK; their tokens follow from the seed and their index."""
+    source = prompts.Prompts(options, trace)
     slo = Slo(ttft_s=options.ttft_slo_s if math.isfinite(options.ttft_slo_s) else None)
-    sampling = SamplingParams(max_tokens=options.output_tokens, temperature=0.0, ignore_eos=True)
-
-    def tokens(count: int, *seed: object) -> list[int]:
-        generator = random.Random(f"{options.seed}/{seed}")
-        return [generator.randrange(16, 4000) for _ in range(count)]
-
-    async def send(index: int, outcome: Outcome, clock: Callable[[], float]) -> None:
-        shared = tokens(options.shared_tokens, "conversation", index % options.conversations)
-        prompt = shared + tokens(options.prompt_tokens - options.shared_tokens, "turn", index)
-        async for event in client.stream(token_ids=prompt, sampling=sampling, slo=slo):
-            if event.token_ids and outcome.first is None:
-                outcome.first = clock()
-            outcome.tokens += len(event.token_ids)
-
-    return send
-
-
-async def load(address: str, options: argparse.Namespace) -> Summary:
-    """Runs the load and sums it up."""
     async with AsyncClient(address) as client:
-        send = sender(client, options)
-        if options.request_rate > 0:
-            arrivals = poisson_arrivals(options.request_rate, options.requests, options.seed)
-            outcomes = await open_loop(arrivals, send)
-        else:
-            outcomes = await closed_loop(options.max_concurrency, options.requests, send)
-    return summarize(outcomes, warmup=options.warmup, ttft_slo_s=options.ttft_slo_s, tpot_slo_s=options.tpot_slo_s)
+
+        async def send(index: int, outcome: Outcome, clock: Callable[[], float]) -> None:
+            sampling = SamplingParams(max_tokens=source.output_tokens(index), temperature=0.0, ignore_eos=True)
+            async for event in client.stream(token_ids=source.tokens(index).tolist(), sampling=sampling, slo=slo):
+                if event.token_ids and outcome.first is None:
+                    outcome.first = clock()
+                outcome.tokens += len(event.token_ids)
+
+        yield send
 
 
-def main(argv: list[str] | None = None) -> None:
+PROGRAM = Program("conductor", __doc__ or "", flags, target, sending)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
-    options = parse(argv)
-    with target(options.address) as address:
-        summary = dataclasses.asdict(asyncio.run(load(address, options)))
-    if options.json:
-        print(json.dumps(summary, indent=2))
-        return
-    print(f"seed {options.seed}")
-    for name, value in summary.items():
-        print(f"{name:16} {value if not isinstance(value, float) else format(value, '.3f')}")
+    return run(PROGRAM, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

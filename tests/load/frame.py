@@ -13,7 +13,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+import grpc
+
 from moonpool.errors import MoonpoolError
+from moonpool.rpc.errors import from_rpc_error
 
 
 @dataclass(slots=True)
@@ -25,6 +28,7 @@ class Outcome:
         first: when its first token came; None before.
         ended: when it ended.
         tokens: tokens received.
+        nbytes: bytes of KV moved.
         error: type name of the error that ended it; empty for none.
     """
 
@@ -32,6 +36,7 @@ class Outcome:
     first: float | None = None
     ended: float = 0.0
     tokens: int = 0
+    nbytes: int = 0
     error: str = ""
 
 
@@ -52,6 +57,7 @@ class Summary:
     ttft_s: dict[str, float] = field(default_factory=dict)
     tpot_s: dict[str, float] = field(default_factory=dict)
     e2e_s: dict[str, float] = field(default_factory=dict)
+    bytes_per_s: float = 0.0
 
 
 def poisson_arrivals(rate_per_s: float, count: int, seed: int) -> list[float]:
@@ -59,6 +65,12 @@ def poisson_arrivals(rate_per_s: float, count: int, seed: int) -> list[float]:
     generator = random.Random(seed)
     due = 0.0
     return [due := due + generator.expovariate(rate_per_s) for _ in range(count)]
+
+
+def trace_arrivals(times_s: Sequence[float], time_scale: float = 1.0) -> list[float]:
+    """Due times of a trace that begins at 0; a time scale of 2 replays it twice as fast."""
+    begin = min(times_s, default=0.0)
+    return [(time - begin) / time_scale for time in times_s]
 
 
 async def open_loop(arrivals: Sequence[float], send: Send) -> list[Outcome]:
@@ -101,6 +113,8 @@ async def _guarded(index: int, outcome: Outcome, send: Send, clock: Callable[[],
         await send(index, outcome, clock)
     except MoonpoolError as error:
         outcome.error = type(error).__name__
+    except grpc.RpcError as failure:  # of programs that call a service's methods directly
+        outcome.error = type(from_rpc_error(failure)).__name__
     outcome.ended = clock()
     return outcome
 
@@ -135,4 +149,5 @@ def summarize(
         ttft_s=percentiles(ttft),
         tpot_s=percentiles(tpot),
         e2e_s=percentiles([outcome.ended - outcome.due for outcome in good]),
+        bytes_per_s=sum(outcome.nbytes for outcome in good) * per_second,
     )

@@ -84,6 +84,13 @@ def test_fingerprint_sees_every_byte_and_the_configuration(tmp_path: Path) -> No
     assert len({first, second, weights_fingerprint(tmp_path)}) == 3
 
 
+def test_fingerprint_of_unreadable_weights(tmp_path: Path) -> None:
+    """A file that cannot be read is named; a folder is one for any user."""
+    (write_config(tmp_path) / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors"):
+        weights_fingerprint(tmp_path)
+
+
 def test_inspect(tmp_path: Path) -> None:
     write_config(tmp_path, tie_word_embeddings=True)
     tensors = {"model.embed_tokens.weight": ("BF16", [300, 64], bytes(38400)), "a": HALF}

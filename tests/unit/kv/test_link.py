@@ -128,6 +128,27 @@ async def test_cancelled_when_its_turn_has_just_come(monkeypatch: pytest.MonkeyP
     assert link.waiting == 0
 
 
+async def test_cancelled_when_the_one_before_has_just_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turn passes over a waiter that was cancelled and has not run since."""
+    clock, link = Clock(monkeypatch), Link(1000.0)
+    first = asyncio.create_task(link.slot(1000, TO_DECODE))
+    await turn()
+    second, third = (asyncio.create_task(link.slot(1000, TO_DECODE)) for _ in range(2))
+    await turn()
+    assert link.waiting == 2
+    ((_, sleeping),) = clock.sleeping
+    clock.sleeping = []
+    sleeping.set_result(None)
+    second.cancel()  # `first` runs before it and passes the turn on
+    await turn()
+    await clock.step()
+    await third
+    await first
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert link.waiting == 0
+
+
 def test_a_rate_must_be_positive() -> None:
     with pytest.raises(ValueError, match="rate"):
         Link(0)

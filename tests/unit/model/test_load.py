@@ -142,3 +142,9 @@ def test_packed_weights_compute_the_same(rows: int, dtype: torch.dtype) -> None:
     assert torch.equal(packed.dense(), weight)
     torch.testing.assert_close(packed(x), plain(x), rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=1e-5)
     torch.testing.assert_close(Linear(weight)(x), Linear(weight, pack=False)(x), rtol=1e-2, atol=1e-5)
+
+
+def test_created_files_are_for_every_user(tmp_path: Path) -> None:
+    """A service that runs as another user can read the weights as well as the rest."""
+    folder = create("tiny-llama", tmp_path / "shared", dtype="float32", overrides={"num_hidden_layers": 1})
+    assert (folder / "model.safetensors").stat().st_mode & 0o444 == 0o444

@@ -1,0 +1,206 @@
+"""KV frames between two processes over the real `ReceiveKV` and `Put`, beside raw TCP and copies in memory.
+
+`python -m benchmarks.kv_stream [--json]`. The senders are the real clients (`TransferSender`, `StoreWriter`), the far
+ends the real services' halves: decode's receiver with its pool, seats and ledger but no engine, and a kvstore. Each
+measured pair is ours, then raw TCP in blocking writes of the frame's size, one after the other. "The same KV" is sent
+from the same pool and read into as much memory as decode's pool has; "one buffer" is sent again and again, from cache
+to cache. Also measured: that memory does not grow while many gigabytes pass, and how far a sender gets ahead of a
+reader that has stopped.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import uvloop
+
+from benchmarks.frame import Progress, Row, Skipped, bounded, paired, run
+from benchmarks.kv_paths import DecodePath, Path, PutPath, filled_pool
+from benchmarks.kv_shape import BLOCKS, TRANSFER_BYTES
+from benchmarks.limits import MEMORY_BYTES, copy_bytes_per_s, tcp_seconds
+from benchmarks.processes import Child, child, own_cpu_s, own_resident_bytes
+from moonpool.kv.pool import KVPool
+from moonpool.kv.receiving import WINDOW_BYTES
+from moonpool.rpc.channels import Channels
+from moonpool.rpc.tuning import tune_grpc, tune_malloc
+
+FRAMES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+TARGET_FRAME = 1 << 20
+TARGET = 0.5
+GROWTH_LIMIT_MB = 64.0
+"""Growth that does not count: buffers that were not needed before."""
+STILL_S = 1.0
+"""A sender that makes no progress for so long has been stopped by its credits."""
+STORE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One stretch of bytes on one way."""
+
+    bytes_per_s: float
+    cpu_s_per_byte: float
+
+
+@dataclass(slots=True)
+class Bench:
+    """The processes of one benchmark, and how long a stretch is."""
+
+    pool: KVPool
+    channels: Channels
+    decode: Child
+    store: Child
+    raw: Child
+    nbytes: int
+    window_bytes: int = WINDOW_BYTES
+
+    def path(self, kind: str, frame_bytes: int) -> tuple[Path, Child]:
+        """A way to a far end, and the process there."""
+        if kind == "ReceiveKV":
+            return DecodePath(self.channels, self.decode.address, self.pool, frame_bytes), self.decode
+        return PutPath(self.channels, self.store.address, self.pool, frame_bytes), self.store
+
+    async def ours(self, path: Path, far: Child) -> Sample:
+        """One stretch over one of our ways."""
+        nbytes = -(-self.nbytes // TRANSFER_BYTES) * TRANSFER_BYTES
+        cpu, begin = own_cpu_s() + far.cpu_s(), time.perf_counter()
+        await path.send(nbytes)
+        seconds = time.perf_counter() - begin
+        return Sample(nbytes / seconds, (own_cpu_s() + far.cpu_s() - cpu) / nbytes)
+
+    def tcp(self, frame_bytes: int, *, one_buffer: bool = False) -> Sample:
+        """One stretch over raw TCP: the same KV into as much memory, or one buffer's bytes into one buffer."""
+        nbytes = self.nbytes // frame_bytes * frame_bytes
+        source = self.pool.parts[0].view
+        far_bytes = frame_bytes if one_buffer else MEMORY_BYTES
+        cpu = own_cpu_s() + self.raw.cpu_s()
+        seconds = tcp_seconds(
+            self.raw.address, source[:frame_bytes] if one_buffer else source, frame_bytes, nbytes, far_bytes
+        )
+        return Sample(nbytes / seconds, (own_cpu_s() + self.raw.cpu_s() - cpu) / nbytes)
+
+    def copy(self, frame_bytes: int) -> float:
+        """Bytes per second of copies in memory."""
+        return copy_bytes_per_s(frame_bytes, min(self.nbytes, 1 << 29))
+
+
+@contextlib.asynccontextmanager
+async def bench(nbytes: int) -> AsyncIterator[Bench]:
+    """Starts the far ends."""
+    decode = ("--conductor", "127.0.0.1:1", "--model", "none", "--blocks", str(4 * BLOCKS), "--log-level", "warning")
+    store = ("--dram-bytes", str(STORE_BYTES), "--log-level", "warning")
+    pool = filled_pool()
+    with (
+        child("benchmarks.kv_decode", *decode) as decode_child,
+        child("services.kvstore", *store) as store_child,
+        child("benchmarks.limits") as raw_child,
+    ):
+        async with Channels() as channels:
+            yield Bench(pool, channels, decode_child, store_child, raw_child, nbytes)
+    pool.close()
+
+
+async def speed_rows(it: Bench, kind: str, frame_bytes: int, runs: int, progress: Progress) -> list[Row]:
+    """Bytes per second and processor seconds per byte at one frame size."""
+    path, far = it.path(kind, frame_bytes)
+    await path.send(2 * STORE_BYTES)  # every page at the far end has been touched
+    ours, raw, hot, copies = [], [], [], []
+    for _ in range(runs):
+        ours.append(await it.ours(path, far))
+        raw.append(it.tcp(frame_bytes))
+        hot.append(it.tcp(frame_bytes, one_buffer=True))
+        copies.append(Sample(it.copy(frame_bytes), 0.0))
+    await path.aclose()
+    name = f"{kind}, frames of {frame_bytes >> 10} KiB"
+
+    def speeds(limit: list[Sample], limit_name: str, target: float | None = None) -> Row:
+        pairs = [(own.bytes_per_s / 1e9, other.bytes_per_s / 1e9) for own, other in zip(ours, limit, strict=True)]
+        return paired(name, "GB/s", pairs, limit_name, target=target)
+
+    row = speeds(raw, "raw TCP, the same KV", TARGET if frame_bytes == TARGET_FRAME else None)
+    progress(f"{name}: {row.value:.2f} GB/s, {row.ratio:.2f} of raw TCP")
+    costs = [(own.cpu_s_per_byte * 1e9, other.cpu_s_per_byte * 1e9) for own, other in zip(ours, raw, strict=True)]
+    return [
+        row,
+        speeds(hot, "raw TCP, one buffer"),
+        speeds(copies, "copy in memory"),
+        paired(f"{name}, processors", "s/GB", costs, "raw TCP, the same KV", less_is_better=True),
+    ]
+
+
+async def growth_rows(it: Bench, kind: str, total_bytes: int, progress: Progress) -> list[Row]:
+    """Growth of resident memory on both sides while many bytes pass."""
+    path, far = it.path(kind, TARGET_FRAME)
+    await path.send(TRANSFER_BYTES)
+    ours, theirs = own_resident_bytes(), far.resident_bytes()
+    sent, grown = 0, [0.0]
+    while sent < total_bytes:
+        step = min(1 << 30, total_bytes - sent)
+        await path.send(step)
+        sent += step
+        grown.append((own_resident_bytes() - ours + far.resident_bytes() - theirs) / 1e6)
+    await path.aclose()
+    progress(f"{kind}: memory after {sent / 1e9:.1f} GB: {grown[-1]:+.0f} MB")
+    return [
+        bounded(f"{kind}, growth of memory over {sent / 1e9:.0f} GB", "MB", [max(grown)], "allowed", GROWTH_LIMIT_MB)
+    ]
+
+
+async def slow_reader_row(it: Bench, progress: Progress) -> Row:
+    """How far a sender gets ahead of a reader that stops in the middle of a transfer, and goes on later."""
+    path = DecodePath(it.channels, it.decode.address, it.pool, TARGET_FRAME)
+    await path.session()
+    path.layer_sent.clear()
+    work = asyncio.ensure_future(path.session())
+    await path.layer_sent.wait()
+    it.decode.signal(signal.SIGSTOP)
+    at_stop, moved_at = path.sent_bytes, time.monotonic()
+    seen = at_stop
+    while time.monotonic() - moved_at < STILL_S and not work.done():
+        await asyncio.sleep(0.01)
+        if path.sent_bytes != seen:
+            seen, moved_at = path.sent_bytes, time.monotonic()
+    it.decode.signal(signal.SIGCONT)
+    await work
+    await path.aclose()
+    ahead = seen - at_stop
+    progress(f"a stopped reader: the sender stopped after {ahead / 1e6:.1f} MB")
+    return bounded("ReceiveKV, sent after the reader stopped", "MB", [ahead / 1e6], "window", it.window_bytes / 1e6)
+
+
+async def _measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
+    rows: list[Row] = []
+    async with bench(int(options.gigabytes * 1e9)) as it:
+        for kind in ("ReceiveKV", "Put"):
+            for frame_bytes in FRAMES:
+                rows += await speed_rows(it, kind, frame_bytes, options.runs, progress)
+        rows.append(await slow_reader_row(it, progress))
+        for kind in ("ReceiveKV", "Put"):
+            rows += await growth_rows(it, kind, int(options.growth_gigabytes * 1e9), progress)
+    return rows
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
+    """All rows."""
+    if not sys.platform.startswith("linux"):
+        raise Skipped("processes are measured through /proc, which only Linux has")
+    tune_malloc()
+    tune_grpc()
+    return uvloop.run(_measure(options, progress))
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this benchmark."""
+    parser.add_argument("--gigabytes", type=float, default=0.5, help="of each measured stretch (default 0.5)")
+    parser.add_argument(
+        "--growth-gigabytes", type=float, default=20.0, help="that pass while memory is watched (default 20)"
+    )
+
+
+if __name__ == "__main__":
+    run("kv_stream", measure, flags=flags)

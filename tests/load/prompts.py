@@ -1,0 +1,97 @@
+"""The prompts of load tests: as conversations share beginnings, or as a trace has them.
+
+Owns which tokens request `index` has, a function of the seed. Knows nothing of services.
+"""
+
+import argparse
+import random
+from array import array
+from collections.abc import Sequence
+
+from moonpool.bundled import model_dir
+from moonpool.checkpoint import load_config
+from moonpool.engine.plan import EngineConfig, EnginePlan, plan_engine
+from moonpool.kv.keys import block_keys, pack_keys, tokens_to_bytes
+from moonpool.kv.keys import chain_root as root_of
+from moonpool.v1 import kv_pb2
+from tests.load.mooncake import TraceRequest
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of programs that send prompts."""
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="of each prompt; at most so many of a trace's")
+    parser.add_argument("--shared-tokens", type=int, default=384, help="of these, common to a conversation")
+    parser.add_argument("--conversations", type=int, default=6)
+    parser.add_argument("--output-tokens", type=int, default=24, help="of each answer; at most so many of a trace's")
+
+
+def model_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that must be those of the loaded engine instance, for programs that talk to it directly."""
+    parser.add_argument("--model", default=str(model_dir()), help="default: the bundled model")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--block-tokens", type=int, default=64)
+    parser.add_argument("--engine", default="real", help="real, or paced:PROFILE to emulate compute")
+    parser.add_argument("--engine-time-scale", type=float, default=0.0, help="emulated seconds per second")
+    parser.add_argument("--kv-bytes", type=int, default=256 << 20, help="of its KV pool")
+
+
+def plan_of(options: argparse.Namespace, *, decode: bool) -> EnginePlan:
+    """What an instance with these flags serves."""
+    config = EngineConfig(
+        id="load",
+        conductor="127.0.0.1:1",
+        model=options.model,
+        dtype=options.dtype,
+        block_tokens=options.block_tokens,
+        engine=options.engine,
+        time_scale=options.engine_time_scale,
+        kv_bytes=options.kv_bytes,
+    )
+    return plan_engine(config, decode=decode)
+
+
+class Prompts:
+    """The prompts of one load test.
+
+    Args:
+        options: with the flags above.
+        trace: its requests; empty for conversations.
+        vocab_size: tokens the model knows; 0 = the bundled model's.
+    """
+
+    def __init__(self, options: argparse.Namespace, trace: Sequence[TraceRequest], vocab_size: int = 0) -> None:
+        self._options = options
+        self._trace = trace
+        self.vocab_size = vocab_size or load_config(model_dir()).vocab_size
+
+    def tokens(self, index: int) -> "array[int]":
+        """The prompt of a request."""
+        options = self._options
+        if self._trace:
+            return self._trace[index].tokens(self.vocab_size)[: options.prompt_tokens]
+        shared = self._random(options.shared_tokens, "conversation", index % options.conversations)
+        return shared + self._random(options.prompt_tokens - options.shared_tokens, "turn", index)
+
+    def output_tokens(self, index: int) -> int:
+        """Tokens of its answer."""
+        most: int = self._options.output_tokens
+        return max(1, min(most, self._trace[index].output_length)) if self._trace else most
+
+    def _random(self, count: int, *name: object) -> "array[int]":
+        generator = random.Random(f"{self._options.seed}/{name}")
+        return array("i", generator.choices(range(16, self.vocab_size), k=max(0, count)))
+
+
+def sequence(request_id: str, tokens: "array[int]", output_tokens: int, plan: EnginePlan) -> kv_pb2.SequenceSpec:
+    """A prompt as engine instances are told of it: greedy, as long an answer as asked for."""
+    root = root_of(plan.namespace, "")
+    return kv_pb2.SequenceSpec(
+        request_id=request_id,
+        token_ids=tokens_to_bytes(tokens),
+        prompt_tokens=len(tokens),
+        block_keys=pack_keys(block_keys(root, tokens, plan.layout.block_tokens)),
+        chain_root=root,
+        sampling=kv_pb2.Sampling(
+            max_tokens=output_tokens, temperature=0.0, top_p=1.0, repetition_penalty=1.0, ignore_eos=True
+        ),
+    )
