@@ -224,6 +224,7 @@ class Generation:
             self._admit(plan, now)
         member = self._cluster.registry.get(plan.prefill.id)
         assert member is not None, "planned an instance that is not there"
+        self._cluster.registry.placed(member)
         claim = Claim.stake(member, spec.request_id, plan.prefill.busy_s, now)
         if not plan.decodes:
             return Placed(plan, spec, claim, None)

@@ -31,6 +31,10 @@ from moonpool.cost import (
 SPEED_NOISE = 1.5
 """Factor by which measured speeds of identical instances differ on noisy machines."""
 
+DOUBT = 0.95
+"""What is left of an instance's distance to the best prediction each time a request goes elsewhere: only use corrects
+an estimate, so one that was measured in a bad moment must not keep the instance idle for ever."""
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -89,6 +93,7 @@ class DecodeView:
     total_blocks: int
     held_blocks: int = 0
     placed: int = 0
+    passed_over: int = 0  # requests placed elsewhere since the last one here
     draining: bool = False
     suspect: bool = False
 
@@ -198,12 +203,13 @@ def rank_decodes(demand: Demand, shape: Shape, decodes: Sequence[DecodeView]) ->
 
     able = [view for view in decodes if not view.draining and view.total_blocks >= demand.total_blocks]
     choices = [(view, predict(view)) for view in able]
-    alike_s = SPEED_NOISE * min((choice.finish_s for _, choice in choices), default=0.0)
+    best_s = min((choice.finish_s for _, choice in choices), default=0.0)
 
     def rank(view: DecodeView, choice: DecodeChoice) -> tuple[bool, bool, int, float, int, str]:
         # Among those that noise alone may tell apart, the one with fewer sequences: else the luckiest start-up
         # measurement draws all light load to one instance.
-        sequences = view.sequences if choice.finish_s <= alike_s else sys.maxsize
+        doubted_s = best_s + (choice.finish_s - best_s) * DOUBT**view.passed_over
+        sequences = view.sequences if doubted_s <= SPEED_NOISE * best_s else sys.maxsize
         crowded = view.room_blocks < demand.total_blocks
         return (view.suspect, crowded, sequences, choice.finish_s, view.placed, view.id)
 

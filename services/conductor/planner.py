@@ -165,6 +165,7 @@ class Planner:
             total_blocks=member.total_blocks,
             held_blocks=held.get(member.id, 0),
             placed=member.placed,
+            passed_over=member.passed_over,
             draining=load.draining,
             suspect=member.id in suspects,
         )

@@ -43,6 +43,7 @@ class Member:
     tracker: SpeedTracker
     last_heard: float
     placed: int = 0  # requests ever placed here: breaks ties
+    passed_over: int = 0  # requests placed on others of its kind since
     prefills: PrefillsInFlight = field(default_factory=PrefillsInFlight)
     decodes: DecodesInFlight = field(default_factory=DecodesInFlight)
 
@@ -143,6 +144,13 @@ class Registry:
             raise InvalidRequest("instance.kind", "must be prefill, decode or kvstore")
         if instance.kind in ENGINES:
             self._check_model(hello)
+
+    def placed(self, member: Member) -> None:
+        """A request was placed on a member, and so on none of the others of its kind."""
+        for other in self.of_kind(member.kind):
+            other.passed_over += 1
+        member.placed += 1
+        member.passed_over = 0
 
     def leave(self, member: Member) -> bool:
         """Let a member go; False when it was replaced by a later incarnation or had left."""

@@ -54,7 +54,6 @@ class Claim:
     def stake(cls, member: Member, sequence_id: str, busy_s: float, now: float) -> Claim:
         """Count the prompt from now on, so that the next one placed sees it."""
         member.prefills.begin(sequence_id, busy_s, now)
-        member.placed += 1
         return cls(member, sequence_id)
 
     def release(self, now: float) -> None:
@@ -123,7 +122,7 @@ async def _ask(
 ) -> Promise:
     sequence_id = request.sequence.request_id
     member.decodes.begin(sequence_id, demand.prompt_tokens, demand.total_blocks)
-    member.placed += 1
+    cluster.registry.placed(member)
     try:
         target = await _call(cluster, tails, member, request, timeout_s)
         if target.decode.incarnation != member.instance.incarnation:

@@ -123,7 +123,7 @@ def wait_busy(address: str, instance: str, timeout_s: float) -> None:
         pause.wait(0.005)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def raw_stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator["Stack"]:
     """One stack for all tests that try to do it harm from outside; each of them ends with `check_unharmed`."""
     from tests.integration.raw import running

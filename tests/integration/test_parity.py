@@ -196,8 +196,8 @@ def test_stream_is_the_answer(served: Served) -> None:
     assert "".join(event.text for event in events) == whole.text
 
 
-def test_work_is_spread(served: Served, tmp_path: Path) -> None:
-    """With two instances of a kind, eight different prompts at once use both."""
+def test_work_is_spread(served: Served) -> None:
+    """With two instances of a kind both are used: at once, or soon, where measured speeds seem to differ much."""
     if served.topology.prefill == 1:
         pytest.skip("one instance of a kind")
 
@@ -207,6 +207,12 @@ def test_work_is_spread(served: Served, tmp_path: Path) -> None:
             prompts = [served.prompt(90, seed=800 + number) for number in range(8)]
             return await asyncio.gather(*(client.generate(token_ids=prompt, sampling=sampling) for prompt in prompts))
 
-    results = asyncio.run(run())
-    assert {result.placement.prefill for result in results} == {"prefill-0", "prefill-1"}
-    assert {result.placement.decode for result in results} == {"decode-0", "decode-1"}
+    prefills, decodes = set(), set()
+    for _ in range(20):  # requests elsewhere until even a twenty times slower estimate is doubted
+        results = asyncio.run(run())
+        prefills |= {result.placement.prefill for result in results}
+        decodes |= {result.placement.decode for result in results}
+        if len(prefills) == len(decodes) == 2:
+            break
+    assert prefills == {"prefill-0", "prefill-1"}
+    assert decodes == {"decode-0", "decode-1"}

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from moonpool.cost import Speeds
@@ -147,3 +149,18 @@ def test_decodes_in_flight_are_counted_until_reported() -> None:
     flight.end("a")
     flight.end("a")
     assert (len(flight), flight.total_context_tokens()) == (1, 50)
+
+
+def test_an_instance_that_looked_slow_is_tried_again_in_the_end() -> None:
+    step = Speeds(decode_base_s=0.01, transfer_bytes_per_s=1e12)
+    slow = replace(step, decode_base_s=0.05)
+
+    def first(passed_over: int) -> str:
+        views = [
+            DecodeView(id="a", speeds=step, sequences=1, context_tokens=0, room_blocks=9, total_blocks=9),
+            DecodeView("b", slow, 0, 0, room_blocks=9, total_blocks=9, passed_over=passed_over),
+        ]
+        return rank_decodes(DEMAND, SHAPE, views)[0].id
+
+    # Five times the best is within the noise once 4 * 0.95**n <= 0.5.
+    assert [first(count) for count in (0, 40, 41)] == ["a", "a", "b"]
