@@ -57,11 +57,14 @@ format: $(STAMP)  ## rewrite the code in the house's format
 protos: $(STAMP)  ## regenerate moonpool/v1 from protos/
 	$(BIN)/python tools/gen_protos.py
 
-bench: $(STAMP)  ## measure, into benchmarks/results/
+bench: $(STAMP)  ## measure everything, into benchmarks/results/ and its page
 	$(BIN)/python -m benchmarks
 
-load: $(STAMP)  ## load a local stack
-	$(BIN)/python -m tests.load.conductor
+load: $(STAMP)  ## load each service alone, for some seconds
+	$(BIN)/python -m tests.load.conductor --requests 200 --max-concurrency 8
+	$(BIN)/python -m tests.load.prefill --requests 100
+	$(BIN)/python -m tests.load.decode --requests 60 --max-concurrency 8
+	$(BIN)/python -m tests.load.kvstore --requests 300
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -85,9 +85,11 @@ def pack_frames(
         target_bytes: Payload size aimed at.
     """
     frame = _Frame(layout)
+    whole = layout.slice_bytes <= target_bytes or layout.scale_bytes > 0
     for item in slices:
         data = _cleaned(item, layout)
-        for head_begin, head_end, piece in _pieces(data, layout, target_bytes):
+        pieces = ((0, layout.kv_heads, data),) if whole else _pieces(data, layout, target_bytes)
+        for head_begin, head_end, piece in pieces:
             if frame.nbytes and frame.nbytes + piece.nbytes > target_bytes:
                 yield frame.finish(session, generation)
                 frame = _Frame(layout)
@@ -165,10 +167,7 @@ def _cleaned(item: Slice, layout: KVLayout) -> memoryview:
 
 
 def _pieces(data: memoryview, layout: KVLayout, target_bytes: int) -> Iterator[tuple[int, int, memoryview]]:
-    """The slice in pieces of at most `target_bytes`: (head_begin, head_end, bytes)."""
-    if data.nbytes <= target_bytes or layout.scale_bytes:
-        yield 0, layout.kv_heads, data
-        return
+    """A slice in pieces of at most `target_bytes`, or of one head: (head_begin, head_end, bytes)."""
     step = max(1, target_bytes // layout.head_bytes)
     for begin in range(0, layout.kv_heads, step):
         end = min(begin + step, layout.kv_heads)

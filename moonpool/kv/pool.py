@@ -32,6 +32,7 @@ class PoolPart:
     nbytes: int
     map: mmap.mmap
     view: memoryview = field(repr=False)
+    slice_bytes: int
 
     @classmethod
     def attach(cls, fd: int, layout: KVLayout, blocks: int, layer_begin: int, layer_end: int) -> PoolPart:
@@ -45,13 +46,13 @@ class PoolPart:
         if size != nbytes or nbytes <= 0:
             raise ConfigError("pool", f"layers {layer_begin} to {layer_end} need {nbytes} bytes, the pool has {size}")
         mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        return cls(layout, blocks, layer_begin, layer_end, fd, nbytes, mapped, memoryview(mapped))
+        return cls(layout, blocks, layer_begin, layer_end, fd, nbytes, mapped, memoryview(mapped), layout.slice_bytes)
 
     def slice(self, layer: int, block: int) -> memoryview:
         """The writable bytes of one layer (index in the model) of one block."""
         assert self.layer_begin <= layer < self.layer_end, "no such layer in this part"
         assert 0 <= block < self.blocks, "no such block"
-        size = self.layout.slice_bytes
+        size = self.slice_bytes
         start = ((layer - self.layer_begin) * self.blocks + block) * size
         return self.view[start : start + size]
 

@@ -5,15 +5,17 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from moonpool.checkpoint import load_config
 from moonpool.cli.stack import StackPlan
 from moonpool.model.create import create
-from tests.faults.judges import ReferenceJudge
+from tests.faults.judges import PacedJudge, ReferenceJudge
 from tests.faults.schedule import FAULTS
-from tests.faults.storm import StormPlan, run_storm
+from tests.faults.storm import Judge, StormPlan, run_storm
 from tests.integration.reference import Reference
 
 SEED = 20_26
@@ -31,14 +33,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gap-s", type=float, default=2.0, help="mean seconds between faults")
     parser.add_argument("--kinds", default=",".join(FAULTS), help="faults, separated by commas")
     parser.add_argument("--targets", default="prefill,decode,kvstore,conductor", help="kinds of services that are hit")
+    parser.add_argument("--engine", default="real", help="real or paced:PROFILE")
+    parser.add_argument("--prefill", type=int, default=2, help="prefill instances")
+    parser.add_argument("--decode", type=int, default=2, help="decode instances")
+    parser.add_argument("--kvstore", type=int, default=1, help="kvstores")
     parser.add_argument("--stages", type=int, default=1, help="pipeline stages of prefill instances")
+    parser.add_argument("--blocks", type=int, default=256, help="blocks of each engine's pool: little room, much ado")
+    parser.add_argument("--longest-prompt", type=int, default=400, help="tokens")
+    parser.add_argument("--longest-answer", type=int, default=60, help="tokens")
     parser.add_argument("--keep", type=Path, help="folder for logs and stores, kept afterwards")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # the judge must not take the cores from the services
     with tempfile.TemporaryDirectory(prefix="moonpool-storm-") as temporary:
         model = Path(temporary) / "tiny-llama"
         create("tiny-llama", model, seed=SEED, dtype="float32")
-        judge = ReferenceJudge(Reference(model))
+        judge, failed = judge_of(model, args.engine), False
         for seed in range(args.seed, args.seed + args.storms):
             plan = StormPlan(
                 seed=seed,
@@ -48,31 +57,47 @@ def main(argv: Sequence[str] | None = None) -> int:
                 clients=args.clients,
                 corrupt=args.corrupt,
                 gap_s=args.gap_s,
+                longest_prompt=args.longest_prompt,
+                longest_answer=args.longest_answer,
             )
-            base = base_plan(model, (args.keep or Path(temporary)) / f"storm-{seed}", stages=args.stages)
+            base = replace(
+                base_plan(model, (args.keep or Path(temporary)) / f"storm-{seed}", args.engine, blocks=args.blocks),
+                prefill=args.prefill,
+                decode=args.decode,
+                kvstore=args.kvstore,
+                stages=args.stages,
+            )
             report = run_storm(plan, base, judge, os.environ.__setitem__)
             for failure in report.failures:
                 print(f"FAILED {failure}", flush=True)
-            if report.failures:
-                return 1
-    return 0
+            failed = failed or bool(report.failures)
+    return 1 if failed else 0
 
 
-def base_plan(model: Path, folder: Path, *, stages: int = 1) -> StackPlan:
-    """Two instances of each kind of engine, with pools that are small enough to be fought over."""
+def judge_of(model: Path, engine: str) -> Judge:
+    """Who knows the right answers of an engine."""
+    if engine == "real":
+        return ReferenceJudge(Reference(model))
+    config = load_config(model)
+    return PacedJudge(config.vocab_size, config.eos_token_ids)
+
+
+def base_plan(model: Path, folder: Path, engine: str, *, blocks: int = 256) -> StackPlan:
+    """Two instances of each kind of engine, with pools and tiers that are small enough to be fought over."""
+    pool = ["--blocks", str(blocks)]
     return StackPlan(
         model=str(model),
         data_dir=folder,
-        dtype="float32",
+        dtype="float32" if engine == "real" else "auto",
         prefill=2,
         decode=2,
-        stages=stages,
+        engine=engine,
+        time_scale=0.0 if engine == "real" else 4.0,
         threads=1,
         block_tokens=BLOCK,
-        kv_bytes=4 << 20,
-        dram_bytes=4 << 20,
+        dram_bytes=2 << 20,
         ssd_bytes=64 << 20,
-        extra={"prefill": ["--step-tokens", "64"]},
+        extra={"prefill": ["--step-tokens", "64", *pool], "decode": pool},
     )
 
 

@@ -80,8 +80,8 @@ class StormStack(LocalStack):
                 service.signal(signal.SIGTERM)
                 self.revive(fault.target)
             case "kill-engine":
-                for pid in children(service.pid)[:1]:
-                    os.kill(pid, signal.SIGKILL)
+                # An emulated engine has no process of its own: it dies with its service.
+                os.kill((children(service.pid) or [service.pid])[0], signal.SIGKILL)
                 self.revive(fault.target)
             case "stop":
                 service.signal(signal.SIGSTOP)

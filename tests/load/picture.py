@@ -83,7 +83,7 @@ def _legend(first: Sequence[tuple[float, float]], end: Sequence[tuple[float, flo
         found = percentiles([seconds for _, seconds in points])
         text = ", ".join(f"{point} {1e3 * seconds:.1f}" for point, seconds in found.items() if point != "mean")
         words = {"first": "to the first answer", "end": "to the end"}[name]
-        yield f'<text x="{WIDTH - 12}" y="{14 + 13 * line}" text-anchor="end" fill="{_COLOURS[name]}">'
-        yield f"{words}, ms: {text or 'none'}</text>"
+        head = f'<text x="{WIDTH - 12}" y="{14 + 13 * line}" text-anchor="end" fill="{_COLOURS[name]}">'
+        yield f"{head}{words}, ms: {text or 'none'}</text>"
     if failed:
         yield f'<text x="{WIDTH - 12}" y="40" text-anchor="end" fill="{_COLOURS["error"]}">{failed} failed</text>'

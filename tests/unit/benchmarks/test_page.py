@@ -1,0 +1,66 @@
+"""The page over kept results: latest values, trends in order of time, machines apart."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.page import load, page, trend, write
+
+
+def keep(folder: Path, date: str, ratio: float, *, cores: int = 2, skipped: str = "") -> None:
+    row = {
+        "name": "a | b",
+        "value": ratio * 4,
+        "unit": "GB/s",
+        "spread": 0.0,
+        "limit_name": "raw TCP",
+        "limit_value": 4.0,
+        "ratio": ratio,
+        "target": 0.5,
+        "met": ratio >= 0.5,
+    }
+    result = {
+        "benchmark": "kv_stream",
+        "date": date,
+        "machine": {"processor": "P", "cores": cores},
+        "skipped": skipped,
+        "rows": [] if skipped else [row],
+    }
+    (folder / f"{date}-kv_stream-{cores}.json").write_text(json.dumps(result))
+
+
+def test_a_trend_spans_least_to_greatest() -> None:
+    assert trend([1.0, 2.0, 3.0]) == "▁▅█"
+    assert trend([2.0, 2.0]) == "▄▄"
+    assert trend([float("nan")]) == ""
+    assert len(trend([float(value) for value in range(100)])) == 12
+
+
+def test_the_page_shows_the_latest_and_the_way_there(tmp_path: Path) -> None:
+    keep(tmp_path, "2026-11-20", 0.6)
+    keep(tmp_path, "2026-11-01", 0.4)
+    keep(tmp_path, "2026-11-10", 0.3, cores=16)
+    text = write(tmp_path).read_text()
+    assert "| a \\| b | 2.4 GB/s | raw TCP | 4 | 0.60 | 0.5 met | ▁█ (2) |" in text
+    assert "| a \\| b | 1.2 GB/s | raw TCP | 4 | 0.30 | 0.5 **missed** | ▄ (1) |" in text
+    assert text.count("## kv_stream") == 2
+    assert "P, 2 cores; last measured 2026-11-20." in text
+    assert page(load(tmp_path)) == text
+
+
+def test_what_was_skipped_is_said(tmp_path: Path) -> None:
+    keep(tmp_path, "2026-11-20", 0.6, skipped="torch is not installed")
+    assert "Skipped: torch is not installed." in page(load(tmp_path))
+
+
+def test_a_file_that_is_no_result_is_named(tmp_path: Path) -> None:
+    (tmp_path / "2026-11-20-x.json").write_text("[]")
+    with pytest.raises(ValueError, match="2026-11-20-x"):
+        load(tmp_path)
+
+
+def test_the_kept_page_is_that_of_the_kept_results() -> None:
+    from benchmarks.page import PAGE, RESULTS
+
+    assert (RESULTS / PAGE).read_text() == page(load(RESULTS))
