@@ -17,8 +17,6 @@ from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 from tests.integration.conftest import BLOCK, tokens
 from tests.integration.raw import METHODS, Outcome, Stack, request_class
 
-pytestmark = pytest.mark.slow  # not yet timed on a calm machine
-
 CODES = grpc.StatusCode
 INVALID, MISMATCH, UNBUILT = CODES.INVALID_ARGUMENT, CODES.FAILED_PRECONDITION, CODES.UNIMPLEMENTED
 LENGTH = 4096  # of the tiny model

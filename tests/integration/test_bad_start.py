@@ -18,8 +18,6 @@ from moonpool.rpc.process import EXIT_CONFIG, EXIT_MISMATCH
 from tests.integration.conftest import BLOCK
 from tests.integration.raw import Stack
 
-pytestmark = pytest.mark.slow  # not yet timed on a calm machine
-
 NOBODY = "127.0.0.1:1"
 START_S = 100
 

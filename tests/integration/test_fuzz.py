@@ -20,8 +20,6 @@ from tests.integration.conftest import BLOCK, tokens
 from tests.integration.fuzzing import TRUE, WRONG, Facts, conversations, requests
 from tests.integration.raw import METHODS, SERVICES, Outcome, Stack, request_class
 
-pytestmark = pytest.mark.slow  # not yet timed on a calm machine
-
 EXAMPLES = int(os.environ.get("MOONPOOL_FUZZ_EXAMPLES", "60"))
 SEED = os.environ.get("MOONPOOL_FUZZ_SEED")
 DEADLINE_S = 20.0

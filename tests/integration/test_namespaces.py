@@ -20,8 +20,6 @@ import pytest
 from tests.integration.namespaces import Network, missing, namespaces
 from tests.unit.deploy.compose import ROOT, Service, services
 
-pytestmark = pytest.mark.slow  # not yet timed on a calm machine
-
 COMPOSE = (ROOT / "compose.yaml").read_text()
 SMALL = {
     "MOONPOOL_DTYPE": "float32",

@@ -15,8 +15,6 @@ from tests.integration.test_cli import CLI, ENVIRONMENT, children_of, moonpool
 from tests.load.mooncake import TRACE_VARIABLE, trace_path
 from tests.load.trace import Report, main, parse, run
 
-pytestmark = pytest.mark.slow  # not yet timed on a calm machine
-
 MB = 1 << 20
 
 
