@@ -10,16 +10,12 @@ from pathlib import Path
 
 import torch
 
-from moonpool.checkpoint import load_config
-from moonpool.cli.stack import StackPlan
 from moonpool.model.create import create
-from tests.faults.judges import PacedJudge, ReferenceJudge
+from tests.faults.scene import base_plan, judge_of
 from tests.faults.schedule import FAULTS
-from tests.faults.storm import Judge, StormPlan, run_storm
-from tests.integration.reference import Reference
+from tests.faults.storm import StormPlan, run_storm
 
 SEED = 20_26
-BLOCK = 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,33 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"FAILED {failure}", flush=True)
             failed = failed or bool(report.failures)
     return 1 if failed else 0
-
-
-def judge_of(model: Path, engine: str) -> Judge:
-    """Who knows the right answers of an engine."""
-    if engine == "real":
-        return ReferenceJudge(Reference(model))
-    config = load_config(model)
-    return PacedJudge(config.vocab_size, config.eos_token_ids)
-
-
-def base_plan(model: Path, folder: Path, engine: str, *, blocks: int = 256) -> StackPlan:
-    """Two instances of each kind of engine, with pools and tiers that are small enough to be fought over."""
-    pool = ["--blocks", str(blocks)]
-    return StackPlan(
-        model=str(model),
-        data_dir=folder,
-        dtype="float32" if engine == "real" else "auto",
-        prefill=2,
-        decode=2,
-        engine=engine,
-        time_scale=0.0 if engine == "real" else 4.0,
-        threads=1,
-        block_tokens=BLOCK,
-        dram_bytes=2 << 20,
-        ssd_bytes=64 << 20,
-        extra={"prefill": ["--step-tokens", "64", *pool], "decode": pool},
-    )
 
 
 if __name__ == "__main__":

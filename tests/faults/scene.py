@@ -1,0 +1,38 @@
+"""Where a storm takes place: a small stack with an engine, and the judge who knows that engine's right answers."""
+
+from pathlib import Path
+
+from moonpool.checkpoint import load_config
+from moonpool.cli.stack import StackPlan
+from tests.faults.judges import PacedJudge, ReferenceJudge
+from tests.faults.storm import Judge
+from tests.integration.reference import Reference
+
+BLOCK = 16
+
+
+def judge_of(model: Path, engine: str) -> Judge:
+    """Who knows the right answers of an engine."""
+    if engine == "real":
+        return ReferenceJudge(Reference(model))
+    config = load_config(model)
+    return PacedJudge(config.vocab_size, config.eos_token_ids)
+
+
+def base_plan(model: Path, folder: Path, engine: str, *, blocks: int = 256) -> StackPlan:
+    """Two instances of each kind of engine, with pools and tiers that are small enough to be fought over."""
+    pool = ["--blocks", str(blocks)]
+    return StackPlan(
+        model=str(model),
+        data_dir=folder,
+        dtype="float32" if engine == "real" else "auto",
+        prefill=2,
+        decode=2,
+        engine=engine,
+        time_scale=0.0 if engine == "real" else 4.0,
+        threads=1,
+        block_tokens=BLOCK,
+        dram_bytes=2 << 20,
+        ssd_bytes=64 << 20,
+        extra={"prefill": ["--step-tokens", "64", *pool], "decode": pool},
+    )
