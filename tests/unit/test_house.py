@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-VERBS = ("setup", "run", "up", "down", "test", "test-all", "check", "bench", "load", "protos")
+VERBS = (
+    *("setup", "run", "up", "down", "up-local", "down-local", "test", "test-all", "test-containers"),
+    *("check", "format", "bench", "load", "protos", "clean"),
+)
 
 
 def read(name: str) -> str:
