@@ -20,7 +20,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES = ("moonpool", "torch", "grpcio", "protobuf", "transformers", "uvloop")
+PACKAGES = (
+    *("moonpool", "torch", "grpcio", "protobuf", "transformers", "uvloop"),
+    *("redis", "hiredis", "mooncake-transfer-engine-non-cuda"),
+)
 
 Progress = Callable[[str], None]
 """Told in a few words what was just done."""
@@ -59,6 +62,7 @@ class Row:
         limit_name, limit_value: the limit's or peer's name and median, measured in the same run.
         ratio: median of the ratios, run by run; oriented so that more is better for us.
         target: the ratio wanted; None where none is set.
+        skipped: why this figure could not be measured here; "" where it was. The numbers are 0 then.
     """
 
     name: str
@@ -69,6 +73,7 @@ class Row:
     limit_value: float
     ratio: float
     target: float | None = None
+    skipped: str = ""
 
     @property
     def met(self) -> bool | None:
@@ -92,6 +97,11 @@ def paired(
     spread = (max(ours) - min(ours)) / median
     limit_value = statistics.median(pair[1] for pair in runs)
     return Row(name, median, unit, spread, limit_name, limit_value, statistics.median(ratios), target)
+
+
+def absent(name: str, unit: str, limit_name: str, reason: str) -> Row:
+    """A row that says why its figure could not be measured here; it has no target that could be missed."""
+    return Row(name, 0.0, unit, 0.0, limit_name, 0.0, 0.0, skipped=reason)
 
 
 def bounded(name: str, unit: str, values: Sequence[float], limit_name: str, limit: float) -> Row:
@@ -143,8 +153,16 @@ def report(name: str, rows: Sequence[Row], *, date: str, skipped: str = "") -> d
         "machine": machine(),
         "versions": dict(versions()),
         "skipped": skipped,
-        "rows": [dataclasses.asdict(row) | {"met": row.met} for row in rows],
+        "rows": [_kept(row) for row in rows],
     }
+
+
+def _kept(row: Row) -> dict[str, object]:
+    """A row as it is kept; most were not skipped and do not say so."""
+    fields = dataclasses.asdict(row) | {"met": row.met}
+    if not row.skipped:
+        del fields["skipped"]
+    return fields
 
 
 def show(name: str, rows: Sequence[Row], console: Console) -> None:
@@ -153,6 +171,9 @@ def show(name: str, rows: Sequence[Row], console: Console) -> None:
     for heading in ("figure", "value", "spread", "beside", "its value", "ratio", "target"):
         table.add_column(heading, justify="left" if heading in ("figure", "beside") else "right")
     for row in rows:
+        if row.skipped:
+            table.add_row(row.name, "SKIPPED", "", row.limit_name, "", "", row.skipped)
+            continue
         target = "" if row.target is None else f"{row.target:g} {'met' if row.met else 'MISSED'}"
         table.add_row(
             row.name,

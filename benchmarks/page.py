@@ -87,16 +87,23 @@ def _section(machine: str, group: Sequence[Result]) -> list[str]:
 
 def _line(points: Sequence[Point]) -> str:
     row = points[-1][1]
+    measured = [point["ratio"] for _, point in points if not point.get("skipped")]
+    if row.get("skipped"):
+        trend_so_far = f"{trend(measured)} ({len(measured)})"
+        return _cells(row["name"], "skipped", row["limit_name"], "", "", row["skipped"], trend_so_far)
     target = "" if row["target"] is None else f"{row['target']:g} {'met' if row['met'] else '**missed**'}"
-    cells = (
+    return _cells(
         row["name"],
         f"{row['value']:.4g} {row['unit']}",
         row["limit_name"],
         f"{row['limit_value']:.4g}",
         f"{row['ratio']:.2f}",
         target,
-        f"{trend([point['ratio'] for _, point in points])} ({len(points)})",
+        f"{trend(measured)} ({len(measured)})",
     )
+
+
+def _cells(*cells: object) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -62,6 +62,10 @@ def _check_bind(address: str) -> str:
     return address
 
 
+def _check_optional(address: str) -> str:
+    return _check_bind(address) if address else address
+
+
 def check_peer(address: str) -> str:
     """The address of somebody else, as it was given.
 
@@ -113,6 +117,9 @@ class ServiceConfig(BaseSettings):
     log_json: bool = Field(False, description="log one JSON object per line, not text for people")
     spans_dir: Path | None = Field(
         None, description="folder for recorded spans, one file <id>.jsonl per process; default: nothing is recorded"
+    )
+    metrics_listen: Annotated[str, AfterValidator(_check_optional)] = Field(
+        "", description="HOST:PORT of Prometheus metrics over HTTP (/metrics); default: none are served"
     )
     drain_s: float = Field(
         30.0, gt=0, le=86400, description="seconds to finish what runs after SIGTERM; then it is cancelled"

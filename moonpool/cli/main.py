@@ -40,7 +40,17 @@ def _service(kind: str, summary: str) -> None:
 _service("conductor", "Run one conductor.")
 _service("prefill", "Run one prefill instance.")
 _service("decode", "Run one decode instance.")
-_service("kvstore", "Run one kvstore.")
+
+
+@app.command("kvstore", context_settings=PASS_THROUGH)
+def kvstore_(context: typer.Context) -> None:
+    """Run one kvstore; or look after one: kvstore stat|verify|compact|warm|advise."""
+    from moonpool.cli import kvstore
+
+    if context.args and context.args[0] in kvstore.VERBS:
+        kvstore.run(context.args)
+    else:
+        raise typer.Exit(importlib.import_module("services.kvstore.__main__").main(context.args))
 
 
 @app.command()
@@ -50,6 +60,7 @@ def up(
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
     kvstore: Annotated[int, typer.Option(min=0, help="kvstore instances.")] = 1,
+    kvstore_replicas: Annotated[int, typer.Option(min=1, max=8, help="kvstores that hold a copy of each chain.")] = 1,
     stages: Annotated[int, typer.Option(min=1, help="Pipeline stages of each prefill instance.")] = 1,
     engine: Annotated[str, typer.Option(help="real, or paced:PROFILE to emulate compute.")] = "real",
     time_scale: Annotated[float, typer.Option(min=0, help="Emulated seconds per second; 0 = the profile's own.")] = 0.0,
@@ -71,9 +82,9 @@ def up(
     def plan(folder: Path) -> StackPlan:
         return StackPlan(
             model=model or bundled_model(), data_dir=folder, dtype=dtype, prefill=prefill, decode=decode,
-            kvstore=kvstore, stages=stages, engine=engine, time_scale=time_scale, port=port, threads=threads,
-            block_tokens=block_tokens, kv_bytes=kv_bytes, dram_bytes=dram_bytes, ssd_bytes=ssd_bytes,
-            log_level=log_level, spans_dir=spans_dir,
+            kvstore=kvstore, kvstore_replicas=kvstore_replicas, stages=stages, engine=engine, time_scale=time_scale,
+            port=port, threads=threads, block_tokens=block_tokens, kv_bytes=kv_bytes, dram_bytes=dram_bytes,
+            ssd_bytes=ssd_bytes, log_level=log_level, spans_dir=spans_dir,
         )  # fmt: skip
 
     raise typer.Exit(run_up(plan, data_dir, as_json=as_json))

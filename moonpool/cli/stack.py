@@ -34,6 +34,7 @@ class StackPlan:
         data_dir: kvstore data and logs live below it.
         dtype: "auto", "float32", "bfloat16" or "float16".
         prefill, decode, kvstore: number of instances of each.
+        kvstore_replicas: kvstores that hold a copy of each chain.
         stages: pipeline stages of each prefill instance.
         port: the conductor's port; 0 = any free one.
         engine: "real", or "paced:PROFILE" to emulate the compute of prefill and decode.
@@ -53,6 +54,7 @@ class StackPlan:
     prefill: int = 1
     decode: int = 1
     kvstore: int = 1
+    kvstore_replicas: int = 1
     stages: int = 1
     port: int = 0
     engine: str = "real"
@@ -281,7 +283,8 @@ class LocalStack:
         yield from self.plan.extra.get(kind, ())
 
     def _conductor_arguments(self) -> list[str]:
-        return ["--model", self.plan.model, *self._common_arguments("conductor", "conductor", self.plan.port)]
+        arguments = ["--model", self.plan.model, "--kvstore-replicas", str(self.plan.kvstore_replicas)]
+        return [*arguments, *self._common_arguments("conductor", "conductor", self.plan.port)]
 
     def _member_arguments(self, kind: str, service_id: str) -> list[str]:
         plan = self.plan

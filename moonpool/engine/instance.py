@@ -20,8 +20,9 @@ from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import RunningServer, Service, serving
 from moonpool.sched.block_manager import BlockManager
-from moonpool.telemetry.gauges import Entry
+from moonpool.telemetry.gauges import Entry, Gauges
 from moonpool.telemetry.logs import get_logger
+from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
 
@@ -84,6 +85,10 @@ class EngineService(Protocol):
         """The load now."""
         ...
 
+    def gauges(self) -> Gauges:
+        """Everything the instance holds."""
+        ...
+
     def drain(self) -> None:
         """Take no new requests; may be called again."""
         ...
@@ -121,6 +126,9 @@ async def run_instance(
         instance = context.instance(kind, config.id, "")
         parts = Parts(plan, engine, channels, Link(plan.link_rate), instance, context.spans, poke)
         service, contract = build(parts)
+        metrics = Metrics(config.service())
+        metrics.watch(service.gauges())
+        await stack.enter_async_context(metrics.served(config.metrics_listen))
         server = await stack.enter_async_context(serving(config.listen, [contract]))
         instance.address = config.advertised(server.port)
         agent = JoinAgent(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from moonpool.errors import StreamBroken, TransferFailed
+from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed
 from moonpool.kv.credits import Traffic
 from moonpool.kv.frames import FRAME_BYTES, Slice, pack_frames
 from moonpool.kv.keys import pack_keys
@@ -41,6 +41,15 @@ def _put_session(message: kvstore_pb2.PutResponse) -> Hashable:
     return None
 
 
+def _refusal(message: kvstore_pb2.PutRefused) -> MoonpoolError:
+    text = f"the store refused blocks: {message.reason or 'no reason given'}"
+    if message.code == "invalid_request":
+        return InvalidRequest("", text)
+    if message.code:
+        return Overloaded(text, reason=message.code, retry_after_s=message.retry_after_s)
+    return TransferFailed(text)
+
+
 class _Put:
     """One writing session."""
 
@@ -60,7 +69,7 @@ class _Put:
             case "ack":
                 self.missing.difference_update(message.ack.blocks)
             case "refused":
-                raise TransferFailed(f"the store refused blocks: {message.refused.reason or 'no reason given'}")
+                raise _refusal(message.refused)
         if not self.missing:
             self.visible.done()
 
@@ -122,7 +131,9 @@ class StoreWriter:
         *,
         timeout_s: float,
     ) -> PutOutcome:
-        """Stores full blocks; returns once all of them are VISIBLE. Those the store has already are not sent.
+        """Stores full blocks; returns once all of them are VISIBLE.
+
+        Those the store has already are not sent, nor is the rest of those that another writer finishes meanwhile.
 
         Args:
             keys: The blocks' keys; their order numbers them.
@@ -132,7 +143,9 @@ class StoreWriter:
             timeout_s: Longest time for all of it.
 
         Raises:
-            TransferFailed: The store refused, or it took too long.
+            InvalidRequest: The store will never take these blocks.
+            Overloaded: The store has no room for them; says why and when to try again.
+            TransferFailed: The store gave up what had been sent, or it took too long.
             StreamBroken: The stream has ended, or the store cannot be reached.
             Mismatch: The store does not take this KV.
         """
@@ -172,7 +185,7 @@ class StoreWriter:
             )
             session.post(kvstore_pb2.PutRequest(open=opening))
             await put.opened.wait()
-            slices = self._slices(sorted(put.missing), read)
+            slices = self._slices(put.missing, read)
             for header, pieces in pack_frames(put.session, 0, slices, self._layout, self._frame_bytes):
                 await session.send(kvstore_pb2.PutRequest(frame=header), pieces, timeout_s=timeout_s)
             self._end(session, put, aborted=False)
@@ -185,14 +198,19 @@ class StoreWriter:
                 self._end(session, put, aborted=True)
             session.close()
 
-    def _slices(self, missing: Sequence[int], read: Callable[[int, int], memoryview]) -> Iterator[Slice]:
-        """Groups of blocks, each layer by layer: a run fills about a frame, and blocks become visible one by one."""
+    def _slices(self, missing: set[int], read: Callable[[int, int], memoryview]) -> Iterator[Slice]:
+        """Groups of blocks, each layer by layer: a run fills about a frame, and blocks become visible one by one.
+
+        A block that is no longer in `missing` is left out from there on: another writer has finished it.
+        """
         group = max(1, self._frame_bytes // self._layout.slice_bytes)
         full = self._layout.block_tokens
-        for start in range(0, len(missing), group):
+        wanted = sorted(missing)
+        for start in range(0, len(wanted), group):
             for layer in range(self._layout.layers):
-                for index in missing[start : start + group]:
-                    yield Slice(layer, index, read(layer, index), full)
+                for index in wanted[start : start + group]:
+                    if index in missing:
+                        yield Slice(layer, index, read(layer, index), full)
 
     @staticmethod
     def _end(session: MuxSession[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse], put: _Put, *, aborted: bool) -> None:

@@ -2,7 +2,8 @@
 
 Owns the bounded queue of jobs and the references that keep the blocks' bytes in place until a job has ended. Must not
 know of requests, engines or schedulers: whoever submits hands over references, and `release` takes them back exactly
-once per job, whatever happens. A store that is slow, gone or full costs dropped jobs and a counter, never a request.
+once per job, whatever happens. A store that is slow, gone or full costs dropped jobs and a counter, never a request;
+each store has a queue and workers of its own, so that it costs the other stores nothing either.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from moonpool.errors import MoonpoolError
+from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded
 from moonpool.kv.credits import Traffic
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.peers import KVClient, Peers
@@ -20,6 +21,9 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
 
 log = get_logger(__name__)
+
+MAX_PAUSE_S = 30.0
+"""Longest time for which a store that says when it will have room is left alone."""
 
 
 class Writer(KVClient, Protocol):
@@ -43,8 +47,8 @@ class WriteBackLimits:
     """Bounds of the write-back.
 
     Attributes:
-        blocks: blocks held for it at most, waiting and under way; more are dropped.
-        workers: jobs under way at once.
+        blocks: blocks held for it at most, waiting and under way, counted once per store; more are dropped.
+        workers: jobs under way at once, for each store.
         timeout_s: seconds a job may take.
         pause_s: seconds for which a store is left alone after a job to it failed.
     """
@@ -62,6 +66,15 @@ class _Job:
     parents: Sequence[BlockKey]
     tenant: str
     blocks: Sequence[int]
+
+
+@dataclasses.dataclass(slots=True)
+class _Lane:
+    """The jobs for one store at one address; it exists while there are some."""
+
+    queue: collections.deque[_Job] = dataclasses.field(default_factory=collections.deque)
+    blocks_held: int = 0
+    workers: int = 0
 
 
 class WriteBack:
@@ -88,8 +101,8 @@ class WriteBack:
         self._slice_of = slice_of
         self._release = release
         self._clock = clock
-        self._queue: collections.deque[_Job] = collections.deque()
-        self._wake = asyncio.Event()
+        self._lanes: dict[tuple[str, str], _Lane] = {}
+        self._group: asyncio.TaskGroup | None = None
         self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -108,13 +121,20 @@ class WriteBack:
         """What is under way on the streams to all stores."""
         return self._stores.traffic
 
-    def accepts(self, store: kv_pb2.Instance, blocks: int) -> bool:
-        """Whether a job of so many blocks would be taken now; one that would not be is counted as dropped."""
-        room = self.blocks_held + blocks <= self._limits.blocks
-        if self._closed or not room or self._stores.paused(store, self._clock()):
-            self.blocks_dropped += blocks
-            return False
-        return True
+    def room(self, store: kv_pb2.Instance, blocks: int) -> int:
+        """How many of so many blocks would be taken now, the leading ones; the others are counted as dropped.
+
+        While blocks for several stores are held, each store may have an equal part, so that one that does not answer
+        leaves room for the others.
+        """
+        taken = 0
+        if not self._closed and not self._stores.paused(store, self._clock()):
+            taken = max(0, min(blocks, self._limits.blocks - self.blocks_held))
+            lane = self._lanes.get(_key(store))
+            if lane is not None:
+                taken = max(0, min(taken, self._limits.blocks // len(self._lanes) - lane.blocks_held))
+        self.blocks_dropped += blocks - taken
+        return taken
 
     def submit(
         self,
@@ -124,24 +144,30 @@ class WriteBack:
         tenant: str,
         blocks: Sequence[int],
     ) -> None:
-        """Takes a job for which `accepts` has just said yes; one reference on each block passes to the write-back."""
+        """Takes a job for which there is `room` now; one reference on each block passes to the write-back."""
         assert not self._closed
-        assert len(keys) == len(parents) == len(blocks)
+        assert len(keys) == len(parents) == len(blocks) > 0
+        lane = self._lanes.setdefault(_key(store), _Lane())
+        lane.blocks_held += len(blocks)
         self.blocks_held += len(blocks)
         self._idle.clear()
-        self._queue.append(_Job(store, keys, parents, tenant, blocks))
-        self._wake.set()
+        lane.queue.append(_Job(store, keys, parents, tenant, blocks))
+        self._staff(lane)
 
     async def run(self) -> None:
         """Works until cancelled; then every job is dropped and every stream closed."""
         try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(self._limits.workers):
-                    group.create_task(self._work())
+            async with asyncio.TaskGroup() as self._group:
+                for lane in self._lanes.values():
+                    self._staff(lane)
+                try:
+                    await asyncio.Event().wait()  # until cancelled
+                finally:
+                    self._closed = True  # a group that ends takes no new tasks
         finally:
-            self._closed = True
-            while self._queue:
-                self._drop(self._queue.popleft())
+            for lane in list(self._lanes.values()):
+                while lane.queue:
+                    self._drop(lane.queue.popleft())
             await self._stores.aclose()
 
     async def idle(self, timeout_s: float) -> bool:
@@ -153,12 +179,18 @@ class WriteBack:
             return False
         return True
 
-    async def _work(self) -> None:
-        while True:
-            while not self._queue:
-                self._wake.clear()
-                await self._wake.wait()
-            await self._do(self._queue.popleft())
+    def _staff(self, lane: _Lane) -> None:
+        """A worker more for a lane, as long as it may have one."""
+        if self._group is not None and lane.workers < self._limits.workers:
+            lane.workers += 1
+            self._group.create_task(self._work(lane))
+
+    async def _work(self, lane: _Lane) -> None:
+        try:
+            while lane.queue:
+                await self._do(lane.queue.popleft())
+        finally:
+            lane.workers -= 1
 
     async def _do(self, job: _Job) -> None:
         if self._stores.paused(job.store, self._clock()):
@@ -176,25 +208,39 @@ class WriteBack:
             self.blocks_stored += outcome.stored
             self.blocks_present += outcome.present
         except MoonpoolError as error:
-            self._failed(job)
+            self._failed(job, error)
             log.warning("write-back failed", store=job.store.id, blocks=len(job.blocks), reason=str(error))
-        except Exception:
+        except Exception as error:
             # A defect here must cost stored blocks, not the engine that serves requests.
-            self._failed(job)
+            self._failed(job, error)
             log.exception("write-back failed", store=job.store.id, blocks=len(job.blocks))
         finally:
             self._give_back(job)
 
-    def _failed(self, job: _Job) -> None:
+    def _failed(self, job: _Job, error: Exception) -> None:
         self.blocks_dropped += len(job.blocks)
-        self._stores.pause(job.store, self._clock() + self._limits.pause_s)
+        if isinstance(error, InvalidRequest) or getattr(error, "reason", "") == "kvstore_guaranteed":
+            return  # what is wrong with this job, or what its tenant may have, must not keep others' blocks back
+        pause_s = self._limits.pause_s
+        if isinstance(error, Overloaded):
+            pause_s = max(pause_s, min(error.retry_after_s, MAX_PAUSE_S))
+        self._stores.pause(job.store, self._clock() + pause_s)
 
     def _drop(self, job: _Job) -> None:
         self.blocks_dropped += len(job.blocks)
         self._give_back(job)
 
     def _give_back(self, job: _Job) -> None:
+        lane = self._lanes[_key(job.store)]
+        lane.blocks_held -= len(job.blocks)
+        if not lane.blocks_held:
+            del self._lanes[_key(job.store)]
         self.blocks_held -= len(job.blocks)
         self._release(job.blocks)
         if not self.blocks_held:
             self._idle.set()
+
+
+def _key(store: kv_pb2.Instance) -> tuple[str, str]:
+    """A store is an id at an address; its incarnation does not matter here."""
+    return store.id, store.address

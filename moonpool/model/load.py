@@ -44,10 +44,12 @@ def load_stage(
     layer_begin: int,
     layer_end: int,
     device: torch.device | str = "cpu",
+    *,
+    deterministic: bool = False,
 ) -> StageModel:
     """Load layers `layer_begin` up to `layer_end`, with the embedding on the first stage and norm and head on the last.
 
-    Weights stored in another supported type are converted to `dtype`.
+    Weights stored in another supported type are converted to `dtype`. `deterministic`: see `StageModel`.
 
     Raises:
         CheckpointError: a tensor is missing, has a wrong shape or an unsupported type (names it; checked for all
@@ -77,6 +79,7 @@ def load_stage(
             config,
             layer_begin,
             layers,
+            deterministic=deterministic,
             embedding=loaded[_EMBEDDING] if first else None,
             final_norm=loaded.get(_NORM),
             head=None if head is None else Linear(head),

@@ -15,28 +15,20 @@ from moonpool.checkpoint.config import ModelConfig, RopeScaling
 
 
 class RopeTable:
-    """Angles and rotation for one model in one element type."""
+    """Angles for one model in one element type."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(config).to(device)
         self._dtype = dtype
-        self._half = config.head_dim // 2
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and *signed* sin for `positions` [T], each [T, 1, head_dim], computed in float32.
+        """Return cos and *signed* sin for `positions` [T], each [T, head_dim], computed in float32.
 
-        The first half of sin is negated: `rotate` then needs no negation of its own.
+        The first half of sin is negated, as `kernels.ops.rope` wants it.
         """
         angles = positions.float()[:, None] * self._frequencies
         cos, sin = angles.cos(), angles.sin()
-        return (
-            torch.cat((cos, cos), dim=-1).to(self._dtype)[:, None],
-            torch.cat((-sin, sin), dim=-1).to(self._dtype)[:, None],
-        )
-
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return `x` [T, heads, head_dim] rotated, as a new contiguous tensor."""
-        return torch.addcmul(x * cos, x.roll(self._half, dims=-1), sin)
+        return torch.cat((cos, cos), dim=-1).to(self._dtype), torch.cat((-sin, sin), dim=-1).to(self._dtype)
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:

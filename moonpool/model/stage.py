@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels import choice, ops
 from kernels.attention import AttentionPlan, make_plan, paged_attention, write_kv
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.model.batch import PackedBatch
@@ -37,7 +38,10 @@ class LayerWeights:
 
 
 class StageModel:
-    """Layers `layer_begin` up to `layer_end` of a model; the first stage embeds, the last one has norm and head."""
+    """Layers `layer_begin` up to `layer_end` of a model; the first stage embeds, the last one has norm and head.
+
+    `deterministic`: a sequence's results have the same bits whatever else is in the batch, for the same chunk borders.
+    """
 
     def __init__(
         self,
@@ -48,6 +52,7 @@ class StageModel:
         embedding: Tensor | None,
         final_norm: Tensor | None,
         head: Linear | None,
+        deterministic: bool = False,
     ) -> None:
         self.config = config
         self.layer_begin = layer_begin
@@ -61,6 +66,8 @@ class StageModel:
         self.device = first.device
         self._rope = RopeTable(config, self.dtype, self.device)
         self._scale = config.head_dim**-0.5
+        self.deterministic = deterministic
+        choice.prepare(self.device, self.dtype)  # kernels are built now, not in the first step
 
     @property
     def is_first(self) -> bool:
@@ -96,19 +103,20 @@ class StageModel:
         """
         weights = self.layers[index - self.layer_begin]
         eps = self.config.rms_norm_eps
-        normed = rms_norm(hidden, weights.input_norm, eps)
+        normed = ops.rms_norm(hidden, weights.input_norm, eps)
         attended = self._attention(weights, normed, batch, kv)
-        hidden = weights.output(attended).add_(hidden)
-        normed = rms_norm(hidden, weights.post_norm, eps)
-        gate, up = weights.gate_up(normed).chunk(2, dim=-1)
-        return weights.down(functional.silu(gate).mul_(up)).add_(hidden)
+        projected = weights.output(attended, deterministic=self.deterministic)
+        normed = ops.rms_norm(projected, weights.post_norm, eps, residual=hidden)  # hidden is the sum from here on
+        inner = ops.silu_mul(weights.gate_up(normed, deterministic=self.deterministic))
+        return weights.down(inner, deterministic=self.deterministic).add_(hidden)
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
         """Return float32 logits [R, vocab] of hidden states [R, hidden] after the last layer; last stage only."""
         assert self.final_norm is not None
         assert self.head is not None
-        return self.head(rms_norm(rows, self.final_norm, self.config.rms_norm_eps)).float()
+        normed = ops.rms_norm(rows, self.final_norm, self.config.rms_norm_eps)
+        return self.head(normed, deterministic=self.deterministic).float()
 
     @torch.inference_mode()
     def forward(self, hidden_or_tokens: Tensor, batch: PackedBatch, kv: Tensor | Sequence[Tensor]) -> Tensor:
@@ -122,14 +130,16 @@ class StageModel:
         """Project, rotate, store keys and values, attend: [T, hidden] to [T, heads * head_dim]."""
         config = self.config
         tokens, heads, kv_heads = normed.shape[0], config.num_heads, config.num_kv_heads
-        qkv = weights.qkv(normed).view(tokens, heads + 2 * kv_heads, config.head_dim)
+        qkv = weights.qkv(normed, deterministic=self.deterministic).view(tokens, heads + 2 * kv_heads, config.head_dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if weights.q_norm is not None and weights.k_norm is not None:
-            q = rms_norm(qk[:, :heads], weights.q_norm, config.rms_norm_eps)
-            k = rms_norm(qk[:, heads:], weights.k_norm, config.rms_norm_eps)
-            qk = torch.cat((q, k), dim=1)
-        cos, sin = self._angles(batch)
-        qk = self._rope.rotate(qk, cos, sin)
+            parts = ((qk[:, :heads], weights.q_norm), (qk[:, heads:], weights.k_norm))
+            normed_parts = [
+                ops.rms_norm(part.reshape(-1, config.head_dim), weight, config.rms_norm_eps).view(part.shape)
+                for part, weight in parts
+            ]
+            qk = torch.cat(normed_parts, dim=1)
+        qk = ops.rope(qk, *self._angles(batch))
         plan = self._plan(batch, kv)
         write_kv(qk[:, heads:], v, kv, batch.block_ids, batch.offsets)
         attended = paged_attention(
@@ -147,18 +157,10 @@ class StageModel:
 
     def _plan(self, batch: PackedBatch, kv: Tensor) -> AttentionPlan:
         """Return the attention plan of the batch, made once per batch and shape of the pool."""
-        key = ("plan", kv.shape, self.config.num_heads, kv.dtype, kv.device)
+        key = ("plan", kv.shape, self.config.num_heads, kv.dtype, kv.device, self.deterministic)
         if key not in batch.cache:
-            batch.cache[key] = make_plan(kv, batch.block_tables, batch.query_start, batch.context_lens)
+            batch.cache[key] = make_plan(
+                kv, batch.block_tables, batch.query_start, batch.context_lens, deterministic=self.deterministic
+            )
         plan: AttentionPlan = batch.cache[key]
         return plan
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return `x` over its root mean square along the last dimension, times `weight`; float32 inside.
-
-    Source: Zhang and Sennrich 2019; rounding as in transformers, which rounds before it multiplies by `weight`.
-    """
-    if x.dtype == torch.float32:
-        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
-    return functional.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype).mul_(weight)

@@ -51,6 +51,7 @@ class ReserveRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     TBT_SLO_S_FIELD_NUMBER: _builtins.int
     WRITE_BACK_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
     tbt_slo_s: _builtins.float
     """Mean time between tokens the request expects, seconds; unset = no limit."""
     @_builtins.property
@@ -61,16 +62,21 @@ class ReserveRequest(_message.Message):
     def write_back(self) -> _kv_pb2.Instance:
         """kvstore that the answer's full blocks go to; unset for none."""
 
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.Instance]:
+        """Further kvstores that they go to."""
+
     def __init__(
         self,
         *,
         sequence: _kv_pb2.SequenceSpec | None = ...,
         tbt_slo_s: _builtins.float | None = ...,
         write_back: _kv_pb2.Instance | None = ...,
+        replicas: _abc.Iterable[_kv_pb2.Instance] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "replicas", b"replicas", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tbt_slo_s: _TypeAlias = _typing.Literal["tbt_slo_s"]  # noqa: Y015
     _WhichOneofArgType__tbt_slo_s: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s"]  # noqa: Y015

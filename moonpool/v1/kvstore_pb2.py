@@ -25,15 +25,17 @@ _sym_db = _symbol_database.Default()
 from moonpool.v1 import kv_pb2 as moonpool_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19moonpool/v1/kvstore.proto\x12\x0bmoonpool.v1\x1a\x14moonpool/v1/kv.proto\"\xcc\x01\n\nPutRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.moonpool.v1.StreamHelloH\x00\x12$\n\x04open\x18\x02 \x01(\x0b\x32\x14.moonpool.v1.PutOpenH\x00\x12)\n\x05\x66rame\x18\x03 \x01(\x0b\x32\x18.moonpool.v1.FrameHeaderH\x00\x12&\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x15.moonpool.v1.PutCloseH\x00\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\t\n\x07message\"\x9b\x01\n\x07PutOpen\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x13\n\x0blayer_begin\x18\x03 \x01(\r\x12\x11\n\tlayer_end\x18\x04 \x01(\r\x12\x12\n\nhead_begin\x18\x05 \x01(\r\x12\x10\n\x08head_end\x18\x06 \x01(\r\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x13\n\x0bparent_keys\x18\x08 \x01(\x0c\",\n\x08PutClose\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0f\n\x07\x61\x62orted\x18\x02 \x01(\x08\"-\n\tPutOpened\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0f\n\x07present\x18\x02 \x03(\r\"V\n\x06PutAck\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\x12+\n\ndurability\x18\x03 \x01(\x0e\x32\x17.moonpool.v1.Durability\"-\n\nPutRefused\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xe8\x01\n\x0bPutResponse\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.moonpool.v1.StreamWelcomeH\x00\x12%\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x13.moonpool.v1.CreditH\x00\x12(\n\x06opened\x18\x03 \x01(\x0b\x32\x16.moonpool.v1.PutOpenedH\x00\x12\"\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32\x13.moonpool.v1.PutAckH\x00\x12*\n\x07refused\x18\x05 \x01(\x0b\x32\x17.moonpool.v1.PutRefusedH\x00\x42\t\n\x07message\"\xb9\x01\n\nGetRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.moonpool.v1.StreamHelloH\x00\x12%\n\x04open\x18\x02 \x01(\x0b\x32\x15.moonpool.v1.ReadOpenH\x00\x12%\n\x06\x63redit\x18\x03 \x01(\x0b\x32\x13.moonpool.v1.CreditH\x00\x12\'\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x16.moonpool.v1.ReadCloseH\x00\x42\t\n\x07message\"\x82\x02\n\x0bGetResponse\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.moonpool.v1.StreamWelcomeH\x00\x12)\n\x06opened\x18\x02 \x01(\x0b\x32\x17.moonpool.v1.ReadOpenedH\x00\x12)\n\x05\x66rame\x18\x03 \x01(\x0b\x32\x18.moonpool.v1.FrameHeaderH\x00\x12+\n\x07missing\x18\x04 \x01(\x0b\x32\x18.moonpool.v1.ReadMissingH\x00\x12%\n\x04\x64one\x18\x05 \x01(\x0b\x32\x15.moonpool.v1.ReadDoneH\x00\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\t\n\x07message\"\"\n\x12MatchPrefixRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"%\n\x13MatchPrefixResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"G\n\nPinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\x12\x0e\n\x06tenant\x18\x04 \x01(\t\"\x1d\n\x0bPinResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\",\n\x0cUnpinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x0f\n\rUnpinResponse\";\n\x0cWatchRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x16\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x04\"K\n\rWatchResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12%\n\x06\x65vents\x18\x02 \x01(\x0b\x32\x15.moonpool.v1.KVEvents\"\x15\n\x13KVStoreStatsRequest\"c\n\x14KVStoreStatsResponse\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\"\n\x06gauges\x18\x02 \x03(\x0b\x32\x12.moonpool.v1.Gauge*X\n\nDurability\x12\x1a\n\x16\x44URABILITY_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44URABILITY_VISIBLE\x10\x01\x12\x16\n\x12\x44URABILITY_DURABLE\x10\x02\x32\xef\x03\n\x0eKVStoreService\x12<\n\x03Put\x12\x17.moonpool.v1.PutRequest\x1a\x18.moonpool.v1.PutResponse(\x01\x30\x01\x12<\n\x03Get\x12\x17.moonpool.v1.GetRequest\x1a\x18.moonpool.v1.GetResponse(\x01\x30\x01\x12P\n\x0bMatchPrefix\x12\x1f.moonpool.v1.MatchPrefixRequest\x1a .moonpool.v1.MatchPrefixResponse\x12\x38\n\x03Pin\x12\x17.moonpool.v1.PinRequest\x1a\x18.moonpool.v1.PinResponse\x12>\n\x05Unpin\x12\x19.moonpool.v1.UnpinRequest\x1a\x1a.moonpool.v1.UnpinResponse\x12@\n\x05Watch\x12\x19.moonpool.v1.WatchRequest\x1a\x1a.moonpool.v1.WatchResponse0\x01\x12S\n\x0cKVStoreStats\x12 .moonpool.v1.KVStoreStatsRequest\x1a!.moonpool.v1.KVStoreStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19moonpool/v1/kvstore.proto\x12\x0bmoonpool.v1\x1a\x14moonpool/v1/kv.proto\"\xcc\x01\n\nPutRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.moonpool.v1.StreamHelloH\x00\x12$\n\x04open\x18\x02 \x01(\x0b\x32\x14.moonpool.v1.PutOpenH\x00\x12)\n\x05\x66rame\x18\x03 \x01(\x0b\x32\x18.moonpool.v1.FrameHeaderH\x00\x12&\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x15.moonpool.v1.PutCloseH\x00\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\t\n\x07message\"\x9b\x01\n\x07PutOpen\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x13\n\x0blayer_begin\x18\x03 \x01(\r\x12\x11\n\tlayer_end\x18\x04 \x01(\r\x12\x12\n\nhead_begin\x18\x05 \x01(\r\x12\x10\n\x08head_end\x18\x06 \x01(\r\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x13\n\x0bparent_keys\x18\x08 \x01(\x0c\",\n\x08PutClose\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0f\n\x07\x61\x62orted\x18\x02 \x01(\x08\"-\n\tPutOpened\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0f\n\x07present\x18\x02 \x03(\r\"V\n\x06PutAck\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\x12+\n\ndurability\x18\x03 \x01(\x0e\x32\x17.moonpool.v1.Durability\"R\n\nPutRefused\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"\xe8\x01\n\x0bPutResponse\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.moonpool.v1.StreamWelcomeH\x00\x12%\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x13.moonpool.v1.CreditH\x00\x12(\n\x06opened\x18\x03 \x01(\x0b\x32\x16.moonpool.v1.PutOpenedH\x00\x12\"\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32\x13.moonpool.v1.PutAckH\x00\x12*\n\x07refused\x18\x05 \x01(\x0b\x32\x17.moonpool.v1.PutRefusedH\x00\x42\t\n\x07message\"\xb9\x01\n\nGetRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.moonpool.v1.StreamHelloH\x00\x12%\n\x04open\x18\x02 \x01(\x0b\x32\x15.moonpool.v1.ReadOpenH\x00\x12%\n\x06\x63redit\x18\x03 \x01(\x0b\x32\x13.moonpool.v1.CreditH\x00\x12\'\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x16.moonpool.v1.ReadCloseH\x00\x42\t\n\x07message\"\x82\x02\n\x0bGetResponse\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.moonpool.v1.StreamWelcomeH\x00\x12)\n\x06opened\x18\x02 \x01(\x0b\x32\x17.moonpool.v1.ReadOpenedH\x00\x12)\n\x05\x66rame\x18\x03 \x01(\x0b\x32\x18.moonpool.v1.FrameHeaderH\x00\x12+\n\x07missing\x18\x04 \x01(\x0b\x32\x18.moonpool.v1.ReadMissingH\x00\x12%\n\x04\x64one\x18\x05 \x01(\x0b\x32\x15.moonpool.v1.ReadDoneH\x00\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\t\n\x07message\"\"\n\x12MatchPrefixRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"%\n\x13MatchPrefixResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"G\n\nPinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\x12\x0e\n\x06tenant\x18\x04 \x01(\t\"a\n\x0bPinResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\x12$\n\x05limit\x18\x04 \x01(\x0e\x32\x15.moonpool.v1.PinLimit\",\n\x0cUnpinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x1e\n\rUnpinResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\";\n\x0cWatchRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x16\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x04\"K\n\rWatchResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12%\n\x06\x65vents\x18\x02 \x01(\x0b\x32\x15.moonpool.v1.KVEvents\"(\n\x0e\x43ompactRequest\x12\x16\n\x0emin_live_share\x18\x01 \x01(\x01\"#\n\x0f\x43ompactResponse\x12\x10\n\x08segments\x18\x01 \x01(\r\" \n\x0bWarmRequest\x12\x11\n\tmax_bytes\x18\x01 \x01(\x04\"-\n\x0cWarmResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"\x13\n\x11ReuseCurveRequest\".\n\nReusePoint\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x11\n\thit_share\x18\x02 \x01(\x01\"z\n\x12ReuseCurveResponse\x12\'\n\x06points\x18\x01 \x03(\x0b\x32\x17.moonpool.v1.ReusePoint\x12\x12\n\nreferences\x18\x02 \x01(\x04\x12\x0f\n\x07sampled\x18\x03 \x01(\x01\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\"\x15\n\x13KVStoreStatsRequest\"c\n\x14KVStoreStatsResponse\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\"\n\x06gauges\x18\x02 \x03(\x0b\x32\x12.moonpool.v1.Gauge*X\n\nDurability\x12\x1a\n\x16\x44URABILITY_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44URABILITY_VISIBLE\x10\x01\x12\x16\n\x12\x44URABILITY_DURABLE\x10\x02*t\n\x08PinLimit\x12\x19\n\x15PIN_LIMIT_UNSPECIFIED\x10\x00\x12\x14\n\x10PIN_LIMIT_ABSENT\x10\x01\x12\x1b\n\x17PIN_LIMIT_TENANT_BUDGET\x10\x02\x12\x1a\n\x16PIN_LIMIT_STORE_BUDGET\x10\x03\x32\xc1\x05\n\x0eKVStoreService\x12<\n\x03Put\x12\x17.moonpool.v1.PutRequest\x1a\x18.moonpool.v1.PutResponse(\x01\x30\x01\x12<\n\x03Get\x12\x17.moonpool.v1.GetRequest\x1a\x18.moonpool.v1.GetResponse(\x01\x30\x01\x12P\n\x0bMatchPrefix\x12\x1f.moonpool.v1.MatchPrefixRequest\x1a .moonpool.v1.MatchPrefixResponse\x12\x38\n\x03Pin\x12\x17.moonpool.v1.PinRequest\x1a\x18.moonpool.v1.PinResponse\x12>\n\x05Unpin\x12\x19.moonpool.v1.UnpinRequest\x1a\x1a.moonpool.v1.UnpinResponse\x12@\n\x05Watch\x12\x19.moonpool.v1.WatchRequest\x1a\x1a.moonpool.v1.WatchResponse0\x01\x12\x44\n\x07\x43ompact\x12\x1b.moonpool.v1.CompactRequest\x1a\x1c.moonpool.v1.CompactResponse\x12;\n\x04Warm\x12\x18.moonpool.v1.WarmRequest\x1a\x19.moonpool.v1.WarmResponse\x12M\n\nReuseCurve\x12\x1e.moonpool.v1.ReuseCurveRequest\x1a\x1f.moonpool.v1.ReuseCurveResponse\x12S\n\x0cKVStoreStats\x12 .moonpool.v1.KVStoreStatsRequest\x1a!.moonpool.v1.KVStoreStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moonpool.v1.kvstore_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DURABILITY']._serialized_start=1845
-  _globals['_DURABILITY']._serialized_end=1933
+  _globals['_DURABILITY']._serialized_start=2318
+  _globals['_DURABILITY']._serialized_end=2406
+  _globals['_PINLIMIT']._serialized_start=2408
+  _globals['_PINLIMIT']._serialized_end=2524
   _globals['_PUTREQUEST']._serialized_start=65
   _globals['_PUTREQUEST']._serialized_end=269
   _globals['_PUTOPEN']._serialized_start=272
@@ -45,33 +47,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUTACK']._serialized_start=522
   _globals['_PUTACK']._serialized_end=608
   _globals['_PUTREFUSED']._serialized_start=610
-  _globals['_PUTREFUSED']._serialized_end=655
-  _globals['_PUTRESPONSE']._serialized_start=658
-  _globals['_PUTRESPONSE']._serialized_end=890
-  _globals['_GETREQUEST']._serialized_start=893
-  _globals['_GETREQUEST']._serialized_end=1078
-  _globals['_GETRESPONSE']._serialized_start=1081
-  _globals['_GETRESPONSE']._serialized_end=1339
-  _globals['_MATCHPREFIXREQUEST']._serialized_start=1341
-  _globals['_MATCHPREFIXREQUEST']._serialized_end=1375
-  _globals['_MATCHPREFIXRESPONSE']._serialized_start=1377
-  _globals['_MATCHPREFIXRESPONSE']._serialized_end=1414
-  _globals['_PINREQUEST']._serialized_start=1416
-  _globals['_PINREQUEST']._serialized_end=1487
-  _globals['_PINRESPONSE']._serialized_start=1489
-  _globals['_PINRESPONSE']._serialized_end=1518
-  _globals['_UNPINREQUEST']._serialized_start=1520
-  _globals['_UNPINREQUEST']._serialized_end=1564
-  _globals['_UNPINRESPONSE']._serialized_start=1566
-  _globals['_UNPINRESPONSE']._serialized_end=1581
-  _globals['_WATCHREQUEST']._serialized_start=1583
-  _globals['_WATCHREQUEST']._serialized_end=1642
-  _globals['_WATCHRESPONSE']._serialized_start=1644
-  _globals['_WATCHRESPONSE']._serialized_end=1719
-  _globals['_KVSTORESTATSREQUEST']._serialized_start=1721
-  _globals['_KVSTORESTATSREQUEST']._serialized_end=1742
-  _globals['_KVSTORESTATSRESPONSE']._serialized_start=1744
-  _globals['_KVSTORESTATSRESPONSE']._serialized_end=1843
-  _globals['_KVSTORESERVICE']._serialized_start=1936
-  _globals['_KVSTORESERVICE']._serialized_end=2431
+  _globals['_PUTREFUSED']._serialized_end=692
+  _globals['_PUTRESPONSE']._serialized_start=695
+  _globals['_PUTRESPONSE']._serialized_end=927
+  _globals['_GETREQUEST']._serialized_start=930
+  _globals['_GETREQUEST']._serialized_end=1115
+  _globals['_GETRESPONSE']._serialized_start=1118
+  _globals['_GETRESPONSE']._serialized_end=1376
+  _globals['_MATCHPREFIXREQUEST']._serialized_start=1378
+  _globals['_MATCHPREFIXREQUEST']._serialized_end=1412
+  _globals['_MATCHPREFIXRESPONSE']._serialized_start=1414
+  _globals['_MATCHPREFIXRESPONSE']._serialized_end=1451
+  _globals['_PINREQUEST']._serialized_start=1453
+  _globals['_PINREQUEST']._serialized_end=1524
+  _globals['_PINRESPONSE']._serialized_start=1526
+  _globals['_PINRESPONSE']._serialized_end=1623
+  _globals['_UNPINREQUEST']._serialized_start=1625
+  _globals['_UNPINREQUEST']._serialized_end=1669
+  _globals['_UNPINRESPONSE']._serialized_start=1671
+  _globals['_UNPINRESPONSE']._serialized_end=1701
+  _globals['_WATCHREQUEST']._serialized_start=1703
+  _globals['_WATCHREQUEST']._serialized_end=1762
+  _globals['_WATCHRESPONSE']._serialized_start=1764
+  _globals['_WATCHRESPONSE']._serialized_end=1839
+  _globals['_COMPACTREQUEST']._serialized_start=1841
+  _globals['_COMPACTREQUEST']._serialized_end=1881
+  _globals['_COMPACTRESPONSE']._serialized_start=1883
+  _globals['_COMPACTRESPONSE']._serialized_end=1918
+  _globals['_WARMREQUEST']._serialized_start=1920
+  _globals['_WARMREQUEST']._serialized_end=1952
+  _globals['_WARMRESPONSE']._serialized_start=1954
+  _globals['_WARMRESPONSE']._serialized_end=1999
+  _globals['_REUSECURVEREQUEST']._serialized_start=2001
+  _globals['_REUSECURVEREQUEST']._serialized_end=2020
+  _globals['_REUSEPOINT']._serialized_start=2022
+  _globals['_REUSEPOINT']._serialized_end=2068
+  _globals['_REUSECURVERESPONSE']._serialized_start=2070
+  _globals['_REUSECURVERESPONSE']._serialized_end=2192
+  _globals['_KVSTORESTATSREQUEST']._serialized_start=2194
+  _globals['_KVSTORESTATSREQUEST']._serialized_end=2215
+  _globals['_KVSTORESTATSRESPONSE']._serialized_start=2217
+  _globals['_KVSTORESTATSRESPONSE']._serialized_end=2316
+  _globals['_KVSTORESERVICE']._serialized_start=2527
+  _globals['_KVSTORESERVICE']._serialized_end=3232
 # @@protoc_insertion_point(module_scope)

@@ -42,6 +42,34 @@ DURABILITY_DURABLE: Durability.ValueType  # 2
 """It survives a restart."""
 Global___Durability: _TypeAlias = Durability  # noqa: Y015
 
+class _PinLimit:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PinLimitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PinLimit.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PIN_LIMIT_UNSPECIFIED: _PinLimit.ValueType  # 0
+    """It keeps all of them."""
+    PIN_LIMIT_ABSENT: _PinLimit.ValueType  # 1
+    """The next block is not here."""
+    PIN_LIMIT_TENANT_BUDGET: _PinLimit.ValueType  # 2
+    """The tenant's pins would keep more than they may."""
+    PIN_LIMIT_STORE_BUDGET: _PinLimit.ValueType  # 3
+    """All pins together would keep more than they may."""
+
+class PinLimit(_PinLimit, metaclass=_PinLimitEnumTypeWrapper):
+    """Why a pin keeps fewer blocks than were asked for."""
+
+PIN_LIMIT_UNSPECIFIED: PinLimit.ValueType  # 0
+"""It keeps all of them."""
+PIN_LIMIT_ABSENT: PinLimit.ValueType  # 1
+"""The next block is not here."""
+PIN_LIMIT_TENANT_BUDGET: PinLimit.ValueType  # 2
+"""The tenant's pins would keep more than they may."""
+PIN_LIMIT_STORE_BUDGET: PinLimit.ValueType  # 3
+"""All pins together would keep more than they may."""
+Global___PinLimit: _TypeAlias = PinLimit  # noqa: Y015
+
 @_typing.final
 class PutRequest(_message.Message):
     """From a writer."""
@@ -226,19 +254,29 @@ class PutRefused(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """The session."""
     reason: _builtins.str
-    """Why."""
+    """Why, for a person."""
+    code: _builtins.str
+    """Why, for a program: "invalid_request" when another try will be refused too; for want of room "kvstore_pinned",
+    "kvstore_guaranteed", "kvstore_sessions", "kvstore_memory"; else empty.
+    """
+    retry_after_s: _builtins.float
+    """Seconds after which another try may succeed; 0 when that is not known."""
     def __init__(
         self,
         *,
         session: _builtins.int = ...,
         reason: _builtins.str = ...,
+        code: _builtins.str = ...,
+        retry_after_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "reason", b"reason", "retry_after_s", b"retry_after_s", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -449,16 +487,28 @@ class PinResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCKS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
-    """How many."""
+    """How many, counted from the first key."""
+    bytes: _builtins.int
+    """Their bytes."""
+    ttl_s: _builtins.float
+    """Seconds until the pin ends unless it is renewed; 0 when it keeps nothing."""
+    limit: Global___PinLimit.ValueType
+    """Why it is not all of them."""
     def __init__(
         self,
         *,
         blocks: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        ttl_s: _builtins.float = ...,
+        limit: Global___PinLimit.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "limit", b"limit", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -496,12 +546,17 @@ class UnpinResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    FOUND_FIELD_NUMBER: _builtins.int
+    found: _builtins.bool
+    """Whether there was one."""
     def __init__(
         self,
+        *,
+        found: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -560,6 +615,177 @@ class WatchResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
+
+@_typing.final
+class CompactRequest(_message.Message):
+    """Asks for segments to be rewritten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIN_LIVE_SHARE_FIELD_NUMBER: _builtins.int
+    min_live_share: _builtins.float
+    """Segments of which at most this share is alive are rewritten, in (0, 1]; 0 = the store's own choice."""
+    def __init__(
+        self,
+        *,
+        min_live_share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_live_share", b"min_live_share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompactRequest: _TypeAlias = CompactRequest  # noqa: Y015
+
+@_typing.final
+class CompactResponse(_message.Message):
+    """Segments are being rewritten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    segments: _builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        segments: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["segments", b"segments"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompactResponse: _TypeAlias = CompactResponse  # noqa: Y015
+
+@_typing.final
+class WarmRequest(_message.Message):
+    """Asks for blocks to be brought into DRAM."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    max_bytes: _builtins.int
+    """Bytes at most; 0 = as many as fit."""
+    def __init__(
+        self,
+        *,
+        max_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_bytes", b"max_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmRequest: _TypeAlias = WarmRequest  # noqa: Y015
+
+@_typing.final
+class WarmResponse(_message.Message):
+    """Blocks were brought into DRAM."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """How many."""
+    bytes: _builtins.int
+    """Their bytes."""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmResponse: _TypeAlias = WarmResponse  # noqa: Y015
+
+@_typing.final
+class ReuseCurveRequest(_message.Message):
+    """Asks for the curve."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReuseCurveRequest: _TypeAlias = ReuseCurveRequest  # noqa: Y015
+
+@_typing.final
+class ReusePoint(_message.Message):
+    """One size."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: _builtins.int
+    HIT_SHARE_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.int
+    """Bytes of blocks that the store would hold."""
+    hit_share: _builtins.float
+    """Share of the blocks asked for that it would have had, in [0, 1]."""
+    def __init__(
+        self,
+        *,
+        bytes: _builtins.int = ...,
+        hit_share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "hit_share", b"hit_share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReusePoint: _TypeAlias = ReusePoint  # noqa: Y015
+
+@_typing.final
+class ReuseCurveResponse(_message.Message):
+    """The curve since the store started."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POINTS_FIELD_NUMBER: _builtins.int
+    REFERENCES_FIELD_NUMBER: _builtins.int
+    SAMPLED_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    references: _builtins.int
+    """Blocks asked for."""
+    sampled: _builtins.float
+    """Share of all blocks that was looked at."""
+    capacity_bytes: _builtins.int
+    """Bytes the store may hold as it is."""
+    @_builtins.property
+    def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReusePoint]:
+        """Sizes, ascending; the last one would hold every block that was ever asked for."""
+
+    def __init__(
+        self,
+        *,
+        points: _abc.Iterable[Global___ReusePoint] | None = ...,
+        references: _builtins.int = ...,
+        sampled: _builtins.float = ...,
+        capacity_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "points", b"points", "references", b"references", "sampled", b"sampled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReuseCurveResponse: _TypeAlias = ReuseCurveResponse  # noqa: Y015
 
 @_typing.final
 class KVStoreStatsRequest(_message.Message):

@@ -65,6 +65,21 @@ class KVStoreServiceStub:
                 request_serializer=moonpool_dot_v1_dot_kvstore__pb2.WatchRequest.SerializeToString,
                 response_deserializer=moonpool_dot_v1_dot_kvstore__pb2.WatchResponse.FromString,
                 _registered_method=True)
+        self.Compact = channel.unary_unary(
+                '/moonpool.v1.KVStoreService/Compact',
+                request_serializer=moonpool_dot_v1_dot_kvstore__pb2.CompactRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_kvstore__pb2.CompactResponse.FromString,
+                _registered_method=True)
+        self.Warm = channel.unary_unary(
+                '/moonpool.v1.KVStoreService/Warm',
+                request_serializer=moonpool_dot_v1_dot_kvstore__pb2.WarmRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_kvstore__pb2.WarmResponse.FromString,
+                _registered_method=True)
+        self.ReuseCurve = channel.unary_unary(
+                '/moonpool.v1.KVStoreService/ReuseCurve',
+                request_serializer=moonpool_dot_v1_dot_kvstore__pb2.ReuseCurveRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_kvstore__pb2.ReuseCurveResponse.FromString,
+                _registered_method=True)
         self.KVStoreStats = channel.unary_unary(
                 '/moonpool.v1.KVStoreService/KVStoreStats',
                 request_serializer=moonpool_dot_v1_dot_kvstore__pb2.KVStoreStatsRequest.SerializeToString,
@@ -98,14 +113,14 @@ class KVStoreServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Keeps blocks from being evicted for a time. Not built yet.
+        """Keeps blocks from being evicted for a time; the same name again renews and replaces.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Unpin(self, request, context):
-        """Ends a pin. Not built yet.
+        """Ends a pin.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,6 +128,27 @@ class KVStoreServiceServicer:
 
     def Watch(self, request, context):
         """A snapshot of all keys, then changes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Compact(self, request, context):
+        """Rewrites segments of the SSD tier in which little is alive; returns when that is begun, gauges tell of its end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Warm(self, request, context):
+        """Reads blocks from SSD into DRAM that is free, the most recently written first; for use after a restart.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReuseCurve(self, request, context):
+        """The hit share that other sizes of this store would have had, from sampled reuse distances.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,6 +193,21 @@ def add_KVStoreServiceServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=moonpool_dot_v1_dot_kvstore__pb2.WatchRequest.FromString,
                     response_serializer=moonpool_dot_v1_dot_kvstore__pb2.WatchResponse.SerializeToString,
+            ),
+            'Compact': grpc.unary_unary_rpc_method_handler(
+                    servicer.Compact,
+                    request_deserializer=moonpool_dot_v1_dot_kvstore__pb2.CompactRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_kvstore__pb2.CompactResponse.SerializeToString,
+            ),
+            'Warm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Warm,
+                    request_deserializer=moonpool_dot_v1_dot_kvstore__pb2.WarmRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_kvstore__pb2.WarmResponse.SerializeToString,
+            ),
+            'ReuseCurve': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReuseCurve,
+                    request_deserializer=moonpool_dot_v1_dot_kvstore__pb2.ReuseCurveRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_kvstore__pb2.ReuseCurveResponse.SerializeToString,
             ),
             'KVStoreStats': grpc.unary_unary_rpc_method_handler(
                     servicer.KVStoreStats,
@@ -327,6 +378,87 @@ class KVStoreService:
             '/moonpool.v1.KVStoreService/Watch',
             moonpool_dot_v1_dot_kvstore__pb2.WatchRequest.SerializeToString,
             moonpool_dot_v1_dot_kvstore__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Compact(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.KVStoreService/Compact',
+            moonpool_dot_v1_dot_kvstore__pb2.CompactRequest.SerializeToString,
+            moonpool_dot_v1_dot_kvstore__pb2.CompactResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Warm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.KVStoreService/Warm',
+            moonpool_dot_v1_dot_kvstore__pb2.WarmRequest.SerializeToString,
+            moonpool_dot_v1_dot_kvstore__pb2.WarmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReuseCurve(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.KVStoreService/ReuseCurve',
+            moonpool_dot_v1_dot_kvstore__pb2.ReuseCurveRequest.SerializeToString,
+            moonpool_dot_v1_dot_kvstore__pb2.ReuseCurveResponse.FromString,
             options,
             channel_credentials,
             insecure,

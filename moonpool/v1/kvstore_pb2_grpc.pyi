@@ -40,11 +40,17 @@ class KVStoreServiceStub:
     MatchPrefix: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.MatchPrefixRequest, _kvstore_pb2.MatchPrefixResponse]
     """How many leading blocks of a chain are here."""
     Pin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]
-    """Keeps blocks from being evicted for a time. Not built yet."""
+    """Keeps blocks from being evicted for a time; the same name again renews and replaces."""
     Unpin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.UnpinRequest, _kvstore_pb2.UnpinResponse]
-    """Ends a pin. Not built yet."""
+    """Ends a pin."""
     Watch: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]
     """A snapshot of all keys, then changes."""
+    Compact: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.CompactRequest, _kvstore_pb2.CompactResponse]
+    """Rewrites segments of the SSD tier in which little is alive; returns when that is begun, gauges tell of its end."""
+    Warm: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.WarmRequest, _kvstore_pb2.WarmResponse]
+    """Reads blocks from SSD into DRAM that is free, the most recently written first; for use after a restart."""
+    ReuseCurve: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReuseCurveRequest, _kvstore_pb2.ReuseCurveResponse]
+    """The hit share that other sizes of this store would have had, from sampled reuse distances."""
     KVStoreStats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.KVStoreStatsRequest, _kvstore_pb2.KVStoreStatsResponse]
     """Everything the store holds, as gauges."""
 
@@ -60,11 +66,17 @@ class KVStoreServiceAsyncStub(KVStoreServiceStub):
     MatchPrefix: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.MatchPrefixRequest, _kvstore_pb2.MatchPrefixResponse]  # type: ignore[assignment]
     """How many leading blocks of a chain are here."""
     Pin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]  # type: ignore[assignment]
-    """Keeps blocks from being evicted for a time. Not built yet."""
+    """Keeps blocks from being evicted for a time; the same name again renews and replaces."""
     Unpin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.UnpinRequest, _kvstore_pb2.UnpinResponse]  # type: ignore[assignment]
-    """Ends a pin. Not built yet."""
+    """Ends a pin."""
     Watch: _aio.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]  # type: ignore[assignment]
     """A snapshot of all keys, then changes."""
+    Compact: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.CompactRequest, _kvstore_pb2.CompactResponse]  # type: ignore[assignment]
+    """Rewrites segments of the SSD tier in which little is alive; returns when that is begun, gauges tell of its end."""
+    Warm: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.WarmRequest, _kvstore_pb2.WarmResponse]  # type: ignore[assignment]
+    """Reads blocks from SSD into DRAM that is free, the most recently written first; for use after a restart."""
+    ReuseCurve: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReuseCurveRequest, _kvstore_pb2.ReuseCurveResponse]  # type: ignore[assignment]
+    """The hit share that other sizes of this store would have had, from sampled reuse distances."""
     KVStoreStats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.KVStoreStatsRequest, _kvstore_pb2.KVStoreStatsResponse]  # type: ignore[assignment]
     """Everything the store holds, as gauges."""
 
@@ -101,7 +113,7 @@ class KVStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.PinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.PinResponse, _abc.Awaitable[_kvstore_pb2.PinResponse]]:
-        """Keeps blocks from being evicted for a time. Not built yet."""
+        """Keeps blocks from being evicted for a time; the same name again renews and replaces."""
 
     @_abc_1.abstractmethod
     def Unpin(
@@ -109,7 +121,7 @@ class KVStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.UnpinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.UnpinResponse, _abc.Awaitable[_kvstore_pb2.UnpinResponse]]:
-        """Ends a pin. Not built yet."""
+        """Ends a pin."""
 
     @_abc_1.abstractmethod
     def Watch(
@@ -118,6 +130,30 @@ class KVStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.WatchResponse], _abc.AsyncIterator[_kvstore_pb2.WatchResponse]]:
         """A snapshot of all keys, then changes."""
+
+    @_abc_1.abstractmethod
+    def Compact(
+        self,
+        request: _kvstore_pb2.CompactRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.CompactResponse, _abc.Awaitable[_kvstore_pb2.CompactResponse]]:
+        """Rewrites segments of the SSD tier in which little is alive; returns when that is begun, gauges tell of its end."""
+
+    @_abc_1.abstractmethod
+    def Warm(
+        self,
+        request: _kvstore_pb2.WarmRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.WarmResponse, _abc.Awaitable[_kvstore_pb2.WarmResponse]]:
+        """Reads blocks from SSD into DRAM that is free, the most recently written first; for use after a restart."""
+
+    @_abc_1.abstractmethod
+    def ReuseCurve(
+        self,
+        request: _kvstore_pb2.ReuseCurveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.ReuseCurveResponse, _abc.Awaitable[_kvstore_pb2.ReuseCurveResponse]]:
+        """The hit share that other sizes of this store would have had, from sampled reuse distances."""
 
     @_abc_1.abstractmethod
     def KVStoreStats(

@@ -48,6 +48,34 @@ class PrefixSource(_message.Message):
 Global___PrefixSource: _TypeAlias = PrefixSource  # noqa: Y015
 
 @_typing.final
+class StoreReplica(_message.Message):
+    """A kvstore that shall hold a sequence's blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    HELD_BLOCKS_FIELD_NUMBER: _builtins.int
+    held_blocks: _builtins.int
+    """Leading blocks it is believed to hold."""
+    @_builtins.property
+    def instance(self) -> _kv_pb2.Instance:
+        """The kvstore."""
+
+    def __init__(
+        self,
+        *,
+        instance: _kv_pb2.Instance | None = ...,
+        held_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_blocks", b"held_blocks", "instance", b"instance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreReplica: _TypeAlias = StoreReplica  # noqa: Y015
+
+@_typing.final
 class PrefillRequest(_message.Message):
     """One prompt."""
 
@@ -57,6 +85,13 @@ class PrefillRequest(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     WRITE_BACK_FIELD_NUMBER: _builtins.int
+    WRITE_BACK_HELD_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    OTHER_SOURCES_FIELD_NUMBER: _builtins.int
+    write_back_held: _builtins.int
+    """Leading blocks that it is believed to hold: those after them go there, wherever they came from. Unset = not known:
+    blocks computed here go there.
+    """
     @_builtins.property
     def sequence(self) -> _kv_pb2.SequenceSpec:
         """The sequence."""
@@ -73,6 +108,14 @@ class PrefillRequest(_message.Message):
     def write_back(self) -> _kv_pb2.Instance:
         """kvstore that new blocks go to; unset for none."""
 
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreReplica]:
+        """Further kvstores that blocks go to in the same way."""
+
+    @_builtins.property
+    def other_sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixSource]:
+        """Where the prefix may be loaded from when `source` fails before it has given anything; the best first."""
+
     def __init__(
         self,
         *,
@@ -80,12 +123,17 @@ class PrefillRequest(_message.Message):
         target: _kv_pb2.TransferTarget | None = ...,
         source: Global___PrefixSource | None = ...,
         write_back: _kv_pb2.Instance | None = ...,
+        write_back_held: _builtins.int | None = ...,
+        replicas: _abc.Iterable[Global___StoreReplica] | None = ...,
+        other_sources: _abc.Iterable[Global___PrefixSource] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "source", b"source", "target", b"target", "write_back", b"write_back"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_write_back_held", b"_write_back_held", "sequence", b"sequence", "source", b"source", "target", b"target", "write_back", b"write_back", "write_back_held", b"write_back_held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "source", b"source", "target", b"target", "write_back", b"write_back"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_write_back_held", b"_write_back_held", "other_sources", b"other_sources", "replicas", b"replicas", "sequence", b"sequence", "source", b"source", "target", b"target", "write_back", b"write_back", "write_back_held", b"write_back_held"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__write_back_held: _TypeAlias = _typing.Literal["write_back_held"]  # noqa: Y015
+    _WhichOneofArgType__write_back_held: _TypeAlias = _typing.Literal["_write_back_held", b"_write_back_held"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__write_back_held) -> _WhichOneofReturnType__write_back_held | None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,6 +25,7 @@ from services.conductor.cluster import Cluster, Tails
 from services.conductor.inbox import Inbox
 from services.conductor.planner import Plan
 from services.conductor.reserve import Claim, Promise
+from services.conductor.stores import StoreView
 
 _log = get_logger(__name__)
 
@@ -139,14 +141,24 @@ class Attempt:
         request = prefill_pb2.PrefillRequest(sequence=self._spec)
         if self._promise is not None:
             request.target.CopyFrom(self._promise.target)
-        source = self._cluster.registry.get(self._plan.source) if self._plan.source else None
-        if source is not None:
-            request.source.instance.CopyFrom(source.instance)
-            request.source.blocks = self._plan.source_blocks
-        store = self._cluster.registry.get(self._plan.write_back) if self._plan.write_back else None
-        if store is not None:
-            request.write_back.CopyFrom(store.instance)
+        sources = [
+            prefill_pb2.PrefixSource(instance=instance, blocks=blocks)
+            for instance, blocks in self._stores(self._plan.sources)
+        ]
+        if sources:
+            request.source.CopyFrom(sources[0])
+            request.other_sources.extend(sources[1:])
+        targets = self._stores(self._plan.write_back)
+        if targets:
+            instance, request.write_back_held = targets[0]
+            request.write_back.CopyFrom(instance)
+            request.replicas.extend(prefill_pb2.StoreReplica(instance=i, held_blocks=held) for i, held in targets[1:])
         return request
+
+    def _stores(self, views: Sequence[StoreView]) -> list[tuple[kv_pb2.Instance, int]]:
+        """Those of a plan's kvstores that are members still, with the leading blocks they hold."""
+        members = [(self._cluster.registry.get(view.id), view.blocks) for view in views]
+        return [(member.instance, blocks) for member, blocks in members if member is not None]
 
     async def _read(
         self, call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]

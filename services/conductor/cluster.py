@@ -38,7 +38,7 @@ class Cluster:
         self.channels = channels
         self.registry = Registry(served)
         self.index = PrefixIndex(config.max_index_keys)
-        self.planner = Planner(self.registry, self.index, config.balancing_threshold)
+        self.planner = Planner(self.registry, self.index, config.balancing_threshold, config.kvstore_replicas)
         self.decisions = Decisions(config.explain_history)
         self.steps = StepsPool(channels)
         self.room_queue = asyncio.Lock()
@@ -60,6 +60,7 @@ class Cluster:
             self.steps.lost(earlier.instance)
         elif earlier is not None:  # the same process came back: what runs there goes on
             member.prefills, member.decodes, member.placed = earlier.prefills, earlier.decodes, earlier.placed
+            member.loads = earlier.loads
         self.index.add_instance(member.id)
         self._note_change()
         return member

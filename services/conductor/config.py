@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from moonpool.config import ListenAddress, ServiceConfig
+from services.conductor.stores import MAX_REPLICAS
 
 
 class ConductorConfig(ServiceConfig):
@@ -23,6 +24,13 @@ class ConductorConfig(ServiceConfig):
         ge=0,
         description="a prefix in a kvstore is considered when it is this many times longer than the prefill "
         "instance's own (the paper's kvcache_balancing_threshold); it is used when loading is predicted cheaper",
+    )
+    kvstore_replicas: int = Field(
+        1,
+        ge=1,
+        le=MAX_REPLICAS,
+        description="kvstores that hold a copy of each chain, as far as there are so many; with 2, the loss of one "
+        "costs nothing and a hot prefix is read from two",
     )
     max_queue: int = Field(1024, ge=1, description="requests served at once; further ones are refused as overloaded")
     heartbeat_s: float = Field(

@@ -225,7 +225,8 @@ class Generation:
         member = self._cluster.registry.get(plan.prefill.id)
         assert member is not None, "planned an instance that is not there"
         self._cluster.registry.placed(member)
-        claim = Claim.stake(member, spec.request_id, plan.prefill.busy_s, now)
+        source = self._cluster.registry.get(plan.prefill.kvstore) if plan.prefill.kvstore else None
+        claim = Claim.stake(member, spec.request_id, plan.prefill.busy_s, now, source)
         if not plan.decodes:
             return Placed(plan, spec, claim, None)
         tbt_s = None if recovering else self._request.slo.tbt_s

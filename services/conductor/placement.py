@@ -27,6 +27,7 @@ from moonpool.cost import (
     prefill_seconds,
     transfer_seconds,
 )
+from services.conductor.stores import StoreView, by_reading
 
 SPEED_NOISE = 1.5
 """Factor by which measured speeds of identical instances differ on noisy machines."""
@@ -57,14 +58,6 @@ class Shape:
     block_tokens: int
     token_bytes: int
     layers: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreView:
-    """A kvstore and the leading blocks of the request's chain it holds."""
-
-    id: str
-    blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +128,7 @@ def rank_prefills(
     demand: Demand, shape: Shape, prefills: Sequence[PrefillView], stores: Sequence[StoreView], threshold: float
 ) -> list[PrefillChoice]:
     """Return a prediction per prefill instance: the usable ones first, best first, then the excluded ones."""
-    best = max(stores, key=lambda store: (store.blocks, store.id), default=None)
+    best = next(iter(by_reading(stores)), None)
     choices = {view.id: predict_prefill(demand, shape, view, best, threshold) for view in prefills}
     views = {view.id: view for view in prefills}
 
@@ -214,18 +207,3 @@ def rank_decodes(demand: Demand, shape: Shape, decodes: Sequence[DecodeView]) ->
         return (view.suspect, crowded, sequences, choice.finish_s, view.placed, view.id)
 
     return [choice for _, choice in sorted(choices, key=lambda pair: rank(*pair))]
-
-
-def choose_write_back(stores: Sequence[StoreView], first_key: bytes | None) -> str:
-    """Return the kvstore that new blocks of a chain go to, "" when there is none.
-
-    The one that holds most of the chain; for a new chain one picked by its first key, so that a conversation's blocks
-    stay together and conversations spread.
-    """
-    if not stores or first_key is None:
-        return ""
-    holder = max(stores, key=lambda store: store.blocks)
-    if holder.blocks:
-        return holder.id
-    ids = sorted(store.id for store in stores)
-    return ids[int.from_bytes(first_key[:8], "little") % len(ids)]

@@ -18,29 +18,31 @@ from services.conductor.placement import (
     PrefillChoice,
     PrefillView,
     Shape,
-    StoreView,
-    choose_write_back,
     rank_decodes,
     rank_prefills,
 )
 from services.conductor.registry import DECODE, KVSTORE, PREFILL, Member, Registry
+from services.conductor.stores import Forks, StoreView, by_reading, choose_write_back, scores
 
 EXPECTED_ANSWER_TOKENS = 256
 """Answers are mostly shorter than what they may be; decode instances are compared for at most so many tokens."""
+
+MAX_OTHER_SOURCES = 2
+"""Stores that a prefix may be loaded from should the chosen one fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Where a request could go, best first.
 
-    `decodes` is empty when decode is not wanted; `write_back` and `source` are ids of kvstores, "" for none.
+    `decodes` is empty when decode is not wanted. `sources` are the kvstores that the prefix is loaded from, each in
+    place of the one before; `write_back` are those that shall hold the chain.
     """
 
     prefill: PrefillChoice
     decodes: tuple[DecodeChoice, ...]
-    source: str
-    source_blocks: int
-    write_back: str
+    sources: tuple[StoreView, ...]
+    write_back: tuple[StoreView, ...]
     candidates: tuple[PrefillChoice, ...]
     demand: Demand
     emulated: bool = False
@@ -50,7 +52,7 @@ class Plan:
         return conductor_pb2.Placement(
             prefill=self.prefill.id,
             decode=decode,
-            kvstore=self.source,
+            kvstore=self.prefill.kvstore,
             predicted_cached_blocks=self.prefill.used_blocks,
             predicted_ttft_s=self.prefill.ttft_s,
             emulated=self.emulated,
@@ -58,13 +60,17 @@ class Plan:
 
 
 class Planner:
-    """Plans requests; reads registry and index, changes neither."""
+    """Plans requests; reads registry and index, changes neither; remembers where chains part."""
 
-    def __init__(self, registry: Registry, index: PrefixIndex, balancing_threshold: float) -> None:
+    def __init__(
+        self, registry: Registry, index: PrefixIndex, balancing_threshold: float, kvstore_replicas: int = 1
+    ) -> None:
         """Wire the planner."""
         self._registry = registry
         self._index = index
         self._threshold = balancing_threshold
+        self._replicas = kvstore_replicas
+        self._forks = Forks()
 
     def plan(
         self,
@@ -99,7 +105,7 @@ class Planner:
             decode_tokens=min(answer_tokens - 1, EXPECTED_ANSWER_TOKENS),
         )
         held = self._index.match(keys)
-        stores = [StoreView(m.id, held.get(m.id, 0)) for m in self._of_kind(KVSTORE) if not m.load.draining]
+        stores = self._store_views(keys, held)
         prefills = [self._prefill_view(m, held, now, suspects) for m in self._of_kind(PREFILL)]
         ranked = rank_prefills(demand, shape, prefills, stores, self._threshold)
         best = ranked[0]
@@ -109,13 +115,35 @@ class Planner:
         return Plan(
             prefill=best,
             decodes=tuple(decodes),
-            source=best.kvstore,
-            source_blocks=best.used_blocks if best.kvstore else 0,
-            write_back=choose_write_back(stores, keys[0] if keys else None),
+            sources=_sources(stores, best),
+            write_back=self._write_back(keys, stores),
             candidates=tuple(ranked),
             demand=demand,
             emulated=self._registry.emulated,
         )
+
+    def _store_views(self, keys: Sequence[bytes], held: dict[str, int]) -> list[StoreView]:
+        members = [member for member in self._of_kind(KVSTORE) if not member.load.draining]
+        longest = max((held.get(member.id, 0) for member in members), default=0)
+        wanted = scores(keys, longest, {member.id: member.capacity_bytes for member in members})
+        return [
+            StoreView(
+                id=member.id,
+                blocks=held.get(member.id, 0),
+                busy=max(member.load.running, len(member.loads)),
+                score=wanted[member.id],
+            )
+            for member in members
+        ]
+
+    def _write_back(self, keys: Sequence[bytes], stores: Sequence[StoreView]) -> tuple[StoreView, ...]:
+        """The stores that shall hold the chain; none for a prompt without a full block."""
+        if not keys:
+            return ()
+        longest = max((store.blocks for store in stores), default=0)
+        parts = len(stores) > self._replicas and 0 < longest < len(keys)  # else there is nothing to decide
+        shared = parts and self._forks.shared(keys[longest - 1], keys[longest])
+        return tuple(choose_write_back(stores, self._replicas, shared=shared))
 
     def _rank_decodes(
         self, demand: Demand, shape: Shape, held: dict[str, int], suspects: Collection[str]
@@ -169,3 +197,11 @@ class Planner:
             draining=load.draining,
             suspect=member.id in suspects,
         )
+
+
+def _sources(stores: Sequence[StoreView], choice: PrefillChoice) -> tuple[StoreView, ...]:
+    """The stores to load from, the chosen one first; none when nothing is loaded."""
+    if not choice.kvstore:
+        return ()
+    holders = [store for store in by_reading(stores) if store.blocks > choice.local_blocks]
+    return tuple(holders[: 1 + MAX_OTHER_SOURCES])

@@ -44,6 +44,8 @@ class Member:
     last_heard: float
     placed: int = 0  # requests ever placed here: breaks ties
     passed_over: int = 0  # requests placed on others of its kind since
+    capacity_bytes: int = 0  # of a kvstore; 0 = not known
+    loads: set[str] = field(default_factory=set)  # requests that read from this kvstore
     prefills: PrefillsInFlight = field(default_factory=PrefillsInFlight)
     decodes: DecodesInFlight = field(default_factory=DecodesInFlight)
 
@@ -132,6 +134,7 @@ class Registry:
             load=conductor_pb2.LoadReport(free_blocks=hello.total_blocks, speed=hello.speed),
             tracker=SpeedTracker(Speeds.from_proto(hello.speed)),
             last_heard=now,
+            capacity_bytes=hello.capacity_bytes,
         )
         self._members[instance.id] = member
         return member
@@ -177,6 +180,7 @@ class Registry:
             assert (member.model is None) == (member.kind == KVSTORE)
             assert member.kind == PREFILL or not len(member.prefills)
             assert member.kind == DECODE or not len(member.decodes)
+            assert member.kind == KVSTORE or not member.loads
             if member.model is not None:
                 assert self._model is not None
                 assert member.model.namespace == self._model.namespace

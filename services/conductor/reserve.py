@@ -45,20 +45,28 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A prompt's place in a prefill instance's queue, counted on its member until `release`."""
+    """A prompt's place in a prefill instance's queue, counted on its member until `release`.
+
+    As long it counts on `source`, too, the kvstore that it loads a prefix from.
+    """
 
     member: Member
     sequence_id: str
+    source: Member | None = None
 
     @classmethod
-    def stake(cls, member: Member, sequence_id: str, busy_s: float, now: float) -> Claim:
+    def stake(cls, member: Member, sequence_id: str, busy_s: float, now: float, source: Member | None = None) -> Claim:
         """Count the prompt from now on, so that the next one placed sees it."""
         member.prefills.begin(sequence_id, busy_s, now)
-        return cls(member, sequence_id)
+        if source is not None:
+            source.loads.add(sequence_id)
+        return cls(member, sequence_id, source)
 
     def release(self, now: float) -> None:
         """Count it no longer; may be called again."""
         self.member.prefills.end(self.sequence_id, now)
+        if self.source is not None:
+            self.source.loads.discard(self.sequence_id)
 
 
 async def reserve(
@@ -80,9 +88,10 @@ async def reserve(
         InvalidRequest: the request can never run there.
     """
     request = decode_pb2.ReserveRequest(sequence=spec, tbt_slo_s=tbt_slo_s)
-    store = cluster.registry.get(plan.write_back) if plan.write_back else None
-    if store is not None:
-        request.write_back.CopyFrom(store.instance)
+    stores = [member.instance for view in plan.write_back if (member := cluster.registry.get(view.id)) is not None]
+    if stores:
+        request.write_back.CopyFrom(stores[0])
+        request.replicas.extend(stores[1:])
     refusal: Overloaded | None = None
     failure: MoonpoolError = Unavailable("no decode instance is left")
     failed: set[str] = set()

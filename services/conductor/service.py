@@ -11,6 +11,7 @@ from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import serving
 from moonpool.telemetry.logs import get_logger
+from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.checkpoint import Checkpoint
@@ -39,6 +40,9 @@ async def conductor(
         stack.push_async_callback(cluster.steps.aclose)
         stack.push_async_callback(tails.aclose)
         servicer = ConductorServicer(config, checkpoint, cluster, tails, tokenizing, spans)
+        metrics = Metrics(config.service())
+        metrics.watch(servicer.gauges)
+        await stack.enter_async_context(metrics.served(config.metrics_listen))
         server = await stack.enter_async_context(serving(config.listen, [(DESCRIPTOR, servicer)], grace_s=GRACE_S))
         address = config.advertised(server.port)
         servicer.set_instance(

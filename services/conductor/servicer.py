@@ -22,7 +22,7 @@ from services.conductor.cluster import Cluster, Tails
 from services.conductor.config import ConductorConfig
 from services.conductor.generate import Generation
 from services.conductor.join import JoinServer
-from services.conductor.registry import DECODE, PREFILL
+from services.conductor.registry import DECODE, KVSTORE, PREFILL
 from services.conductor.request import Served, read_request
 
 _GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, conductor_pb2.GenerateResponse]
@@ -55,7 +55,7 @@ class ConductorServicer:
         self._idle.set()
         self._draining = False
         self._served = 0
-        self._gauges = self._make_gauges()
+        self.gauges = self._make_gauges()
 
     def set_instance(self, instance: kv_pb2.Instance) -> None:
         """Say who we are, once the port is known."""
@@ -159,7 +159,7 @@ class ConductorServicer:
         self, request: conductor_pb2.ConductorStatsRequest, context: object
     ) -> conductor_pb2.ConductorStatsResponse:
         """Everything the conductor holds."""
-        return conductor_pb2.ConductorStatsResponse(instance=self._instance, gauges=self._gauges.read())
+        return conductor_pb2.ConductorStatsResponse(instance=self._instance, gauges=self.gauges.read())
 
     def _make_gauges(self) -> Gauges:
         cluster = self._cluster
@@ -170,6 +170,7 @@ class ConductorServicer:
                 ("steps_sequences", lambda: cluster.steps.sequences, 0),
                 ("prefills_in_flight", lambda: sum([len(m.prefills) for m in cluster.registry.of_kind(PREFILL)]), 0),
                 ("decodes_in_flight", lambda: sum([len(m.decodes) for m in cluster.registry.of_kind(DECODE)]), 0),
+                ("loads_in_flight", lambda: sum([len(m.loads) for m in cluster.registry.of_kind(KVSTORE)]), 0),
                 ("watched_instances", lambda: cluster.watched, 0),
                 ("tails", lambda: len(self._tails), 0),
                 ("steps_messages_unsent", lambda: cluster.steps.unsent, 0),

@@ -155,10 +155,11 @@ class Generator:
         """Gives everything back; what generation has filled is kept for reuse, and stored."""
         self._generating.pop(seat.key, None)
         keys, parents, blocks = self._seats.register_answer(seat)
-        store = seat.store
-        if blocks and store is not None and not self.dead and self._write_back.accepts(store, len(blocks)):
-            self._scheduler.blocks.acquire(blocks)
-            self._write_back.submit(store, keys, parents, seat.arrival.tenant, blocks)
+        for store in seat.stores if blocks and not self.dead else ():
+            room = self._write_back.room(store, len(blocks))
+            if room:
+                self._scheduler.blocks.acquire(blocks[:room])
+                self._write_back.submit(store, keys[:room], parents[:room], seat.arrival.tenant, blocks[:room])
         self._seats.leave(seat)
         if not len(self._seats):
             self.empty.set()

@@ -6,7 +6,7 @@ Pure: time is an argument; knows nothing of gRPC, steps or engines.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from moonpool.engine.arrival import Arrival
@@ -35,7 +35,7 @@ class Seat:
 
     Attributes:
         arrival: what was asked for.
-        store: kvstore for the answer's full blocks, None for none.
+        stores: kvstores for the answer's full blocks.
         transfer: the KV that comes.
         reservation: the room.
         block_table: all blocks of its longest life; empty until bound.
@@ -46,7 +46,7 @@ class Seat:
     """
 
     arrival: Arrival
-    store: kv_pb2.Instance | None
+    stores: Sequence[kv_pb2.Instance]
     transfer: InboundTransfer
     reservation: Reservation
     block_table: list[int] = dataclasses.field(default_factory=list)
@@ -88,7 +88,7 @@ class Seats:
     def __iter__(self) -> Iterator[Seat]:
         return iter(list(self._seats.values()))
 
-    def reserve(self, arrival: Arrival, store: kv_pb2.Instance | None, now: float) -> Seat:
+    def reserve(self, arrival: Arrival, stores: Sequence[kv_pb2.Instance], now: float) -> Seat:
         """Promises room for the longest life of a request.
 
         Raises:
@@ -124,7 +124,7 @@ class Seats:
             self.lease_s,
             now,
         )
-        seat = self._seats[number] = Seat(arrival, store, transfer, reservation)
+        seat = self._seats[number] = Seat(arrival, stores, transfer, reservation)
         return seat
 
     def get(self, transfer_id: int, generation: int) -> Seat | None:

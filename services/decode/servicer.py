@@ -21,6 +21,7 @@ from services.decode.steps import Subscriber
 from services.decode.work import Work
 
 HELLO_TIMEOUT_S = 10.0
+MAX_STORES = 16
 
 M = TypeVar("M")
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -39,9 +40,7 @@ class DecodeServicer:
         """Promises room, or refuses."""
         work = self._work
         work.check_open()
-        store = request.write_back if request.HasField("write_back") else None
-        if store is not None:
-            check_instance(store, "write_back")
+        stores = _stores(request)
         if request.HasField("tbt_slo_s") and not request.tbt_slo_s > 0:
             raise InvalidRequest("tbt_slo_s", "must be above 0")
         arrival = work.plan.arrival(request.sequence)
@@ -54,7 +53,7 @@ class DecodeServicer:
                 slo_s=request.tbt_slo_s,
                 retry_after_s=1.0,
             )
-        seat = work.reserve(arrival, store, time.monotonic())
+        seat = work.reserve(arrival, stores, time.monotonic())
         return decode_pb2.ReserveResponse(
             target=self._target(seat), lease_s=work.seats.lease_s, predicted_tbt_s=predicted
         )
@@ -122,6 +121,18 @@ class DecodeServicer:
             generation=seat.transfer.generation,
             held_blocks=seat.transfer.held_blocks,
         )
+
+
+def _stores(request: decode_pb2.ReserveRequest) -> list[kv_pb2.Instance]:
+    """The kvstores that the answer goes to."""
+    stores = [request.write_back] if request.HasField("write_back") else []
+    if stores:
+        check_instance(request.write_back, "write_back")
+    if len(request.replicas) > MAX_STORES:
+        raise InvalidRequest("replicas", f"at most {MAX_STORES} kvstores")
+    for index, replica in enumerate(request.replicas):
+        check_instance(replica, f"replicas[{index}]")
+    return [*stores, *request.replicas]
 
 
 async def _receive(requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRequest]], receiver: Receiver) -> None:

@@ -70,7 +70,7 @@ class Work:
         if self.draining:
             raise Unavailable(f"{self.instance.id} is draining")
 
-    def reserve(self, arrival: Arrival, store: kv_pb2.Instance | None, now: float) -> Seat:
+    def reserve(self, arrival: Arrival, stores: Sequence[kv_pb2.Instance], now: float) -> Seat:
         """Promises room.
 
         Raises:
@@ -78,7 +78,7 @@ class Work:
             InvalidRequest: it could never fit.
         """
         try:
-            seat = self.seats.reserve(arrival, store, now)
+            seat = self.seats.reserve(arrival, stores, now)
         except Overloaded:
             self._poke()
             raise

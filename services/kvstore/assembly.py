@@ -6,6 +6,7 @@ the first is kept. A block lives here as long as a session that may still bring 
 budgets, streams or clocks.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -73,8 +74,8 @@ def parents_of(keys: Sequence[BlockKey], parents: Sequence[BlockKey]) -> Sequenc
 class Assembly:
     """One unfinished block.
 
-    `data` is allocated with its first bytes, its room is reserved before. `covered` has one bit per (layer, head), bit
-    `layer * kv_heads + head`, set when its bytes are in `data`.
+    `data` is memory of the DRAM tier from its first bytes on; its room is reserved before. `covered` has one bit per
+    (layer, head), bit `layer * kv_heads + head`, set when its bytes are in `data`.
     `writers`: session -> index of the block in that session.
     """
 
@@ -82,7 +83,7 @@ class Assembly:
 
     def __init__(self, info: BlockInfo) -> None:
         self.info = info
-        self.data = bytearray()
+        self.data = memoryview(b"")
         self.covered = 0
         self.writers: dict[PutSession, int] = {}
 
@@ -92,14 +93,14 @@ class Assembly:
         layout = self.info.format.layout
         return self.covered == (1 << layout.layers * layout.kv_heads) - 1
 
-    def put(self, run: Run, offset: int, data: memoryview) -> None:
+    def put(self, run: Run, offset: int, data: memoryview, allocate: Callable[[int], memoryview]) -> None:
         """Takes the bytes of one layer's heads, unless they have come already."""
         layout = self.info.format.layout
         mask = ((1 << run.head_end - run.head_begin) - 1) << run.layer * layout.kv_heads + run.head_begin
         if self.covered & mask == mask:
             return
         if not self.covered:
-            self.data = bytearray(self.info.nbytes)
+            self.data = allocate(self.info.nbytes)
         begin = run.layer * layout.slice_bytes + offset
         self.data[begin : begin + len(data)] = data
         self.covered |= mask
@@ -157,9 +158,14 @@ class PutSession:
 
 
 class Assembler:
-    """All unfinished blocks, and the sessions that write them."""
+    """All unfinished blocks, and the sessions that write them.
 
-    def __init__(self) -> None:
+    Args:
+        allocate: memory for a whole block.
+    """
+
+    def __init__(self, allocate: Callable[[int], memoryview]) -> None:
+        self._allocate = allocate
         self._blocks: dict[BlockKey, Assembly] = {}
         self._sessions: set[PutSession] = set()
 
@@ -215,6 +221,7 @@ class Assembler:
 
         Raises:
             FrameError: it does not belong to the session; the session must be closed.
+            Overloaded: there is no memory; the same.
         """
         whole: list[Assembly] = []
         layout: KVLayout = session.spec.format.layout
@@ -224,7 +231,7 @@ class Assembler:
                 block = session.unfinished.get(index)
                 if block is None:  # present, or finished by another session
                     continue
-                block.put(run, offset, part)
+                block.put(run, offset, part, self._allocate)
                 if block.whole:
                     self._finish(block)
                     whole.append(block)
@@ -235,16 +242,23 @@ class Assembler:
         for session, index in block.writers.items():
             del session.unfinished[index]
 
-    def close(self, session: PutSession) -> int:
-        """Ends a session; returns the bytes of the blocks that nobody writes any more, which are forgotten."""
+    def arrived(self, key: BlockKey) -> Assembly | None:
+        """A block that is being written came whole in another way; returns what was expected of it, now forgotten."""
+        block = self._blocks.get(key)
+        if block is not None:
+            self._finish(block)
+        return block
+
+    def close(self, session: PutSession) -> collections.Counter[str]:
+        """Ends a session; returns the bytes by tenant of the blocks that nobody writes any more; they are forgotten."""
         session.closed = True
         self._sessions.discard(session)
-        freed = 0
+        freed: collections.Counter[str] = collections.Counter()
         for block in session.unfinished.values():
             del block.writers[session]
             if not block.writers:
                 del self._blocks[block.info.key]
-                freed += block.info.nbytes
+                freed[block.info.tenant] += block.info.nbytes
         session.unfinished.clear()
         return freed
 

@@ -6,7 +6,7 @@ in many.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from moonpool.kv.keys import BlockKey
@@ -25,7 +25,11 @@ class BlockReader(Protocol):
         ...
 
     def read(self, layer: int, out: memoryview) -> None:
-        """Blocking. Fills `out` (`slice_bytes` long) with one layer's verified bytes.
+        """Blocking. As `read_layers`, for one layer."""
+        ...
+
+    def read_layers(self, first: int, outs: Sequence[memoryview]) -> None:
+        """Blocking. Fills `outs` (`slice_bytes` each) with the verified bytes of consecutive layers, from `first` on.
 
         Raises:
             BadRecordError: what is stored is not what was written.
@@ -47,19 +51,30 @@ class WritePlan:
         rejected: blocks that find no room; they are not written.
         removed: keys that are not stored here any more from now on, to make room.
         work: the backend's own, for `commit`.
+        idle: committing it changes nothing.
+        lost: keys that are not stored here any more, found out by `commit`; known after `committed` or `failed`.
     """
 
     blocks: list[DramBlock]
     rejected: list[DramBlock]
     removed: list[BlockKey]
     work: Any
+    idle: bool = False
+    lost: list[BlockKey] = dataclasses.field(default_factory=list)
 
 
 class Backend(Protocol):
     """A bounded, durable set of blocks. Event loop, where nothing else is said."""
 
-    capacity_bytes: int
-    used_bytes: int
+    @property
+    def capacity_bytes(self) -> int:
+        """The budget."""
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """How much of it is used."""
+        ...
 
     def __contains__(self, key: object) -> bool:
         """Whether the block is durable here."""
@@ -77,6 +92,22 @@ class Backend(Protocol):
         """The block's format; None when it is not here."""
         ...
 
+    def tenant_of(self, key: BlockKey) -> str | None:
+        """Whose block it is; None when it is not here."""
+        ...
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """These blocks were used, wherever from; those that are here are worth keeping when room is made."""
+        ...
+
+    def forget_oldest(self, tenant: str, nbytes: int, stays: Callable[[BlockKey], bool]) -> list[BlockKey]:
+        """Gives up the tenant's oldest blocks, together at least `nbytes` as stored, but none that `stays`.
+
+        Returns:
+            Their keys; they are not here any more.
+        """
+        ...
+
     def reader(self, key: BlockKey) -> BlockReader:
         """Begins reading a block that is here."""
         ...
@@ -86,7 +117,7 @@ class Backend(Protocol):
         ...
 
     def commit(self, plan: WritePlan) -> None:
-        """Blocking. Does the plan; when it returns, the plan's blocks survive a loss of power.
+        """Blocking. Does the plan; when it returns, the plan's blocks are as durable as the backend promises.
 
         Raises:
             OSError, lmdb.Error: it could not; the blocks are not durable.

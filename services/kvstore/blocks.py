@@ -58,18 +58,20 @@ class BlockInfo:
 class DramBlock:
     """A whole block in DRAM: `data` is `[layers, slice_bytes]`, layer after layer.
 
-    `holds` counts who needs it to stay: readers, and the writer thread until the block is on SSD.
+    `holds` counts who needs it to stay: readers, and the writer thread until the block is on SSD. `pinned`: some pin
+    keeps it. Its memory is free when the block and all views of it are gone.
     """
 
-    __slots__ = ("data", "holds", "info")
+    __slots__ = ("data", "holds", "info", "pinned")
 
-    def __init__(self, info: BlockInfo, data: bytearray) -> None:
+    def __init__(self, info: BlockInfo, data: memoryview | bytearray) -> None:
         assert len(data) == info.nbytes
         self.info = info
-        self.data = data
+        self.data = memoryview(data)
         self.holds = 0
+        self.pinned = False
 
     def slice(self, layer: int) -> memoryview:
         """The bytes of one layer, `[kv_heads, 2, block_tokens, head_dim]` and scales; all heads."""
         size = self.info.format.layout.slice_bytes
-        return memoryview(self.data)[layer * size : (layer + 1) * size]
+        return self.data[layer * size : (layer + 1) * size]

@@ -1,13 +1,14 @@
 """The settings of a kvstore."""
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from moonpool.config import ServiceConfig, parse_address
 from moonpool.errors import ConfigError
 from services.kvstore.policy import POLICIES
+from services.kvstore.tenants import TenantRow, check_rows, read_rows
 
 _MIN_SEGMENT_BYTES = 1 << 20
 _MAX_AUTO_SEGMENT_BYTES = 1 << 30
@@ -39,6 +40,11 @@ class KVStoreConfig(ServiceConfig):
     segment_bytes: int = Field(
         0, ge=0, description="bytes of one segment file, the unit in which SSD is reclaimed; 0 = a 64th of ssd_bytes"
     )
+    durability: Literal["power", "process"] = Field(
+        "power",
+        description="what a block on SSD survives once it is DURABLE: power = the loss of power; process = only the "
+        "death of this process, which spares the device all syncs (an orderly stop still writes everything)",
+    )
     eviction: Annotated[str, AfterValidator(_policy_known)] = Field(
         "lru", description=f"eviction policy of the DRAM tier: {', '.join(POLICIES)}"
     )
@@ -52,6 +58,19 @@ class KVStoreConfig(ServiceConfig):
         60.0, gt=0, description="seconds after which a session that makes no progress is ended"
     )
     room_timeout_s: float = Field(10.0, gt=0, description="seconds a writing session may wait for room in DRAM")
+    lease_timeout_s: float = Field(
+        600.0, gt=0, description="seconds a reading session may last; its blocks cannot be evicted for so long"
+    )
+    pin_bytes: int | None = Field(
+        None, ge=0, description="bytes of blocks that all pins together may keep; default: half of dram_bytes; 0 = none"
+    )
+    max_pins: int = Field(1024, ge=1, description="pins at once")
+    tenants: Annotated[dict[str, TenantRow], BeforeValidator(read_rows)] = Field(
+        default_factory=dict,
+        description="what tenants are granted, as YAML or JSON: {NAME: {dram_guarantee_bytes, dram_quota_bytes, "
+        "ssd_guarantee_bytes, ssd_quota_bytes, pin_bytes}}, all optional; NAME '*' is for each tenant without a row. "
+        "Others cannot evict a tenant below its guarantees; a quota is the most it may have",
+    )
 
     @property
     def has_ssd(self) -> bool:
@@ -59,11 +78,26 @@ class KVStoreConfig(ServiceConfig):
         return self.data_dir is not None and self.ssd_bytes > 0
 
     @property
+    def durable_bytes(self) -> int:
+        """Budget of the SSD tier in bytes; 0 without one."""
+        return self.ssd_bytes if self.has_ssd else 0
+
+    @property
     def segment_size(self) -> int:
         """Bytes of one segment file."""
         if self.segment_bytes:
             return self.segment_bytes
         return max(_MIN_SEGMENT_BYTES, min(self.ssd_bytes // 64, _MAX_AUTO_SEGMENT_BYTES))
+
+    @property
+    def pin_budget_bytes(self) -> int:
+        """Bytes of blocks that all pins together may keep."""
+        return self.dram_bytes // 2 if self.pin_bytes is None else self.pin_bytes
+
+    @model_validator(mode="after")
+    def _tenants_fit(self) -> Self:
+        check_rows(self.tenants, self.dram_bytes, self.durable_bytes)
+        return self
 
     @model_validator(mode="after")
     def _segments_fit(self) -> Self:

@@ -59,18 +59,34 @@ class Holdings:
                 return count
         return len(keys)
 
-    def reserve(self, nbytes: int) -> bool:
-        """Sets DRAM aside, evicting what must go for it; False when there is too little that may go."""
-        victims = self.dram.reserve(nbytes)
+    def size_of(self, key: BlockKey) -> int | None:
+        """The block's bytes; None when it is not here."""
+        block_format = self.format_of(key)
+        return None if block_format is None else block_format.layout.block_bytes
+
+    def touch(self, chain: Sequence[BlockKey]) -> None:
+        """Blocks of `chain`, head first, were used together."""
+        self.dram.touch(chain)
+        if self.backend is not None:
+            self.backend.touch(chain)
+
+    def reserve(self, nbytes: int, tenant: str) -> bool:
+        """Sets DRAM aside, evicting what must go for it; False when there is too little that may go.
+
+        Args:
+            nbytes: how much.
+            tenant: for whose blocks.
+        """
+        victims = self.dram.reserve(nbytes, tenant)
         if victims is None:
             return False
         self.gone(victims)
         return True
 
-    def unreserve(self, nbytes: int) -> None:
+    def unreserve(self, nbytes: int, tenant: str) -> None:
         """Gives reserved DRAM back."""
         if nbytes:
-            self.dram.unreserve(nbytes)
+            self.dram.unreserve(nbytes, tenant)
             self.room()
 
     def insert(self, blocks: Sequence[DramBlock]) -> list[DramBlock]:
@@ -83,7 +99,7 @@ class Holdings:
         new: list[BlockKey] = []
         for block in blocks:
             if block.info.key in self.dram:
-                self.dram.unreserve(len(block.data))
+                self.dram.unreserve(block.info.nbytes, block.info.tenant)
                 continue
             if not self.durable(block.info.key):
                 new.append(block.info.key)

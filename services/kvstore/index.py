@@ -1,12 +1,24 @@
-"""The durable index: which record of which segment holds a block, in LMDB.
+"""The durable index: which records of which segment are blocks, in LMDB.
 
 Owns the database and its transactions. Must not know of segment files, tiers or events. Everything in it can be rebuilt
 from the segments, so whatever is wrong with it is answered by starting anew, never by guessing.
+
+It is kept by segment, not by block: one value holds all records that one commit appended to one segment. A commit so
+touches a page or two instead of one per block, a segment goes with a few deletions, and a million blocks load in the
+time it takes to read a table. Blocks that go alone leave a mark.
+
+    meta        version, ...
+    segments    segment -> committed bytes
+    entries     segment, first slot -> packed entries of consecutive slots
+    dropped     segment, slot -> "": that slot is dead
+    formats     format id -> format
+    tenants     tenant id -> name
 
 `open`, `load` and `close` are called while nothing else uses the index; `commit` only by the single writer thread
 (an LMDB write transaction belongs to the thread that began it).
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import shutil
@@ -17,48 +29,27 @@ import lmdb
 from google.protobuf.message import DecodeError
 
 from moonpool.errors import MoonpoolError
-from moonpool.kv.keys import KEY_BYTES, BlockKey
+from moonpool.kv.keys import KEY_BYTES
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
 from services.kvstore.blocks import BlockFormat
+from services.kvstore.catalogue import ENTRY
 
-_VERSION = b"1"
+_VERSION = b"2"
 _VERSION_KEY = b"version"
-_LOCATION = struct.Struct("<QQQI")
+_TABLES = (b"meta", b"segments", b"entries", b"dropped", b"formats", b"tenants")
 _SEGMENT_KEY = struct.Struct(">Q")
+_SLOT_KEY = struct.Struct(">QI")
 _SEGMENT_SIZE = struct.Struct("<Q")
-_FORMAT_KEY = struct.Struct(">I")
+_ID_KEY = struct.Struct(">I")
 _MAX_MAP_BYTES = 1 << 44
+
+Slot = tuple[int, int]
+"""Segment and slot."""
 
 
 class IndexLostError(MoonpoolError):
     """The index is not usable: absent, of another version, or damaged. It must be rebuilt."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Location:
-    """Where a block's record lies.
-
-    Attributes:
-        segment: id of the segment.
-        offset: of the record, bytes from the segment's start.
-        record_bytes: length of the record.
-        format: id of the block's format.
-    """
-
-    segment: int
-    offset: int
-    record_bytes: int
-    format: int
-
-    def pack(self) -> bytes:
-        """The form kept in memory (61 bytes instead of some 200) and on disk."""
-        return _LOCATION.pack(self.segment, self.offset, self.record_bytes, self.format)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> "Location":
-        """Inverse of `pack`."""
-        return cls(*_LOCATION.unpack(data))
 
 
 @dataclasses.dataclass(slots=True)
@@ -67,13 +58,17 @@ class IndexImage:
 
     Attributes:
         formats: format id -> format.
+        tenants: tenant id -> name.
         segments: segment id -> committed bytes.
-        blocks: key -> packed `Location`.
+        entries: segment id -> packed entries of all its slots.
+        dropped: dead slots.
     """
 
     formats: dict[int, BlockFormat]
+    tenants: dict[int, str]
     segments: dict[int, int]
-    blocks: dict[BlockKey, bytes]
+    entries: dict[int, bytes]
+    dropped: list[Slot]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,18 +76,20 @@ class IndexChange:
     """What one transaction does; removals come first.
 
     Attributes:
-        removed_blocks: keys to forget.
-        removed_segments: segment ids to forget.
-        blocks: key -> packed `Location`.
+        removed_segments: segment ids to forget, with all of theirs.
+        dropped: slots that are dead from now on; of segments that stay.
+        entries: segment and first slot -> packed entries.
         segments: segment id -> committed bytes.
         formats: format id -> format.
+        tenants: tenant id -> name.
     """
 
-    removed_blocks: Iterable[BlockKey] = ()
     removed_segments: Iterable[int] = ()
-    blocks: Mapping[BlockKey, bytes] = dataclasses.field(default_factory=dict)
+    dropped: Iterable[Slot] = ()
+    entries: Mapping[Slot, bytes] = dataclasses.field(default_factory=dict)
     segments: Mapping[int, int] = dataclasses.field(default_factory=dict)
     formats: Mapping[int, BlockFormat] = dataclasses.field(default_factory=dict)
+    tenants: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
 
 class Index:
@@ -101,30 +98,58 @@ class Index:
     Args:
         path: its folder; made if need be.
         map_bytes: size of the memory map to begin with; doubled whenever it is full.
+        sync: a commit survives a loss of power; else only the death of this process.
+        read_only: for a look; nothing is made, nothing may be committed.
 
     Raises:
         IndexLostError: the files there are not a usable LMDB database.
         OSError, lmdb.Error: the folder cannot be written.
     """
 
-    def __init__(self, path: pathlib.Path, map_bytes: int = 64 << 20) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self, path: pathlib.Path, map_bytes: int = 64 << 20, *, sync: bool = True, read_only: bool = False
+    ) -> None:
+        if not read_only:
+            path.mkdir(parents=True, exist_ok=True)
         try:
-            self._env = lmdb.open(str(path), map_size=map_bytes, max_dbs=4, metasync=True, sync=True, readahead=False)
+            self._env = lmdb.open(
+                str(path),
+                map_size=map_bytes,
+                max_dbs=8,
+                metasync=sync,
+                sync=sync,
+                readonly=read_only,
+                create=not read_only,
+                lock=not read_only,
+                readahead=False,
+            )
         except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
             raise IndexLostError(f"the index is not an LMDB database: {error}") from error
         try:
             self._check_size(path)
-            self._meta = self._env.open_db(b"meta")
-            self._formats = self._env.open_db(b"formats")
-            self._segments = self._env.open_db(b"segments")
-            self._blocks = self._env.open_db(b"blocks")
-        except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.IncompatibleError) as error:
+            self._open_tables(read_only)
+            with self._env.begin() as txn:
+                version = txn.get(_VERSION_KEY, db=self._meta)
+            if version not in (None, _VERSION):
+                raise IndexLostError(f"the index has version {version!r}")
+        except (
+            lmdb.NotFoundError,
+            lmdb.InvalidError,
+            lmdb.CorruptedError,
+            lmdb.PageNotFoundError,
+            lmdb.IncompatibleError,
+        ) as error:
             self._env.close()
             raise IndexLostError(f"the index is damaged: {error}") from error
         except BaseException:
             self._env.close()
             raise
+
+    def _open_tables(self, read_only: bool) -> None:
+        with contextlib.nullcontext() if read_only else self._env.begin(write=True) as txn:  # one commit makes them all
+            self._meta, self._segments, self._entries, self._dropped, self._formats, self._tenants = (
+                self._env.open_db(name, txn, create=not read_only) for name in _TABLES
+            )
 
     def _check_size(self, path: pathlib.Path) -> None:
         """A cut-off file must be noticed here: touching pages behind its end would kill the process (SIGBUS)."""
@@ -141,27 +166,34 @@ class Index:
         """
         try:
             with self._env.begin() as txn:
-                version = txn.get(_VERSION_KEY, db=self._meta)
-                if version != _VERSION:
-                    raise IndexLostError(
-                        "the index is new" if version is None else f"the index has version {version!r}"
-                    )
-                blocks = {BlockKey(key): value for key, value in txn.cursor(self._blocks)}
-                segments = {
-                    _SEGMENT_KEY.unpack(key)[0]: _SEGMENT_SIZE.unpack(value)[0]
-                    for key, value in txn.cursor(self._segments)
-                }
-                formats = {
-                    _FORMAT_KEY.unpack(key)[0]: _unpack_format(value) for key, value in txn.cursor(self._formats)
-                }
-        except (lmdb.Error, struct.error, DecodeError) as error:
+                if txn.get(_VERSION_KEY, db=self._meta) != _VERSION:
+                    raise IndexLostError("the index is new")
+                return IndexImage(
+                    {_ID_KEY.unpack(key)[0]: _unpack_format(value) for key, value in txn.cursor(self._formats)},
+                    {_ID_KEY.unpack(key)[0]: value.decode() for key, value in txn.cursor(self._tenants)},
+                    {
+                        _SEGMENT_KEY.unpack(key)[0]: _SEGMENT_SIZE.unpack(value)[0]
+                        for key, value in txn.cursor(self._segments)
+                    },
+                    self._load_entries(txn),
+                    [_SLOT_KEY.unpack(key) for key in txn.cursor(self._dropped).iternext(values=False)],
+                )
+        except (lmdb.Error, struct.error, DecodeError, UnicodeDecodeError) as error:
             raise IndexLostError(f"the index is damaged: {error}") from error
-        if any(len(key) != KEY_BYTES or len(value) != _LOCATION.size for key, value in blocks.items()):
-            raise IndexLostError("the index holds entries of wrong size")
-        return IndexImage(formats, segments, blocks)
+
+    def _load_entries(self, txn: lmdb.Transaction) -> dict[int, bytes]:
+        parts: dict[int, list[bytes]] = {}
+        slots: dict[int, int] = {}
+        for key, value in txn.cursor(self._entries):
+            segment, first = _SLOT_KEY.unpack(key)
+            if first != slots.get(segment, 0) or len(value) % ENTRY.size:
+                raise IndexLostError("the index has a gap")
+            slots[segment] = first + len(value) // ENTRY.size
+            parts.setdefault(segment, []).append(bytes(value))
+        return {segment: b"".join(values) for segment, values in parts.items()}
 
     def commit(self, change: IndexChange) -> None:
-        """Does the change in one durable transaction; on any error nothing has changed.
+        """Does the change in one transaction; on any error nothing has changed.
 
         Raises:
             lmdb.Error: for example because the disk is full.
@@ -178,21 +210,36 @@ class Index:
                 self._env.set_mapsize(size * 2)
 
     def _apply(self, txn: lmdb.Transaction, change: IndexChange) -> None:
-        for key in change.removed_blocks:
-            txn.delete(key, db=self._blocks)
         for segment in change.removed_segments:
-            txn.delete(_SEGMENT_KEY.pack(segment), db=self._segments)
+            key = _SEGMENT_KEY.pack(segment)
+            txn.delete(key, db=self._segments)
+            for table in (self._entries, self._dropped):
+                cursor = txn.cursor(table)
+                while cursor.set_range(key) and bytes(cursor.key()).startswith(key):
+                    cursor.delete()
+        for slot in change.dropped:
+            txn.put(_SLOT_KEY.pack(*slot), b"", db=self._dropped)
         for number, block_format in change.formats.items():
-            txn.put(_FORMAT_KEY.pack(number), _pack_format(block_format), db=self._formats)
+            txn.put(_ID_KEY.pack(number), _pack_format(block_format), db=self._formats)
+        for number, tenant in change.tenants.items():
+            txn.put(_ID_KEY.pack(number), tenant.encode(), db=self._tenants)
         for segment, size in change.segments.items():
             txn.put(_SEGMENT_KEY.pack(segment), _SEGMENT_SIZE.pack(size), db=self._segments)
-        for key, location in change.blocks.items():
-            txn.put(key, location, db=self._blocks)
+        for slot, packed in change.entries.items():
+            txn.put(_SLOT_KEY.pack(*slot), packed, db=self._entries)
 
     def finish_rebuild(self) -> None:
         """Declares the index whole; until then `load` answers IndexLostError."""
         with self._env.begin(write=True) as txn:
             txn.put(_VERSION_KEY, _VERSION, db=self._meta)
+
+    def sync(self) -> None:
+        """Blocking. Makes durable what was committed without `sync`.
+
+        Raises:
+            lmdb.Error: it is not.
+        """
+        self._env.sync(True)
 
     def close(self) -> None:
         """Closes the database."""

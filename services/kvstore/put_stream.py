@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from google.protobuf.message import Message
 
-from moonpool.errors import InvalidRequest, MoonpoolError
+from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded
 from moonpool.kv.credits import Traffic
 from moonpool.kv.frames import open_frame
 from moonpool.kv.keys import unpack_keys
@@ -97,12 +97,13 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         entry = self._entries[message.session] = _Entry(message.session, self._loop.time())
         try:
             spec = self._spec(message)
-            if len(self._parts.rooms) or (session := self._attempt(entry, spec)) is None:
+            lane = self._parts.writes.lane(spec.tenant)
+            if self._parts.rooms.waits(lane) or (session := self._attempt(entry, spec)) is None:
                 entry.opening = self.spawn(self._open_later(entry, spec))
             else:
                 self._opened(entry, session)
         except MoonpoolError as error:
-            self._refuse(entry, str(error))
+            self._refuse(entry, error)
 
     def _spec(self, message: kvstore_pb2.PutOpen) -> PutSpec:
         keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
@@ -118,16 +119,22 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     def _attempt(self, entry: _Entry, spec: PutSpec) -> PutSession | None:
         return self._parts.writes.open(
-            spec, lambda blocks: self._visible(entry, blocks), lambda blocks: self._durable(entry, blocks)
+            spec,
+            lambda blocks: self._visible(entry, blocks),
+            lambda blocks: self._durable(entry, blocks),
+            now=self._loop.time(),
         )
 
     async def _open_later(self, entry: _Entry, spec: PutSpec) -> None:
         try:
             session = await self._parts.rooms.get(
-                lambda: self._attempt(entry, spec), self._parts.writes.close, self._parts.room_timeout_s
+                lambda: self._attempt(entry, spec),
+                self._parts.writes.close,
+                self._parts.room_timeout_s,
+                lane=self._parts.writes.lane(spec.tenant),
             )
         except MoonpoolError as error:
-            self._refuse(entry, str(error))
+            self._refuse(entry, error)
             return
         self._opened(entry, session)
 
@@ -154,7 +161,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
                 raise InvalidRequest("session", f"{header.session} is not open yet")
         except MoonpoolError as error:
             assert entry is not None
-            self._refuse(entry, str(error))
+            self._refuse(entry, error)
         self._give_back(self._receiver.consumed(payload.nbytes, idle=not self._entries))
 
     def _give_back(self, credit: kv_pb2.Credit | None) -> None:
@@ -200,9 +207,15 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         else:
             self._refuse(entry, f"no progress for {self._parts.session_timeout_s:g} s")
 
-    def _refuse(self, entry: _Entry, reason: str) -> None:
+    def _refuse(self, entry: _Entry, reason: str | MoonpoolError) -> None:
         self._remove(entry)
-        self.post(kvstore_pb2.PutResponse(refused=kvstore_pb2.PutRefused(session=entry.number, reason=reason)))
+        refused = kvstore_pb2.PutRefused(session=entry.number, reason=str(reason))
+        if isinstance(reason, InvalidRequest):
+            refused.code = "invalid_request"
+        elif isinstance(reason, Overloaded):
+            refused.code = reason.reason
+            refused.retry_after_s = reason.retry_after_s
+        self.post(kvstore_pb2.PutResponse(refused=refused))
 
     def _remove(self, entry: _Entry) -> None:
         """Forgets a session and everything it left unfinished."""

@@ -77,7 +77,11 @@ def _align(nbytes: int) -> int:
 
 def slice_checksum(key: BlockKey, layer: int, data: memoryview) -> int:
     """Checksum of one layer's slice, tied to the block and the layer."""
-    return xxhash.xxh3_64_intdigest(data, seed=int.from_bytes(key[:8], "little") ^ layer)
+    return xxhash.xxh3_64_intdigest(data, seed=_seed(key) ^ layer)
+
+
+def _seed(key: BlockKey) -> int:
+    return int.from_bytes(key[:8], "little")
 
 
 def header_size(info: BlockInfo) -> int:
@@ -85,9 +89,14 @@ def header_size(info: BlockInfo) -> int:
     return _align(_FIXED.size + len(info.tenant.encode()) + 8 * info.format.layout.layers)
 
 
+def data_size(block_format: BlockFormat) -> int:
+    """Bytes of a record behind its header, padding included."""
+    return _align(block_format.layout.block_bytes)
+
+
 def record_size(info: BlockInfo) -> int:
     """Bytes of a block's record, padding included; always at least as large as the block."""
-    return header_size(info) + _align(info.nbytes)
+    return header_size(info) + data_size(info.format)
 
 
 def pack_header(info: BlockInfo, slices: Sequence[memoryview]) -> bytes:
@@ -122,13 +131,14 @@ def pack_header(info: BlockInfo, slices: Sequence[memoryview]) -> bytes:
     )
     end = _FIXED.size + len(tenant)
     out[_FIXED.size : end] = tenant
-    sums = [slice_checksum(info.key, layer, data) for layer, data in enumerate(slices)]
+    seed = _seed(info.key)
+    sums = [xxhash.xxh3_64_intdigest(data, seed=seed ^ layer) for layer, data in enumerate(slices)]
     struct.pack_into(f"<{len(sums)}Q", out, end, *sums)
     struct.pack_into("<Q", out, 8, xxhash.xxh3_64_intdigest(memoryview(out)[_HASHED_FROM:]))
     return bytes(out)
 
 
-def header_bytes_of(start: bytes) -> int:
+def header_bytes_of(start: bytes | bytearray) -> int:
     """How long the header is that begins with these bytes (at least 24).
 
     Raises:
@@ -144,7 +154,7 @@ def header_bytes_of(start: bytes) -> int:
     return int(size)
 
 
-def unpack_header(data: bytes) -> RecordHeader:
+def unpack_header(data: bytes | bytearray) -> RecordHeader:
     """Reads a whole header.
 
     Args:

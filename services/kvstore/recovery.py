@@ -4,27 +4,35 @@ Owns the folder's arrangement and everything that is done once at start: trust t
 segment files, rebuild it from them where it is lost. Must not know of budgets or eviction. All of it blocks.
 
     DATA_DIR/lock          held by the one process that uses the folder
+    DATA_DIR/unsynced      holds the boot's id while blocks may not have reached the device (durability "process")
     DATA_DIR/index/        LMDB
     DATA_DIR/segments/     0000000000000001.seg, ...
 """
 
 import dataclasses
+import errno
 import fcntl
 import os
 import pathlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import lmdb
 
 from moonpool.errors import ConfigError
-from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.blocks import BlockFormat
-from services.kvstore.index import Index, IndexChange, IndexImage, IndexLostError, Location, remove_index
-from services.kvstore.segments import SegmentFile, list_segments, segment_path
+from services.kvstore.catalogue import ENTRY, Catalogue, Segment
+from services.kvstore.commit import Durability
+from services.kvstore.index import Index, IndexChange, IndexImage, IndexLostError, remove_index
+from services.kvstore.records import ALIGN, RecordHeader
+from services.kvstore.segments import SegmentFile, list_segments, segment_path, sync_folder
 
 _log = get_logger(__name__)
 
-_BLOCKS_PER_TRANSACTION = 16384
+_SCAN_THREADS = 8
+_ENTRIES_PER_VALUE = 4096
+_PROGRESS_STEPS = 10
+_BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
 class DataFolder:
@@ -54,8 +62,44 @@ class DataFolder:
     def _probe(self) -> None:
         """Finds a read-only folder now rather than at the first write."""
         probe = self.segments / "probe"
-        probe.write_bytes(b"")
-        probe.unlink()
+        try:
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            _log.warning("the device is full", path=str(self.path))
+
+    @property
+    def _mark(self) -> pathlib.Path:
+        return self.path / "unsynced"
+
+    def unsynced(self) -> str | None:
+        """The boot in which blocks were last left unsynced; None when none were, "" when it is not known."""
+        try:
+            return self._mark.read_text().strip()
+        except FileNotFoundError:
+            return None
+
+    def leave_unsynced(self) -> None:
+        """From now on blocks may not reach the device.
+
+        Raises:
+            OSError: that could not be noted.
+        """
+        with self._mark.open("w") as file:
+            file.write(boot_id())
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(self.path)
+
+    def all_synced(self) -> None:
+        """Everything has reached the device.
+
+        Raises:
+            OSError: that could not be noted.
+        """
+        self._mark.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Unlocks the folder; twice does no harm."""
@@ -64,43 +108,54 @@ class DataFolder:
             self._lock_fd = -1
 
 
+def boot_id() -> str:
+    """Names this run of the machine; "" where it has no name."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
 @dataclasses.dataclass(slots=True)
 class Recovered:
     """What a data folder holds.
 
     Attributes:
         index: the open index, which agrees with the rest.
-        formats: format id -> format.
-        segments: segment id -> committed bytes; the files are exactly these.
-        blocks: key -> packed `Location`.
+        catalogue: all segments and blocks; the files are exactly these.
         next_segment: an id that was never used.
+        durability: what commits survive from now on.
         rebuilt: the index was lost and made anew from the segments.
         lost_blocks: blocks that the index named and the segments do not hold.
     """
 
     index: Index
-    formats: dict[int, BlockFormat]
-    segments: dict[int, int]
-    blocks: dict[BlockKey, bytes]
+    catalogue: Catalogue
     next_segment: int
+    durability: Durability = "power"
     rebuilt: bool = False
     lost_blocks: int = 0
 
 
-def recover(folder: DataFolder, map_bytes: int = 64 << 20) -> Recovered:
+def recover(folder: DataFolder, map_bytes: int = 64 << 20, *, durability: Durability = "power") -> Recovered:
     """Finds what is in the folder and makes index and files agree.
 
     Args:
         folder: the locked folder.
         map_bytes: size of the index's memory map to begin with.
+        durability: what commits survive: "power", the loss of power; "process", the death of this process only.
 
     Raises:
         ConfigError: naming `data_dir`: the folder cannot be read or written.
     """
     try:
         files = list_segments(folder.segments)
+        _settle(folder, durability)
+        if durability == "process":
+            folder.leave_unsynced()
+        sync = durability == "power"
         try:
-            index = Index(folder.index, map_bytes)
+            index = Index(folder.index, map_bytes, sync=sync)
             try:
                 image = index.load()
             except BaseException:
@@ -110,17 +165,37 @@ def recover(folder: DataFolder, map_bytes: int = 64 << 20) -> Recovered:
             if files:
                 _log.warning("rebuilding the index from the segments", reason=str(error), segments=len(files))
             remove_index(folder.index)
-            return _rebuild(folder, Index(folder.index, map_bytes), files)
-        try:
-            return _reconcile(folder, index, image, files)
-        except BaseException:
-            index.close()
-            raise
+            recovered = _rebuild(folder, Index(folder.index, map_bytes, sync=sync), files, direct=sync)
+        else:
+            try:
+                recovered = _reconcile(folder, index, image, files, direct=sync)
+            except BaseException:
+                index.close()
+                raise
     except (OSError, lmdb.Error) as error:
         raise ConfigError("data_dir", f"{folder.path} cannot be used: {error}") from error
+    recovered.durability = durability
+    return recovered
 
 
-def _reconcile(folder: DataFolder, index: Index, image: IndexImage, files: dict[int, int]) -> Recovered:
+def _settle(folder: DataFolder, durability: Durability) -> None:
+    """Deals with what a life without syncs has left: nothing of its index can be believed after a loss of power."""
+    boot = folder.unsynced()
+    if boot is None:
+        return
+    if boot and boot == boot_id():
+        if durability == "process":
+            return
+        os.sync()
+    else:
+        _log.warning("the machine was restarted before everything was synced: the index is not believed")
+        remove_index(folder.index)
+    folder.all_synced()
+
+
+def _reconcile(
+    folder: DataFolder, index: Index, image: IndexImage, files: dict[int, int], *, direct: bool
+) -> Recovered:
     """Drops from the index what the files do not hold, and from the files what the index does not name."""
     ends = {number: min(size, files[number]) for number, size in image.segments.items() if number in files}
     for number, size in files.items():
@@ -130,57 +205,88 @@ def _reconcile(folder: DataFolder, index: Index, image: IndexImage, files: dict[
         elif size > ends[number]:  # the tail was never committed
             file.truncate(ends[number])
             file.close()
-    lost = [key for key, packed in image.blocks.items() if not _holds(ends, image.formats, packed)]
-    for key in lost:
-        del image.blocks[key]
+    catalogue = Catalogue(image.formats, image.tenants)
+    for number, end in ends.items():
+        segment = Segment(number, SegmentFile(segment_path(folder.segments, number), direct=direct), end)
+        catalogue.load(segment, image.entries.get(number, b""))
+    for number, slot in image.dropped:
+        if number in ends:
+            catalogue.bury(number, slot)
+    cut = [catalogue.segments[number] for number, end in ends.items() if end < image.segments[number]]
+    lost = [
+        (segment.number, slot)
+        for segment in cut
+        for slot in catalogue.live_slots(segment)
+        if segment.offset(slot) + segment.nbytes(slot) > segment.size
+    ]
+    for number, slot in lost:
+        catalogue.bury(number, slot)
     gone = image.segments.keys() - ends.keys()
-    if lost or gone:
-        _log.warning("segments are missing or cut off; their blocks are dropped", blocks=len(lost), segments=len(gone))
-        index.commit(IndexChange(removed_blocks=lost, removed_segments=gone, segments=ends))
-    return Recovered(
-        index,
-        image.formats,
-        ends,
-        image.blocks,
-        next_segment=max([*files, *image.segments], default=0) + 1,
-        lost_blocks=len(lost),
-    )
+    lost_blocks = len(lost) + sum(len(image.entries.get(number, b"")) // ENTRY.size for number in gone)
+    if cut or gone:
+        _log.warning(
+            "segments are missing or cut off; their blocks are dropped", blocks=lost_blocks, segments=len(gone)
+        )
+        index.commit(
+            IndexChange(removed_segments=gone, dropped=lost, segments={segment.number: segment.size for segment in cut})
+        )
+    return Recovered(index, catalogue, max([*files, *image.segments], default=0) + 1, lost_blocks=lost_blocks)
 
 
-def _holds(ends: dict[int, int], formats: dict[int, BlockFormat], packed: bytes) -> bool:
-    location = Location.unpack(packed)
-    return location.format in formats and location.offset + location.record_bytes <= ends.get(location.segment, 0)
-
-
-def _rebuild(folder: DataFolder, index: Index, files: dict[int, int]) -> Recovered:
+def _rebuild(folder: DataFolder, index: Index, files: dict[int, int], *, direct: bool) -> Recovered:
     """Makes a new index of all records found, later ones replacing earlier ones of the same key."""
-    formats: dict[BlockFormat, int] = {}
-    blocks: dict[BlockKey, bytes] = {}
-    ends: dict[int, int] = {}
+    catalogue = Catalogue({}, {})
     try:
-        for number in files:
-            file = SegmentFile(segment_path(folder.segments, number))
-            end = 0
-            for offset, header in file.scan():
-                form = formats.setdefault(header.info.format, len(formats) + 1)
-                blocks[header.info.key] = Location(number, offset, header.record_bytes, form).pack()
-                end = offset + header.record_bytes
-            if end:
+        for number, records in _scan(folder, files):
+            file = SegmentFile(segment_path(folder.segments, number), direct=direct)
+            if not records:
+                file.delete()
+                continue
+            end = records[-1][0] + records[-1][1].record_bytes
+            if end < files[number]:
                 file.truncate(end)
                 file.close()
-                ends[number] = end
-            else:
-                file.delete()
-        by_number = {number: block_format for block_format, number in formats.items()}
-        index.commit(IndexChange(segments=ends, formats=by_number))
-        keys = list(blocks)
-        for start in range(0, len(keys), _BLOCKS_PER_TRANSACTION):
-            index.commit(
-                IndexChange(blocks={key: blocks[key] for key in keys[start : start + _BLOCKS_PER_TRANSACTION]})
-            )
+            segment = Segment(number, file, end)
+            catalogue.load(segment, b"".join(_entry(catalogue, offset, header) for offset, header in records))
+            _save(index, catalogue, segment)
+        names = IndexChange(formats=catalogue.formats.by_number, tenants=catalogue.tenants.by_number)
+        index.commit(names)
         index.finish_rebuild()
     except BaseException:
         index.close()
         raise
-    next_segment = max(files, default=0) + 1
-    return Recovered(index, by_number, ends, blocks, next_segment, rebuilt=bool(files))
+    return Recovered(index, catalogue, max(files, default=0) + 1, rebuilt=bool(files))
+
+
+def _scan(folder: DataFolder, files: Mapping[int, int]) -> Iterator[tuple[int, list[tuple[int, RecordHeader]]]]:
+    """All records of all segments, segment by segment; several are read at once, a header being one small read."""
+
+    def scan(number: int) -> list[tuple[int, RecordHeader]]:
+        file = SegmentFile(segment_path(folder.segments, number), direct=True)
+        try:
+            return list(file.scan())
+        finally:
+            file.close()
+
+    blocks, step = 0, max(1, len(files) // _PROGRESS_STEPS)
+    with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="kvstore-scan") as pool:
+        for done, (number, records) in enumerate(zip(files, pool.map(scan, files), strict=True), 1):
+            yield number, records
+            blocks += len(records)
+            if done % step == 0 or done == len(files):
+                _log.info("segments read", segments=done, of=len(files), blocks=blocks)
+
+
+def _entry(catalogue: Catalogue, offset: int, header: RecordHeader) -> bytes:
+    info = header.info
+    names = catalogue.formats.number(info.format), catalogue.tenants.number(info.tenant)
+    return ENTRY.pack(info.key, offset // ALIGN, header.record_bytes // ALIGN, *names)
+
+
+def _save(index: Index, catalogue: Catalogue, segment: Segment) -> None:
+    rows = [ENTRY.pack(*catalogue.row(segment, slot)) for slot in range(len(segment.keys))]
+    entries = {
+        (segment.number, first): b"".join(rows[first : first + _ENTRIES_PER_VALUE])
+        for first in range(0, len(rows), _ENTRIES_PER_VALUE)
+    }
+    index.commit(IndexChange(entries=entries, segments={segment.number: segment.size}))

@@ -5,7 +5,7 @@ Owns the queue of those that wait. Must not know what room is: an attempt either
 
 import asyncio
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 from moonpool.errors import DeadlineExceeded
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class RoomQueue:
-    """Those who wait for room.
+    """Those who wait for room, in lanes: who waits in one does not keep those in another.
 
     Args:
         max_waiting: more are turned away at once.
@@ -22,29 +22,36 @@ class RoomQueue:
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        self._waiting: collections.deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = collections.deque()
+        self._lanes: dict[Hashable, collections.deque[tuple[Callable[[], Any], asyncio.Future[Any]]]] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, self._lanes.values()))
 
-    async def get(self, attempt: Callable[[], T | None], undo: Callable[[T], None], timeout_s: float) -> T:
+    def waits(self, lane: Hashable = None) -> bool:
+        """Whether somebody waits in a lane."""
+        return lane in self._lanes
+
+    async def get(
+        self, attempt: Callable[[], T | None], undo: Callable[[T], None], timeout_s: float, *, lane: Hashable = None
+    ) -> T:
         """The attempt's result, once there is one.
 
         Args:
             attempt: returns None while there is no room.
             undo: takes a result back that came when nobody wanted it any more.
             timeout_s: longest wait.
+            lane: in which to wait.
 
         Raises:
             DeadlineExceeded: there was no room within `timeout_s`, or too many wait already.
             Exception: what the attempt raises.
         """
-        if not self._waiting and (result := attempt()) is not None:
+        if not self.waits(lane) and (result := attempt()) is not None:
             return result
-        if len(self._waiting) >= self._max_waiting:
+        if len(self) >= self._max_waiting:
             raise DeadlineExceeded("no room, and many others wait for it")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.append((attempt, future))
+        self._lanes.setdefault(lane, collections.deque()).append((attempt, future))
         try:
             async with asyncio.timeout(timeout_s):
                 return await future
@@ -59,8 +66,12 @@ class RoomQueue:
 
     def poke(self) -> None:
         """There may be room: those in front try again."""
-        while self._waiting:
-            attempt, future = self._waiting[0]
+        for lane in list(self._lanes):
+            self._poke(lane)
+
+    def _poke(self, lane: Hashable) -> None:
+        while waiting := self._lanes.get(lane):
+            attempt, future = waiting[0]
             if not future.done():
                 try:
                     result = attempt()
@@ -70,4 +81,6 @@ class RoomQueue:
                     if result is None:
                         return
                     future.set_result(result)
-            self._waiting.popleft()
+            waiting.popleft()
+            if not waiting:
+                del self._lanes[lane]

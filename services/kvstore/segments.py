@@ -4,18 +4,18 @@ Owns reading, appending, cutting and scanning of one file. Must not know of the 
 may block and belong into a worker thread; reading from several threads while one appends is safe (`pread`, `pwrite`).
 """
 
-import dataclasses
+import errno
 import os
 import pathlib
 import re
 import threading
 from collections.abc import Iterator, Sequence
 
+from services.kvstore.device import open_direct, read_cached, read_direct, start_writeback, write
 from services.kvstore.records import ALIGN, BadRecordError, RecordHeader, header_bytes_of, unpack_header
 
 _NAME = re.compile(r"(\d{16})\.seg")
 _SCAN_BYTES = 1 << 20
-_IOV_MAX = 512
 
 
 def segment_path(folder: pathlib.Path, number: int) -> pathlib.Path:
@@ -39,11 +39,18 @@ def list_segments(folder: pathlib.Path) -> dict[int, int]:
 
 
 class SegmentFile:
-    """One segment file, opened when it is first needed."""
+    """One segment file, opened when it is first needed.
 
-    def __init__(self, path: pathlib.Path) -> None:
+    Args:
+        path: the file.
+        direct: read blocks past the page cache where the file system can.
+    """
+
+    def __init__(self, path: pathlib.Path, *, direct: bool = False) -> None:
         self.path = path
+        self._direct = direct
         self._fd = -1
+        self._direct_fd = -1
         self._lock = threading.Lock()
 
     def _open(self, create: bool = False) -> int:
@@ -51,22 +58,45 @@ class SegmentFile:
             if self._fd < 0:
                 flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
                 self._fd = os.open(self.path, flags, 0o640)
+                if self._direct:  # then only headers are read this way, and the kernel should not read on behind them
+                    os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
             return self._fd
 
-    def read_into(self, out: memoryview, offset: int) -> None:
-        """Fills `out` from the file.
+    def _open_direct(self) -> int:
+        with self._lock:
+            if self._direct and self._direct_fd < 0:
+                self._direct_fd = open_direct(self.path)
+                self._direct = self._direct_fd >= 0
+            return self._direct_fd
+
+    def open_readers(self) -> None:
+        """Opens the file for readers, so that they can read it when its name is gone.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        self._open()
+        self._open_direct()
+
+    def read(self, outs: Sequence[memoryview], offset: int) -> None:
+        """Fills `outs`, one after the other, from `offset` on.
 
         Raises:
             BadRecordError: the file ends before.
             OSError: it cannot be read.
         """
-        fd = self._open()
-        done = 0
-        while done < len(out):
-            count = os.preadv(fd, [out[done:]], offset + done)
-            if not count:
-                raise BadRecordError("the segment ends inside the record")
-            done += count
+        if self._read(outs, offset) != sum(len(out) for out in outs):
+            raise BadRecordError("the segment ends inside the record")
+
+    def _read(self, outs: Sequence[memoryview], offset: int) -> int:
+        if self._direct and (fd := self._open_direct()) >= 0:
+            try:
+                return read_direct(fd, outs, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._direct = False  # the descriptor stays open: other threads may be reading with it
+        return read_cached(self._open(), outs, offset)
 
     def read_header(self, offset: int) -> RecordHeader:
         """Reads the header of the record at `offset`.
@@ -87,15 +117,11 @@ class SegmentFile:
         Raises:
             OSError: they cannot be written.
         """
-        fd = self._open(create=True)
-        views = [memoryview(part).cast("B") for part in parts if len(part)]
-        while views:
-            count = os.pwritev(fd, views[:_IOV_MAX], offset)
-            offset += count
-            while views and count >= len(views[0]):
-                count -= len(views.pop(0))
-            if count:
-                views[0] = views[0][count:]
+        write(self._open(create=True), parts, offset)
+
+    def start_writeback(self, offset: int, nbytes: int) -> None:
+        """Lets the device begin with what was appended."""
+        start_writeback(self._open(), offset, nbytes)
 
     def sync(self) -> None:
         """Returns once everything written is on the device.
@@ -104,6 +130,10 @@ class SegmentFile:
             OSError: it is not.
         """
         os.fdatasync(self._open())
+
+    def uncache(self, offset: int, nbytes: int) -> None:
+        """Gives up page cache for a range that was synced: what stays in memory is for the DRAM tier to decide."""
+        os.posix_fadvise(self._open(), offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def truncate(self, size: int) -> None:
         """Cuts the file.
@@ -152,9 +182,18 @@ class SegmentFile:
     def close(self) -> None:
         """Closes the file; twice does no harm."""
         with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+            for fd in (self._fd, self._direct_fd):
+                if fd >= 0:
+                    os.close(fd)
+            self._fd = self._direct_fd = -1
+
+    def unlink(self) -> None:
+        """Removes the file's name; who has it open may read on. An absent one is fine.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        self.path.unlink(missing_ok=True)
 
     def delete(self) -> None:
         """Closes and removes the file; an absent one is fine.
@@ -163,16 +202,7 @@ class SegmentFile:
             OSError: it cannot be removed.
         """
         self.close()
-        self.path.unlink(missing_ok=True)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Written:
-    """A run of bytes for one segment."""
-
-    file: SegmentFile
-    offset: int
-    parts: Sequence[bytes | bytearray | memoryview]
+        self.unlink()
 
 
 def sync_folder(folder: pathlib.Path) -> None:

@@ -6,27 +6,38 @@ visible blocks become durable, files close.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.cluster.join import JoinAgent
+from moonpool.kv.keys import BlockKey
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service, serving
-from moonpool.telemetry.gauges import Gauges, process_entries
+from moonpool.telemetry.gauges import Gauges
 from moonpool.telemetry.logs import get_logger
+from moonpool.telemetry.metrics import Metrics
 from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
 from services.kvstore.config import KVStoreConfig
 from services.kvstore.dram import DramTier
+from services.kvstore.gauges import add_gauges
 from services.kvstore.get_stream import GetParts
 from services.kvstore.layers import ReadAhead
+from services.kvstore.observe import Observer
+from services.kvstore.operations import Operations
+from services.kvstore.pin_keeper import PinKeeper
+from services.kvstore.pins import Pins
 from services.kvstore.policy import POLICIES
+from services.kvstore.protection import Protection
 from services.kvstore.put_stream import PutParts
 from services.kvstore.recovery import DataFolder, recover
+from services.kvstore.reuse import ReuseCurve
 from services.kvstore.rooms import RoomQueue
 from services.kvstore.servicer import KVStoreServicer
 from services.kvstore.ssd import SsdTier
 from services.kvstore.store import BlockStore
+from services.kvstore.tenants import DEFAULT_ROW, Account, Grants, TenantRow
+from services.kvstore.warming import Warmer
 from services.kvstore.watch import Journal, Unreported
 from services.kvstore.writer import WriteBehind
 
@@ -46,7 +57,7 @@ def open_ssd(config: KVStoreConfig) -> SsdTier | None:
         return None
     folder = DataFolder(config.data_dir)
     try:
-        recovered = recover(folder)
+        recovered = recover(folder, durability=config.durability)
     except BaseException:
         folder.close()
         raise
@@ -62,20 +73,40 @@ def open_ssd(config: KVStoreConfig) -> SsdTier | None:
     return tier
 
 
+def make_dram(config: KVStoreConfig) -> DramTier:
+    """The empty DRAM tier with the pins' budgets and the tenants' grants."""
+    rows = config.tenants
+    pins = Pins(
+        config.pin_budget_bytes,
+        {name: row.pin_bytes for name, row in rows.items() if name != DEFAULT_ROW},
+        rows.get(DEFAULT_ROW, TenantRow()).pin_bytes,
+        max_pins=config.max_pins,
+    )
+    account = Account(Grants.of(rows, "dram"))
+    return DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account)
+
+
 class KVStoreService:
     """The store with its threads and its servicer; use `running`.
 
     Attributes:
         store: what it holds.
         servicer: how others reach it.
+        pins: its pins.
+        rooms: who waits for room in DRAM.
+        ahead: what is read ahead.
         idle: set while no session is open.
     """
 
     def __init__(self, config: KVStoreConfig, ssd: SsdTier | None, instance: kv_pb2.Instance) -> None:
         self.config = config
         self.instance = instance
-        dram = DramTier(config.dram_bytes, POLICIES[config.eviction]())
-        self.store = BlockStore(dram, ssd, max_sessions=config.max_sessions)
+        self.ssd_account = Account(Grants.of(config.tenants, "ssd"))
+        dram = make_dram(config)
+        self.store = BlockStore(dram, ssd, max_sessions=config.max_sessions, durable_account=self.ssd_account)
+        if ssd is not None:
+            ssd.protect(Protection(dram.pins.__contains__, self.ssd_account).keeps, self.ssd_account)
+        self.pins = PinKeeper(self.store)
         self.ssd = ssd
         self.closing = asyncio.Event()
         self.idle = asyncio.Event()
@@ -83,7 +114,7 @@ class KVStoreService:
         holdings, writes, reads = self.store.holdings, self.store.writes, self.store.reads
         self.rooms = RoomQueue(MAX_WAITING_FOR_ROOM)
         self.writer = WriteBehind(writes, ssd) if ssd is not None else None
-        self._ahead = ReadAhead(config.read_ahead_bytes)
+        self.ahead = ReadAhead(config.read_ahead_bytes)
         self.journal = Journal(lambda: holdings, instance.incarnation)
         put = PutParts(
             writes,
@@ -97,19 +128,33 @@ class KVStoreService:
         get = GetParts(
             reads,
             self._pool,
-            self._ahead,
+            self.ahead,
             instance,
             config.session_timeout_s,
+            config.lease_timeout_s,
             self._session_changed,
+            lambda cold, seconds: self.observer.read(cold=cold, seconds=seconds),
         )
         self.gauges = Gauges()
-        self.servicer = KVStoreServicer(put, get, holdings.match, self.journal, self.gauges, instance, self.closing)
+        self.metrics = Metrics(config.service())
+        self.observer = Observer(self.metrics)
+        self.reuse = ReuseCurve()
+        warmer = Warmer(self.store, self._pool, self.ahead, self._session_changed)
+        capacity_bytes = config.dram_bytes + config.durable_bytes
+        operations = Operations(self.store, ssd, self.writer, warmer, self.reuse, capacity_bytes)
+        self.servicer = KVStoreServicer(
+            put, get, holdings.match, self.pins, operations, self.journal, self.gauges, instance, self.closing
+        )
         self.servicer.quiet.set()
-        self._add_gauges()
+        add_gauges(self)
+        self.metrics.watch(self.gauges)
         self._session_changed()
         holdings.on_change.append(self.journal.changed)
+        holdings.on_change.append(self.observer.changed)
+        reads.on_asked = self._asked
         holdings.on_room.append(self.rooms.poke)
         if self.writer is not None:
+            self.writer.on_committed = self.observer.committed
             writes.on_work = self.writer.wake
             reads.on_lost = self.writer.wake
 
@@ -132,6 +177,7 @@ class KVStoreService:
                             _log.warning("not everything could be made durable", blocks=self.store.writes.pending)
                         writer.cancel()
         finally:
+            self.pins.close()
             if self.writer is not None:
                 await self.writer.aclose()
             await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
@@ -149,54 +195,15 @@ class KVStoreService:
             async with asyncio.timeout(END_STREAMS_S):
                 await self.servicer.quiet.wait()
 
+    def _asked(self, keys: Sequence[BlockKey]) -> None:
+        self.observer.asked(keys)
+        self.reuse.observe(keys)
+
     def _session_changed(self) -> None:
         if self.store.writes.sessions or self.store.reads.leases:
             self.idle.clear()
         else:
             self.idle.set()
-
-    def _add_gauges(self) -> None:
-        writes, reads, dram = self.store.writes, self.store.reads, self.store.holdings.dram
-        servicer, add = self.servicer, self.gauges.add
-        add("put_sessions", lambda: writes.sessions, 0)
-        add("get_sessions", lambda: reads.leases, 0)
-        add("sessions_waiting_for_room", lambda: len(self.rooms), 0)
-        add("unfinished_blocks", lambda: writes.unfinished_blocks, 0)
-        add("pending_writes", lambda: writes.pending, 0)
-        add("dram_reserved_bytes", lambda: dram.reserved_bytes, 0)
-        add("dram_held_bytes", lambda: dram.held_bytes, 0)
-        add("durability_awaited_blocks", lambda: writes.awaited, 0)
-        add("read_ahead_bytes", lambda: self._ahead.out, 0)
-        add("stream_tasks", lambda: sum(stream.tasks for stream in servicer.kv_streams), 0)
-        add("messages_unsent", lambda: servicer.traffic.unsent, 0)
-        add("put_credits_kept_bytes", lambda: servicer.traffic.credits_kept, 0)
-        add("get_credits_out_bytes", lambda: servicer.traffic.credits_out, 0)
-        add("dram_bytes", lambda: dram.block_bytes)
-        add("dram_capacity_bytes", lambda: dram.capacity_bytes)
-        add("dram_blocks", lambda: len(dram))
-        add("dram_evictions_total", lambda: dram.evictions)
-        add("streams", lambda: self.servicer.streams)
-        add("watchers", lambda: self.journal.watchers)
-        add("blocks_put_total", lambda: writes.blocks_put)
-        add("blocks_durable_total", lambda: writes.blocks_durable)
-        add("blocks_not_durable_total", lambda: writes.blocks_not_durable)
-        add("failed_batches_total", lambda: writes.failed_batches)
-        add("dram_hits_total", lambda: reads.dram_hits)
-        add("ssd_hits_total", lambda: reads.ssd_hits)
-        add("misses_total", lambda: reads.misses)
-        add("promotions_total", lambda: reads.promotions)
-        add("bad_blocks_total", lambda: reads.bad_blocks)
-        for entry in process_entries():
-            add(*entry)
-        ssd = self.ssd
-        if ssd is not None:
-            add("ssd_reading_blocks", lambda: ssd.readers, 0)
-            add("ssd_blocks", lambda: len(ssd))
-            add("ssd_bytes", lambda: ssd.used_bytes)
-            add("ssd_capacity_bytes", lambda: ssd.capacity_bytes)
-            add("ssd_segments", lambda: ssd.segments)
-            add("ssd_written_bytes_total", lambda: ssd.written_bytes)
-            add("ssd_dropped_segments_total", lambda: ssd.dropped_segments)
 
 
 async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
@@ -209,7 +216,12 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
     ssd = await asyncio.to_thread(open_ssd, config)
     instance = ctx.instance(kv_pb2.INSTANCE_KIND_KVSTORE, config.id, "")
     service = KVStoreService(config, ssd, instance)
-    async with service.running(), Channels() as channels, serving(config.listen, [service.contract]) as server:
+    async with (
+        service.running(),
+        service.metrics.served(config.metrics_listen),
+        Channels() as channels,
+        serving(config.listen, [service.contract]) as server,
+    ):
         instance.address = config.advertised(server.port)
         left = asyncio.Event()
         async with asyncio.TaskGroup() as group:
@@ -242,7 +254,9 @@ def _join(service: KVStoreService, channels: Channels, stopping: asyncio.Event) 
     agent = JoinAgent(
         channels,
         service.config.conductor,
-        conductor_pb2.JoinHello(instance=service.instance),
+        conductor_pb2.JoinHello(
+            instance=service.instance, capacity_bytes=service.config.dram_bytes + service.config.durable_bytes
+        ),
         load,
         unreported.take,
         lambda: holdings,

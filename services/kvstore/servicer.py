@@ -9,19 +9,28 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from moonpool.errors import Unsupported
 from moonpool.kv.credits import Traffic
 from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.kv.wire import PayloadMessage
 from moonpool.telemetry.gauges import Gauges
 from moonpool.v1 import kv_pb2, kvstore_pb2
+from services.kvstore.assembly import MAX_SESSION_BLOCKS
 from services.kvstore.get_stream import GetParts, GetStream
+from services.kvstore.operations import Operations
+from services.kvstore.pin_keeper import PinKeeper
+from services.kvstore.pins import PinLimit
 from services.kvstore.put_stream import PutParts, PutStream
 from services.kvstore.streams import KVStream, ServerContext
 from services.kvstore.watch import Journal
 
 MAX_MATCH_KEYS = 1 << 17
 _NO_PAYLOAD = memoryview(b"")
+_LIMITS = {
+    PinLimit.NONE: kvstore_pb2.PIN_LIMIT_UNSPECIFIED,
+    PinLimit.ABSENT: kvstore_pb2.PIN_LIMIT_ABSENT,
+    PinLimit.TENANT_BUDGET: kvstore_pb2.PIN_LIMIT_TENANT_BUDGET,
+    PinLimit.STORE_BUDGET: kvstore_pb2.PIN_LIMIT_STORE_BUDGET,
+}
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,6 +41,8 @@ class KVStoreServicer:
         put: shared parts of Put streams.
         get: shared parts of Get streams.
         match: how many leading keys are here.
+        pins: the pins with their clock.
+        operations: what operators ask for.
         journal: what watchers get.
         gauges: everything the store holds.
         instance: who this store is.
@@ -44,6 +55,8 @@ class KVStoreServicer:
     put: PutParts
     get: GetParts
     match: Callable[[Sequence[BlockKey]], int]
+    pins: PinKeeper
+    operations: Operations
     journal: Journal
     gauges: Gauges
     instance: kv_pb2.Instance
@@ -104,12 +117,19 @@ class KVStoreServicer:
         return kvstore_pb2.MatchPrefixResponse(blocks=self.match(keys))
 
     async def Pin(self, request: kvstore_pb2.PinRequest, context: object) -> kvstore_pb2.PinResponse:  # noqa: N802
-        """Not built yet."""
-        raise Unsupported("pins are not built yet")
+        """Keeps the leading blocks that are here."""
+        keys = unpack_keys(request.keys, max_keys=MAX_SESSION_BLOCKS)
+        outcome = self.pins.pin(request.tenant, request.name, keys, request.ttl_s)
+        return kvstore_pb2.PinResponse(
+            blocks=outcome.blocks,
+            bytes=outcome.nbytes,
+            ttl_s=request.ttl_s if outcome.blocks else 0.0,
+            limit=_LIMITS[outcome.limit],
+        )
 
     async def Unpin(self, request: kvstore_pb2.UnpinRequest, context: object) -> kvstore_pb2.UnpinResponse:  # noqa: N802
-        """Not built yet."""
-        raise Unsupported("pins are not built yet")
+        """Ends a pin."""
+        return kvstore_pb2.UnpinResponse(found=self.pins.unpin(request.tenant, request.name))
 
     async def Watch(  # noqa: N802
         self, request: kvstore_pb2.WatchRequest, context: object
@@ -125,3 +145,26 @@ class KVStoreServicer:
     ) -> kvstore_pb2.KVStoreStatsResponse:
         """Everything the store holds."""
         return kvstore_pb2.KVStoreStatsResponse(instance=self.instance, gauges=self.gauges.read())
+
+    async def Compact(  # noqa: N802
+        self, request: kvstore_pb2.CompactRequest, context: object
+    ) -> kvstore_pb2.CompactResponse:
+        """Begins to rewrite segments in which little is alive."""
+        return kvstore_pb2.CompactResponse(segments=self.operations.compact(request.min_live_share))
+
+    async def Warm(self, request: kvstore_pb2.WarmRequest, context: object) -> kvstore_pb2.WarmResponse:  # noqa: N802
+        """Fills free DRAM from SSD."""
+        warmed = await self.operations.warm(request.max_bytes)
+        return kvstore_pb2.WarmResponse(blocks=warmed.blocks, bytes=warmed.nbytes)
+
+    async def ReuseCurve(  # noqa: N802
+        self, request: kvstore_pb2.ReuseCurveRequest, context: object
+    ) -> kvstore_pb2.ReuseCurveResponse:
+        """Hit shares that other sizes would have had."""
+        reuse = self.operations.reuse
+        return kvstore_pb2.ReuseCurveResponse(
+            points=[kvstore_pb2.ReusePoint(bytes=nbytes, hit_share=share) for nbytes, share in self.operations.sizes()],
+            references=reuse.references,
+            sampled=reuse.rate,
+            capacity_bytes=self.operations.capacity_bytes,
+        )

@@ -7,10 +7,15 @@ A block's way: assembled -> whole in DRAM: VISIBLE, and held until -> committed 
 from DRAM at any time, still here -> its room on the durable tier reclaimed: gone.
 """
 
+from collections.abc import Sequence
+
+from moonpool.kv.keys import BlockKey
 from services.kvstore.backend import Backend
 from services.kvstore.dram import DramTier
 from services.kvstore.holdings import Holdings
+from services.kvstore.pins import PinOutcome
 from services.kvstore.reads import Reads
+from services.kvstore.tenants import Account
 from services.kvstore.writes import Writes
 
 
@@ -22,19 +27,41 @@ class BlockStore:
         backend: the durable tier with what it recovered; None for none.
         max_sessions: writing sessions at once, and as many reading ones.
         batch_bytes: most bytes in one commit, unless one block is larger.
+        durable_account: what tenants are granted in the durable tier, which keeps it; None for nothing.
 
     Attributes:
         holdings: what is here.
         writes: how blocks come.
         reads: how blocks are read.
+        pins: what stays by name.
     """
 
     def __init__(
-        self, dram: DramTier, backend: Backend | None, *, max_sessions: int = 1024, batch_bytes: int = 32 << 20
+        self,
+        dram: DramTier,
+        backend: Backend | None,
+        *,
+        max_sessions: int = 1024,
+        batch_bytes: int = 32 << 20,
+        durable_account: Account | None = None,
     ) -> None:
         self.holdings = Holdings(dram, backend)
-        self.writes = Writes(self.holdings, max_sessions=max_sessions, batch_bytes=batch_bytes)
+        self.writes = Writes(
+            self.holdings, max_sessions=max_sessions, batch_bytes=batch_bytes, durable_account=durable_account
+        )
         self.reads = Reads(self.holdings, max_sessions=max_sessions)
+        self.reads.on_promoted = self.writes.arrived
+        self.pins = dram.pins
+        self.pins.on_change = self._pins_changed
+
+    def pin(self, tenant: str, name: str, keys: Sequence[BlockKey], *, now: float, ttl_s: float) -> PinOutcome:
+        """Pins the leading ones of `keys` that are here, in whichever tier; see `Pins.pin`."""
+        return self.pins.pin(tenant, name, keys, self.holdings.size_of, now=now, ttl_s=ttl_s)
+
+    def _pins_changed(self, pinned: Sequence[BlockKey], unpinned: Sequence[BlockKey]) -> None:
+        self.holdings.dram.pins_changed(pinned, unpinned)
+        if unpinned:
+            self.holdings.room()
 
     def check_invariants(self) -> None:
         """Every part agrees with itself and with the others. Only while no plan is being committed."""
@@ -43,6 +70,7 @@ class BlockStore:
         if backend is not None:
             backend.check_invariants()
         self.writes.check_invariants()
+        self.pins.check_invariants()
         assert dram.reserved_bytes >= self.writes.unfinished_bytes
         assert len(set(self.holdings)) == len(list(self.holdings))
         if not self.reads.leases and not self.writes.sessions:

@@ -19,6 +19,8 @@ from services.kvstore.blocks import BlockFormat
 HELLO_TIMEOUT_S = 10.0
 MAX_STREAM_TASKS = 1024
 MAX_LAYERS = 4096
+MAX_UNSENT = 1024
+"""Answers that may wait for the peer to take them before nothing more is taken from it."""
 
 Req = TypeVar("Req", bound=Message)
 
@@ -45,6 +47,7 @@ class KVStream(Generic[Req]):
         self._group: asyncio.TaskGroup
         self._tasks = 0
         self._finishing = False
+        self._fewer = asyncio.Event()  # answers wait than before
 
     @property
     def tasks(self) -> int:
@@ -98,6 +101,8 @@ class KVStream(Generic[Req]):
                 guard = self._group.create_task(self._watch_closing())
                 async for message, payload in requests:
                     self.on_message(message, payload)
+                    if len(self.outbox) > MAX_UNSENT:
+                        await self._few_unsent()
                 self.end()
                 guard.cancel()
                 self._finishing = True
@@ -123,8 +128,18 @@ class KVStream(Generic[Req]):
     def _one_done(self, _: object) -> None:
         self._tasks -= 1
 
+    async def _few_unsent(self) -> None:
+        """Waits until the peer has taken most answers; one that takes none ends the stream (`Outbox.drain`)."""
+        while len(self.outbox) > MAX_UNSENT // 2:
+            self._fewer.clear()
+            await self._fewer.wait()
+
     async def _drain(self, context: ServerContext) -> None:
-        await self.outbox.drain(context.write)
+        async def write(message: object) -> None:
+            await context.write(message)
+            self._fewer.set()
+
+        await self.outbox.drain(write)
         if not self._finishing:
             raise StreamBroken("the peer does not read its answers")
 

@@ -9,15 +9,18 @@ removed before it cannot come back.
 
 import asyncio
 import collections
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 
 from moonpool.cluster.events import KEYS_PER_MESSAGE, EventLog
-from moonpool.errors import Unavailable
+from moonpool.errors import Overloaded, Unavailable
 from moonpool.kv.keys import BlockKey, pack_keys
 from moonpool.v1 import kv_pb2
 
 JOURNAL_MESSAGES = 1024
+JOURNAL_BYTES = 16 << 20
 WATCHER_MESSAGES = 256
+MAX_WATCHERS = 256
+RETRY_AFTER_S = 5.0
 
 
 class _Watcher:
@@ -35,7 +38,8 @@ class Journal:
     Args:
         keys: every key now, for snapshots.
         incarnation: of this store; numbers mean something within it only.
-        journal_messages: how many messages are kept for replay.
+        journal_messages: how many messages are kept for replay at most.
+        journal_bytes: how many bytes of keys are kept in them at most, beside the last message.
         watcher_messages: how far a watcher may be behind before it is cut off.
     """
 
@@ -45,13 +49,17 @@ class Journal:
         incarnation: int,
         *,
         journal_messages: int = JOURNAL_MESSAGES,
+        journal_bytes: int = JOURNAL_BYTES,
         watcher_messages: int = WATCHER_MESSAGES,
     ) -> None:
         self._keys = keys
         self._incarnation = incarnation
         self._watcher_messages = watcher_messages
         self._log = EventLog()
-        self._kept: collections.deque[kv_pb2.KVEvents] = collections.deque(maxlen=journal_messages)
+        self._journal_messages = journal_messages
+        self._journal_bytes = journal_bytes
+        self._kept: collections.deque[kv_pb2.KVEvents] = collections.deque()
+        self._kept_bytes = 0
         self._watchers: set[_Watcher] = set()
         self._flushing = False
         self._closed = False
@@ -77,7 +85,7 @@ class Journal:
     def _flush(self) -> None:
         self._flushing = False
         while (message := self._log.next_message()) is not None:
-            self._kept.append(message)
+            self._keep(message)
             for watcher in self._watchers:
                 if len(watcher.queue) >= self._watcher_messages:
                     watcher.behind = True
@@ -85,6 +93,13 @@ class Journal:
                 elif not watcher.behind:
                     watcher.queue.append(message)
                 watcher.ready.set()
+
+    def _keep(self, message: kv_pb2.KVEvents) -> None:
+        self._kept.append(message)
+        self._kept_bytes += _size(message)
+        kept = self._kept
+        while len(kept) > self._journal_messages or (self._kept_bytes > self._journal_bytes and len(kept) > 1):
+            self._kept_bytes -= _size(kept.popleft())
 
     async def watch(self, incarnation: int, after_sequence: int) -> AsyncGenerator[kv_pb2.KVEvents, None]:
         """What the watcher must hear, for ever.
@@ -95,7 +110,10 @@ class Journal:
 
         Raises:
             Unavailable: it was too slow and may come again, or the store is closing.
+            Overloaded: too many watch.
         """
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise Overloaded("too many watchers", reason="kvstore_watchers", retry_after_s=RETRY_AFTER_S)
         self._flush()
         watcher = _Watcher()
         first = self._first_messages(incarnation, after_sequence)
@@ -125,21 +143,30 @@ class Journal:
         for watcher in self._watchers:
             watcher.ready.set()
 
-    def _first_messages(self, incarnation: int, after_sequence: int) -> list[kv_pb2.KVEvents]:
+    def _first_messages(self, incarnation: int, after_sequence: int) -> Iterable[kv_pb2.KVEvents]:
+        """What goes before the changes: what was missed, or a snapshot of this moment, packed page by page."""
         if incarnation == self._incarnation and self._reaches(after_sequence):
             return [message for message in self._kept if message.sequence > after_sequence]
-        keys = list(self._keys())
-        pages = [
-            kv_pb2.KVEvents(sequence=self.sequence, stored_keys=pack_keys(keys[i : i + KEYS_PER_MESSAGE]))
-            for i in range(0, max(len(keys), 1), KEYS_PER_MESSAGE)
-        ]
-        pages[0].snapshot_begin = True
-        pages[-1].snapshot_end = True
-        return pages
+        return _pages(list(self._keys()), self.sequence)
 
     def _reaches(self, sequence: int) -> bool:
         oldest = self._kept[0].sequence if self._kept else self.sequence + 1
         return oldest - 1 <= sequence <= self.sequence
+
+
+def _pages(keys: Sequence[BlockKey], sequence: int) -> Iterator[kv_pb2.KVEvents]:
+    for begin in range(0, max(len(keys), 1), KEYS_PER_MESSAGE):
+        end = begin + KEYS_PER_MESSAGE
+        yield kv_pb2.KVEvents(
+            sequence=sequence,
+            stored_keys=pack_keys(keys[begin:end]),
+            snapshot_begin=begin == 0,
+            snapshot_end=end >= len(keys),
+        )
+
+
+def _size(message: kv_pb2.KVEvents) -> int:
+    return len(message.stored_keys) + len(message.removed_keys)
 
 
 class Unreported:

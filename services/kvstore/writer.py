@@ -1,11 +1,14 @@
 """The writer thread: takes batches to the durable tier, one after the other.
 
-Owns the single thread that commits, and the loop that feeds it; while one batch is being committed the next gathers.
-Must not know what a batch consists of.
+Owns the single thread that commits, the loop that feeds it, and whether a batch that failed is tried again; while one
+batch is being committed the next gathers. Must not know what a batch consists of.
 """
 
 import asyncio
 import contextlib
+import errno
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import lmdb
@@ -13,9 +16,16 @@ import lmdb
 from moonpool.errors import MoonpoolError
 from moonpool.telemetry.logs import get_logger
 from services.kvstore.backend import Backend, WritePlan
+from services.kvstore.commit import is_full
 from services.kvstore.writes import Writes
 
 _log = get_logger(__name__)
+
+RETRY_AFTER_S = (0.0, 0.1, 1.0)
+"""How long to wait before a batch is tried a second time, a third and so on; then it is not durable."""
+
+_MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM)
+"""So may a full device: the next plan makes room. What a device says when it is broken or read-only does not pass."""
 
 
 class WriteBehind:
@@ -24,11 +34,23 @@ class WriteBehind:
     Args:
         writes: the queue.
         backend: where to.
+        retry_after_s: see `RETRY_AFTER_S`.
+
+    Attributes:
+        retries: batches that were tried again.
+        on_committed: told the seconds that a batch took.
     """
 
-    def __init__(self, writes: Writes, backend: Backend) -> None:
+    def __init__(self, writes: Writes, backend: Backend, *, retry_after_s: Sequence[float] = RETRY_AFTER_S) -> None:
         self._writes = writes
         self._backend = backend
+        self._retry_after_s = retry_after_s
+        self._failures = 0
+        self._tried_again = False
+        self._last_retried = ""
+        self._last_error = ""
+        self.retries = 0
+        self.on_committed: Callable[[float], None] = lambda seconds: None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvstore-writer")
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -45,19 +67,54 @@ class WriteBehind:
             await self._wake.wait()
             self._wake.clear()
             while (plan := self._writes.next_plan()) is not None:
-                self._writes.plan_done(await self._commit(plan))
-                if not plan.blocks:
+                error = await self._commit(plan)
+                again = self._again(error)
+                self._report(plan, error, again)
+                self._writes.plan_done(error, again=again is not None)
+                if again is not None:
+                    await asyncio.sleep(again)
+                elif not plan.blocks and (plan.idle or error is not None):
                     break  # housekeeping that could not be finished waits for the next reason to wake
             if not self._wake.is_set():
                 self._idle.set()
 
     async def _commit(self, plan: WritePlan) -> Exception | None:
+        begin = time.monotonic()
         try:
             await asyncio.get_running_loop().run_in_executor(self._executor, self._backend.commit, plan)
         except (OSError, lmdb.Error, MoonpoolError) as error:
-            _log.error("blocks could not be made durable", blocks=len(plan.blocks), error=str(error))
             return error
+        self.on_committed(time.monotonic() - begin)
         return None
+
+    def _again(self, error: Exception | None) -> float | None:
+        """In how many seconds a batch that failed is to be tried again; None for not at all."""
+        if error is None:
+            self._failures = 0
+            return None
+        if not _may_pass(error) or self._failures >= len(self._retry_after_s):
+            return None
+        self._failures += 1
+        self.retries += 1
+        return self._retry_after_s[self._failures - 1]
+
+    def _report(self, plan: WritePlan, error: Exception | None, again: float | None) -> None:
+        """Says what is wrong, once; and when it is right again."""
+        if error is None:
+            if self._last_error and plan.blocks:
+                _log.info("blocks become durable again")
+                self._last_error = ""
+            if not self._tried_again:
+                self._last_retried = ""
+            self._tried_again = False
+        elif again is not None:
+            self._tried_again = True
+            if str(error) != self._last_retried:
+                self._last_retried = str(error)
+                _log.warning("batches are tried again", blocks=len(plan.blocks), error=str(error))
+        elif str(error) != self._last_error:
+            self._last_error = str(error)
+            _log.error("blocks could not be made durable", blocks=len(plan.blocks), error=str(error))
 
     async def drain(self, timeout_s: float) -> bool:
         """Waits until everything visible is durable; False when that took longer than `timeout_s`."""
@@ -70,3 +127,7 @@ class WriteBehind:
     async def aclose(self) -> None:
         """Waits for the thread; call when `run` has ended."""
         await asyncio.to_thread(self._executor.shutdown)
+
+
+def _may_pass(error: Exception) -> bool:
+    return is_full(error) or (isinstance(error, OSError) and error.errno in _MAY_PASS)

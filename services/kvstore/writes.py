@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.frames import Run
-from services.kvstore.assembly import Assembler, PutSession, PutSpec
-from services.kvstore.backend import WritePlan
+from services.kvstore.assembly import Assembler, Assembly, PutSession, PutSpec
+from services.kvstore.backend import Backend, WritePlan
 from services.kvstore.blocks import DramBlock
 from services.kvstore.holdings import Holdings
 from services.kvstore.records import record_size
+from services.kvstore.tenants import Account
 
 Indices = Callable[[Sequence[int]], None]
 RETRY_AFTER_S = 1.0
@@ -29,16 +30,20 @@ class Writes:
         holdings: both tiers.
         max_sessions: open sessions at most.
         batch_bytes: most bytes in one commit, unless one block is larger.
+        durable_account: what tenants are granted in the durable tier, which keeps it.
 
     Attributes:
         on_work: called when the durable tier has something to do.
     """
 
-    def __init__(self, holdings: Holdings, *, max_sessions: int, batch_bytes: int) -> None:
+    def __init__(
+        self, holdings: Holdings, *, max_sessions: int, batch_bytes: int, durable_account: Account | None = None
+    ) -> None:
         self._holdings = holdings
         self._max_sessions = max_sessions
         self._batch_bytes = batch_bytes
-        self._assembler = Assembler()
+        self._durable_account = durable_account
+        self._assembler = Assembler(holdings.dram.allocate)
         self._pending: collections.deque[DramBlock] = collections.deque()
         self._committing: WritePlan | None = None
         self._awaiting: dict[bytes, list[tuple[PutSession, int]]] = {}
@@ -73,20 +78,26 @@ class Writes:
         """Blocks of which some session waits to hear that they are durable."""
         return len(self._awaiting)
 
-    def open(self, spec: PutSpec, on_visible: Indices, on_durable: Indices) -> PutSession | None:
+    def lane(self, tenant: str) -> str | None:
+        """Who has to wait for room behind each other: a tenant at its own quota, or (None) all without one."""
+        return None if self._holdings.dram.account.grants.quota(tenant) is None else tenant
+
+    def open(self, spec: PutSpec, on_visible: Indices, on_durable: Indices, *, now: float = 0.0) -> PutSession | None:
         """Opens a session.
 
         Args:
             spec: what will be written.
             on_visible: told indices of blocks that others can read from now on.
             on_durable: told indices of blocks that survive a restart from now on, present ones among them.
+            now: the time.
 
         Returns:
             The session, or None while there is no room; `Holdings.on_room` tells when to try again.
 
         Raises:
             InvalidRequest: it can never be opened.
-            Overloaded: too many sessions are open.
+            Overloaded: too many sessions are open, or pins and guarantees of others leave too little; waiting for room
+                would be in vain.
         """
         if self.sessions >= self._max_sessions:
             raise Overloaded("too many writing sessions", reason="kvstore_sessions", retry_after_s=RETRY_AFTER_S)
@@ -96,10 +107,11 @@ class Writes:
             if holdings.format_of(spec.keys[index]) != spec.format:
                 raise InvalidRequest("keys", "a key exists already in another format")
         needed = self._assembler.new_keys(spec, present) * spec.format.layout.block_bytes
-        if needed > dram.capacity_bytes:
-            raise InvalidRequest("keys", f"the session needs {needed} bytes, all DRAM has {dram.capacity_bytes}")
-        dram.touch([spec.keys[index] for index in present])  # before room is made, which may evict them all the same
-        if not holdings.reserve(needed):
+        dram.check_possible(needed, spec.tenant, now)
+        holdings.touch(
+            [spec.keys[index] for index in present]
+        )  # before room is made, which may evict them all the same
+        if not holdings.reserve(needed, spec.tenant):
             return None
         session = PutSession(spec, present, on_visible, on_durable)
         self._assembler.open(session)
@@ -116,6 +128,7 @@ class Writes:
 
         Raises:
             FrameError: it does not belong to the session; close it.
+            Overloaded: there is no memory; the same.
         """
         assert not session.closed
         whole = self._assembler.write(session, runs)
@@ -123,20 +136,38 @@ class Writes:
             return
         blocks = self._holdings.insert([DramBlock(assembly.info, assembly.data) for assembly in whole])
         self.blocks_put += len(blocks)
+        self._make_durable(blocks)
+        self._tell_visible(whole)
+
+    def arrived(self, blocks: Sequence[DramBlock]) -> None:
+        """Blocks came into DRAM in another way; whoever was writing them is told and need not go on."""
+        self._make_durable([block for block in blocks if not self._holdings.durable(block.info.key)])
+        whole = [found for block in blocks if (found := self._assembler.arrived(block.info.key)) is not None]
+        for assembly in whole:
+            self._holdings.unreserve(assembly.info.nbytes, assembly.info.tenant)
+        self._tell_visible(whole)
+
+    def _make_durable(self, blocks: Sequence[DramBlock]) -> None:
+        if self._holdings.backend is None or not blocks:
+            return
+        for block in blocks:
+            self._holdings.dram.hold(block)
+        self._pending.extend(blocks)
+        self.on_work()
+
+    def _tell_visible(self, whole: Sequence[Assembly]) -> None:
         visible: dict[PutSession, list[int]] = {}
         for assembly in whole:
             for writer, index in assembly.writers.items():
                 visible.setdefault(writer, []).append(index)
                 self._await_durable(writer, index)
-        if self._holdings.backend is not None:
-            for block in blocks:
-                self._holdings.dram.hold(block)
-            self._pending.extend(blocks)
         for writer, indices in visible.items():
             if writer.complete:
                 self._holdings.dram.touch(writer.spec.keys)
+            durable = [index for index in indices if self._holdings.durable(writer.spec.keys[index])]
             writer.on_visible(indices)
-        self.on_work()
+            if durable:
+                writer.on_durable(durable)
 
     def close(self, session: PutSession) -> None:
         """Ends a session, whole or not; what is unfinished is forgotten. Twice does no harm."""
@@ -149,7 +180,8 @@ class Writes:
                 waiting[:] = [entry for entry in waiting if entry[0] is not session]
                 if not waiting:
                     del self._awaiting[key]
-        self._holdings.unreserve(freed)
+        for tenant, nbytes in freed.items():
+            self._holdings.unreserve(nbytes, tenant)
 
     def next_plan(self) -> WritePlan | None:
         """The next batch for `Backend.commit`; None when there is nothing to do, or one is under way."""
@@ -158,20 +190,51 @@ class Writes:
             return None
         if not self._pending and not backend.has_housekeeping:
             return None
-        blocks: list[DramBlock] = []
-        nbytes = 0
-        while self._pending:
-            nbytes += record_size(self._pending[0].info)
-            if blocks and nbytes > self._batch_bytes:
-                break
-            blocks.append(self._pending.popleft())
+        blocks: Sequence[DramBlock] = ()
+        while self._pending and not blocks:
+            blocks = self._within_quotas(backend, self._next_batch())
         plan = self._committing = backend.plan(blocks)
         self._holdings.gone(plan.removed)
         self._not_durable(plan.rejected)
         return plan
 
-    def plan_done(self, error: BaseException | None) -> None:
-        """The plan under way was committed, or not, because of `error`."""
+    def _next_batch(self) -> list[DramBlock]:
+        batch: list[DramBlock] = []
+        nbytes = 0
+        while self._pending:
+            nbytes += record_size(self._pending[0].info)
+            if batch and nbytes > self._batch_bytes:
+                break
+            batch.append(self._pending.popleft())
+        return batch
+
+    def _within_quotas(self, backend: Backend, blocks: Sequence[DramBlock]) -> Sequence[DramBlock]:
+        """Those that may be stored, older ones of their tenants going for them; the others stay here for a while."""
+        account = self._durable_account
+        if account is None or not account.grants.has_quotas:
+            return blocks
+        taken: list[DramBlock] = []
+        coming: collections.Counter[str] = collections.Counter()
+        for block in blocks:
+            tenant, size = block.info.tenant, record_size(block.info)
+            excess = account.over_quota(tenant, coming[tenant] + size)
+            if excess:
+                pinned = self._holdings.dram.pins.__contains__
+                self._holdings.gone(backend.forget_oldest(tenant, excess, pinned))
+            if account.over_quota(tenant, coming[tenant] + size):
+                self._not_durable([block])
+            else:
+                taken.append(block)
+                coming[tenant] += size
+        return taken
+
+    def plan_done(self, error: BaseException | None, *, again: bool = False) -> None:
+        """The plan under way was committed, or not, because of `error`.
+
+        Args:
+            error: why not.
+            again: what was not committed is tried again, before all others.
+        """
         plan, self._committing = self._committing, None
         backend = self._holdings.backend
         assert plan is not None
@@ -179,9 +242,14 @@ class Writes:
         if error is not None:
             self.failed_batches += 1
             backend.failed(plan, error)
-            self._not_durable(plan.blocks)
+            self._holdings.gone(plan.lost)
+            if again:
+                self._pending.extendleft(reversed(plan.blocks))
+            else:
+                self._not_durable(plan.blocks)
             return
         backend.committed(plan)
+        self._holdings.gone(plan.lost)
         self.blocks_durable += len(plan.blocks)
         durable: dict[PutSession, list[int]] = {}
         for block in plan.blocks:

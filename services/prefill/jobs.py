@@ -5,6 +5,7 @@ Owns what was asked for and the bounded story that goes back. Knows nothing of s
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 
 from moonpool.cluster.instances import check_instance
 from moonpool.engine.arrival import Arrival
@@ -14,6 +15,23 @@ from moonpool.v1 import kv_pb2, prefill_pb2
 from services.prefill.outbound import Delivery
 
 MAX_EVENTS = 8
+MAX_STORES = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """A kvstore that blocks go to; `held` are the leading ones it is believed to hold, None when nothing is known."""
+
+    store: kv_pb2.Instance
+    held: int | None
+
+    def first(self, computed: int) -> int:
+        """The first block it is offered, when those from `computed` on were computed here.
+
+        What was computed here is offered in any case: a store that could not give it does not hold it, whatever is
+        believed.
+        """
+        return computed if self.held is None else min(self.held, computed)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -25,8 +43,8 @@ class Job:
         sequence: its progress; `sequence.request_id` is the job's own key, because a request may come back while an
             earlier attempt is still leaving.
         target: where the KV goes, None for nowhere.
-        source: where a prefix may be loaded from, None for nowhere.
-        store: where new blocks are stored, None for nowhere.
+        sources: where a prefix may be loaded from, the best first.
+        stores: where blocks are stored.
         delivery: the sending to `target`.
         load_blocks: pool blocks that a prefix is loaded into; empty when nothing is loaded.
         layers_ready: leading layers of that prefix that are there.
@@ -40,8 +58,8 @@ class Job:
     arrival: Arrival
     sequence: PrefillSequence
     target: kv_pb2.TransferTarget | None
-    source: prefill_pb2.PrefixSource | None
-    store: kv_pb2.Instance | None
+    sources: list[prefill_pb2.PrefixSource]
+    stores: list[Target]
     delivery: Delivery | None = None
     load_blocks: list[int] = dataclasses.field(default_factory=list)
     layers_ready: int = 0
@@ -71,14 +89,16 @@ class Job:
             check_instance(request.source.instance, "source.instance")
         if request.HasField("write_back"):
             check_instance(request.write_back, "write_back")
+        _check_others("other_sources", [source.instance for source in request.other_sources])
+        _check_others("replicas", [replica.instance for replica in request.replicas])
         return cls(
             arrival,
             PrefillSequence(
                 key, arrival.token_ids, arrival.keys, arrival.sampling, added_at=now, history=arrival.history()
             ),
             request.target if request.HasField("target") else None,
-            request.source if request.HasField("source") else None,
-            request.write_back if request.HasField("write_back") else None,
+            [*([request.source] if request.HasField("source") else []), *request.other_sources],
+            _targets(request),
         )
 
     @property
@@ -113,3 +133,18 @@ class Job:
         if isinstance(event, MoonpoolError):
             raise event
         return event
+
+
+def _check_others(field: str, others: Sequence[kv_pb2.Instance]) -> None:
+    if len(others) > MAX_STORES:
+        raise InvalidRequest(field, f"at most {MAX_STORES} kvstores")
+    for index, other in enumerate(others):
+        check_instance(other, f"{field}[{index}].instance")
+
+
+def _targets(request: prefill_pb2.PrefillRequest) -> list[Target]:
+    targets = []
+    if request.HasField("write_back"):
+        held = request.write_back_held if request.HasField("write_back_held") else None
+        targets.append(Target(request.write_back, held))
+    return targets + [Target(replica.instance, replica.held_blocks) for replica in request.replicas]

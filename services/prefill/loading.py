@@ -34,21 +34,30 @@ class Loading:
         self._block_tokens = engine.layout.block_tokens
 
     def decide(self, job: Job) -> None:
-        """A job has its blocks: decides whether a longer prefix is loaded into them."""
-        if job.source is None:
-            return
-        blocks = self._loader.worth(job.source, job.sequence, self._scheduler.reusable_blocks(job.sequence))
-        if blocks:
-            job.load_blocks = self._scheduler.load_started(job.key, blocks)
+        """A job has its blocks: decides whether a longer prefix is loaded into them, and where from."""
+        reusable = self._scheduler.reusable_blocks(job.sequence)
+        while job.sources and not job.load_blocks:
+            blocks = self._loader.worth(job.sources[0], job.sequence, reusable)
+            if blocks:
+                job.load_blocks = self._scheduler.load_started(job.key, blocks)
+            else:
+                del job.sources[0]
 
     async def load(self, job: Job) -> None:
         """Loads the prefix; what does not come is computed. Writes no block once it has ended, whatever the end is."""
-        assert job.source is not None
         cached = job.sequence.num_cached // self._block_tokens
         keys = job.sequence.keys[cached : cached + len(job.load_blocks)]
-        loaded = await self._loader.load(
-            job.source.instance, job.request_id, keys, job.load_blocks, partial(self._layer_loaded, job)
-        )
+        loaded = 0
+        for source in job.sources:
+            if self._loader.left_alone(source.instance):
+                continue
+            loaded = await self._loader.load(
+                source.instance, job.request_id, keys, job.load_blocks, partial(self._layer_loaded, job)
+            )
+            # Once a layer has been handed on, its blocks may be on their way: another store's copy must not be written
+            # over them, it may differ in the last bit.
+            if loaded or job.layers_ready:
+                break
         if loaded == len(keys):
             self._scheduler.load_complete(job.key)
         else:

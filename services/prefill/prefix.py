@@ -66,9 +66,13 @@ class PrefixLoader:
         """What is under way on the streams from all stores."""
         return self._stores.traffic
 
+    def left_alone(self, store: kv_pb2.Instance) -> bool:
+        """Whether a store has failed so lately that it is not asked now."""
+        return self._stores.paused(store, time.monotonic())
+
     def worth(self, source: prefill_pb2.PrefixSource, sequence: PrefillSequence, reusable_blocks: int) -> int:
         """Leading blocks that the prompt should have after a load; 0 when loading does not pay."""
-        if self._stores.paused(source.instance, time.monotonic()):
+        if self.left_alone(source.instance):
             return 0
         layout = self._layout
         blocks = min(source.blocks, reusable_blocks)

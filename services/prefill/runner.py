@@ -213,13 +213,16 @@ class Runner:
 
     def _store_new_blocks(self, job: Job) -> None:
         sequence, size = job.sequence, self._layout.block_tokens
-        first, end = (sequence.num_cached + sequence.num_loaded) // size, sequence.num_tokens // size
-        if job.store is None or end <= first or not self._write_back.accepts(job.store, end - first):
-            return
-        blocks = sequence.block_table[first:end]
-        self._scheduler.blocks.acquire(blocks)
-        parents = job.arrival.parents()[first:end]
-        self._write_back.submit(job.store, sequence.keys[first:end], parents, job.arrival.tenant, blocks)
+        computed, full = (sequence.num_cached + sequence.num_loaded) // size, sequence.num_tokens // size
+        for target in job.stores:
+            first = target.first(computed)
+            end = first + self._write_back.room(target.store, max(0, full - first))
+            if end == first:
+                continue
+            blocks = sequence.block_table[first:end]
+            self._scheduler.blocks.acquire(blocks)
+            parents = job.arrival.parents()[first:end]
+            self._write_back.submit(target.store, sequence.keys[first:end], parents, job.arrival.tenant, blocks)
 
     def _record(self, plan: StepPlan, result: StepResult) -> None:
         if len(plan.chunks) == 1 and not plan.step.gated and not result.aborted:

@@ -143,6 +143,7 @@ class FakeDecode(FakeEngine):
     go: asyncio.Event = field(default_factory=asyncio.Event)
     reserved: dict[str, decode_pb2.ReserveRequest] = field(default_factory=dict)
     history: list[str] = field(default_factory=list)
+    requests: list[decode_pb2.ReserveRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     progress: Callable[[], None] = lambda: None
     streams: int = 0
@@ -153,6 +154,7 @@ class FakeDecode(FakeEngine):
             raise self.refusals.pop(0)
         self.reserved[request.sequence.request_id] = request
         self.history.append(request.sequence.request_id)
+        self.requests.append(request)
         self.note()
         target = kv_pb2.TransferTarget(decode=self.instance, transfer_id=next(self._ids), generation=1)
         return decode_pb2.ReserveResponse(target=target, lease_s=5.0)

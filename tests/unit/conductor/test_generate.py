@@ -322,6 +322,24 @@ async def test_a_prefix_in_a_store_is_named_as_source_and_write_back() -> None:
         assert state.block_tokens == BLOCK_TOKENS
 
 
+async def test_copies_are_named_to_prefill_and_decode() -> None:
+    p, d, stores = prefill(), decode(), [store(number) for number in range(3)]
+    p.load.speed.CopyFrom(Speeds(prefill_per_token_s=1.0).to_proto())
+    async with stack(p, d, *stores, kvstore_replicas=2) as s:
+        index = s.servicer._cluster.index
+        keys: list[bytes] = [*block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)]
+        stores[0].store(keys)
+        stores[2].store(keys[:1])
+        await s.until(lambda: (index.held("kvstore-0"), index.held("kvstore-2")) == (2, 1))
+        await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        request, reserved = p.requests[0], d.requests[0]
+        assert (request.source.instance.id, request.source.blocks) == ("kvstore-0", 2)
+        assert [(other.instance.id, other.blocks) for other in request.other_sources] == [("kvstore-2", 1)]
+        assert (request.write_back.id, request.write_back_held) == ("kvstore-0", 2)
+        assert [(copy.instance.id, copy.held_blocks) for copy in request.replicas] == [("kvstore-2", 1)]
+        assert (reserved.write_back.id, [copy.id for copy in reserved.replicas]) == ("kvstore-0", ["kvstore-2"])
+
+
 @pytest.mark.parametrize(
     ("given", "field"),
     [

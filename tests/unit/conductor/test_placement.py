@@ -12,11 +12,10 @@ from services.conductor.placement import (
     PrefillChoice,
     PrefillView,
     Shape,
-    StoreView,
-    choose_write_back,
     rank_decodes,
     rank_prefills,
 )
+from services.conductor.stores import StoreView
 
 SHAPE = Shape(block_tokens=16, token_bytes=10, layers=1)
 SECOND_PER_TOKEN = Speeds(prefill_per_token_s=1.0, load_bytes_per_s=100.0, transfer_bytes_per_s=100.0)
@@ -89,14 +88,6 @@ def test_decode_weighs_load_against_the_kv_it_holds() -> None:
 def test_decode_without_room_comes_last_and_one_too_small_never() -> None:
     ranked = rank_decodes(DEMAND, SHAPE, [decode("full", room=4), decode("busy", sequences=9), decode("tiny", total=4)])
     assert [choice.id for choice in ranked] == ["busy", "full"]
-
-
-def test_write_back_stays_with_the_chain() -> None:
-    stores = [StoreView("b", 0), StoreView("a", 0)]
-    assert choose_write_back([StoreView("b", 2), StoreView("a", 0)], b"\0" * 32) == "b"
-    assert {choose_write_back(stores, bytes([n]) * 32) for n in range(2)} == {"a", "b"}
-    assert choose_write_back(stores, None) == ""
-    assert choose_write_back([], b"\0" * 32) == ""
 
 
 def choice(queue_s: float, prefill_s: float) -> PrefillChoice:

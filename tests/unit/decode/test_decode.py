@@ -485,6 +485,22 @@ async def test_answer_goes_to_the_store() -> None:
         assert it.work.write_back.blocks_stored == 2
 
 
+async def test_answer_goes_to_every_copy() -> None:
+    """A store that is gone costs the other one nothing."""
+    tokens, store = prompt(BLOCK), FakeStore()
+    async with served((STORE, store)) as (_, address), decoding() as it, conducting(it) as conductor:
+        gone = kv_pb2.Instance(id="gone", incarnation=1, address="127.0.0.1:1")
+        place = kv_pb2.Instance(id="store", incarnation=1, address=address)
+        target = await reserve(it, spec("a", tokens, max_tokens=BLOCK + 2), write_back=gone, replicas=[place])
+        await transfer(it, target, tokens)
+        await conductor.start("a", target, 9)
+        await conductor.until(lambda: "a" in conductor.reasons)
+        await it.rest()
+        assert (it.work.write_back.blocks_stored, it.work.write_back.blocks_dropped) == (1, 1)
+        with pytest.raises(InvalidRequest, match=r"replicas\[0\]\.address"):
+            await reserve(it, spec("b", tokens), replicas=[kv_pb2.Instance(id="x", incarnation=1)])
+
+
 async def test_store_gone() -> None:
     """Nobody notices but a counter."""
     tokens = prompt(BLOCK)

@@ -18,6 +18,7 @@ from moonpool.rpc.channels import Channels, probe
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service, serving
 from moonpool.sched.block_manager import BlockManager
+from moonpool.telemetry.gauges import Gauges
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 from tests.unit.checkpoint.folder import write_config, write_weights
@@ -101,6 +102,9 @@ class Idle:
 
     def load(self) -> conductor_pb2.LoadReport:
         return conductor_pb2.LoadReport(draining=self.draining)
+
+    def gauges(self) -> Gauges:
+        return Gauges([("draining", lambda: self.draining, None)])
 
     def drain(self) -> None:
         self.draining = True

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from moonpool.errors import FrameError, StreamBroken, TransferFailed
+from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed
 from moonpool.kv.keys import BlockKey, block_keys
+from moonpool.kv.store_writer import _Put
 from moonpool.kv.streams import PrefixLost, PutOutcome, StoreReader, StoreWriter
+from moonpool.v1 import kvstore_pb2
 from tests.unit.kv.fakes import HELLO, LAYOUT, ROOT, STORE, FakeStore, content, served
 
 SLICE = LAYOUT.slice_bytes
@@ -106,6 +108,28 @@ async def test_put_sends_only_what_is_not_there() -> None:
         await store.until(lambda: not store.puts)
         assert store.calls == 1
     assert set(store.blocks) == set(KEYS[:4])
+
+
+async def test_what_another_writer_finishes_meanwhile_is_not_read_any_more() -> None:
+    async with writing(FakeStore(), frame_bytes=2 * SLICE) as writer:
+        missing = {0, 1, 3}
+        slices = writer._slices(missing, read_content)
+        assert [(item.layer, item.block) for item in (next(slices), next(slices))] == [(0, 0), (0, 1)]
+        missing -= {0, 3}
+        assert [(item.layer, item.block) for item in slices] == [(1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [("invalid_request", InvalidRequest), ("kvstore_pinned", Overloaded), ("", TransferFailed)],
+)
+def test_a_refusal_says_whether_to_come_again(code: str, kind: type[MoonpoolError]) -> None:
+    message = kvstore_pb2.PutRefused(session=1, reason="keys: too many", code=code, retry_after_s=3.5)
+    put = _Put(1, 2)
+    with pytest.raises(kind, match="too many") as refusal:
+        put.on_message(kvstore_pb2.PutResponse(refused=message), memoryview(b""))
+    if isinstance(refusal.value, Overloaded):
+        assert (refusal.value.reason, refusal.value.retry_after_s) == ("kvstore_pinned", 3.5)
 
 
 @pytest.mark.parametrize("when", ["open", "frame"])

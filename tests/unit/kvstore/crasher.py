@@ -1,20 +1,58 @@
-"""Writes blocks for ever and prints each key once it is durable; meant to be killed."""
+"""Writes blocks for ever into a small tier and tells what became of them; meant to be killed.
+
+Prints "+KEY" once a block is durable, and "-KEY" before one is given up.
+"""
 
 import itertools
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from tests.unit.kvstore.helpers import RECORD, Driven, keys_of, open_ssd
+from moonpool.kv.keys import BlockKey
+from services.kvstore.ssd import SsdTier, open_tier
+from tests.unit.kvstore.helpers import RECORD, block_of, keys_of
+
+BATCH = 7
+SEGMENT = 5 * RECORD
+CAPACITY = 40 * SEGMENT
+KEPT_PER_LIFE = 2
+TENANTS = ("a", "b")
+
+
+def kept_keys(lives: int) -> set[BlockKey]:
+    """Blocks that must never go: the first ones of each life."""
+    return {key for life in range(lives) for key in keys_of(KEPT_PER_LIFE, str(life))}
+
+
+def tenant_of(key: BlockKey) -> str:
+    return TENANTS[key[0] % len(TENANTS)]
+
+
+def tell(sign: str, keys: Iterable[BlockKey]) -> None:
+    sys.stdout.write("".join(f"{sign}{key.hex()}\n" for key in keys))
+    sys.stdout.flush()
+
+
+def write(ssd: SsdTier, keys: list[BlockKey]) -> None:
+    plan = ssd.plan([block_of(key, tenant_of(key)) for key in keys])
+    tell("-", plan.removed)
+    ssd.commit(plan)
+    ssd.committed(plan)
+    assert not plan.lost
+    tell("+", (block.info.key for block in plan.blocks))
 
 
 def main() -> None:
-    folder, chain = Path(sys.argv[1]), sys.argv[2]
-    ssd = open_ssd(folder, capacity=1 << 30, segment=5 * RECORD)
-    driven = Driven(ssd)
-    keys = keys_of(100_000, chain)
-    for start in itertools.count(step=7):
-        driven.flush(keys[start : start + 7])
-        print("\n".join(key.hex() for key in keys[start : start + 7]), flush=True)
+    folder, life, durability = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    kept = kept_keys(life + 1)
+    ssd = open_tier(folder, CAPACITY, SEGMENT, durability="power" if durability == "power" else "process")
+    ssd.protect(lambda key, tenant, nbytes: key in kept)
+    keys = keys_of(20_000, str(life))
+    for start in itertools.count(step=BATCH):
+        write(ssd, keys[start : start + BATCH])
+        ssd.touch(keys[max(0, start - 90) : start : 3])
+        if start % (40 * BATCH) == 0:
+            ssd.compact(0.9)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,13 @@ from moonpool.kv.layout import KVLayout
 from services.kvstore.assembly import PutSession, PutSpec, parents_of
 from services.kvstore.blocks import NO_PARENT, BlockFormat, BlockInfo, DramBlock
 from services.kvstore.dram import DramTier
+from services.kvstore.pins import Pins
 from services.kvstore.policy import LRU
+from services.kvstore.protection import Protection
 from services.kvstore.recovery import DataFolder, recover
 from services.kvstore.ssd import SsdTier
 from services.kvstore.store import BlockStore
+from services.kvstore.tenants import Account
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
 FORMAT = BlockFormat(b"n" * 32, LAYOUT)
@@ -47,10 +50,16 @@ def spec_of(
     layers: range | None = None,
     heads: range | None = None,
     block_format: BlockFormat = FORMAT,
+    tenant: str = "",
 ) -> PutSpec:
     layout = block_format.layout
     return PutSpec(
-        block_format, keys, parents_of(keys, []), "", layers or range(layout.layers), heads or range(layout.kv_heads)
+        block_format,
+        keys,
+        parents_of(keys, []),
+        tenant,
+        layers or range(layout.layers),
+        heads or range(layout.kv_heads),
     )
 
 
@@ -72,8 +81,19 @@ def open_ssd(path: Path, capacity: int = 1 << 20, segment: int = 1 << 16) -> Ssd
 class Driven:
     """A store whose commits happen when `flush` is called, and what it has announced."""
 
-    def __init__(self, ssd: SsdTier | None = None, dram_bytes: int = 64 * BLOCK) -> None:
-        self.store = BlockStore(DramTier(dram_bytes, LRU()), ssd, max_sessions=4)
+    def __init__(
+        self,
+        ssd: SsdTier | None = None,
+        dram_bytes: int = 64 * BLOCK,
+        pins: Pins | None = None,
+        account: Account | None = None,
+        ssd_account: Account | None = None,
+    ) -> None:
+        dram = DramTier(dram_bytes, LRU(), pins=pins, account=account)
+        self.ssd_account = ssd_account or Account()
+        self.store = BlockStore(dram, ssd, max_sessions=4, durable_account=self.ssd_account)
+        if ssd is not None:
+            ssd.protect(Protection(dram.pins.__contains__, self.ssd_account).keeps, self.ssd_account)
         self.stored: list[BlockKey] = []
         self.removed: list[BlockKey] = []
         self.visible: list[tuple[BlockKey, ...]] = []
@@ -91,9 +111,9 @@ class Driven:
             lambda blocks: self.durable.append(tuple(spec.keys[index] for index in blocks)),
         )
 
-    def put(self, keys: Sequence[BlockKey]) -> PutSession:
+    def put(self, keys: Sequence[BlockKey], tenant: str = "") -> PutSession:
         """Writes whole blocks and ends the session; not durable yet."""
-        session = self.open(spec_of(keys))
+        session = self.open(spec_of(keys, tenant=tenant))
         assert session is not None
         for index in range(len(keys)):
             if index not in session.present:
@@ -102,10 +122,10 @@ class Driven:
         assert session.complete
         return session
 
-    def flush(self, keys: Sequence[BlockKey] = ()) -> None:
+    def flush(self, keys: Sequence[BlockKey] = (), tenant: str = "") -> None:
         """Puts blocks, and commits everything that is pending."""
         if keys:
-            session = self.put(keys)
+            session = self.put(keys, tenant)
         while (plan := self.store.writes.next_plan()) is not None:
             backend = self.store.holdings.backend
             assert backend is not None

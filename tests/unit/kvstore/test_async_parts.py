@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from moonpool.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from moonpool.kv.keys import BlockKey, unpack_keys
 from services.kvstore.layers import LayerReader, Lost, ReadAhead
 from services.kvstore.rooms import RoomQueue
@@ -222,6 +222,24 @@ async def test_room_is_given_first_come_first_served() -> None:
     assert len(queue) == 0
 
 
+async def test_who_waits_in_one_lane_keeps_nobody_in_another() -> None:
+    rooms, queue = Rooms(1), RoomQueue(9)
+    large = asyncio.ensure_future(queue.get(lambda: rooms.attempt(3), rooms.undo, 10, lane="t"))
+    await asyncio.sleep(0)
+    assert (queue.waits("t"), queue.waits()) == (True, False)
+    assert await queue.get(lambda: rooms.attempt(1), rooms.undo, 10) == 1
+    other = asyncio.ensure_future(queue.get(lambda: rooms.attempt(1), rooms.undo, 10))
+    await asyncio.sleep(0)
+    assert len(queue) == 2
+    rooms.free = 1
+    queue.poke()
+    assert await other == 1
+    rooms.free = 3
+    queue.poke()
+    assert await large == 3
+    assert not queue.waits("t")
+
+
 async def test_waiting_for_room_ends_and_lets_others_pass() -> None:
     rooms, queue = Rooms(1), RoomQueue(9)
     large = asyncio.ensure_future(queue.get(lambda: rooms.attempt(3), rooms.undo, 0.01))
@@ -322,6 +340,32 @@ async def test_a_watcher_that_knows_the_incarnation_gets_what_it_missed() -> Non
         else:
             assert [(await anext(events)).sequence for _ in replayed] == replayed
         await events.aclose()
+
+
+async def test_the_journal_is_bounded_in_bytes_too() -> None:
+    watched = Watched(journal_bytes=100)
+    for keys in (KEYS[:1], KEYS[1:2], KEYS[2:3], KEYS[3:]):
+        watched.change(keys, [])
+        await asyncio.sleep(0)
+    assert [message.sequence for message in watched.journal._kept] == [4]
+    for key in KEYS[:4]:
+        watched.change([], [key])
+        await asyncio.sleep(0)
+    assert [message.sequence for message in watched.journal._kept] == [6, 7, 8]
+    events = watched.journal.watch(7, 5)
+    assert (await anext(events)).sequence == 6
+    await events.aclose()
+
+
+async def test_watchers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.kvstore.watch.MAX_WATCHERS", 1)
+    watched = Watched()
+    first, second = watched.journal.watch(0, 0), watched.journal.watch(0, 0)
+    await anext(first)
+    with pytest.raises(Overloaded, match="too many watchers"):
+        await anext(second)
+    await first.aclose()
+    assert (await anext(watched.journal.watch(0, 0))).snapshot_end
 
 
 async def test_a_slow_watcher_is_cut_off() -> None:

@@ -1,39 +1,109 @@
 """kill -9 at any moment: what was DURABLE is there, everything else wholly or not at all."""
 
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from moonpool.kv.keys import BlockKey
-from tests.unit.kvstore.helpers import Driven, data_of, keys_of, open_ssd
+from services.kvstore.ssd import Durability, SsdTier, open_tier
+from services.kvstore.verify import verify
+from tests.unit.kvstore.crasher import CAPACITY, SEGMENT, kept_keys, tenant_of
+from tests.unit.kvstore.helpers import LAYOUT, keys_of, slice_of
 
-LIVES = 3
-LINES = (5, 30, 61)
+MOST_LINES = 900
 
 
-def test_durable_blocks_survive_kill_9(tmp_path: Path) -> None:
-    durable: list[BlockKey] = []
-    for life in range(LIVES):
-        child = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.kvstore.crasher", str(tmp_path), str(life)], stdout=subprocess.PIPE
-        )
+class Lives:
+    """What the crasher has told over its lives."""
+
+    def __init__(self, folder: Path, durability: Durability) -> None:
+        self.folder = folder
+        self.durability = durability
+        self.durable: set[BlockKey] = set()
+        self.gone: set[BlockKey] = set()
+        self.written = 0
+        self.lives = 0
+
+    def live(self, lines: int) -> None:
+        """One life, killed after so many lines."""
+        command = [sys.executable, "-m", "tests.unit.kvstore.crasher"]
+        child = subprocess.Popen([*command, str(self.folder), str(self.lives), self.durability], stdout=subprocess.PIPE)
         assert child.stdout is not None
-        for _ in range(LINES[life]):
-            durable.append(BlockKey(bytes.fromhex(child.stdout.readline().decode().strip())))
+        told = [child.stdout.readline() for _ in range(lines)]
         child.kill()
-        rest = child.stdout.read().decode()
-        child.wait(10)
+        told += child.stdout.read().splitlines(keepends=True)
         child.stdout.close()
-        complete = rest[: rest.rfind("\n") + 1].split()
-        durable += [BlockKey(bytes.fromhex(line)) for line in complete]
-        ssd = open_ssd(tmp_path, capacity=1 << 30)
+        child.wait(10)
+        self.lives += 1
+        for line in told:
+            if not line.endswith(b"\n"):
+                continue  # it was cut off with the process
+            assert len(line) == 66, "the crasher ended by itself"
+            key = BlockKey(bytes.fromhex(line[1:].decode()))
+            if line.startswith(b"+"):
+                self.written += 1
+                self.durable.add(key)
+                self.gone.discard(key)
+            else:
+                self.durable.remove(key)
+                self.gone.add(key)
+
+    def check(self) -> None:
+        """Block by block: durable ones are there, and nothing that was never written."""
+        report = verify(self.folder)
+        assert report.ok, report.faults
+        ssd = open_tier(self.folder, CAPACITY, SEGMENT, durability=self.durability)
         try:
             ssd.check_invariants()
-            assert set(durable) <= set(ssd)
-            driven = Driven(ssd)
-            for key in ssd:
-                assert driven.read([key]) == [data_of(key)]
-            known = {key for life in range(LIVES) for key in keys_of(len(durable) + 100, str(life))}
-            assert set(ssd) <= known
+            here = set(ssd)
+            assert self.durable <= here
+            assert kept_keys(self.lives) & self.durable <= here
+            written = {key for life in range(self.lives) for key in keys_of(self.written + 100, str(life))}
+            assert here - self.durable - self.gone <= written
+            assert ssd.used_bytes <= CAPACITY
+            for key in here:
+                self.check_block(ssd, key)
+            self.durable, self.gone = here, set()
         finally:
-            ssd.close()
+            if self.durability == "power":
+                ssd.close()
+            else:
+                abandon(ssd)
+
+    def check_block(self, ssd: SsdTier, key: BlockKey) -> None:
+        outs = [memoryview(bytearray(LAYOUT.slice_bytes)) for _ in range(LAYOUT.layers)]
+        reader = ssd.reader(key)
+        reader.read_layers(0, outs)
+        reader.release()
+        assert [bytes(out) for out in outs] == [slice_of(key, layer) for layer in range(LAYOUT.layers)]
+        assert ssd.tenant_of(key) == tenant_of(key)
+
+
+def abandon(ssd: SsdTier) -> None:
+    """Unlocks the folder without bringing anything to the device."""
+    ssd._index.close()
+    ssd._folder.close()
+
+
+@pytest.mark.parametrize("durability", ["power", "process"])
+def test_durable_blocks_survive_kill_9(tmp_path: Path, durability: Durability) -> None:
+    lives = Lives(tmp_path, durability)
+    for lines in (30, 500):
+        lives.live(lines)
+        lives.check()
+    assert lives.written > 250, "nothing was reclaimed"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("durability", ["power", "process"])
+def test_durable_blocks_survive_fifty_kills(tmp_path: Path, durability: Durability) -> None:
+    chance = random.Random(50)
+    lives = Lives(tmp_path, durability)
+    for _ in range(50):
+        lives.live(chance.randrange(1, MOST_LINES))
+        lives.check()
+    print(f"{durability}: {lives.written} blocks made durable in 50 lives")

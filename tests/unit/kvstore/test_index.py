@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from services.kvstore.index import Index, IndexChange, IndexLostError, Location, remove_index
+from services.kvstore.catalogue import ENTRY
+from services.kvstore.index import Index, IndexChange, IndexLostError, remove_index
 from tests.unit.kvstore.helpers import FORMAT, keys_of
 
 KEYS = keys_of(200)
@@ -14,27 +15,46 @@ def made(path: Path) -> Index:
     return index
 
 
+def entries(*numbers: int) -> bytes:
+    return b"".join(ENTRY.pack(KEYS[n], 2 * n, 2, 7, 1) for n in numbers)
+
+
 def test_what_was_committed_is_there_again(tmp_path: Path) -> None:
     index = made(tmp_path / "i")
-    places = {key: Location(1, n * 8192, 8192, 7).pack() for n, key in enumerate(KEYS[:3])}
-    index.commit(IndexChange(blocks=places, segments={1: 24576, 300: 5}, formats={7: FORMAT}))
-    index.commit(IndexChange(removed_blocks=[KEYS[0], KEYS[9]], removed_segments=[300]))
+    index.commit(
+        IndexChange(
+            entries={(1, 0): entries(0, 1), (300, 0): entries(5)},
+            segments={1: 16384, 300: 8192},
+            formats={7: FORMAT},
+            tenants={1: "", 2: "ü"},
+        )
+    )
+    index.commit(IndexChange(dropped=[(1, 0), (300, 0)]))
+    index.commit(IndexChange(removed_segments=[300, 4], entries={(1, 2): entries(2)}, segments={1: 24576}))
     index.close()
     index = Index(tmp_path / "i")
     image = index.load()
-    assert image.blocks == {key: places[key] for key in KEYS[1:3]}
+    assert image.entries == {1: entries(0, 1, 2)}
     assert image.segments == {1: 24576}
     assert image.formats == {7: FORMAT}
-    assert Location.unpack(image.blocks[KEYS[1]]) == Location(1, 8192, 8192, 7)
+    assert image.tenants == {1: "", 2: "ü"}
+    assert image.dropped == [(1, 0)]
     index.close()
 
 
 def test_the_map_grows(tmp_path: Path) -> None:
     index = made(tmp_path / "i")
-    for n in range(20):
-        keys = keys_of(200, chain=str(n))
-        index.commit(IndexChange(blocks={key: Location(n, 0, 0, 0).pack() for key in keys}))
-    assert len(index.load().blocks) == 4000
+    for n in range(40):
+        index.commit(IndexChange(entries={(n, 0): entries(*range(100))}))
+    assert sum(len(packed) for packed in index.load().entries.values()) == 4000 * ENTRY.size
+    index.close()
+
+
+def test_a_gap_in_the_slots_is_a_lost_index(tmp_path: Path) -> None:
+    index = made(tmp_path / "i")
+    index.commit(IndexChange(entries={(1, 0): entries(0), (1, 2): entries(2)}))
+    with pytest.raises(IndexLostError, match="gap"):
+        index.load()
     index.close()
 
 
@@ -48,11 +68,26 @@ def test_an_unfinished_index_is_lost(tmp_path: Path) -> None:
     remove_index(tmp_path / "i")
 
 
+def test_an_index_of_another_version_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("services.kvstore.index._VERSION", b"1")
+        made(tmp_path / "i").close()
+    with pytest.raises(IndexLostError, match="version"):
+        Index(tmp_path / "i")
+
+
+def test_a_look_changes_nothing(tmp_path: Path) -> None:
+    made(tmp_path / "i").close()
+    index = Index(tmp_path / "i", read_only=True)
+    assert index.load().entries == {}
+    index.close()
+
+
 @pytest.mark.parametrize("damage", ["garbage", "cut", "empty"])
 def test_a_damaged_file_is_lost_and_never_touched_further(tmp_path: Path, damage: str) -> None:
     index = made(tmp_path / "i")
-    for n in range(20):
-        index.commit(IndexChange(blocks={key: Location(n, 0, 0, 0).pack() for key in keys_of(200, chain=str(n))}))
+    for n in range(40):
+        index.commit(IndexChange(entries={(n, 0): entries(*range(100))}))
     index.close()
     data = tmp_path / "i" / "data.mdb"
     whole = data.read_bytes()

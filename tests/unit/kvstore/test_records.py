@@ -102,7 +102,7 @@ def test_a_scan_tolerates_a_cut_tail_and_goes_on_behind_a_broken_header(tmp_path
 def test_reading_behind_the_end_is_a_bad_record(tmp_path: Path) -> None:
     file = write_segment(tmp_path / "s", 1)
     with pytest.raises(BadRecordError):
-        file.read_into(memoryview(bytearray(10)), RECORD - 5)
+        file.read([memoryview(bytearray(10))], RECORD - 5)
     with pytest.raises(BadRecordError):
         file.read_header(RECORD)
     file.close()

@@ -296,6 +296,22 @@ async def test_two_processes_write_the_layers_of_a_block() -> None:
         await store.at_rest()
 
 
+async def test_a_writer_hears_of_blocks_that_another_finishes_and_need_not_send_them() -> None:
+    async with rig() as store:
+        call = await opened_put(store, [A, B])
+        assert await store.put([A]) == (0, 1)
+        ack = (await call.read()).ack
+        assert (list(ack.blocks), ack.durability) == ([0], kvstore_pb2.DURABILITY_VISIBLE)
+        slices = [Slice(layer, 1, memoryview(slice_of(B, layer)), 16) for layer in range(3)]
+        for header, pieces in pack_frames(1, 0, slices, LAYOUT):
+            await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=1))))
+        assert list((await call.read()).ack.blocks) == [1]
+        assert await store.read([A, B]) == [data_of(A), data_of(B)]
+        call.cancel()
+        await store.at_rest()
+
+
 async def test_a_session_closed_too_early_is_refused() -> None:
     async with rig() as store:
         call = await opened_put(store, [A])
@@ -452,14 +468,6 @@ async def test_a_watcher_resumes_where_it_was() -> None:
         assert (message.events.sequence, unpack_keys(message.events.stored_keys)) == (2, [B])
         watch.cancel()
         await store.at_rest()
-
-
-async def test_pins_are_not_built_and_say_so() -> None:
-    async with rig() as store:
-        for call in (store.stub.Pin(kvstore_pb2.PinRequest()), store.stub.Unpin(kvstore_pb2.UnpinRequest())):
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await call
-            assert isinstance(from_rpc_error(error.value), Unsupported)
 
 
 async def test_stats_tell_what_is_held() -> None:

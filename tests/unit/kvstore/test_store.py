@@ -110,6 +110,62 @@ def test_two_whole_writers_of_one_block_and_one_leaves() -> None:
     assert driven.read([A]) == [data_of(A)]
 
 
+def test_a_session_is_told_when_another_finishes_its_block() -> None:
+    driven = Driven()
+    writes = driven.store.writes
+    told: list[int] = []
+    slow = writes.open(spec_of([A, B]), told.extend, lambda _: None)
+    assert slow is not None
+    writes.write(slow, [run_of(A, 0, 0)])
+    writes.close(driven.put([A]))
+    assert told == [0]
+    assert set(slow.unfinished) == {1}
+    writes.write(slow, [run_of(A, 0, 1)])  # it had sent this before it was told
+    assert driven.store.holdings.dram.reserved_bytes == BLOCK
+    for layer in range(LAYOUT.layers):
+        writes.write(slow, [run_of(B, 1, layer)])
+    assert told == [0, 1]
+    assert slow.complete
+    assert driven.read([A, B]) == [data_of(A), data_of(B)]
+    writes.close(slow)
+
+
+def test_one_of_many_writers_vanishes_and_its_part_is_brought_by_another() -> None:
+    driven = Driven()
+    writes = driven.store.writes
+    low, high = driven.open(spec_of([A], layers=range(2))), driven.open(spec_of([A], layers=range(2, 3)))
+    assert low is not None
+    assert high is not None
+    writes.write(low, [run_of(A, 0, 0)])
+    writes.close(low)  # vanishes; layer 0 stays as long as somebody writes the block
+    writes.write(high, [run_of(A, 0, 2)])
+    again = driven.open(spec_of([A], layers=range(1, 2)))
+    assert again is not None
+    driven.store.check_invariants()
+    writes.write(again, [run_of(A, 0, 1)])
+    assert driven.read([A]) == [data_of(A)]
+    writes.close(high)
+    writes.close(again)
+    driven.store.check_invariants()
+
+
+def test_when_the_last_writer_vanishes_its_memory_comes_back() -> None:
+    driven = Driven()
+    writes, dram = driven.store.writes, driven.store.holdings.dram
+    sessions = [driven.open(spec_of([A], heads=range(head, head + 1))) for head in range(2)]
+    for head, session in enumerate(sessions):
+        assert session is not None
+        writes.write(session, [run_of(A, 0, 0, range(head, head + 1))])
+    assert dram.arena.live_bytes == BLOCK
+    for session in sessions:
+        assert session is not None
+        writes.close(session)
+    dram.arena.collect()
+    assert (dram.arena.live_bytes, dram.reserved_bytes, writes.unfinished_blocks) == (0, 0, 0)
+    writes.close(driven.put([A]))
+    assert driven.read([A]) == [data_of(A)]
+
+
 @pytest.mark.parametrize(
     "run",
     [
@@ -298,11 +354,15 @@ def test_a_block_that_came_back_another_way_is_not_taken_twice(tmp_path: Path) -
         source.reader.read(layer, source.take(layer, LAYOUT))
         source.filled |= 1 << layer
         writes.write(session, [run_of(A, 0, layer)] if layer < 2 else [])
-    reads.close(good)  # promotes what was thought to be lost
+    reads.close(good)  # promotes what was thought to be lost, and the writer hears of it
+    assert driven.visible == [(A,)]
+    assert session.complete
     writes.write(session, [run_of(A, 0, 2)])
     assert driven.visible == [(A,)]
     assert (driven.removed, driven.stored) == ([A], [A])
-    writes.close(session)
+    assert driven.durable == []
     driven.flush()
+    assert driven.durable == [(A,)]  # it is stored anew
+    writes.close(session)
     assert driven.read([A]) == [data_of(A)]
     ssd.close()

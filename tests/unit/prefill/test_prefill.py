@@ -346,6 +346,39 @@ async def test_store_does_not_give_what_it_has(fault: str) -> None:
             assert it.work.loader.failures == 1
 
 
+@pytest.mark.parametrize("fault", ["mute", "refused", "nothing", "midway"])
+async def test_another_store_serves_what_the_first_does_not(fault: str) -> None:
+    """As long as nothing has been handed on; after that what is missing is computed."""
+    tokens = prompt(4 * BLOCK + 3)
+    frame = 4 * LAYOUT.slice_bytes
+    async with (
+        storing(tokens, frame_bytes=frame) as (store, place),
+        storing(tokens) as (other, replica),
+        prefilling(load_timeout_s=0.1) as it,
+        decoding() as decode,
+    ):
+        replica.id = "replica"
+        if fault == "nothing":
+            store.blocks.clear()
+        elif fault == "refused":
+            place.address = "127.0.0.1:1"
+        elif fault == "midway":
+            store.lost_at = (1, 1)
+        store.mute = fault == "mute"
+        sequence = spec("a", tokens)
+        target = await promised(decode, sequence)
+        story = await begin(it, sequence, target=target, source=source(place, 4), other_sources=[source(replica, 4)])
+        first = await story.to_the_end()
+        assert first.token_id == next_token(tokens)
+        assert (first.loaded_tokens, other.calls) == ((0, 0) if fault == "midway" else (4 * BLOCK, 1))
+        assert_arrived(decode, tokens)
+        dismiss(decode)
+        if fault in ("mute", "refused"):  # the first one is left alone for a while
+            again = await begin(it, spec("b", tokens, max_tokens=1), source=source(place, 4))
+            await again.to_the_end()
+            assert it.work.loader.failures == 1
+
+
 async def test_loads_only_where_it_is_cheaper() -> None:
     """Loading a block is predicted to take longer than computing it: it is computed."""
     tokens = prompt(2 * BLOCK + 3)
@@ -372,6 +405,44 @@ async def test_new_blocks_are_stored() -> None:
         for index in (2, 3):
             for layer in range(LAYOUT.layers):
                 assert store.blocks[keys[index]][layer] == bytes(slice_of_tokens(tokens, index, layer))
+
+
+async def test_every_copy_is_filled_up_from_what_its_store_holds() -> None:
+    """The source gets what was computed; a store that holds less gets what was loaded, too, and what was cached."""
+    tokens = prompt(4 * BLOCK + 3)
+    keys = block_keys(ROOT, tokens, BLOCK)
+    async with (
+        storing(tokens[: 2 * BLOCK]) as (store, place),
+        storing(tokens[:BLOCK]) as (other, replica),
+        storing() as (late, new),
+        prefilling() as it,
+    ):
+        replica.id, new.id = "replica", "new"
+        copies = [prefill_pb2.StoreReplica(instance=replica, held_blocks=1)]
+        sequence = spec("a", tokens, max_tokens=1)
+        story = await begin(it, sequence, source=source(place, 2), write_back=place, write_back_held=2, replicas=copies)
+        assert (await story.to_the_end()).loaded_tokens == 2 * BLOCK
+        await it.rest()
+        assert set(store.blocks) == set(other.blocks) == set(keys)
+        assert store.parents == {keys[2]: keys[1], keys[3]: keys[2]}
+        assert other.parents == {keys[1]: keys[0], **store.parents}
+        assert it.work.write_back.blocks_stored == 5
+        story = await begin(it, spec("b", tokens, max_tokens=1), write_back=new, write_back_held=0)
+        assert (await story.to_the_end()).local_tokens == 4 * BLOCK
+        await it.rest()
+        assert set(late.blocks) == set(keys)
+
+
+async def test_too_many_stores_and_stores_without_address_are_refused() -> None:
+    async with prefilling() as it:
+        place = kv_pb2.Instance(id="store", incarnation=1, address="127.0.0.1:1")
+        sequence = spec("a", prompt(5), max_tokens=1)
+        with pytest.raises(InvalidRequest, match="replicas: at most 16"):
+            await begin(it, sequence, replicas=[prefill_pb2.StoreReplica(instance=place)] * 17)
+        with pytest.raises(InvalidRequest, match=r"other_sources\[1\]\.instance\.address"):
+            await begin(
+                it, sequence, other_sources=[source(place, 1), source(kv_pb2.Instance(id="x", incarnation=1), 1)]
+            )
 
 
 async def test_write_back_is_bounded() -> None:

@@ -1,0 +1,133 @@
+"""What this machine's disk can do at all, for comparison: plain reads and appends, and a page cache without our files.
+
+Knows nothing of the store: pieces of a size, in an order, by so many threads, past no cache but with an empty one.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_FILL_BYTES = 8 << 20
+
+Piece = tuple[int, int]
+"""Offset and length."""
+
+
+def drop_cache(folder: Path) -> int:
+    """Takes everything under `folder` out of the page cache; returns the bytes of the files there.
+
+    The kernel keeps what was not written yet, so all is synced before.
+    """
+    os.sync()
+    total = 0
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                total += os.fstat(fd).st_size
+            finally:
+                os.close(fd)
+    return total
+
+
+def append_seconds(path: Path, source: memoryview, piece_bytes: int, nbytes: int, sync_bytes: int) -> float:
+    """Seconds until `nbytes` have been appended to a new file and are on the device.
+
+    Args:
+        path: of the file, which is removed afterwards.
+        source: what is written, from its beginning to its end and again; a multiple of `piece_bytes`.
+        piece_bytes: of each write.
+        nbytes: in all.
+        sync_bytes: `fdatasync` after so many.
+    """
+    begin = time.perf_counter()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        done = synced = 0
+        while done < nbytes:
+            at = done % source.nbytes
+            done += os.write(fd, source[at : at + min(piece_bytes, nbytes - done)])
+            if done - synced >= sync_bytes:
+                os.fdatasync(fd)
+                synced = done
+        os.fdatasync(fd)
+        return time.perf_counter() - begin
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def make_file(path: Path, nbytes: int) -> None:
+    """A file of so many bytes, none of them a hole, on the device."""
+    data = os.urandom(1 << 16) * (_FILL_BYTES >> 16)
+    with path.open("wb") as file:
+        while (left := nbytes - file.tell()) > 0:
+            file.write(data[:left])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def layer_major(blocks: int, layers: int, slice_bytes: int, pitch: int, chain: int) -> list[Piece]:
+    """Pieces of a file of blocks, `pitch` apart, in the order in which chains of so many are read layer by layer."""
+    pieces = []
+    for first in range(0, blocks, chain):
+        group = range(first, min(first + chain, blocks))
+        pieces += [(block * pitch + layer * slice_bytes, slice_bytes) for layer in range(layers) for block in group]
+    return pieces
+
+
+def whole_blocks(blocks: int, block_bytes: int, pitch: int) -> list[Piece]:
+    """The same blocks, each in one piece."""
+    return [(block * pitch, block_bytes) for block in range(blocks)]
+
+
+def read_seconds(path: Path, pieces: Sequence[Piece], depth: int) -> float:
+    """Seconds until `depth` threads have read all pieces, in order, each into memory that was touched before.
+
+    Raises:
+        OSError: a piece is not in the file.
+    """
+    todo = iter(pieces)
+    lock = threading.Lock()
+    failed: list[BaseException] = []
+    longest = max(length for _, length in pieces)
+    memories = [memoryview(bytearray(b"\1") * longest) for _ in range(depth)]
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def reader(memory: memoryview) -> None:
+        try:
+            while True:
+                with lock:
+                    piece = next(todo, None)
+                if piece is None:
+                    return
+                _read(fd, piece, memory)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=reader, args=(memory,)) for memory in memories]
+    try:
+        begin = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds = time.perf_counter() - begin
+    finally:
+        os.close(fd)
+    if failed:
+        raise failed[0]
+    return seconds
+
+
+def _read(fd: int, piece: Piece, memory: memoryview) -> None:
+    offset, length = piece
+    done = 0
+    while done < length:
+        count = os.preadv(fd, [memory[done:length]], offset + done)
+        if not count:
+            raise OSError(f"the file ends before {offset + length}")
+        done += count

@@ -1,0 +1,128 @@
+"""Resident memory of a kvstore while more passes through it than it may hold, as a figure and as a picture.
+
+Chains out of a universe of twice the DRAM budget are put when they are not there and read when they are, in blocks of
+several sizes whose shares shift with time: what makes allocators grow. Measured is all anonymous memory of the process,
+the interpreter included.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.frame import Progress, Row, bounded
+from benchmarks.kvstore_client import StoreClient, connected
+from benchmarks.kvstore_picture import Point, picture
+from benchmarks.kvstore_shape import Memory, chain, layout_of
+from benchmarks.processes import Child, child
+
+SIZES = (64 << 10, 256 << 10, 1 << 20)
+CHAIN_BYTES = 8 << 20
+UNIVERSE = 2.0
+"""Times the budget."""
+ALLOWED = 1.15
+"""Of the budget."""
+AT_ONCE = 2
+PHASE_S = 5.0
+"""After so long another size of blocks is the most frequent."""
+SAMPLE_S = 0.25
+SEED = 1
+
+
+@dataclasses.dataclass(slots=True)
+class Churn:
+    """What goes in and out.
+
+    Attributes:
+        clients: one for each size of blocks.
+        chains: of each size's universe.
+        until: when it ends, on the clock of `time.perf_counter`.
+        began: when it began.
+        moved: bytes put and read so far.
+        put: of them, put.
+    """
+
+    clients: Sequence[StoreClient]
+    chains: int
+    until: float
+    began: float
+    moved: int = 0
+    put: int = 0
+
+    def next(self, generator: random.Random, now: float) -> tuple[StoreClient, list[bytes]]:
+        """A size and a chain of it."""
+        favourite = int((now - self.began) / PHASE_S) % len(self.clients)
+        number = favourite if generator.random() < 0.8 else generator.randrange(len(self.clients))
+        client = self.clients[number]
+        blocks = CHAIN_BYTES // client.layout.block_bytes
+        return client, chain(("churn", number, generator.randrange(self.chains)), blocks)
+
+    async def worker(self, seed: int) -> None:
+        """Reads chains that are there, and puts what is not; no two workers the same ones."""
+        generator = random.Random(seed)
+        while (now := time.perf_counter()) < self.until:
+            client, keys = self.next(generator, now)
+            keys = [bytes([seed]) + key[1:] for key in keys]
+            found = await client.match(keys)
+            # What is found may be evicted before it is read; it is no mistake of anybody.
+            with contextlib.suppress(RuntimeError):
+                if found:
+                    await client.get(keys[:found])
+                if found < len(keys):
+                    await client.put(keys[found:])
+                    self.put += (len(keys) - found) * client.layout.block_bytes
+            self.moved += len(keys) * client.layout.block_bytes
+
+
+async def samples(store: Child, churn: Churn) -> list[Point]:
+    """Seconds and resident megabytes, until the churn ends."""
+    found = []
+    while (now := time.perf_counter()) < churn.until:
+        found.append((now - churn.began, store.resident_bytes() / 1e6))
+        await asyncio.sleep(SAMPLE_S)
+    found.append((time.perf_counter() - churn.began, store.resident_bytes() / 1e6))
+    return found
+
+
+async def churned(store: Child, budget: int, seconds: float) -> tuple[list[Point], Churn]:
+    """Churns a store for so long."""
+    memory = Memory(CHAIN_BYTES)
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(connected(store.address, layout_of(size), memory)) for size in SIZES]
+        now = time.perf_counter()
+        chains = max(1, int(UNIVERSE * budget) // CHAIN_BYTES // len(SIZES) // AT_ONCE)
+        churn = Churn(clients, chains, now + seconds, now)
+        async with asyncio.TaskGroup() as group:
+            for seed in range(AT_ONCE):
+                group.create_task(churn.worker(SEED + seed))
+            measured = group.create_task(samples(store, churn))
+        return measured.result(), churn
+
+
+def picture_path(options: argparse.Namespace) -> Path | None:
+    """Where the picture goes: the flag, or beside the results, or nowhere."""
+    chosen: Path | None = options.picture
+    out: Path | None = options.out
+    if chosen is not None or out is None:
+        return chosen
+    return out.with_name(f"{out.stem}-churn.svg")
+
+
+async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
+    """The row of this part; writes the picture."""
+    budget = options.churn_megabytes << 20
+    with child("services.kvstore", "--dram-bytes", str(budget), "--log-level", "warning") as store:
+        points, churn = await churned(store, budget, options.churn_s)
+    name = f"memory over {options.churn_s:g} s of churn, {churn.moved / 1e9:.1f} GB, {churn.put / 1e9:.1f} of it put"
+    most = max(value for _, value in points)
+    progress(f"{name}: at most {most:.0f} MB with a budget of {budget / 1e6:.0f}")
+    path = picture_path(options)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [("budget", budget / 1e6), ("allowed", ALLOWED * budget / 1e6)]
+        path.write_text(picture(f"kvstore: {name}", "MB", points, lines), encoding="utf-8")
+    return [bounded(name, "MB", [most], "budget + 15 %", ALLOWED * budget / 1e6)]

@@ -1,0 +1,128 @@
+"""One process' writer and reader of one kvstore, as an engine has them: the real streams, memory of its own.
+
+Knows the store's public RPCs only.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from benchmarks.kvstore_shape import Memory, hello, parents
+from moonpool.kv.keys import pack_keys
+from moonpool.kv.layout import KVLayout
+from moonpool.kv.streams import StoreReader, StoreWriter
+from moonpool.rpc.channels import Channels
+from moonpool.v1 import kvstore_pb2
+from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
+
+if TYPE_CHECKING:
+    from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceAsyncStub
+
+TIMEOUT_S = 300.0
+POLL_S = 0.005
+SETTLED = ("pending_writes", "durability_awaited_blocks", "put_sessions")
+"""Gauges that are 0 once everything visible is durable."""
+
+
+@dataclasses.dataclass(slots=True)
+class StoreClient:
+    """Puts and gets chains of one layout. Block number `i` of a chain lies at place `first + i` of the memory."""
+
+    writer: StoreWriter
+    reader: StoreReader
+    stub: "KVStoreServiceAsyncStub"
+    layout: KVLayout
+    memory: Memory
+
+    async def put(self, keys: Sequence[bytes], first: int = 0) -> None:
+        """Stores a chain; returns once all of it is VISIBLE.
+
+        Raises:
+            RuntimeError: The store had some of it already: what was measured is no put.
+        """
+        size, source, slice_bytes = self.layout.block_bytes, self.memory.source, self.layout.slice_bytes
+        places = [self.memory.at(first + index, size, source) for index in range(len(keys))]
+
+        def read(layer: int, index: int) -> memoryview:
+            at = places[index] + layer * slice_bytes
+            return source[at : at + slice_bytes]
+
+        outcome = await self.writer.put(keys, parents(keys, self.layout), "", read, timeout_s=TIMEOUT_S)
+        if outcome.stored != len(keys):
+            raise RuntimeError(f"the store took {outcome.stored} of {len(keys)} blocks")
+
+    async def get(
+        self, keys: Sequence[bytes], first: int = 0, on_layer: Callable[[int], None] = lambda layer: None
+    ) -> None:
+        """Reads a chain into the memory.
+
+        Raises:
+            RuntimeError: The store has not all of it.
+        """
+        size, target, slice_bytes = self.layout.block_bytes, self.memory.target, self.layout.slice_bytes
+        places = [self.memory.at(first + index, size, target) for index in range(len(keys))]
+
+        def take(layer: int, index: int, data: memoryview) -> None:
+            at = places[index] + layer * slice_bytes
+            target[at : at + slice_bytes] = data
+
+        layers = range(self.layout.layers)
+        blocks = await self.reader.read(keys, layers=layers, on_slice=take, on_layer=on_layer, timeout_s=TIMEOUT_S)
+        if blocks != len(keys):
+            raise RuntimeError(f"the store has {blocks} of {len(keys)} blocks")
+
+    async def match(self, keys: Sequence[bytes]) -> int:
+        """How many leading blocks of a chain are there."""
+        request = kvstore_pb2.MatchPrefixRequest(keys=pack_keys(keys))
+        response = await self.stub.MatchPrefix(request, timeout=TIMEOUT_S)
+        return int(response.blocks)
+
+    async def gauges(self) -> dict[str, float]:
+        """Everything the store tells about itself."""
+        stats = await self.stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest(), timeout=TIMEOUT_S)
+        return {gauge.name: gauge.value for gauge in stats.gauges}
+
+    async def durable(self) -> None:
+        """Returns once everything that was put is durable.
+
+        Raises:
+            TimeoutError: That took too long.
+            RuntimeError: Some of it will never be.
+            KeyError: The store has no such gauge any more.
+        """
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                now = await self.gauges()
+                if now["blocks_not_durable_total"] or now["failed_batches_total"]:
+                    raise RuntimeError("the store could not make all blocks durable")
+                if not any(now[name] for name in SETTLED):
+                    return
+                await asyncio.sleep(POLL_S)
+
+
+@contextlib.asynccontextmanager
+async def connected(address: str, layout: KVLayout, memory: Memory) -> AsyncIterator[StoreClient]:
+    """A client of the store at `address`."""
+    async with Channels() as channels:
+        writer = StoreWriter(channels, address, hello(layout), layout)
+        reader = StoreReader(channels, address, hello(layout), layout)
+        try:
+            yield StoreClient(writer, reader, KVStoreServiceStub(channels.get(address)), layout, memory)
+        finally:
+            await writer.aclose()
+            await reader.aclose()
+
+
+async def some_at_once(jobs: Sequence[Callable[[], Awaitable[None]]], at_once: int) -> None:
+    """Runs jobs in order, so many at a time."""
+    waiting = iter(jobs)
+
+    async def worker() -> None:
+        for job in waiting:
+            await job()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(at_once):
+            group.create_task(worker())

@@ -1,0 +1,59 @@
+"""A data folder that a kvstore could have left behind, with very many tiny blocks, made without putting them.
+
+The index is a real one, written by the store's own code; the segment files have the right sizes and are holes, since
+what is measured never reads a block. Putting a million blocks would write 8 GB: a record takes 8 KiB, however small.
+"""
+
+from pathlib import Path
+
+from benchmarks.kvstore_shape import TINY, chain, namespace_of
+from services.kvstore.blocks import BlockFormat
+from services.kvstore.catalogue import ENTRY
+from services.kvstore.index import Index, IndexChange
+from services.kvstore.records import ALIGN
+from services.kvstore.segments import segment_path
+
+CHAIN_BLOCKS = 2000
+RECORD_UNITS = 2
+"""A header and the data, each rounded up."""
+ROWS_PER_VALUE = 2000
+"""As the store's commits would leave them: some thousand records each."""
+SEGMENT_ROWS = 16_000
+FORMAT, TENANT = 1, 1
+
+
+def chain_keys(number: int) -> list[bytes]:
+    """Keys of one of the chains."""
+    return chain(("index", number), CHAIN_BLOCKS)
+
+
+def record_bytes() -> int:
+    """Of a tiny block on disk."""
+    return RECORD_UNITS * ALIGN
+
+
+def build(folder: Path, chains: int) -> int:
+    """Makes a data folder with so many chains of `CHAIN_BLOCKS`; returns the number of blocks."""
+    (folder / "segments").mkdir(parents=True)
+    index = Index(folder / "index", 256 << 20, sync=False)
+    try:
+        index.commit(IndexChange(formats={FORMAT: BlockFormat(namespace_of(TINY), TINY)}, tenants={TENANT: ""}))
+        keys = (key for number in range(chains) for key in chain_keys(number))
+        left, segment = chains * CHAIN_BLOCKS, 0
+        while left:
+            segment += 1
+            rows = min(SEGMENT_ROWS, left)
+            left -= rows
+            entries = {}
+            for first in range(0, rows, ROWS_PER_VALUE):
+                slots = range(first, min(first + ROWS_PER_VALUE, rows))
+                packed = [ENTRY.pack(next(keys), slot * RECORD_UNITS, RECORD_UNITS, FORMAT, TENANT) for slot in slots]
+                entries[segment, first] = b"".join(packed)
+            index.commit(IndexChange(entries=entries, segments={segment: rows * record_bytes()}))
+            with segment_path(folder / "segments", segment).open("wb") as file:
+                file.truncate(rows * record_bytes())
+        index.finish_rebuild()
+        index.sync()
+    finally:
+        index.close()
+    return chains * CHAIN_BLOCKS

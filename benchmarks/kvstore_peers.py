@@ -1,0 +1,131 @@
+"""Our kvstore beside Mooncake Store and Redis: the same blocks, one at a time and sixteen at a time, over loopback.
+
+Every store runs in processes of its own, every client in another; an operation begins when the one before has ended.
+In each run all stores do the same one after the other. Peers that are not installed make rows that say so.
+"""
+
+import argparse
+import contextlib
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+
+from benchmarks.frame import Progress, Row, Skipped, absent, paired
+from benchmarks.peers.contract import Store
+from benchmarks.peers.driver import MEMORY_BYTES, MODULES, Driver
+
+TARGET = 1.2
+OURS = "moonpool"
+BATCHES = (1, 16)
+STORE_BYTES = 1 << 30
+WARM_FROM_BYTES = 32 << 20
+"""Stretches from so many bytes on begin with memory that was touched; small trials need not care."""
+MIN_OPERATIONS = 4
+MAX_OPERATIONS = 1000
+BETTER = "the better of the peers"
+
+Speeds = Mapping[str, Sequence[float]]
+"""Store -> GB/s of each run."""
+
+
+def operations(nbytes: int, block_bytes: int, batch: int) -> int:
+    """How many operations move about `nbytes`, within bounds."""
+    return max(MIN_OPERATIONS, min(MAX_OPERATIONS, nbytes // (block_bytes * batch)))
+
+
+def name_of(verb: str, block_bytes: int, batch: int) -> str:
+    """Of a figure."""
+    how = "one at a time" if batch == 1 else f"{batch} at a time"
+    return f"{verb.capitalize()}, blocks of {block_bytes >> 10} KiB, {how}"
+
+
+def rows_of(name: str, speeds: Speeds, missing: Mapping[str, str], titles: Mapping[str, str]) -> list[Row]:
+    """One row beside each peer, and one beside the better of them, which has the target.
+
+    Args:
+        name: of the figure.
+        speeds: of our store and of the peers that are here.
+        missing: peers that are not, and why.
+        titles: names of all.
+    """
+    own = speeds[OURS]
+    peers = {store: values for store, values in speeds.items() if store != OURS}
+    rows = [paired(name, "GB/s", list(zip(own, peers[store], strict=True)), titles[store]) for store in peers]
+    rows += [absent(name, "GB/s", titles[store], reason) for store, reason in missing.items()]
+    if missing:
+        return [*rows, absent(name, "GB/s", BETTER, "; ".join(missing.values()))]
+    best = [max(values) for values in zip(*peers.values(), strict=True)]
+    return [*rows, paired(name, "GB/s", list(zip(own, best, strict=True)), BETTER, target=TARGET)]
+
+
+@contextlib.contextmanager
+def drivers(progress: Progress) -> Iterator[tuple[dict[str, Driver], dict[str, str], dict[str, str]]]:
+    """A driver of each store that is installed, why others are not, and all names."""
+    found: dict[str, Driver] = {}
+    missing: dict[str, str] = {}
+    titles: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        for store, module_name in MODULES.items():
+            module: Store = importlib.import_module(module_name)
+            titles[store] = module.NAME
+            try:
+                address = stack.enter_context(module.running(STORE_BYTES))
+                found[store] = stack.enter_context(Driver(store, address))
+            except Skipped as reason:
+                missing[store] = str(reason)
+                progress(f"{module.NAME} is SKIPPED: {reason}")
+        yield found, missing, titles
+
+
+def speeds_of(
+    found: Mapping[str, Driver], seed: str, block_bytes: int, batch: int, nbytes: int
+) -> dict[str, dict[str, float]]:
+    """One run: every store puts, then every store gets what it put. Verb -> store -> GB/s."""
+    count = operations(nbytes, block_bytes, batch)
+    arguments: dict[str, object] = {"seed": seed, "block_bytes": block_bytes, "batch": batch, "operations": count}
+    moved = count * batch * block_bytes / 1e9
+    speeds: dict[str, dict[str, float]] = {}
+    for verb in ("put", "get"):
+        speeds[verb] = {store: moved / driver.do(verb, **arguments) for store, driver in found.items()}
+    for driver in found.values():
+        driver.do("check", block_bytes=block_bytes, batch=batch)
+        driver.do("clear")
+    return speeds
+
+
+def warm_up(found: Mapping[str, Driver], block_bytes: int, batch: int, nbytes: int) -> None:
+    """All the memory of all stores has held blocks of this size; the first touch of memory costs more than a block."""
+    fill = STORE_BYTES if nbytes >= WARM_FROM_BYTES and batch == 1 else nbytes // 2
+    whole = min(BATCHES[-1], MEMORY_BYTES // block_bytes)
+    seed, left = f"warm-{block_bytes}-{batch}", fill
+    while left > 0:
+        count = min(MAX_OPERATIONS, max(1, left // (block_bytes * whole)))
+        left -= count * block_bytes * whole
+        for driver in found.values():
+            driver.do("put", seed=f"{seed}-{left}", block_bytes=block_bytes, batch=whole, operations=count)
+    for driver in found.values():
+        driver.do("clear")
+    speeds_of(found, seed, block_bytes, batch, nbytes // 4)
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
+    """All rows of this part."""
+    nbytes = int(options.peer_megabytes * 1e6)
+    rows: list[Row] = []
+    with drivers(progress) as (found, missing, titles):
+        for size in (kib << 10 for kib in options.sizes_kib):
+            for batch in BATCHES:
+                if size * batch > MEMORY_BYTES:
+                    continue
+                warm_up(found, size, batch, nbytes)
+                runs = [speeds_of(found, f"{size}-{batch}-{run}", size, batch, nbytes) for run in range(options.runs)]
+                for verb in ("put", "get"):
+                    speeds = {store: [run[verb][store] for run in runs] for store in found}
+                    rows += rows_of(name_of(verb, size, batch), speeds, missing, titles)
+                    progress(_said(rows[-1]))
+    return rows
+
+
+def _said(row: Row) -> str:
+    if row.skipped:
+        return f"{row.name}: SKIPPED beside {row.limit_name}"
+    return f"{row.name}: {row.value:.2f} GB/s, {row.ratio:.2f} of {row.limit_name} ({row.limit_value:.2f})"

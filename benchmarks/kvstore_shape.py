@@ -1,0 +1,93 @@
+"""The KV that the kvstore's benchmarks move: blocks of many sizes, names for them, and memory that they lie in.
+
+Owns no process and no stream. A block of a wanted size is made of slices of 64 KiB, one layer's KV of sixteen tokens of
+a model with eight KV heads of 128, so that small blocks have few layers and large ones many.
+"""
+
+import functools
+import random
+from collections.abc import Sequence
+
+from moonpool.kv.keys import chain_root, namespace
+from moonpool.kv.layout import KVLayout
+from moonpool.v1 import kv_pb2
+
+SLICE_BYTES = 64 << 10
+BLOCK_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+TINY = KVLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="bfloat16")
+"""64 bytes: the smallest block there is, for stores of very many."""
+_KEY_BYTES = 32
+
+
+def layout_of(block_bytes: int) -> KVLayout:
+    """Blocks of so many bytes.
+
+    Raises:
+        ValueError: It is no multiple of a slice.
+    """
+    if block_bytes <= 0 or block_bytes % SLICE_BYTES:
+        raise ValueError(f"blocks are made of slices of {SLICE_BYTES} bytes, {block_bytes} is no multiple")
+    return KVLayout(block_bytes // SLICE_BYTES, kv_heads=8, head_dim=128, block_tokens=16, dtype="bfloat16")
+
+
+@functools.cache
+def namespace_of(layout: KVLayout) -> bytes:
+    """Of all benchmarks' KV in this layout."""
+    return namespace(bytes(32), layout)
+
+
+@functools.cache
+def root_of(layout: KVLayout) -> bytes:
+    """Parent of every chain's first block."""
+    return chain_root(namespace_of(layout), "")
+
+
+def hello(layout: KVLayout) -> kv_pb2.StreamHello:
+    """First message of a stream of this KV."""
+    instance = kv_pb2.Instance(id="bench", incarnation=1, kind=kv_pb2.INSTANCE_KIND_PREFILL)
+    return kv_pb2.StreamHello(sender=instance, namespace=namespace_of(layout), layout=layout.to_proto())
+
+
+def chain(seed: object, blocks: int) -> list[bytes]:
+    """Keys unlike those of other seeds. A store does not ask what they were made of; these are quickly made."""
+    data = random.Random(repr(seed)).randbytes(blocks * _KEY_BYTES)
+    return [data[at : at + _KEY_BYTES] for at in range(0, len(data), _KEY_BYTES)]
+
+
+def parents(keys: Sequence[bytes], layout: KVLayout) -> list[bytes]:
+    """The key before each of a chain."""
+    return [root_of(layout), *keys[:-1]]
+
+
+def split(total: int, largest: int) -> list[int]:
+    """`total` in parts of `largest`, the last what is left."""
+    return [min(largest, total - at) for at in range(0, total, largest)]
+
+
+class Memory:
+    """Where blocks are taken from and put to, as in an engine's pool: from the beginning to the end and again.
+
+    Attributes:
+        source: no two slices of it are alike.
+        target: as large or larger, all touched.
+    """
+
+    def __init__(self, source_bytes: int, target_bytes: int = 0) -> None:
+        self.source = memoryview(bytearray(source_bytes))
+        self.target = memoryview(bytearray(b"\1") * max(source_bytes, target_bytes))
+        for number, at in enumerate(range(0, source_bytes, SLICE_BYTES)):
+            size = min(SLICE_BYTES, source_bytes - at)
+            self.source[at : at + size] = ((number + 1).to_bytes(4, "little") * (size // 4 + 1))[:size]
+
+    def at(self, place: int, nbytes: int, memory: memoryview) -> int:
+        """Offset of the how-manieth piece of `nbytes` in `memory`."""
+        return place % (memory.nbytes // nbytes) * nbytes
+
+    def differs(self, places: int, nbytes: int) -> int:
+        """How many of the first pieces of `nbytes` in `target` are not what lies in `source` at the same place."""
+        wrong = 0
+        for place in range(places):
+            at = self.at(place, nbytes, self.source)
+            into = self.at(place, nbytes, self.target)
+            wrong += self.source[at : at + nbytes] != self.target[into : into + nbytes]
+        return wrong

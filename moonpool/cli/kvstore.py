@@ -1,0 +1,190 @@
+"""`moonpool kvstore stat|verify|compact|warm|advise`: looking at a kvstore, and looking after it."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import grpc
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from moonpool.cli.size_curve import SizeCurve
+from moonpool.errors import DeadlineExceeded
+from moonpool.rpc.errors import from_rpc_error
+from moonpool.v1 import kvstore_pb2
+from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
+
+CALL_TIMEOUT_S = 10.0
+PAUSE_S = 0.2
+EXIT_FAULTY = 1
+GB = 1e9
+
+app = typer.Typer(name="moonpool kvstore", help="Look after kvstores.", add_completion=False)
+VERBS = ("stat", "verify", "compact", "warm", "advise")
+
+Store = Annotated[str, typer.Argument(help="The kvstore, HOST:PORT.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@contextmanager
+def _store(address: str) -> Iterator[KVStoreServiceStub]:
+    """A stub; an RPC's error becomes ours."""
+    try:
+        with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+            yield KVStoreServiceStub(channel)
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from None
+
+
+def _gauges(stub: KVStoreServiceStub) -> dict[str, float]:
+    answer = stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest(), timeout=CALL_TIMEOUT_S)
+    return {gauge.name: gauge.value for gauge in answer.gauges}
+
+
+@app.command()
+def stat(address: Store, as_json: Json = False) -> None:
+    """Show what a kvstore holds and how it does."""
+    with _store(address) as stub:
+        gauges = _gauges(stub)
+    if as_json:
+        typer.echo(json.dumps(gauges))
+        return
+    table = Table("figure", "value")
+    table.columns[1].justify = "right"
+    for name, value in gauges.items():
+        table.add_row(name, f"{value:,.3f}".rstrip("0").rstrip("."))
+    hits, misses = gauges["dram_hits_total"] + gauges["ssd_hits_total"], gauges["misses_total"]
+    if hits + misses:
+        table.add_row("hit share", f"{hits / (hits + misses):.1%}")
+    Console().print(table)
+
+
+@app.command()
+def verify(
+    data_dir: Annotated[Path, typer.Argument(help="Data folder of a kvstore that does not run.")],
+    as_json: Json = False,
+) -> None:
+    """Check every record of a data folder against its checksums, and the index against the records. Changes nothing.
+
+    Ends with 1 when something is wrong. A kvstore would answer the blocks named with a miss.
+    """
+    from services.kvstore.verify import verify as check
+
+    with _progress("segments", hidden=as_json) as advance:
+        report = check(data_dir, advance)
+    if as_json:
+        faults = [
+            {"segment": f.segment, "offset": f.offset, "key": f.key.hex() if f.key else None, "what": f.what}
+            for f in report.faults
+        ]
+        counts = {name: getattr(report, name) for name in ("segments", "records", "blocks", "dead", "bytes_read")}
+        typer.echo(
+            json.dumps({**counts, "index_error": report.index_error, "faults": report.fault_count, "first": faults})
+        )
+    else:
+        typer.echo(
+            f"{report.segments} segments, {report.records} records, {report.blocks} intact blocks, "
+            f"{report.dead} records no longer named, {report.bytes_read / GB:.3f} GB read"
+        )
+        if report.index_error:
+            typer.echo(f"index: {report.index_error}; a start will rebuild it")
+        for fault in report.faults:
+            typer.echo(f"segment {fault.segment}, offset {fault.offset}: {fault.what}")
+    raise typer.Exit(0 if report.ok else EXIT_FAULTY)
+
+
+@app.command()
+def compact(
+    address: Store,
+    min_live_share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Rewrite segments of which less is alive; 0 = the store's choice.")
+    ] = 0.0,
+    wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the end; 0 = do not.")] = 600.0,
+    as_json: Json = False,
+) -> None:
+    """Rewrite segments of the SSD tier in which little is alive."""
+    with _store(address) as stub:
+        before = _gauges(stub)
+        request = kvstore_pb2.CompactRequest(min_live_share=min_live_share)
+        segments = stub.Compact(request, timeout=CALL_TIMEOUT_S).segments
+        if segments and wait_s:
+            _until(lambda: not _gauges(stub)["ssd_housekeeping"], wait_s, "the kvstore still compacts")
+        after = _gauges(stub)
+    freed = before["ssd_bytes"] - after["ssd_bytes"]
+    if as_json:
+        typer.echo(json.dumps({"segments": segments, "freed_bytes": freed}))
+    else:
+        typer.echo(f"{segments} segments rewritten, {freed / GB:.3f} GB freed")
+
+
+@app.command()
+def warm(
+    address: Store,
+    max_bytes: Annotated[int, typer.Option(min=0, help="Bytes at most; 0 = as many as fit.")] = 0,
+    timeout_s: Annotated[float, typer.Option(min=1.0, help="Seconds it may take.")] = 600.0,
+    as_json: Json = False,
+) -> None:
+    """Fill a kvstore's free DRAM from its SSD tier, the most recently written blocks first."""
+    with _store(address) as stub:
+        warmed = stub.Warm(kvstore_pb2.WarmRequest(max_bytes=max_bytes), timeout=timeout_s)
+    if as_json:
+        typer.echo(json.dumps({"blocks": warmed.blocks, "bytes": warmed.bytes}))
+    else:
+        typer.echo(f"{warmed.blocks} blocks, {warmed.bytes / GB:.3f} GB now in DRAM")
+
+
+@app.command()
+def advise(
+    address: Store,
+    more_gb: Annotated[float, typer.Option(min=0.0, help="What would so many more GB bring?")] = 100.0,
+    picture: Annotated[Path | None, typer.Option(help="Draw the curve into this SVG file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say how much hit share another size of this kvstore would bring, from sampled reuse distances."""
+    with _store(address) as stub:
+        answer = stub.ReuseCurve(kvstore_pb2.ReuseCurveRequest(), timeout=CALL_TIMEOUT_S)
+    curve = SizeCurve([(point.bytes, point.hit_share) for point in answer.points])
+    now = curve.at(answer.capacity_bytes)
+    more = curve.at(answer.capacity_bytes + more_gb * GB)
+    if picture is not None:
+        picture.write_text(curve.picture(answer.capacity_bytes, more_gb * GB), encoding="utf-8")
+    if as_json:
+        points = [{"bytes": nbytes, "hit_share": share} for nbytes, share in curve.points]
+        told = {"references": answer.references, "sampled": answer.sampled, "capacity_bytes": answer.capacity_bytes}
+        typer.echo(json.dumps({**told, "now": now, "more_gb": more_gb, "with_more": more, "points": points}))
+    elif not curve.points:
+        typer.echo("nothing was asked for twice since this kvstore started")
+    else:
+        typer.echo(
+            f"hit share {now:.1%} at {answer.capacity_bytes / GB:.2f} GB, {more:.1%} with {more_gb:g} GB more "
+            f"({more - now:+.1%}); at most {curve.points[-1][1]:.1%}, from {curve.points[-1][0] / GB:.2f} GB on "
+            f"({answer.references} blocks asked for, {answer.sampled:.1%} of all blocks followed)"
+        )
+
+
+@contextmanager
+def _progress(what: str, *, hidden: bool) -> Iterator[Callable[[int, int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=hidden) as progress:
+        task = progress.add_task(what)
+        yield lambda done, of: progress.update(task, completed=done, total=of)
+
+
+def _until(done: Callable[[], bool], wait_s: float, what: str) -> None:
+    """Waits until something holds; raises DeadlineExceeded when it does not in time."""
+    deadline, pause = time.monotonic() + wait_s, threading.Event()
+    while not done():
+        if time.monotonic() >= deadline:
+            raise DeadlineExceeded(f"{what} after {wait_s:g} s")
+        pause.wait(PAUSE_S)
+
+
+def run(args: list[str]) -> None:
+    """One verb with its arguments, as `moonpool kvstore VERB ...`; errors are the caller's to print."""
+    app(args, prog_name="moonpool kvstore")

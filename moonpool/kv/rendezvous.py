@@ -1,0 +1,49 @@
+"""Rendezvous hashing: which of several places a key belongs to, without a table and without moving others.
+
+Every place draws a number for the key from a hash of both; the highest wins. When a place is added it takes only those
+keys for which its own number is the highest; when one is lost only its keys change, each to the place that came second.
+
+The draws are weighted by the logarithmic method, so that a place wins a share of the keys equal to its share of all
+weights, and a changed weight moves only what that place gains or loses. After Thaler and Ravishankar, "Using
+name-based mappings to increase hit rates" (1998), and Schindelhauer and Schomaker, "Weighted distributed hash tables"
+(2005).
+
+Pure: no clock, no randomness, no state. The draw depends on key and name alone, not on the process or the machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from blake3 import blake3
+
+_CONTEXT = b"moonpool rendezvous v1"
+_DRAW_BITS = 52  # a draw and a half then fit a double's 53 bits exactly, hence a draw is never 0 or 1
+
+
+def draw(key: bytes, place: str) -> float:
+    """Return the number in (0, 1) that a place draws for a key."""
+    name = place.encode()
+    digest = blake3(b"".join((_CONTEXT, len(name).to_bytes(4, "little"), name, key))).digest(8)
+    return ((int.from_bytes(digest, "little") >> (64 - _DRAW_BITS)) + 0.5) / (1 << _DRAW_BITS)
+
+
+def score(key: bytes, place: str, weight: float = 1.0) -> float:
+    """Return how much a place wants a key; above 0.
+
+    Raises:
+        ValueError: the weight is not positive and finite.
+    """
+    if not 0 < weight < math.inf:
+        raise ValueError(f"the weight of {place!r} must be positive and finite, is {weight}")
+    return -weight / math.log(draw(key, place))
+
+
+def ranked(key: bytes, weights: Mapping[str, float]) -> list[str]:
+    """Return all places, the one that wants the key most first; the first n are the homes of n copies.
+
+    Raises:
+        ValueError: a weight is not positive and finite.
+    """
+    return sorted(weights, key=lambda place: (-score(key, place, weights[place]), place))

@@ -1,0 +1,118 @@
+"""S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP'23)."""
+
+import collections
+from collections.abc import Iterator, Sequence
+
+from moonpool.kv.keys import BlockKey
+from services.kvstore.blocks import BlockInfo
+
+_SMALL_SHARE = 10
+"""The small queue may be one part in so many of all."""
+_GHOSTS_PER_MAIN = 2
+"""Keys remembered after they left the small queue, per key that the main queue may have."""
+_MOST_USES = 3
+
+_Queue = collections.OrderedDict[BlockKey, None]
+
+
+class S3FIFO:
+    """New blocks queue in a small FIFO; those used there, or back soon after they left it, move to the main FIFO.
+
+    A block that reaches the front of the small queue unused leaves; one that was used goes on to the main queue, where
+    every use is worth another round. The sizes follow from the number of keys when room is made, that is, when the tier
+    is full.
+    """
+
+    def __init__(self) -> None:
+        self._small: _Queue = collections.OrderedDict()
+        self._main: _Queue = collections.OrderedDict()
+        self._ghosts: _Queue = collections.OrderedDict()
+        self._uses: dict[BlockKey, int] = {}  # since it came to its queue, at most `_MOST_USES`
+
+    def added(self, info: BlockInfo) -> None:
+        """To the end of the small queue, or of the main one if it left the small one not long ago."""
+        assert info.key not in self._uses
+        if info.key in self._ghosts:
+            del self._ghosts[info.key]
+            self._main[info.key] = None
+        else:
+            self._small[info.key] = None
+        self._uses[info.key] = 0
+
+    def touched(self, chain: Sequence[BlockKey]) -> None:
+        """One use more for each; nothing moves."""
+        for key in chain:
+            self._uses[key] = min(self._uses[key] + 1, _MOST_USES)
+
+    def arrived(self, chain: Sequence[BlockKey]) -> None:
+        """No use."""
+
+    def removed(self, key: BlockKey) -> None:
+        """One that leaves the small queue is remembered for a while."""
+        if key in self._main:
+            del self._main[key]
+        else:
+            del self._small[key]
+            self._ghosts[key] = None
+        del self._uses[key]
+        held = len(self._uses) + 1
+        while len(self._ghosts) > _GHOSTS_PER_MAIN * (held - held // _SMALL_SHARE):
+            self._ghosts.popitem(last=False)
+
+    def candidates(self) -> Iterator[BlockKey]:
+        """What would leave, one after the other, were no new ones to come.
+
+        Blocks at the fronts that stay because they were used go where they go now, until an unused one stands there:
+        as long as that one does not leave, asking again changes nothing.
+        """
+        self._settle()
+        return self._walk()
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def _settle(self) -> None:
+        while self._uses:
+            from_small = self._takes_small(len(self._small), len(self._main))
+            key = next(iter(self._small if from_small else self._main))
+            uses = self._uses[key]
+            if not uses:
+                return
+            if from_small:
+                del self._small[key]
+            self._main[key] = None
+            self._main.move_to_end(key)
+            self._uses[key] = 0 if from_small else uses - 1
+
+    def _walk(self) -> Iterator[BlockKey]:
+        small, main = iter(self._small), iter(self._main)
+        small_left, main_left = len(self._small), len(self._main)
+        again: collections.deque[tuple[BlockKey, int]] = collections.deque()  # what would queue behind `main` by now
+        while small_left or main_left:
+            from_small = self._takes_small(small_left, main_left)
+            key = next(small if from_small else main, None)
+            if key is None:
+                key, uses = again.popleft()
+            else:
+                uses = self._uses[key]
+            if from_small:
+                small_left -= 1
+                main_left += 1 if uses else 0
+            elif not uses:
+                main_left -= 1
+            if uses:
+                again.append((key, 0 if from_small else uses - 1))
+            else:
+                yield key
+
+    @staticmethod
+    def _takes_small(small: int, main: int) -> bool:
+        """Whether the small queue is the next to give a block."""
+        return not main or small >= max(1, (small + main) // _SMALL_SHARE)
+
+    def check_invariants(self) -> None:
+        """Every key is in one of the two queues, and not remembered as gone; the memory is bounded."""
+        assert not self._small.keys() & self._main.keys()
+        assert self._uses.keys() == self._small.keys() | self._main.keys()
+        assert not self._ghosts.keys() & self._uses.keys()
+        assert all(0 <= uses <= _MOST_USES for uses in self._uses.values())

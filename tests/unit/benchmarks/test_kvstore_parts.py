@@ -1,0 +1,214 @@
+"""The kvstore's benchmarks: their shapes, their ratios, what is skipped, and each part once in tiny."""
+
+import argparse
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import kvstore, kvstore_peers
+from benchmarks.frame import Row, Skipped, absent, report, run
+from benchmarks.kvstore_churn import picture_path
+from benchmarks.kvstore_index import CHAIN_BLOCKS, build, chain_keys, record_bytes
+from benchmarks.kvstore_match import percentile
+from benchmarks.kvstore_peers import BETTER, TARGET, name_of, operations, rows_of
+from benchmarks.kvstore_picture import picture
+from benchmarks.kvstore_shape import BLOCK_SIZES, Memory, chain, layout_of, parents, root_of, split
+from benchmarks.kvstore_ssd import Figures
+from benchmarks.page import page
+
+KIB = 1 << 10
+
+
+def nothing(text: str) -> None:
+    """Takes progress."""
+
+
+def options(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    kvstore.flags(parser)
+    return parser.parse_args(flags)
+
+
+# Shapes
+
+
+@pytest.mark.parametrize("size", BLOCK_SIZES)
+def test_blocks_have_the_size_they_are_named_after(size: int) -> None:
+    assert layout_of(size).block_bytes == size
+
+
+def test_a_size_that_is_not_made_of_slices_is_refused() -> None:
+    for size in (0, 1, 65 * KIB):
+        with pytest.raises(ValueError, match="slices of 65536 bytes"):
+            layout_of(size)
+
+
+def test_chains_of_unlike_seeds_are_unlike_and_of_like_ones_the_same() -> None:
+    keys = chain("a", 3)
+    assert [len(key) for key in keys] == [32] * 3
+    assert keys == chain("a", 3)
+    assert not set(keys) & set(chain("b", 3))
+    assert parents(keys, layout_of(64 * KIB)) == [root_of(layout_of(64 * KIB)), *keys[:2]]
+
+
+def test_split_keeps_the_whole() -> None:
+    assert split(10, 4) == [4, 4, 2]
+    assert split(3, 4) == [3]
+
+
+def test_memory_notices_what_is_not_what_was_put() -> None:
+    memory = Memory(4 * 64 * KIB)
+    assert memory.differs(4, 64 * KIB) == 4
+    memory.target[:] = memory.source
+    assert memory.differs(4, 64 * KIB) == 0
+    memory.target[2 * 64 * KIB] ^= 1
+    assert memory.differs(4, 64 * KIB) == 1
+    assert len({bytes(memory.source[at : at + 64 * KIB]) for at in range(0, 4 * 64 * KIB, 64 * KIB)}) == 4
+
+
+# Flags
+
+
+def test_flags_name_what_they_do_not_take() -> None:
+    assert options("--only", "ssd,churn", "--sizes-kib", "64,1024").only == ["ssd", "churn"]
+    assert options("--sizes-kib", "64,1024").sizes_kib == [64, 1024]
+    with pytest.raises(argparse.ArgumentTypeError, match=r"no such part: x; there are dram, peers"):
+        kvstore.parts("x")
+    with pytest.raises(argparse.ArgumentTypeError, match="no multiple"):
+        kvstore.sizes("100")
+
+
+def test_the_picture_lies_beside_the_result() -> None:
+    assert picture_path(options()) is None
+    assert picture_path(options("--out", "x/2026-11-20-kvstore.json")) == Path("x/2026-11-20-kvstore-churn.svg")
+    assert picture_path(options("--out", "x/y.json", "--picture", "z.svg")) == Path("z.svg")
+
+
+# Ratios
+
+
+def test_ours_stands_beside_each_peer_and_the_better_of_them_run_by_run() -> None:
+    speeds = {"moonpool": [1.0, 3.0, 2.0], "redis": [1.0, 1.0, 4.0], "mooncake": [0.5, 2.0, 1.0]}
+    titles = {"moonpool": "Moonpool", "redis": "Redis", "mooncake": "Mooncake Store"}
+    redis, mooncake, better = rows_of("Put", speeds, {}, titles)
+    assert (redis.limit_name, redis.ratio, redis.target) == ("Redis", 1.0, None)
+    assert (mooncake.limit_name, mooncake.ratio) == ("Mooncake Store", 2.0)
+    assert (better.limit_name, better.limit_value, better.ratio) == (BETTER, 2.0, 1.0)  # beside 1, 2 and 4
+    assert (better.target, better.met) == (TARGET, False)
+
+
+def test_absent_peers_are_rows_that_say_so_and_miss_no_target() -> None:
+    titles = {"redis": "Redis", "mooncake": "Mooncake Store"}
+    rows = rows_of("Put", {"moonpool": [1.0], "redis": [2.0]}, {"mooncake": "mooncake is not installed"}, titles)
+    assert [row.skipped for row in rows] == ["", "mooncake is not installed", "mooncake is not installed"]
+    assert [row.limit_name for row in rows] == ["Redis", "Mooncake Store", BETTER]
+    assert all(row.met is None for row in rows)
+
+
+def test_operations_stay_within_bounds() -> None:
+    assert operations(64 << 20, 1 << 20, 16) == kvstore_peers.MIN_OPERATIONS
+    assert operations(1 << 40, 64 * KIB, 1) == kvstore_peers.MAX_OPERATIONS
+    assert operations(64 << 20, 256 * KIB, 1) == 256
+    assert name_of("get", 64 * KIB, 16) == "Get, blocks of 64 KiB, 16 at a time"
+
+
+def test_a_put_to_ssd_stands_beside_the_lesser_of_its_two_limits() -> None:
+    figures = Figures()
+    figures.put, figures.append, figures.put_dram = [4.0, 4.0], [2.0, 5.0], [3.0, 1.0]
+    figures.get, figures.read, figures.read_whole = [1.0, 1.0], [0.9, 0.9], [0.5, 0.5]
+    rows = figures.rows(6.0)
+    assert rows[0].value == 1.5
+    assert rows[0].limit_value == pytest.approx((2.0 + 1.2) / 2)
+    assert rows[0].ratio == pytest.approx((1.5 / 2.0 + 1.5 / 1.2) / 2)
+    assert rows[3].ratio == pytest.approx(0.9)
+    assert rows[3].met
+
+
+def test_percentiles() -> None:
+    values = [float(value) for value in range(1, 201)]
+    assert (percentile(values, 50), percentile(values, 99), percentile([7.0], 99)) == (100.0, 198.0, 7.0)
+
+
+# What is skipped
+
+
+def test_skipped_rows_are_shown_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    row = absent("Put", "GB/s", "Redis", "redis is not installed")
+    assert run("x", lambda options, progress: [row], [])
+    shown = capsys.readouterr().out
+    assert "SKIPPED" in shown
+    assert "redis is not installed" in shown
+    kept = report("x", [row], date="2026-11-20")
+    assert json.loads(json.dumps(kept))["rows"][0]["skipped"] == "redis is not installed"
+    assert "| Put | skipped | Redis |  |  | redis is not installed |  (0) |" in page([kept])
+
+
+def test_a_peer_that_is_missing_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def gone(nbytes: int) -> Any:
+        raise Skipped("it is not installed")
+
+    monkeypatch.setattr(kvstore_peers, "MODULES", {"redis": "benchmarks.peers.redis_store"})
+    monkeypatch.setattr("benchmarks.peers.redis_store.running", gone)
+    with kvstore_peers.drivers(said.append) as (found, missing, titles):
+        assert (found, missing, titles) == ({}, {"redis": "it is not installed"}, {"redis": "Redis"})
+    assert said == ["Redis is SKIPPED: it is not installed"]
+
+
+# Pictures and data folders
+
+
+def test_a_picture_is_svg_with_its_lines() -> None:
+    drawn = picture("a < b", "MB", [(0.0, 1.0), (1.0, 3.0)], [("budget", 4.0)])
+    root = ET.fromstring(drawn)
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "a < b" in texts
+    assert "budget: 4 MB" in texts
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 1
+    ET.fromstring(picture("nothing", "MB", [], []))
+
+
+def test_a_made_data_folder_is_one_that_the_store_opens(tmp_path: Path) -> None:
+    from services.kvstore.recovery import DataFolder, recover
+
+    assert build(tmp_path / "data", 9) == 9 * CHAIN_BLOCKS  # two segments
+    folder = DataFolder(tmp_path / "data")
+    try:
+        recovered = recover(folder)
+        recovered.index.close()
+        assert not recovered.rebuilt
+        assert recovered.lost_blocks == 0
+        assert len(recovered.catalogue) == 9 * CHAIN_BLOCKS
+        assert all(key in recovered.catalogue for key in chain_keys(8))
+        assert recovered.catalogue.live_bytes == 9 * CHAIN_BLOCKS * record_bytes()
+        recovered.catalogue.check_invariants()
+    finally:
+        folder.close()
+
+
+# Each part once, as small as it gets
+
+
+@pytest.mark.slow
+def test_the_dram_part_measures_and_checks() -> None:
+    rows = kvstore.measure(options("--only", "dram", "--sizes-kib", "64", "--gigabytes", "0.001"), nothing)
+    assert [row.name for row in rows][::2] == ["DRAM, Put, blocks of 64 KiB", "DRAM, Get, blocks of 64 KiB"]
+    assert [row.target for row in rows] == [0.5, None, 0.5, None]
+    assert all(row.value > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_the_other_parts_measure(tmp_path: Path) -> None:
+    flags = ("--ssd-gigabytes", "0.004", "--blocks", "4000", "--churn-s", "0.5", "--churn-megabytes", "32")
+    where = ("--folder", str(tmp_path), "--picture", str(tmp_path / "churn.svg"))
+    rows: list[Row] = kvstore.measure(options("--only", "ssd,prefix,match,churn", *flags, *where), nothing)
+    assert len(rows) == 12
+    assert all(row.value > 0 for row in rows)
+    assert (tmp_path / "churn.svg").read_text().startswith("<svg")
+    assert [path.name for path in tmp_path.iterdir()] == ["churn.svg"]

@@ -1,0 +1,223 @@
+"""Devices that are full, broken, read-only or lie; lives without syncs; checking a folder."""
+
+import asyncio
+import errno
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+
+from moonpool.errors import ConfigError
+from services.kvstore.ssd import open_tier
+from services.kvstore.verify import Fault, verify
+from services.kvstore.writer import WriteBehind
+from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, data_of, keys_of, open_ssd
+
+KEYS = keys_of(12)
+
+
+@contextmanager
+def store(path: Path, segment: int = RECORD) -> Iterator[Driven]:
+    ssd = open_ssd(path, 1 << 20, segment)
+    try:
+        yield Driven(ssd)
+    finally:
+        ssd.close()
+
+
+async def written(driven: Driven, *, retry_after_s: tuple[float, ...] = (0.0, 0.0)) -> WriteBehind:
+    """Lets the writer thread do all there is to do."""
+    backend = driven.store.holdings.backend
+    assert backend is not None
+    writer = WriteBehind(driven.store.writes, backend, retry_after_s=retry_after_s)
+    driven.store.writes.on_work = writer.wake
+    task = asyncio.ensure_future(writer.run())
+    assert await writer.drain(20)
+    task.cancel()
+    await asyncio.wait({task})
+    await writer.aclose()
+    driven.store.check_invariants()
+    return writer
+
+
+def failing(times: int, error: Exception, real: Callable[..., Any]) -> Callable[..., Any]:
+    left = [times]
+
+    def run(*args: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise error
+        return real(*args)
+
+    return run
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+FULL_INDEX = lmdb.DiskError("mdb_txn_commit: No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("target", "error"), [("segments.SegmentFile.append", FULL), ("index.Index.commit", FULL_INDEX)]
+)
+async def test_a_full_device_is_tried_again_with_less_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, error: Exception
+) -> None:
+    with store(tmp_path) as driven:
+        driven.flush(KEYS[:4])
+        for key in KEYS[:4]:
+            driven.store.holdings.dram.discard(key)
+        session = driven.put([KEYS[4]])
+        real = getattr(__import__(f"services.kvstore.{target.split('.')[0]}", fromlist=["x"]), target.split(".")[1])
+        with monkeypatch.context() as patch:
+            name = target.split(".")[2]
+            patch.setattr(real, name, failing(2, error, getattr(real, name)))
+            writer = await written(driven)
+        assert (writer.retries, driven.store.writes.failed_batches) == (2, 2)
+        assert driven.durable[1:] == [(KEYS[4],)]
+        assert driven.store.writes.blocks_not_durable == 0
+        assert driven.removed[0] == KEYS[0]
+        assert KEYS[3] in driven.store.holdings
+        driven.store.writes.close(session)
+    with store(tmp_path) as driven:
+        assert {KEYS[3], KEYS[4]} <= set(driven.store.holdings)
+        assert not set(driven.removed) & set(driven.store.holdings)
+
+
+async def test_a_device_that_stays_full_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store(tmp_path) as driven:
+        driven.put([KEYS[0]])
+        with monkeypatch.context() as patch:
+            patch.setattr("services.kvstore.segments.SegmentFile.append", failing(-1, FULL, print))
+            writer = await written(driven)
+        assert (writer.retries, driven.store.writes.failed_batches) == (2, 3)
+        assert driven.store.writes.blocks_not_durable == 1
+        assert driven.read([KEYS[0]]) == [data_of(KEYS[0])]
+        driven.put([KEYS[1]])
+        await written(driven)
+        assert driven.durable == [(KEYS[1],)]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS])
+async def test_a_broken_or_read_only_device_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    with store(tmp_path) as driven:
+        driven.flush(KEYS[:1])
+        with monkeypatch.context() as patch:
+            patch.setattr("services.kvstore.segments.SegmentFile.append", failing(-1, OSError(number, "no"), print))
+            driven.put([KEYS[1]])
+            with caplog.at_level(logging.ERROR):
+                writer = await written(driven)
+        assert (writer.retries, driven.store.writes.failed_batches) == (0, 1)
+        assert "could not be made durable" in caplog.text
+        assert driven.read(KEYS[:2]) == [data_of(key) for key in KEYS[:2]]
+        assert driven.durable == [(KEYS[0],)]
+
+
+async def test_a_plan_that_gets_nowhere_is_not_made_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store(tmp_path) as driven:
+        backend = driven.store.holdings.backend
+        assert backend is not None
+        driven.flush(KEYS[:3])
+        backend._space.capacity_bytes = 2 * RECORD  # type: ignore[attr-defined]
+        backend.protect(lambda *_: True)  # type: ignore[attr-defined]
+        await written(driven)
+        assert backend.has_housekeeping
+        assert len(backend) == 3
+
+
+def test_a_life_without_syncs_is_believed_in_the_same_boot_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = __import__("services.kvstore.segments", fromlist=["x"]).SegmentFile.sync
+
+    def noting(file: Any) -> None:
+        synced.append(file.path.name)
+        real(file)
+
+    monkeypatch.setattr("services.kvstore.segments.SegmentFile.sync", noting)
+    for boot, rebuilt in (("one", True), ("one", False), ("two", True)):
+        monkeypatch.setattr("services.kvstore.recovery.boot_id", lambda boot=boot: boot)
+        ssd = open_tier(tmp_path, 1 << 20, 4 * RECORD, durability="process")
+        driven = Driven(ssd)
+        assert set(ssd) == set(driven.store.holdings)
+        if boot == "one" and rebuilt:
+            driven.flush(KEYS[:3])
+        assert set(ssd) == set(KEYS[:3])
+        assert synced == []
+        assert (tmp_path / "unsynced").read_text() == boot
+        ssd._index.close()  # and then the process ends
+        ssd._folder.close()
+    ssd = open_tier(tmp_path, 1 << 20, 4 * RECORD, durability="process")
+    Driven(ssd).flush(KEYS[3:4])
+    ssd.close()
+    assert len(synced) == 1
+    assert not (tmp_path / "unsynced").exists()
+    ssd = open_tier(tmp_path, 1 << 20, 4 * RECORD)
+    assert set(ssd) == set(KEYS[:4])
+    ssd.close()
+
+
+def test_an_index_of_another_boot_is_rebuilt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("services.kvstore.recovery.boot_id", lambda: "one")
+    ssd = open_tier(tmp_path, 1 << 20, 4 * RECORD, durability="process")
+    Driven(ssd).flush(KEYS[:3], "t")
+    ssd._index.close()
+    ssd._folder.close()
+    monkeypatch.setattr("services.kvstore.recovery.boot_id", lambda: "two")
+    with caplog.at_level(logging.INFO):
+        ssd = open_tier(tmp_path, 1 << 20, 4 * RECORD)
+    assert "the index is not believed" in caplog.text
+    assert "segments read" in caplog.text
+    assert {key: ssd.tenant_of(key) for key in ssd} == dict.fromkeys(KEYS[:3], "t")
+    ssd.close()
+
+
+def test_a_check_finds_what_is_wrong_and_changes_nothing(tmp_path: Path) -> None:
+    with store(tmp_path, segment=4 * RECORD) as driven:
+        driven.flush(KEYS[:8])
+        with pytest.raises(ConfigError, match="another process"):
+            verify(tmp_path)
+    seen: list[tuple[int, int]] = []
+    report = verify(tmp_path, lambda done, of: seen.append((done, of)))
+    assert report.ok
+    assert (report.segments, report.records, report.blocks, report.dead) == (2, 8, 8, 0)
+    assert (report.bytes_read, seen) == (8 * RECORD, [(1, 2), (2, 2)])
+    first, second = sorted((tmp_path / "segments").iterdir())
+    data = bytearray(first.read_bytes())
+    data[RECORD + 4096 + LAYOUT.slice_bytes] ^= 1  # layer 1 of the second block
+    data[2 * RECORD + 40] ^= 1  # the third block's header
+    first.write_bytes(data)
+    second.write_bytes(second.read_bytes()[: 3 * RECORD])
+    report = verify(tmp_path)
+    assert not report.ok
+    assert (report.records, report.blocks, report.fault_count) == (6, 5, 4)
+    assert report.faults == [
+        Fault(1, RECORD, KEYS[1], "checksum of layer 1 is wrong"),
+        Fault(1, 2 * RECORD, KEYS[2], "the index names a record that is not there"),
+        Fault(2, None, None, f"the segment has {3 * RECORD} bytes instead of {4 * RECORD}"),
+        Fault(2, 3 * RECORD, KEYS[7], "the index names a record that is not there"),
+    ]
+    assert first.read_bytes() == data
+    second.unlink()
+    assert verify(tmp_path).faults[0] == Fault(2, None, None, "the index names a segment that is not there")
+
+
+def test_a_check_does_without_an_index(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data_dir: .* holds no store"):
+        verify(tmp_path)
+    with store(tmp_path) as driven:
+        driven.flush(KEYS[:2])
+    (tmp_path / "index" / "data.mdb").unlink()
+    report = verify(tmp_path)
+    assert (report.ok, report.fault_count, report.blocks) == (False, 0, 2)
+    assert report.index_error is not None

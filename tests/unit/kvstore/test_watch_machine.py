@@ -1,0 +1,132 @@
+"""Watchers against a plain set of keys: whoever follows, in any rhythm, ends with exactly what is here."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moonpool.errors import Unavailable
+from moonpool.kv.keys import BlockKey, unpack_keys
+from moonpool.v1 import kv_pb2
+from services.kvstore.watch import Journal
+from tests.unit.kvstore.helpers import keys_of
+
+KEYS = keys_of(6)
+INCARNATION = 7
+
+STEP = st.one_of(
+    st.tuples(st.just("flip"), st.sets(st.integers(0, 5), min_size=1, max_size=3)),
+    st.tuples(st.just("turn"), st.none()),
+    st.tuples(st.just("hear"), st.tuples(st.integers(0, 1), st.integers(1, 4))),
+    st.tuples(st.just("leave"), st.integers(0, 1)),
+)
+
+
+class Follower:
+    """A watcher: what it believes, and where it is."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.keys: set[BlockKey] = set()
+        self.incarnation, self.sequence = 0, 0
+        self.whole = False  # it has seen the end of a snapshot
+        self.stream: AsyncGenerator[kv_pb2.KVEvents, None] | None = None
+        self.coming: asyncio.Future[kv_pb2.KVEvents] | None = None
+        self.cut_off = 0
+
+    async def hear(self, messages: int) -> None:
+        """Takes so many messages, or as many as there are."""
+        for _ in range(messages):
+            if self.stream is None:
+                self.stream = self.journal.watch(self.incarnation if self.whole else 0, self.sequence)
+            if self.coming is None:
+                self.coming = asyncio.ensure_future(anext(self.stream))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            if not self.coming.done():
+                return
+            coming, self.coming = self.coming, None
+            if isinstance(coming.exception(), Unavailable):
+                self.stream = None
+                self.cut_off += 1
+            else:
+                self.take(coming.result())
+
+    def take(self, message: kv_pb2.KVEvents) -> None:
+        if message.snapshot_begin:
+            self.keys.clear()
+            self.whole = False
+        elif self.whole:
+            assert message.sequence == self.sequence + 1
+        stored, removed = unpack_keys(message.stored_keys), unpack_keys(message.removed_keys)
+        assert not set(stored) & set(removed)
+        self.keys |= set(stored)
+        self.keys -= set(removed)
+        self.sequence, self.incarnation = message.sequence, INCARNATION
+        self.whole = self.whole or message.snapshot_end
+
+    async def leave(self) -> None:
+        if self.coming is not None:
+            self.coming.cancel()
+            await asyncio.wait({self.coming})
+            if not self.coming.cancelled() and self.coming.exception() is None:
+                self.take(self.coming.result())
+        if self.stream is not None:
+            await self.stream.aclose()
+        self.stream = self.coming = None
+
+
+async def follow(steps: list[Any]) -> int:
+    here: dict[BlockKey, None] = {}
+    history: dict[int, set[BlockKey]] = {}
+    journal = Journal(lambda: here, INCARNATION, journal_messages=3, watcher_messages=2)
+    followers = [Follower(journal), Follower(journal)]
+
+    def check() -> None:
+        history[journal.sequence] = set(here)
+        for each in followers:
+            if each.whole and each.sequence in history:
+                assert each.keys == history[each.sequence]
+
+    for kind, what in steps:
+        if kind == "flip":
+            stored = [KEYS[i] for i in sorted(what) if KEYS[i] not in here]
+            removed = [KEYS[i] for i in sorted(what) if KEYS[i] in here]
+            for key in removed:
+                del here[key]
+            here.update(dict.fromkeys(stored))
+            journal.changed(stored, removed)
+            continue
+        if kind == "turn":
+            await asyncio.sleep(0)
+        elif kind == "hear":
+            await followers[what[0]].hear(what[1])
+        else:
+            await followers[what].leave()
+        await asyncio.sleep(0)
+        check()
+    await asyncio.sleep(0)
+    for each in followers:
+        await each.hear(20)
+        assert each.whole
+        assert each.keys == set(here)
+        assert each.sequence == journal.sequence
+        await each.leave()
+    assert journal.watchers == 0
+    return sum(each.cut_off for each in followers)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(STEP, max_size=30))
+def test_whoever_follows_knows_what_is_here_and_nothing_that_was_removed(steps: list[Any]) -> None:
+    asyncio.run(follow(steps))
+
+
+def test_a_slow_one_is_cut_off_and_comes_back_by_replay_or_snapshot() -> None:
+    flips: list[Any] = [("flip", {number % 6}) for number in range(12)]
+    slow: list[Any] = [("hear", (0, 1))]
+    for flip in flips[:4]:
+        slow += [flip, ("turn", None)]
+    assert asyncio.run(follow([*slow, ("hear", (0, 3)), *flips[4:]])) >= 1
