@@ -17,6 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or say make PYTHON=python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,dev]'
+	$(BIN)/python -m kernels.native.build || true
 	@touch $@
 
 run: $(STAMP)  ## serve the bundled model on this machine, show what happens, stop

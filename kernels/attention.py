@@ -1,49 +1,40 @@
-"""Attention over paged KV: the one entry, its argument checks, and the choice of the implementation.
+"""Attention over paged KV, and writes to it: the entries, their argument checks, and the call of what was chosen.
 
-Owns which implementation runs on which device and element type. It must not know models, sequences' tokens or who
-filled the pool. All shapes and the pool's layout are stated at `paged_attention`.
+All shapes and the pool's layout are stated at `paged_attention`. It must not know models, sequences' tokens or who
+filled the pool.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-
 import torch
 from torch import Tensor
 
-from kernels import cpu, reference
+from kernels import cpu, reference, triton
+from kernels.check import dense, expect
+from kernels.choice import choose
+from kernels.native import library
 from kernels.plan import AttentionPlan, make_plan
 
-__all__ = ["AttentionPlan", "make_plan", "paged_attention", "selected", "write_kv"]
-
-_log = logging.getLogger(__name__)
-_said: set[tuple[str, torch.dtype]] = set()
-_said_lock = threading.Lock()
+__all__ = ["AttentionPlan", "copy_blocks", "make_plan", "paged_attention", "selected", "write_kv"]
 
 
 def selected(device: torch.device | str, dtype: torch.dtype) -> str:
-    """Return the name of the implementation for `device` and `dtype`: "cpu" or "reference"; logs each choice once."""
-    kind = torch.device(device).type
-    name = "cpu" if kind == "cpu" and dtype in cpu.DTYPES else "reference"
-    if (kind, dtype) not in _said:
-        with _said_lock:
-            if (kind, dtype) not in _said:
-                _said.add((kind, dtype))
-                _log.info("paged attention on %s in %s: %s", kind, str(dtype).removeprefix("torch."), name)
-    return name
+    """Return the name of the implementation of attention for `device` and `dtype`; see `kernels.choice`."""
+    return choose("attention", torch.device(device), dtype)
 
 
 def paged_attention(
-    q: Tensor,  # [T, heads, head_dim]
-    kv: Tensor,  # [blocks, kv_heads, 2, block_tokens, head_dim], contiguous
+    q: Tensor,  # [T, heads, head_dim], each row dense, stride(0) free
+    kv: Tensor,  # [blocks, kv_heads, 2, block_tokens, head_dim], each block dense, stride(0) free
     block_tables: Tensor,  # [S, max_blocks] int32, entries past a sequence's blocks are never read
     query_start: Tensor,  # [S + 1] int32, from 0 to T
     context_lens: Tensor,  # [S] int32
     scale: float,
     out: Tensor | None = None,  # [T, heads, head_dim], contiguous
     *,
+    scales: Tensor | None = None,  # [blocks, kv_heads, 2] float32, of quantised KV
     plan: AttentionPlan | None = None,
+    deterministic: bool = False,
 ) -> Tensor:
     """Return softmax(q k^T * scale) v for every query row, causal, [T, heads, head_dim]; `out` when it is given.
 
@@ -51,64 +42,164 @@ def paged_attention(
     context_lens[s] - n + i and sees the keys up to its own position. Token t of a sequence is slot t % block_tokens of
     block block_tables[s, t // block_tokens]. Query head h reads key/value head h // (heads / kv_heads).
 
+    `kv` has q's type; or it is int8 or float8_e4m3fn, and each number is its value times the block's, head's and
+    plane's (K or V) entry of `scales`, see `kernels.quantized`.
+
     Every element of the result is written; token slots past a sequence's context never reach it, whatever they hold.
     `plan`, from `make_plan` with the same tensors, saves repeating checks and index computations for each layer.
+    `deterministic` (with a plan: the plan's): a sequence's rows come out in the same bits whatever else is in the
+    batch, for the same chunk borders.
 
     Raises:
-        ValueError: an argument has a wrong shape, type, device or value; the message begins with its name.
+        ValueError: an argument has a wrong shape, stride, type, device or value; the message begins with its name.
     """
     if plan is None:
-        plan = make_plan(kv, block_tables, query_start, context_lens)
-    _check(q, kv, out, plan)
+        plan = make_plan(kv, block_tables, query_start, context_lens, deterministic=deterministic)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if selected(q.device, q.dtype) == "cpu":
-        cpu.paged_attention(q, kv, plan, scale, out)
+    _check(q, kv, scales, out, plan)
+    name = choose("attention", q.device, q.dtype)
+    if name == "native" and native_head(kv):
+        _native(q, kv, scales, block_tables, plan, scale, out)
+    elif name == "triton" and kv.shape[4] <= triton.MAX_HEAD_DIM and scale > 0.0:
+        from kernels.triton import ops
+
+        tables = block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous()
+        ops.prefill_attention(
+            q, kv, scales, tables, query_start, context_lens, scale, out,
+            max_context=plan.max_context, singles=plan.decode.shape[0], deterministic=plan.deterministic,
+        )  # fmt: skip
+    elif name in ("native", "torch"):
+        cpu.paged_attention(q, kv, scales, plan, scale, out)
     else:
-        reference.paged_attention(q, kv, block_tables, plan.query_start, plan.context_lens, scale, out)
+        reference.prefill_attention(q, kv, scales, block_tables, query_start, context_lens, scale, out)
     return out
 
 
 def write_kv(
-    k: Tensor,  # [T, kv_heads, head_dim]
-    v: Tensor,  # [T, kv_heads, head_dim]
-    kv: Tensor,  # [blocks, kv_heads, 2, block_tokens, head_dim]
+    k: Tensor,  # [T, kv_heads, head_dim], each row dense
+    v: Tensor,  # [T, kv_heads, head_dim], each row dense
+    kv: Tensor,  # [blocks, kv_heads, 2, block_tokens, head_dim], each block dense
     block_ids: Tensor,  # [T] int64
     offsets: Tensor,  # [T] int64
+    *,
+    scales: Tensor | None = None,  # [blocks, kv_heads, 2] float32, of quantised KV
 ) -> None:
-    """Store the keys and values of T tokens, token i in slot offsets[i] of block block_ids[i].
+    """Store the keys and values of T tokens, token i in slot offsets[i] of block block_ids[i]; no slot comes twice.
+
+    Quantised: a token in slot 0 begins its block anew; otherwise the block's scale grows as it must, see
+    `kernels.reference.write_kv`.
 
     Raises:
-        ValueError: an argument has a wrong shape or type; the message begins with its name.
-        IndexError: a block or an offset outside the pool.
+        ValueError: an argument has a wrong shape, stride or type; the message begins with its name.
+        IndexError: a block or an offset outside the pool (on a GPU this is not looked at).
     """
-    if kv.dim() != 5 or kv.shape[2] != 2:
-        raise ValueError(f"kv: must be [blocks, kv_heads, 2, block_tokens, head_dim], not {list(kv.shape)}")
+    _check_pool(kv, scales)
     expected = (k.shape[0], kv.shape[1], kv.shape[4])
     for name, tensor in (("k", k), ("v", v)):
-        if tensor.shape != expected or tensor.dtype != kv.dtype:
-            raise ValueError(
-                f"{name}: must be {list(expected)} in {kv.dtype}, not {list(tensor.shape)} in {tensor.dtype}"
-            )
+        expect(name, tensor, expected, kv.dtype if scales is None else k.dtype, kv.device, dense_from=1)
+    if scales is not None and not k.dtype.is_floating_point:
+        raise ValueError(f"k: must be of a floating type, not {k.dtype}")
     for name, tensor in (("block_ids", block_ids), ("offsets", offsets)):
-        if tensor.shape != expected[:1] or tensor.dtype != torch.int64:
-            raise ValueError(f"{name}: must be [{expected[0]}] in torch.int64, not {list(tensor.shape)}")
-    slots = kv.permute(2, 0, 3, 1, 4)  # [2, blocks, block_tokens, kv_heads, head_dim]
-    slots[0][block_ids, offsets] = k
-    slots[1][block_ids, offsets] = v
+        expect(name, tensor, expected[:1], torch.int64, kv.device)
+    chosen = choose("write_kv", k.device, k.dtype)
+    for name, tensor, limit in (("block_ids", block_ids, kv.shape[0]), ("offsets", offsets, kv.shape[3])):
+        _check_index(name, tensor, limit)
+    native = library.get() if chosen == "native" and native_head(kv) else None
+    if native is not None:
+        if scales is not None:
+            order = block_ids.argsort(stable=True)  # tokens of one block share one growth
+            block_ids, offsets, k, v = block_ids[order], offsets[order], k[order], v[order]
+        native.write_kv(k, v, kv, scales, block_ids, offsets)
+    elif chosen == "triton":
+        from kernels.triton import ops
+
+        ops.write_kv(k, v, kv, scales, block_ids, offsets)
+    else:
+        reference.write_kv(k, v, kv, scales, block_ids, offsets)
 
 
-def _check(q: Tensor, kv: Tensor, out: Tensor | None, plan: AttentionPlan) -> None:
+def copy_blocks(pool: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy block source[i] to block target[i] in every layer of `pool` [layers, blocks, ...], each block dense.
+
+    `source` and `target` are [n] int64; no target comes twice or is a source.
+
+    Raises:
+        ValueError: an argument has a wrong shape, stride or type; the message begins with its name.
+        IndexError: a block outside the pool (on a GPU this is not looked at).
+    """
+    if pool.dim() < 3 or not dense(pool, 2):
+        raise ValueError(f"pool: must be [layers, blocks, ...] with dense blocks, not {list(pool.shape)}")
+    expect("source", source, source.shape[:1], torch.int64, pool.device)
+    expect("target", target, source.shape, torch.int64, pool.device)
+    name = choose("copy_blocks", pool.device, torch.float32)
+    _check_index("source", source, pool.shape[1])
+    _check_index("target", target, pool.shape[1])
+    native = library.get() if name == "native" else None
+    if native is not None:
+        native.copy_blocks(pool, source, target)
+    elif name == "triton":
+        from kernels.triton import ops
+
+        ops.copy_blocks(pool, source, target)
+    else:
+        reference.copy_blocks(pool, source, target)
+
+
+def _native(
+    q: Tensor, kv: Tensor, scales: Tensor | None, tables: Tensor, plan: AttentionPlan, scale: float, out: Tensor
+) -> None:
+    native = library.get()
+    assert native is not None
+    if tables.stride(-1) != 1:
+        tables = tables.contiguous()
+    if plan.decode.shape[0]:
+        native.decode_attention(q, kv, scales, tables, plan.decode, scale, out)
+    if plan.prefill.shape[0]:
+        native.prefill_attention(q, kv, scales, tables, plan.prefill, scale, out)
+
+
+def _check(q: Tensor, kv: Tensor, scales: Tensor | None, out: Tensor, plan: AttentionPlan) -> None:
     """Check what differs between two calls with the same plan."""
     if kv.shape != plan.kv_shape:
         raise ValueError(f"plan: made for kv {list(plan.kv_shape)}, not {list(kv.shape)}")
-    if not kv.is_contiguous():
-        raise ValueError("kv: must be contiguous")
+    _check_pool(kv, scales)
     if q.dim() != 3 or q.shape[0] != plan.num_rows or q.shape[2] != kv.shape[4]:
         raise ValueError(f"q: must be [{plan.num_rows}, heads, {kv.shape[4]}], not {list(q.shape)}")
     if q.shape[1] % kv.shape[1]:
         raise ValueError(f"q: its {q.shape[1]} heads are no multiple of kv's {kv.shape[1]}")
-    if q.dtype != kv.dtype or q.device != kv.device:
+    if (scales is None and q.dtype != kv.dtype) or q.device != kv.device or not q.dtype.is_floating_point:
         raise ValueError(f"q: is {q.dtype} on {q.device}, kv is {kv.dtype} on {kv.device}")
-    if out is not None and (out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous()):
-        raise ValueError(f"out: must be a contiguous {list(q.shape)} in {q.dtype}, not {list(out.shape)}")
+    if not dense(q, 1):
+        raise ValueError(f"q: each row must be contiguous, has strides {q.stride()}")
+    expect("out", out, q.shape, q.dtype, q.device)
+
+
+def _check_pool(kv: Tensor, scales: Tensor | None) -> None:
+    if kv.dim() != 5 or kv.shape[2] != 2:
+        raise ValueError(f"kv: must be [blocks, kv_heads, 2, block_tokens, head_dim], not {list(kv.shape)}")
+    if not dense(kv, 1):
+        raise ValueError(f"kv: each block must be contiguous, has strides {kv.stride()}")
+    quantized = kv.dtype in reference.QUANTIZED_MAX
+    if quantized != (scales is not None):
+        raise ValueError(f"scales: {'needed' if quantized else 'only'} for quantised kv, which is {kv.dtype}")
+    if scales is not None:
+        expect("scales", scales, (kv.shape[0], kv.shape[1], 2), torch.float32, kv.device, dense_from=1)
+
+
+def _check_index(name: str, index: Tensor, limit: int) -> None:
+    if index.device.type != "cpu" or not index.numel():
+        return
+    native = library.loaded()
+    if native is not None:
+        outside = native.outside(index, limit)
+    else:
+        low, high = torch.aminmax(index)
+        outside = int(low) < 0 or int(high) >= limit
+    if outside:
+        raise IndexError(f"{name}: an entry is outside 0..{limit - 1}")
+
+
+def native_head(kv: Tensor) -> bool:
+    """Return whether the native kernels take this head_dim."""
+    return kv.shape[4] % 16 == 0 and kv.shape[4] <= library.MAX_HEAD_DIM

@@ -13,29 +13,44 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.plan import AttentionPlan, DecodeGroup, PrefillItem
-
-#: Element types this implementation is for.
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from kernels import reference
+from kernels.division import DecodeGroup, Division, PrefillItem
+from kernels.plan import AttentionPlan
 
 _TILE_ROWS = 128
 _TILE_BYTES = 4 << 20  # of scores: they are written, normalised and read again, and should not leave the cache
 
 
-def paged_attention(q: Tensor, kv: Tensor, plan: AttentionPlan, scale: float, out: Tensor) -> None:
+def paged_attention(
+    q: Tensor, kv: Tensor, scales: Tensor | None, plan: AttentionPlan, scale: float, out: Tensor
+) -> None:
     """Write the attention of every query row to `out`; meaning as in `kernels.attention.paged_attention`."""
     blocks, kv_heads, _, block_tokens, head_dim = kv.shape
+    if scales is not None:
+        kv = _widen(kv, scales, plan, q.dtype)
+    elif not kv.is_contiguous():
+        kv = kv.contiguous()
+    q = q.contiguous()
     pool = kv.view(blocks * kv_heads * 2, block_tokens * head_dim)
-    for group in plan.decode:
+    division = plan.division(kv)
+    for group in division.decode:
         _decode(q, pool, group, plan, scale, out)
-    for item in plan.prefill:
+    for item in division.prefill:
         _prefill(q, pool, item, plan, scale, out)
+
+
+def _widen(kv: Tensor, scales: Tensor, plan: AttentionPlan, dtype: torch.dtype) -> Tensor:
+    """Return the pool with the blocks of the batch in q's type: right everywhere, quick nowhere."""
+    used = torch.tensor(sorted({block for table in plan.tables for block in table}), dtype=torch.int64)
+    wide = torch.empty(kv.shape, dtype=dtype)
+    wide[used] = reference.dequantize(kv[used], scales[used], torch.float32).to(dtype)
+    return wide
 
 
 def _decode(q: Tensor, pool: Tensor, group: DecodeGroup, plan: AttentionPlan, scale: float, out: Tensor) -> None:
     """Attend with one row per sequence."""
     members, (heads, head_dim), kv_heads = group.members, q.shape[1:], plan.kv_shape[1]
-    gathered = _gather(pool, group.gather, plan).view(-1, head_dim)
+    gathered = _gather(pool, group.gather, plan.division(pool)).view(-1, head_dim)
     if group.stale is not None:
         gathered.index_fill_(0, group.stale, 0.0)
     keys, values = gathered.view(2, members * kv_heads, -1, head_dim)
@@ -57,7 +72,7 @@ def _prefill(q: Tensor, pool: Tensor, item: PrefillItem, plan: AttentionPlan, sc
     heads, head_dim = q.shape[1:]
     kv_heads = plan.kv_shape[1]
     share = heads // kv_heads
-    keys, values = _gather(pool, item.gather, plan).view(2, kv_heads, -1, head_dim)
+    keys, values = _gather(pool, item.gather, plan.division(pool)).view(2, kv_heads, -1, head_dim)
     row_bytes = share * item.context * q.element_size()
     step = max(16, min(_TILE_ROWS, _TILE_BYTES // row_bytes))
     together = max(1, min(kv_heads, _TILE_BYTES // (row_bytes * step)))
@@ -76,12 +91,12 @@ def _prefill(q: Tensor, pool: Tensor, item: PrefillItem, plan: AttentionPlan, sc
             target[:, some] = result.view(-1, rows, share, head_dim).transpose(0, 1)
 
 
-def _gather(pool: Tensor, index: Tensor, plan: AttentionPlan) -> Tensor:
-    """Copy the indexed rows of `pool` into a buffer that lives with the plan: fresh pages cost more than the copy."""
+def _gather(pool: Tensor, index: Tensor, division: Division) -> Tensor:
+    """Copy the indexed rows of `pool` into a buffer that lives with the division: fresh pages cost more than copies."""
     key = (index.shape[0], pool.dtype)
-    buffer = plan.buffers.get(key)
+    buffer = division.buffers.get(key)
     if buffer is None:
-        buffer = plan.buffers[key] = torch.empty((index.shape[0], pool.shape[1]), dtype=pool.dtype)
+        buffer = division.buffers[key] = torch.empty((index.shape[0], pool.shape[1]), dtype=pool.dtype)
     return torch.index_select(pool, 0, index, out=buffer)
 
 

@@ -1,39 +1,184 @@
-"""Paged attention in plain torch, sequence by sequence, in float32: what every other implementation is compared with.
+"""Every operation in plain torch, in float32 (float64 for float64): what all implementations are compared with.
 
-Runs on any device and any floating type. It must stay simple enough to be seen to be right.
+This is also the contract between the dispatch (`kernels.attention`, `kernels.ops`) and its implementations: each of
+`kernels.cpu`, `kernels.native` and `kernels.triton.ops` has functions of these names and signatures, as far as it
+implements them. Arguments have been checked by the dispatch. Every element of `out` is written, whatever it held.
+The code must stay simple enough to be seen to be right.
+
+Words: T rows (tokens), S sequences, D = head_dim, G = heads / kv_heads. Query head h reads key/value head h // G.
+`kv` is one layer of the pool, [blocks, kv_heads, 2 (K, V), block_tokens, D]; a block is dense, the distance between
+two blocks is free (`kv.stride(0)`). `kv` is in q's type and `scales` is None; or `kv` is int8 or float8_e4m3fn, and
+`scales` [blocks, kv_heads, 2] float32 holds what its values are multiplied with (see `kernels.quantized`).
+Token t of a sequence is slot t % block_tokens of block block_tables[s, t // block_tokens]; entries past a sequence's
+blocks are never read, slots past its context never reach the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+#: Largest magnitude of a stored value, per type of quantised KV.
+QUANTIZED_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-def paged_attention(
-    q: Tensor,  # [T, heads, head_dim]
-    kv: Tensor,  # [blocks, kv_heads, 2, block_tokens, head_dim]
-    block_tables: Tensor,  # [S, max_blocks]
-    query_start: Sequence[int],  # [S + 1]
-    context_lens: Sequence[int],  # [S]
+def decode_attention(
+    q: Tensor,  # [S, heads, D], rows dense, stride(0) free
+    kv: Tensor,
+    scales: Tensor | None,
+    block_tables: Tensor,  # [S, max_blocks] int32
+    context_lens: Tensor,  # [S] int32, each at least 1: the query is the last of so many tokens
     scale: float,
-    out: Tensor,  # [T, heads, head_dim]
+    out: Tensor,  # [S, heads, D], rows dense, stride(0) free
 ) -> None:
-    """Write the attention of every query row to `out`; meaning as in `kernels.attention.paged_attention`."""
-    _, kv_heads, _, block_tokens, head_dim = kv.shape
-    precision = torch.float64 if q.dtype == torch.float64 else torch.float32
-    group = q.shape[1] // kv_heads
-    for s, context in enumerate(context_lens):
-        begin, end = query_start[s], query_start[s + 1]
+    """Write softmax(q k^T * scale) v of one query row per sequence to `out`."""
+    starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    prefill_attention(q, kv, scales, block_tables, starts, context_lens, scale, out)
+
+
+def prefill_attention(
+    q: Tensor,  # [T, heads, D], rows dense, stride(0) free
+    kv: Tensor,
+    scales: Tensor | None,
+    block_tables: Tensor,  # [S, max_blocks] int32
+    query_start: Tensor,  # [S + 1] int32, from 0 to T
+    context_lens: Tensor,  # [S] int32
+    scale: float,
+    out: Tensor,  # [T, heads, D], rows dense, stride(0) free
+) -> None:
+    """Write the causal attention of every query row to `out`.
+
+    Rows query_start[s] .. query_start[s + 1] are sequence s's newest tokens: row i of n sits at position
+    context_lens[s] - n + i and sees the keys up to its own position. A sequence may have no rows.
+    """
+    kv_heads, head_dim = kv.shape[1], kv.shape[4]
+    precision = _precision(q)
+    starts, lengths = query_start.tolist(), context_lens.tolist()
+    for s, context in enumerate(lengths):
+        begin, end = starts[s], starts[s + 1]
         if begin == end:
             continue
-        blocks = kv[block_tables[s, : -(-context // block_tokens)].long()]  # [n, kv_heads, 2, block_tokens, head_dim]
-        both = blocks.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, head_dim)[:, :, :context].to(precision)
-        keys, values = both.repeat_interleave(group, dim=1)  # [heads, context, head_dim] each
+        used = block_tables[s, : -(-context // kv.shape[3])].long()
+        blocks = dequantize(kv[used], None if scales is None else scales[used], precision)
+        both = blocks.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, head_dim)[:, :, :context]
+        keys, values = both.repeat_interleave(q.shape[1] // kv_heads, dim=1)  # [heads, context, D] each
         scores = torch.matmul(q[begin:end].transpose(0, 1).to(precision), keys.transpose(1, 2)) * scale
         key_position = torch.arange(context, device=q.device)
         query_position = torch.arange(context - (end - begin), context, device=q.device)
         hidden = key_position[None, :] > query_position[:, None]  # [rows, context]
         weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
         out[begin:end] = torch.matmul(weights, values).transpose(0, 1).to(q.dtype)
+
+
+def write_kv(
+    k: Tensor,  # [T, kv_heads, D], rows dense, stride(0) free
+    v: Tensor,  # [T, kv_heads, D], rows dense, stride(0) free
+    kv: Tensor,
+    scales: Tensor | None,
+    block_ids: Tensor,  # [T] int64
+    offsets: Tensor,  # [T] int64
+) -> None:
+    """Store the keys and values of T tokens, token i in slot offsets[i] of block block_ids[i]; no slot comes twice.
+
+    Quantised, a block of one head and plane has one scale, largest magnitude / QUANTIZED_MAX. A token in slot 0 begins
+    its block anew. Otherwise the block's scale grows to hold what comes, and what is there is rounded again at the new
+    scale: q' = round(q * old / new). Tokens of one block in one call share one growth.
+    """
+    if scales is None:
+        slots = kv.permute(2, 0, 3, 1, 4)  # [2, blocks, block_tokens, kv_heads, D]
+        slots[0][block_ids, offsets] = k
+        slots[1][block_ids, offsets] = v
+        return
+    for block in sorted(set(block_ids.tolist())):
+        chosen = block_ids == block
+        slots_ = offsets[chosen]
+        new = torch.stack((k[chosen], v[chosen])).float().permute(2, 0, 1, 3)  # [kv_heads, 2, n, D]
+        old = scales[block].clone()  # [kv_heads, 2]
+        if bool((slots_ == 0).any()):
+            old.zero_()
+        wanted = new.abs().amax((2, 3)) / QUANTIZED_MAX[kv.dtype]
+        grown = torch.maximum(old, wanted)
+        kept = kv[block].float() * torch.where(grown > 0, old / grown, 0.0)[:, :, None, None]
+        kept = torch.where((old == 0)[:, :, None, None], 0.0, kept)  # stale bytes may be NaN in float8
+        kept[:, :, slots_] = torch.where((grown > 0)[:, :, None, None], new / grown[:, :, None, None], 0.0)
+        kv[block] = to_stored(kept, kv.dtype)
+        scales[block] = grown
+
+
+def copy_blocks(
+    pool: Tensor,  # [layers, blocks, ...], a block dense, strides of layers and blocks free
+    source: Tensor,  # [n] int64
+    target: Tensor,  # [n] int64, none twice and none in `source`
+) -> None:
+    """Copy block source[i] to block target[i] in every layer."""
+    pool[:, target] = pool[:, source]
+
+
+def rms_norm(
+    x: Tensor,  # [T, n], rows dense, stride(0) free
+    residual: Tensor | None,  # [T, n], contiguous
+    weight: Tensor,  # [n]
+    eps: float,
+    out: Tensor,  # [T, n], contiguous; may be x
+) -> None:
+    """Write x / sqrt(mean(x^2) + eps) * weight; with `residual`, it becomes x + residual first and is what is normed.
+
+    Source: Zhang and Sennrich 2019. Rounding as in transformers: float32 inside, rounded before `weight` multiplies.
+    """
+    if residual is not None:
+        residual.add_(x)
+        x = residual
+    precision = _precision(x)
+    normed = functional.rms_norm(x.to(precision), (x.shape[-1],), None, eps).to(x.dtype)
+    out.copy_(normed * weight)
+
+
+def rope(
+    x: Tensor,  # [T, heads, D], rows dense, stride(0) free
+    cos: Tensor,  # [T, D], x's type
+    sin: Tensor,  # [T, D], x's type, its first half negated
+    out: Tensor,  # [T, heads, D], rows dense, stride(0) free; may be x
+) -> None:
+    """Write x * cos + roll(x, D / 2) * sin. Source: Su et al. 2021, in the half-split form of `rotate_half`."""
+    precision = _precision(x)
+    wide, c, s = x.to(precision), cos[:, None].to(precision), sin[:, None].to(precision)
+    out.copy_(torch.addcmul(wide * c, wide.roll(x.shape[-1] // 2, dims=-1), s))
+
+
+def silu_mul(
+    gate_up: Tensor,  # [T, 2 * n], rows dense: gate, then up
+    out: Tensor,  # [T, n], contiguous
+) -> None:
+    """Write silu(gate) * up. Rounding as in transformers: silu's result is rounded before `up` multiplies."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    out.copy_(functional.silu(gate.to(_precision(gate))).to(gate.dtype) * up)
+
+
+def linear(
+    x: Tensor,  # [M, K], rows dense
+    weight: Tensor,  # [N, K], contiguous
+    bias: Tensor | None,  # [N]
+    out: Tensor,  # [M, N], contiguous
+) -> None:
+    """Write x @ weight.T + bias, summed in float32."""
+    precision = _precision(x)
+    result = torch.matmul(x.to(precision), weight.to(precision).t())
+    out.copy_(result if bias is None else result + bias.to(precision))
+
+
+def dequantize(kv: Tensor, scales: Tensor | None, precision: torch.dtype) -> Tensor:
+    """Return the numbers that blocks [n, kv_heads, 2, block_tokens, D] with scales [n, kv_heads, 2] stand for."""
+    wide = kv.to(precision)
+    return wide if scales is None else wide * scales.to(precision)[..., None, None]
+
+
+def to_stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `values`, already divided by their scale, in a quantised type: rounded to nearest even, saturated."""
+    limit = QUANTIZED_MAX[dtype]
+    values = values.clamp(-limit, limit)
+    return (values.round() if dtype == torch.int8 else values).to(dtype)
+
+
+def _precision(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

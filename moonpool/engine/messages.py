@@ -38,6 +38,8 @@ class EngineSpec:
     """Compute threads of each stage; 0 = this process's cores divided by the stages, at least one."""
     device: str = "cpu"
     """Device of the stages; only "cpu" is built yet."""
+    deterministic: bool = False
+    """Results of a sequence do not depend on what else is in a step."""
     max_tokens: int = 0
     """Longest sequence in tokens (prompt and output); 0 = the model's own limit. Bounds the warm-up's lengths."""
     gate_timeout_s: float = 30.0

@@ -54,6 +54,11 @@ class EngineConfig(ServiceConfig):
     kv_bytes: int = Field(256 << 20, gt=0, description="bytes of the KV pool")
     blocks: int = Field(0, ge=0, description="blocks of the KV pool; 0 = as many as --kv-bytes hold")
     threads: int = Field(0, ge=0, description="compute threads of each engine process; 0 = all cores shared out")
+    deterministic: bool = Field(
+        False,
+        description="make a sequence's results independent of what else is in a step: fixed shapes and tiles, slower "
+        "(docs/kernels.md)",
+    )
     device: Literal["cpu"] = Field("cpu", description="where the engine computes")
     max_tokens: int = Field(0, ge=0, description="tokens of the longest sequence served; 0 = the model's own limit")
     link_bytes_per_s: float = Field(
@@ -143,6 +148,7 @@ def plan_engine(config: EngineConfig, *, stages: int = 1, decode: bool = False) 
         stages=stages,
         threads=config.threads,
         device=config.device,
+        deterministic=config.deterministic,
         max_tokens=longest,
     )
     return _plan(config, model, spec, weights_fingerprint(folder))
@@ -155,6 +161,8 @@ def _plan_emulated(
     profile = emulation.profile
     if config.dtype != "auto":
         raise ConfigError("dtype", f"emulated compute has none of its own; leave it 'auto', not {config.dtype!r}")
+    if config.deterministic:
+        raise ConfigError("deterministic", "emulated compute is so always; leave it out")
     layout = profile.layout(config.block_tokens)
     spec = EngineSpec(
         checkpoint=str(folder),

@@ -87,7 +87,15 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     config = load_config(path)
     part = PoolPart.attach(pool_fd, engine.layout, engine.blocks, spec.layer_begin, spec.layer_end)
     kv = pool_tensor(part)
-    model = load_stage(path, config, dtype, spec.layer_begin, spec.layer_end, engine.device)
+    model = load_stage(
+        path,
+        config,
+        dtype,
+        spec.layer_begin,
+        spec.layer_end,
+        engine.device,
+        deterministic=engine.deterministic,
+    )
     links: Links = NoLinks()
     if engine.stages > 1:
         links = GlooLinks(

@@ -1,6 +1,5 @@
 """Paged attention: the reference against the formula, the CPU kernel against the reference, the checks by name."""
 
-import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels import attention, reference
+from kernels import reference
 from kernels.attention import make_plan, paged_attention, selected, write_kv
 
+MODES = ["reference", "torch", "native"]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
@@ -76,8 +76,9 @@ def by_formula(case: Case) -> Tensor:
 
 def by_reference(case: Case) -> Tensor:
     out = torch.full_like(case.q, torch.nan)
-    starts, lengths = case.query_start.tolist(), case.context_lens.tolist()
-    reference.paged_attention(case.q, case.kv, case.block_tables, starts, lengths, case.scale, out)
+    reference.prefill_attention(
+        case.q, case.kv, None, case.block_tables, case.query_start, case.context_lens, case.scale, out
+    )
     return out
 
 
@@ -92,15 +93,16 @@ BATCHES = {
 }
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_cpu_and_reference_follow_the_formula(batch: str, heads: tuple[int, int], dtype: torch.dtype) -> None:
+def test_all_follow_the_formula(
+    batch: str, heads: tuple[int, int], dtype: torch.dtype, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONPOOL_KERNELS", mode)
     case = make(BATCHES[batch], heads=heads[0], kv_heads=heads[1], dtype=dtype)
-    assert selected("cpu", dtype) == "cpu"
-    expected = by_formula(case)
-    for result in (case.run(), by_reference(case)):
-        torch.testing.assert_close(result.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+    torch.testing.assert_close(case.run().double(), by_formula(case), rtol=0, atol=TOLERANCE[dtype])
 
 
 @settings(max_examples=25, deadline=None)
@@ -110,13 +112,17 @@ def test_cpu_and_reference_follow_the_formula(batch: str, heads: tuple[int, int]
 )
 def test_any_batch(parts: list[tuple[int, int]], block_tokens: int) -> None:
     case = make([(count, count + before) for count, before in parts], block_tokens=block_tokens)
-    torch.testing.assert_close(case.run(), by_reference(case), rtol=0, atol=2e-6)
+    for mode in MODES:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MOONPOOL_KERNELS", mode)
+            torch.testing.assert_close(case.run(), by_reference(case), rtol=0, atol=2e-6)
 
 
 def test_groups_and_tiles_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_KERNELS", "torch")
     case = make(BATCHES["mixed"] + BATCHES["decode"])
     expected = case.run()
-    monkeypatch.setattr("kernels.plan.GATHER_BYTES", 1)
+    monkeypatch.setattr("kernels.division.GATHER_BYTES", 1)
     monkeypatch.setattr("kernels.cpu._TILE_BYTES", 1)
     torch.testing.assert_close(case.run(), expected, rtol=0, atol=1e-6)
 
@@ -126,6 +132,17 @@ def test_out_is_written_whole_and_returned() -> None:
     out = torch.full_like(case.q, torch.nan)
     assert case.run(out=out) is out
     assert torch.equal(out, case.run())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_q_may_be_part_of_wider_rows_and_blocks_may_lie_apart(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_KERNELS", mode)
+    case = make(BATCHES["mixed"])
+    wide = torch.full((case.q.shape[0], 9, 16), torch.nan)
+    wide[:, :4] = case.q
+    apart = torch.full((case.kv.shape[0], 2, *case.kv.shape[1:]), torch.nan)
+    apart[:, 0] = case.kv
+    assert torch.equal(case.run(q=wide[:, :4], kv=apart[:, 0]), case.run())
 
 
 def test_one_plan_serves_every_layer() -> None:
@@ -148,14 +165,6 @@ def test_other_types_run_the_reference() -> None:
     case = make(BATCHES["mixed"], dtype=torch.float64)
     assert selected("cpu", torch.float64) == "reference"
     torch.testing.assert_close(case.run(), by_formula(case), rtol=0, atol=1e-12)
-
-
-def test_the_choice_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_said", set())
-    with caplog.at_level(logging.INFO, "kernels.attention"):
-        selected("cpu", torch.bfloat16)
-        selected("cpu", torch.bfloat16)
-    assert [record.getMessage() for record in caplog.records] == ["paged attention on cpu in bfloat16: cpu"]
 
 
 GOOD = make([(1, 20), (4, 30)])

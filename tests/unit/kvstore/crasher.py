@@ -35,6 +35,7 @@ def tell(sign: str, keys: Iterable[BlockKey]) -> None:
 
 def write(ssd: SsdTier, keys: list[BlockKey]) -> None:
     plan = ssd.plan([block_of(key, tenant_of(key)) for key in keys])
+    assert not plan.rejected
     tell("-", plan.removed)
     ssd.commit(plan)
     ssd.committed(plan)

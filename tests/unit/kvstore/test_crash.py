@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.keys import BlockKey
-from services.kvstore.ssd import Durability, SsdTier, open_tier
+from services.kvstore.commit import Durability
+from services.kvstore.ssd import SsdTier, open_tier
 from services.kvstore.verify import verify
 from tests.unit.kvstore.crasher import CAPACITY, SEGMENT, kept_keys, tenant_of
 from tests.unit.kvstore.helpers import LAYOUT, keys_of, slice_of

@@ -206,6 +206,9 @@ TierMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25
 TestTier = TierMachine.TestCase
 
 
-class TestTierLong(TierMachine.TestCase):  # type: ignore[misc]
-    pytestmark = pytest.mark.slow
-    settings = settings(max_examples=400, stateful_step_count=60, deadline=None)
+class LongTierMachine(TierMachine):
+    """The same, for longer."""
+
+
+LongTierMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=60, deadline=None)
+TestTierForLong = pytest.mark.timeout(1800)(pytest.mark.slow(LongTierMachine.TestCase))

@@ -237,12 +237,12 @@ def break_off(patch: pytest.MonkeyPatch, step: int, crash: bool) -> list[str]:
 
         patch.setattr(target, run)
 
-    from services.kvstore import commit, index, segments
+    from services.kvstore import index, segments
 
     for name in ("append", "sync", "truncate"):
         wrap(f"services.kvstore.segments.SegmentFile.{name}", name, getattr(segments.SegmentFile, name))
     wrap("services.kvstore.index.Index.commit", "commit", index.Index.commit)
-    wrap("services.kvstore.commit.sync_folder", "sync_folder", commit.sync_folder)
+    wrap("services.kvstore.commit.sync_folder", "sync_folder", segments.sync_folder)
     return steps
 
 
@@ -266,3 +266,24 @@ def test_compacting_rewrites_thin_segments_and_loses_nothing(tmp_path: Path) -> 
     with tier(tmp_path, capacity=64 * RECORD, segment=4 * RECORD) as ssd:
         assert set(ssd) == set(KEYS[:12]) - {KEYS[0], KEYS[1], KEYS[2], KEYS[5]}
         assert all(read(ssd, key) == data_of(key) for key in ssd)
+
+
+def test_many_wholly_kept_segments_do_not_hide_the_others(tmp_path: Path) -> None:
+    kept = set(KEYS[:40])
+    asked: list[BlockKey] = []
+
+    def keeps(key: BlockKey, tenant: str, nbytes: int) -> bool:
+        asked.append(key)
+        return key in kept
+
+    with tier(tmp_path, capacity=50 * RECORD, segment=2 * RECORD) as ssd:
+        ssd.protect(keeps)
+        put(ssd, KEYS[:48])
+        assert put(ssd, KEYS[48:50]).removed == KEYS[40:42]
+        before = len(asked)
+        assert put(ssd, KEYS[50:52]).removed == KEYS[42:44]
+        assert len(asked) - before <= 4, "segments that are wholly kept are asked about again and again"
+        kept.clear()
+        for start in range(52, 60):
+            put(ssd, [KEYS[start]])
+        assert len(ssd) >= 48

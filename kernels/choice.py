@@ -1,0 +1,70 @@
+"""Which implementation runs: chosen per operation, device and element type, and said once in the log.
+
+Owns the order of preference: Triton on GPUs; on CPUs the native kernels where they can be built, else plain torch, else
+the reference. MOONPOOL_KERNELS=reference|torch|native narrows it ("native" is refused where they cannot be had). Must
+not know shapes or what an operation means.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import Literal, get_args
+
+import torch
+
+from kernels import triton
+from kernels.native import library
+
+Name = Literal["reference", "torch", "native", "triton"]
+VARIABLE = "MOONPOOL_KERNELS"
+#: Element types that anything but the reference is for.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Operations whose implementation in plain torch is for CPUs only.
+_TORCH_ON_CPU_ONLY = frozenset({"attention"})
+
+_log = logging.getLogger(__name__)
+_said: set[tuple[str, str, torch.dtype, str]] = set()
+_said_lock = threading.Lock()
+
+
+def choose(operation: str, device: torch.device, dtype: torch.dtype) -> Name:
+    """Return the implementation of `operation` for tensors of `dtype` on `device`; logs each choice once.
+
+    Raises:
+        ValueError: MOONPOOL_KERNELS has a value it must not have, or asks for native kernels that cannot be had.
+    """
+    wish = os.environ.get(VARIABLE, "")
+    name = _choose(operation, device, dtype, wish)
+    key = (operation, device.type, dtype, name)
+    if key not in _said:
+        with _said_lock:
+            if key not in _said:
+                _said.add(key)
+                _log.info("%s on %s in %s: %s", operation, device.type, str(dtype).removeprefix("torch."), name)
+    return name
+
+
+def _choose(operation: str, device: torch.device, dtype: torch.dtype, wish: str) -> Name:
+    if wish and wish not in get_args(Name):
+        raise ValueError(f"{VARIABLE}: must be one of {', '.join(get_args(Name))}, not {wish!r}")
+    if dtype not in DTYPES or wish == "reference":
+        return "reference"
+    if wish == "triton" or (not wish and device.type == "cuda"):
+        if triton.available(device):
+            return "triton"
+        if wish:
+            raise ValueError(f"{VARIABLE}: Triton does not run on {device} here")
+    if device.type == "cpu":
+        if wish != "torch" and library.get() is not None:
+            return "native"
+        if wish == "native":
+            raise ValueError(f"{VARIABLE}: native kernels cannot be had: {library.failure()}")
+        return "torch"
+    return "reference" if operation in _TORCH_ON_CPU_ONLY else "torch"
+
+
+def prepare(device: torch.device, dtype: torch.dtype) -> Name:
+    """Build or load what the operations need, ahead of the first call, and return which implementation it is."""
+    return choose("attention", device, dtype)

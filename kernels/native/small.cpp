@@ -1,0 +1,175 @@
+// What is small and frequent, in one pass each: norms, rotations, activations, KV writes.
+// Rounding follows transformers, step by step; see kernels/reference.py.
+#include "parallel.h"
+#include "pool.h"
+
+enum { GRAIN = 16384 };  // elements below which another thread does not pay
+
+INLINE int worth(int64_t elements, int threads) {
+    int64_t most = elements / GRAIN + 1;
+    return most < threads ? (int)most : threads;
+}
+// f(begin, end) over [0, n) in as many parts as threads.
+template <class F> static void split(int64_t n, int threads, const F& f) {
+    parallel(threads, threads, [&](int64_t i) { f(n * i / threads, n * (i + 1) / threads); });
+}
+#define FOR_TYPE(type, call)      \
+    switch (type) {               \
+        case F32: return call(float); \
+        case BF16: return call(bf16); \
+        case F16: return call(f16);   \
+        default: return 1;        \
+    }
+
+INLINE float wide(float x) { return x; }
+INLINE float wide(bf16 x) { return scalar(x); }
+INLINE float wide(f16 x) { f16 t[W] = {x}; return widen(t)[0]; }
+INLINE void thin(float* p, float x) { *p = x; }
+INLINE void thin(bf16* p, float x) { *p = to_bf16(x); }
+INLINE void thin(f16* p, float x) { f16 t[W]; narrow(t, splat(x)); *p = t[0]; }
+
+template <class T>
+static int rms_norm(const T* x, int64_t stride, T* residual, const T* weight, float eps, T* out, int64_t rows, int64_t n, int threads) {
+    split(rows, worth(rows * n, threads), [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            const T* from = x + r * stride;
+            T* to = out + r * n;
+            vf squares[4] = {};
+            float rest = 0;
+            int64_t i = 0;
+            if (residual) {
+                T* sum_ = residual + r * n;
+                int j = 0;
+                for (; i + W <= n; i += W, j = (j + 1) & 3) {
+                    vf v = rounded<T>(widen(from + i) + widen(sum_ + i));
+                    narrow(sum_ + i, v);
+                    squares[j] += v * v;
+                }
+                for (; i < n; i++) {
+                    thin(sum_ + i, wide(from[i]) + wide(sum_[i]));
+                    rest += wide(sum_[i]) * wide(sum_[i]);
+                }
+                from = sum_;
+            } else {
+                int j = 0;
+                for (; i + W <= n; i += W, j = (j + 1) & 3) {
+                    vf v = widen(from + i);
+                    squares[j] += v * v;
+                }
+                for (; i < n; i++) rest += wide(from[i]) * wide(from[i]);
+            }
+            float mean = (sum((squares[0] + squares[1]) + (squares[2] + squares[3])) + rest) / (float)n;
+            float scale = 1.0f / __builtin_sqrtf(mean + eps);
+            for (i = 0; i + W <= n; i += W) narrow(to + i, rounded<T>(widen(from + i) * scale) * widen(weight + i));
+            for (; i < n; i++) {
+                T t;
+                thin(&t, wide(from[i]) * scale);
+                thin(to + i, wide(t) * wide(weight[i]));
+            }
+        }
+    });
+    return 0;
+}
+extern "C" int mp_rms_norm(int type, const void* x, int64_t stride, void* residual, const void* weight, float eps,
+                           void* out, int64_t rows, int64_t n, int threads) {
+#define CALL(T) rms_norm<T>((const T*)x, stride, (T*)residual, (const T*)weight, eps, (T*)out, rows, n, threads)
+    FOR_TYPE(type, CALL)
+#undef CALL
+}
+
+template <class T>
+static int rope(const T* x, int64_t stride, const T* cos, const T* sin, T* out, int64_t out_stride, int64_t rows,
+                int heads, int D, int threads) {
+    int half = D / 2;
+    split(rows, worth(rows * heads * D, threads), [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            const T *c = cos + r * D, *s = sin + r * D;
+            for (int h = 0; h < heads; h++) {
+                const T* from = x + r * stride + (int64_t)h * D;
+                T* to = out + r * out_stride + (int64_t)h * D;
+                int i = 0;
+                for (; i + W <= half; i += W) {
+                    vf low = widen(from + i), high = widen(from + half + i);
+                    vf a = widen(c + i) * low, b = widen(c + half + i) * high;
+                    narrow(to + i, a + high * widen(s + i));
+                    narrow(to + half + i, b + low * widen(s + half + i));
+                }
+                for (; i < half; i++) {
+                    float low = wide(from[i]), high = wide(from[half + i]);
+                    thin(to + i, wide(c[i]) * low + high * wide(s[i]));
+                    thin(to + half + i, wide(c[half + i]) * high + low * wide(s[half + i]));
+                }
+            }
+        }
+    });
+    return 0;
+}
+extern "C" int mp_rope(int type, const void* x, int64_t stride, const void* cos, const void* sin, void* out,
+                       int64_t out_stride, int64_t rows, int heads, int D, int threads) {
+#define CALL(T) rope<T>((const T*)x, stride, (const T*)cos, (const T*)sin, (T*)out, out_stride, rows, heads, D, threads)
+    FOR_TYPE(type, CALL)
+#undef CALL
+}
+
+INLINE vf silu(vf x) {  // x / (1 + e^-x)
+    vf t = vmax(x * -LOG2E, splat(-126.0f));
+    t = t < splat(126.0f) ? t : splat(126.0f);
+    return x / (exp2v<6>(t) + 1.0f);
+}
+template <class T>
+static int silu_mul(const T* x, int64_t stride, T* out, int64_t rows, int64_t n, int threads) {
+    // Cut across rows and columns: one row of a large model is work for several threads.
+    int64_t units = (n + 1023) / 1024;
+    split(rows * units, worth(rows * n, threads), [&](int64_t begin, int64_t end) {
+        for (int64_t u = begin; u < end; u++) {
+            int64_t r = u / units, i = u % units * 1024, last = i + 1024 < n ? i + 1024 : n;
+            const T* gate = x + r * stride;
+            for (; i + W <= last; i += W)
+                narrow(out + r * n + i, rounded<T>(silu(widen(gate + i))) * widen(gate + n + i));
+            for (; i < last; i++) {
+                T t;
+                thin(&t, silu(splat(wide(gate[i])))[0]);
+                thin(out + r * n + i, wide(t) * wide(gate[n + i]));
+            }
+        }
+    });
+    return 0;
+}
+extern "C" int mp_silu_mul(int type, const void* x, int64_t stride, void* out, int64_t rows, int64_t n, int threads) {
+#define CALL(T) silu_mul<T>((const T*)x, stride, (T*)out, rows, n, threads)
+    FOR_TYPE(type, CALL)
+#undef CALL
+}
+
+// Copies of runs of bytes: rows of keys and values into their slots, blocks onto blocks. 2: an index is outside; nothing
+// has been written.
+INLINE bool outside(const int64_t* index, int64_t n, int64_t limit) {
+    bool bad = false;
+    for (int64_t i = 0; i < n; i++) bad |= (uint64_t)index[i] >= (uint64_t)limit;
+    return bad;
+}
+extern "C" int mp_outside(const int64_t* index, int64_t n, int64_t limit) { return outside(index, n, limit); }
+extern "C" int mp_write_kv(const char* k, int64_t k_stride, const char* v, int64_t v_stride, char* kv,
+                           int64_t block_stride, const int64_t* blocks, const int64_t* offsets, int64_t rows,
+                           int heads, int64_t row_bytes, int64_t block_tokens, int threads) {
+    split(rows, worth(rows * heads * row_bytes, threads), [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            char* to = kv + blocks[r] * block_stride + offsets[r] * row_bytes;
+            for (int h = 0; h < heads; h++, to += 2 * block_tokens * row_bytes) {
+                memcpy(to, k + r * k_stride + h * row_bytes, row_bytes);
+                memcpy(to + block_tokens * row_bytes, v + r * v_stride + h * row_bytes, row_bytes);
+            }
+        }
+    });
+    return 0;
+}
+extern "C" int mp_copy_blocks(char* pool, int64_t layer_stride, int64_t layers, int64_t block_stride,
+                              int64_t block_bytes, const int64_t* source, const int64_t* target, int64_t n, int threads) {
+    split(layers * n, worth(layers * n * block_bytes, threads), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            char* layer = pool + i / n * layer_stride;
+            memcpy(layer + target[i % n] * block_stride, layer + source[i % n] * block_stride, block_bytes);
+        }
+    });
+    return 0;
+}

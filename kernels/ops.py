@@ -1,0 +1,135 @@
+"""The small operations of a transformer's layer: argument checks and the call of what was chosen.
+
+Meaning and rounding are those of `kernels.reference`; every element of the result is written. They must not know
+models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import plain, reference
+from kernels.check import dense, expect
+from kernels.choice import choose
+from kernels.native import library
+
+__all__ = ["linear", "rms_norm", "rope", "silu_mul"]
+
+#: From one row up to so many, in these types, the library's products of a plain weight are slower than ours: measured
+#: 2 rows 1.5 times, 16 rows 3 times (hidden 2048, one AVX512 core without fp16 arithmetic).
+FEW_ROWS = 16
+_SLOW_IN_LIBRARY = (torch.float16,)
+
+
+def rms_norm(
+    x: Tensor,  # [T, n], each row dense
+    weight: Tensor,  # [n]
+    eps: float,
+    *,
+    residual: Tensor | None = None,  # [T, n], contiguous
+    out: Tensor | None = None,  # [T, n], contiguous; may be x
+) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight; with `residual`, it becomes x + residual first and is what is normed.
+
+    Raises:
+        ValueError: an argument has a wrong shape, stride, type or device; the message begins with its name.
+    """
+    if x.dim() != 2 or not dense(x, 1):
+        raise ValueError(f"x: must be [T, n] with dense rows, not {list(x.shape)} with strides {x.stride()}")
+    expect("weight", weight, x.shape[1:], x.dtype, x.device)
+    if residual is not None:
+        expect("residual", residual, x.shape, x.dtype, x.device)
+    out = _result(out, x.shape, x)
+    _implementation("rms_norm", x).rms_norm(x, residual, weight, eps, out)
+    return out
+
+
+def rope(
+    x: Tensor,  # [T, heads, D], each row dense
+    cos: Tensor,  # [T, D]
+    sin: Tensor,  # [T, D], its first half negated
+    *,
+    out: Tensor | None = None,  # [T, heads, D], contiguous
+) -> Tensor:
+    """Return x * cos + roll(x, D / 2) * sin, rotary position embeddings in the half-split form.
+
+    Raises:
+        ValueError: an argument has a wrong shape, stride, type or device; the message begins with its name.
+    """
+    if x.dim() != 3 or x.shape[2] % 2 or not dense(x, 1):
+        raise ValueError(f"x: must be [T, heads, even] with dense rows, not {list(x.shape)} with strides {x.stride()}")
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        expect(name, tensor, (x.shape[0], x.shape[2]), x.dtype, x.device)
+    out = _result(out, x.shape, x)
+    _implementation("rope", x).rope(x, cos, sin, out)
+    return out
+
+
+def silu_mul(
+    gate_up: Tensor,  # [T, 2 * n], each row dense: gate, then up
+    *,
+    out: Tensor | None = None,  # [T, n], contiguous
+) -> Tensor:
+    """Return silu(gate) * up.
+
+    Raises:
+        ValueError: an argument has a wrong shape, stride, type or device; the message begins with its name.
+    """
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not dense(gate_up, 1):
+        raise ValueError(f"gate_up: must be [T, even] with dense rows, not {list(gate_up.shape)}")
+    out = _result(out, (gate_up.shape[0], gate_up.shape[1] // 2), gate_up)
+    _implementation("silu_mul", gate_up).silu_mul(gate_up, out)
+    return out
+
+
+def linear(
+    x: Tensor,  # [M, K], each row dense
+    weight: Tensor,  # [N, K], contiguous
+    bias: Tensor | None = None,  # [N]
+    *,
+    out: Tensor | None = None,  # [M, N], contiguous
+) -> Tensor:
+    """Return x @ weight.T + bias, summed in float32: by our kernel for few rows where it is the faster, see FEW_ROWS.
+
+    Raises:
+        ValueError: an argument has a wrong shape, stride, type or device; the message begins with its name.
+    """
+    if x.dim() != 2 or not dense(x, 1):
+        raise ValueError(f"x: must be [M, K] with dense rows, not {list(x.shape)} with strides {x.stride()}")
+    if weight.dim() != 2:
+        raise ValueError(f"weight: must be [N, K], not {list(weight.shape)}")
+    expect("weight", weight, (weight.shape[0], x.shape[1]), x.dtype, x.device)
+    if bias is not None:
+        expect("bias", bias, weight.shape[:1], x.dtype, x.device)
+    out = _result(out, (x.shape[0], weight.shape[0]), x)
+    implementation = _implementation("linear", x)
+    if implementation is not reference and not few_rows_are_ours(x):
+        implementation = plain
+    implementation.linear(x, weight, bias, out)
+    return out
+
+
+def few_rows_are_ours(x: Tensor) -> bool:
+    """Return whether `linear` runs our own kernel for `x`, where there is one."""
+    return x.device.type == "cpu" and 1 < x.shape[0] <= FEW_ROWS and x.dtype in _SLOW_IN_LIBRARY
+
+
+def _result(out: Tensor | None, shape: Any, like: Tensor) -> Tensor:
+    if out is None:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    expect("out", out, shape, like.dtype, like.device, writable=True)
+    return out
+
+
+def _implementation(operation: str, x: Tensor) -> Any:
+    name = choose(operation, x.device, x.dtype)
+    if name == "native":
+        return library.get()
+    if name == "triton":
+        from kernels.triton import ops
+
+        return ops if hasattr(ops, operation) else plain
+    return reference if name == "reference" else plain

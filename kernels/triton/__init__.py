@@ -1,0 +1,26 @@
+"""The operations of `kernels.reference` in Triton, for GPUs; `kernels.triton.ops` has them under the same names.
+
+Importing this package costs nothing: Triton itself is imported with `kernels.triton.ops`, which only a process that
+found `available` may do. It must not know the dispatch, models or schedulers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+#: Element types of queries and results. KV is in the same type, or int8 or float8_e4m3fn with scales.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Longest head that the tiles of `kernels.triton.tiles` are meant for.
+MAX_HEAD_DIM = 256
+
+
+def available(device: torch.device | str) -> bool:
+    """Return whether the kernels run on `device`: Triton is installed, and it is a GPU or Triton only interprets."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    # Triton reads the variable when a kernel is defined; PyTorch calls AMD's devices "cuda" too.
+    return torch.device(device).type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,0 +1,156 @@
+"""Launches of paged attention: which tiles, how many programs, whether to split. `kernels.reference` has the contract.
+
+Grids, and the memory of partial results, follow from shapes alone: never from what lengths and tables hold. So nothing
+waits for the device, and a launch can be captured in a CUDA graph and replayed with other contents (after one call
+outside, which compiles). It must not know what the arithmetic is (`kernels.triton.device` does).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.triton import device as code
+from kernels.triton.tiles import EXACT_PART, SMALL_ROWS, Tile, join_shape, limits_of, padded, part_keys, tile_for
+
+_KINDS = {torch.int8: code.INT8, torch.float8_e4m3fn: code.FLOAT8}
+_UNIT = 16  # elements: the widest distance between blocks that the compiler can make use of
+
+
+def decode_attention(
+    q: Tensor,  # [S, heads, D], rows dense, stride(0) free
+    kv: Tensor,
+    scales: Tensor | None,
+    block_tables: Tensor,  # [S, max_blocks] int32
+    context_lens: Tensor,  # [S] int32
+    scale: float,
+    out: Tensor,  # [S, heads, D], rows dense, stride(0) free
+    *,
+    max_context: int | None = None,
+    deterministic: bool = False,
+) -> None:
+    """Write softmax(q k^T * scale) v of one query row per sequence to `out`; zero for a sequence without context.
+
+    `max_context`, where the caller knows one below the table's width, is the most tokens that any sequence has (also in
+    replays): parts of a split are shaped by it. `deterministic`: a row's bits depend on nothing but its own
+    sequence, and are those of `prefill_attention`.
+    """
+    call = _Call(q, kv, scales, block_tables, None, context_lens, scale, out, max_context, deterministic)
+    call.launch(code.ROW_EACH)
+
+
+def prefill_attention(
+    q: Tensor,  # [T, heads, D], rows dense, stride(0) free
+    kv: Tensor,
+    scales: Tensor | None,
+    block_tables: Tensor,  # [S, max_blocks] int32
+    query_start: Tensor,  # [S + 1] int32, from 0 to T
+    context_lens: Tensor,  # [S] int32
+    scale: float,
+    out: Tensor,  # [T, heads, D], rows dense, stride(0) free
+    *,
+    max_context: int | None = None,
+    singles: int | None = None,
+    deterministic: bool = False,
+) -> None:
+    """Write the causal attention of every query row to `out`; zero for a row that sees no key.
+
+    Sequences with one row are done in a launch of their own, shaped for it. `singles`, where the caller knows it, is
+    how many there are (also in replays): a launch that would find nothing to do is spared. Otherwise keywords are those
+    of `decode_attention`.
+    """
+    call = _Call(q, kv, scales, block_tables, query_start, context_lens, scale, out, max_context, deterministic)
+    sequences, tokens = context_lens.shape[0], q.shape[0]
+    if singles is None:
+        singles = int(tokens == 1) if sequences == 1 else -1
+    if singles != 0:
+        call.launch(code.SINGLES)
+    if singles < tokens:
+        call.launch(code.MANY, others=max(singles, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Arguments of one call."""
+
+    q: Tensor
+    kv: Tensor
+    scales: Tensor | None
+    tables: Tensor
+    starts: Tensor | None
+    lengths: Tensor
+    scale: float
+    out: Tensor
+    max_context: int | None
+    deterministic: bool
+
+    def launch(self, which: int, others: int = 0) -> None:
+        """Run the kernel over the sequences that `which` names, and join the parts if it was split.
+
+        `others`: at least so many sequences, of one row each, are not among them.
+        """
+        tokens, heads, head_dim = self.q.shape
+        kv_heads, block_tokens = self.kv.shape[1], self.kv.shape[3]
+        sequences, group = self.lengths.shape[0], heads // kv_heads
+        if not tokens or not sequences:
+            return
+        assert self.tables.stride(1) == 1, "entries of a sequence's table stand side by side"
+        limits = limits_of(self.q.device)
+        tile = tile_for(self._mode(which, others), self.q.dtype, self.kv.dtype, head_dim, group, limits)
+        per_tile = tile.rows // group if which == code.MANY else 1
+        tiles = tokens // per_tile + sequences if which == code.MANY else sequences
+        split, keys, parts = self._split(which, tiles * kv_heads, tile)
+        used = per_tile * group
+        partial = (tiles, kv_heads, parts, used) if split == code.PART else (0,)
+        results = torch.empty((*partial, head_dim), dtype=torch.float32, device=self.q.device)
+        stats = torch.empty((*partial, 2), dtype=torch.float32, device=self.q.device)
+        kind = code.PLAIN if self.scales is None else _KINDS[self.kv.dtype]
+        unit = math.gcd(self.kv.stride(0), _UNIT)
+        # No fusion of multiplications into additions but those that are spelt out: equal code must round alike.
+        shape = {
+            "GROUP": group, "HEAD_DIM": head_dim, "PADDED_DIM": max(padded(head_dim), 16), "TOKENS": per_tile,
+            "WHICH": which, "enable_fp_fusion": False,
+        }  # fmt: skip
+        code.attention[tiles, kv_heads, parts](
+            self.q, self.kv.view(torch.uint8) if kind == code.FLOAT8 else self.kv, self.scales,
+            self.tables, self.starts, self.lengths, self.out, results, stats,
+            self.scale * math.log2(math.e), sequences, self.q.stride(0), self.out.stride(0), self.kv.stride(0) // unit,
+            self.tables.stride(0), 0 if self.scales is None else self.scales.stride(0), keys,
+            **shape, BLOCK_TOKENS=block_tokens, ROWS=tile.rows, KEYS=tile.keys, UNIT=unit, KV=kind,
+            NATIVE=limits.float8, SPLIT=split, PRECISION="ieee",
+            WIDE=code.INTERPRETED and self.q.dtype == torch.bfloat16, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        if split == code.PART:
+            warps, ahead = join_shape(padded(used), shape["PADDED_DIM"])
+            code.join_parts[tiles, kv_heads](
+                self.starts, self.lengths, self.out, results, stats, sequences, self.out.stride(0), keys, parts,
+                **shape, ROWS=padded(used), AHEAD=ahead, num_warps=warps,
+            )  # fmt: skip
+
+    def _mode(self, which: int, others: int) -> str:
+        """Return the name of the tile to take, by the mean number of rows."""
+        if self.deterministic:
+            return "exact"
+        if which != code.MANY:
+            return "decode"
+        tokens, sequences = self.q.shape[0] - others, self.lengths.shape[0] - others
+        rows = -(-tokens // max(sequences, 1)) * (self.q.shape[1] // self.kv.shape[1])
+        return "small" if rows <= SMALL_ROWS else "prefill"
+
+    def _split(self, which: int, programs: int, tile: Tile) -> tuple[int, int, int]:
+        """Return (what a program does about the split, keys of a part, parts that have programs of their own)."""
+        width = self.tables.shape[1] * self.kv.shape[3]
+        longest = max(1, width if self.max_context is None else min(width, self.max_context))
+        processors = limits_of(self.q.device).processors
+        if self.deterministic:
+            # The sums are the same either way; programs of their own only where the device has room for them.
+            parts = -(-longest // EXACT_PART) if programs < 2 * processors else 1
+            return (code.PART if parts > 1 else code.JOINED), EXACT_PART, parts
+        if which == code.MANY and programs >= processors:
+            return code.WHOLE, longest, 1  # results of so many rows would weigh more than what they balance
+        keys = part_keys(programs, longest, processors, tile.keys)
+        parts = -(-longest // keys)
+        return (code.PART if parts > 1 else code.WHOLE), keys, parts

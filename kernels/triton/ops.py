@@ -1,0 +1,10 @@
+"""The operations under the names and signatures of `kernels.reference`, as the dispatch expects them.
+
+Importing this imports Triton; see `kernels.triton.available`. There is no `linear`: on GPUs the library's is not slow.
+"""
+
+from kernels.triton.attention import decode_attention, prefill_attention
+from kernels.triton.pointwise import rms_norm, rope, silu_mul
+from kernels.triton.pool import copy_blocks, write_kv
+
+__all__ = ["copy_blocks", "decode_attention", "prefill_attention", "rms_norm", "rope", "silu_mul", "write_kv"]

@@ -1,0 +1,142 @@
+"""Building, its cache, and what runs where the kernels cannot be built."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import choice
+from kernels.choice import choose
+from kernels.native import build, library
+from tests.unit.kernels.test_attention import BATCHES, by_formula, make
+
+CPU = torch.device("cpu")
+FAKE = """#!/bin/sh
+# A compiler that counts its calls, takes a moment, and writes what it is asked for.
+echo called >> "$COUNT"
+while [ $# -gt 0 ]; do if [ "$1" = -o ]; then out="$2"; fi; shift; done
+echo library > "$out"
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler of our own and an empty cache; returns the file with a line for each call of it."""
+    compiler, count = tmp_path / "compiler", tmp_path / "count"
+    compiler.write_text(FAKE)
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("COUNT", str(count))
+    monkeypatch.setenv("MOONPOOL_KERNELS_CACHE", str(tmp_path / "cache"))
+    return count
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing loaded, nothing said."""
+    monkeypatch.setattr(library, "_loaded", None)
+    monkeypatch.setattr(library, "_failure", "")
+    monkeypatch.setattr(choice, "_said", set())
+
+
+def test_built_once_per_target_and_sources(fake: Path) -> None:
+    first, again = build.build("sse2"), build.build("sse2")
+    assert first == again
+    assert first.read_text() == "library\n"
+    assert build.build("avx2") != first
+    assert len(fake.read_text().splitlines()) == 2
+    assert not [path for path in first.parent.iterdir() if path.is_dir()]  # nothing temporary is left
+
+
+def test_concurrent_builds_make_one_library(fake: Path) -> None:
+    program = "from kernels.native.build import build; print(build('sse2'))"
+    children = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ)
+        for _ in range(3)
+    ]
+    paths = {child.communicate(timeout=60)[0] for child in children}
+    assert [child.returncode for child in children] == [0, 0, 0]
+    assert len(paths) == 1
+    assert fake.read_text() == "called\n"
+
+
+def test_a_compiler_that_fails_leaves_nothing(fake: Path, tmp_path: Path) -> None:
+    (tmp_path / "compiler").write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
+    with pytest.raises(build.BuildError, match="no such flag"):
+        build.build("sse2")
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_a_folder_that_others_may_write_to_is_refused(fake: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o777)
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(build.BuildError, match="others may write"):
+        build.build("sse2")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_a_compiler_plain_torch_runs_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    case = make(BATCHES["mixed"])
+    with caplog.at_level(logging.INFO, "kernels"):
+        for _ in range(2):
+            torch.testing.assert_close(case.run().double(), by_formula(case), rtol=0, atol=2e-6)
+    said = [record.getMessage() for record in caplog.records]
+    assert said.count("attention on cpu in float32: torch") == 1
+    assert sum("no C++ compiler found" in line for line in said) == 1
+    monkeypatch.setenv(choice.VARIABLE, "native")
+    with pytest.raises(ValueError, match="MOONPOOL_KERNELS: native kernels cannot be had: no C"):
+        case.run()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_damaged_library_is_not_used(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    assert choose("attention", CPU, torch.float32) == "torch"
+    assert fake.read_text() == "called\n"
+
+
+@pytest.mark.parametrize(("wish", "dtype", "name"), [
+    ("reference", torch.float32, "reference"),
+    ("torch", torch.bfloat16, "torch"),
+    ("", torch.float64, "reference"),
+])  # fmt: skip
+def test_the_choice(wish: str, dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(choice.VARIABLE, wish)
+    assert choose("attention", CPU, dtype) == name
+
+
+def test_the_choice_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_said", set())
+    monkeypatch.setenv(choice.VARIABLE, "torch")
+    with caplog.at_level(logging.INFO, "kernels.choice"):
+        for _ in range(2):
+            choose("rms_norm", CPU, torch.bfloat16)
+    assert [record.getMessage() for record in caplog.records] == ["rms_norm on cpu in bfloat16: torch"]
+
+
+def test_an_unknown_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(choice.VARIABLE, "fastest")
+    with pytest.raises(ValueError, match=r"^MOONPOOL_KERNELS: must be one of"):
+        choose("attention", CPU, torch.float32)
+
+
+def test_every_processor_has_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags, target in (
+        ({"asimd", "fp"}, "neon"),
+        ({"sse2"}, "sse2"),
+        ({"sse2", "avx2", "fma", "f16c", "bmi2", "movbe"}, "avx2"),
+    ):
+        monkeypatch.setattr(build, "processor_flags", lambda flags=flags: frozenset(flags))
+        assert build.detect() == target
+    monkeypatch.setattr(build, "processor_flags", frozenset)
+    with pytest.raises(build.BuildError, match="no kernels for this processor"):
+        build.detect()

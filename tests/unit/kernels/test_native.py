@@ -1,0 +1,253 @@
+"""The native kernels: shapes, types, instruction sets, threads; results written whole, independent of the batch."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels import ops, reference
+from kernels.attention import copy_blocks, make_plan, paged_attention, write_kv
+from kernels.choice import DTYPES
+from kernels.native import build, library
+from kernels.native.library import Library
+from tests.unit.kernels.test_attention import TOLERANCE, Case, by_formula, make
+
+pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
+
+#: Everything that this machine can run, built once; wider ones are tested where there are any.
+TARGETS = [name for name, (needed, _) in build.TARGETS.items() if needed <= build.processor_flags()]
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in TARGETS[1:]]  # each must be built
+
+
+@pytest.fixture(params=[*TARGETS[:1], *OTHERS])
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """The native kernels in another instruction set."""
+    built = Library(build.build(request.param))
+    monkeypatch.setattr(library, "_loaded", built)
+    return built
+
+
+def test_vectors_are_as_wide_as_the_machine() -> None:
+    built = library.get()
+    assert built is not None
+    assert built.width == {"avx512": 16, "avx2": 8}.get(build.detect().split("-")[0], 4)
+    assert built.has_bf16 == (build.detect() == "avx512-bf16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_instruction_set(target: Library, dtype: torch.dtype) -> None:
+    for head_dim, heads, kv_heads in ((64, 7, 1), (80, 8, 2), (96, 3, 3), (128, 16, 1)):
+        case = make(
+            [(1, 700), (1, 3), (70, 90), (3, 300)], heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
+        )
+        assert_right(replace(case, scale=head_dim**-0.5), dtype)
+    x, weight = torch.randn(3, 100).to(dtype), torch.randn(100).to(dtype)
+    same(ops.rms_norm(x, weight, 1e-6), by_reference_norm(x, weight), dtype)
+
+
+def assert_right(case: Case, dtype: torch.dtype) -> None:
+    out = torch.full_like(case.q, torch.nan)
+    case.run(out=out)
+    torch.testing.assert_close(out.double(), by_formula(case), rtol=0, atol=TOLERANCE[dtype])
+
+
+def same(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
+    """Equal up to one rounding of the type, relative to the largest."""
+    step = {torch.float32: 4e-7, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    torch.testing.assert_close(ours.double(), theirs.double(), rtol=step, atol=step)
+
+
+def by_reference_norm(x: Tensor, weight: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    reference.rms_norm(x, None, weight, 1e-6, out)
+    return out
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 1, 2, 17]), st.integers(0, 40)), min_size=1, max_size=4),
+    st.sampled_from([64, 80, 96, 128, 16, 48, 256]),
+    st.integers(1, 16),
+    st.integers(1, 3),
+    st.sampled_from([16, 48, 256]),
+    st.sampled_from(DTYPES),
+)
+def test_any_shape(
+    parts: list[tuple[int, int]], head_dim: int, group: int, kv_heads: int, block_tokens: int, dtype: torch.dtype
+) -> None:
+    case = make(
+        [(count, count + before) for count, before in parts],
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_tokens=block_tokens,
+        dtype=dtype,
+    )
+    assert_right(replace(case, scale=head_dim**-0.5), dtype)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_scale(scale: float, dtype: torch.dtype) -> None:
+    case = replace(make([(1, 100), (40, 600)], dtype=dtype), scale=scale)
+    torch.testing.assert_close(case.run().double(), by_formula(case), rtol=0, atol=8 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lengths_around_splits_and_tiles(dtype: torch.dtype) -> None:
+    lengths = [63, 64, 65, 255, 256, 257, 511, 512, 513, 1025]
+    for group in range(1, 17):
+        chosen = [lengths[group % 10], lengths[group * 3 % 10]]
+        sequences = [(1, length) for length in chosen] + [(2, length) for length in chosen]
+        assert_right(make(sequences, heads=group, kv_heads=1, dtype=dtype), dtype)
+
+
+def test_huge_scores_do_not_overflow() -> None:
+    case = make([(1, 100), (20, 40)])
+    case.q.mul_(1e4)
+    assert torch.isfinite(case.run()).all()
+
+
+@pytest.mark.parametrize("mode", ["native", "torch", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_deterministic_in_any_batch(mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sequence alone, and in shuffled mixes: the same bits."""
+    monkeypatch.setenv("MOONPOOL_KERNELS", mode)
+    parts = [(1, 700), (1, 30), (40, 40), (7, 300), (1, 1), (130, 530), (1, 31)]
+    case = make(parts, heads=6, kv_heads=2, head_dim=32, dtype=dtype)
+    starts = case.query_start.tolist()
+
+    def run(chosen: list[int]) -> list[Tensor]:
+        rows = [case.q[starts[s] : starts[s + 1]] for s in chosen]
+        counts = torch.tensor([0, *(len(part) for part in rows)]).cumsum(0).int()
+        out = paged_attention(
+            torch.cat(rows),
+            case.kv,
+            case.block_tables[chosen],
+            counts,
+            case.context_lens[chosen],
+            0.2,
+            deterministic=True,
+        )
+        return list(torch.split(out, [len(part) for part in rows]))
+
+    alone = [run([s])[0] for s in range(len(parts))]
+    order = random.Random(4)
+    for size in (2, 3, 5, 7):
+        chosen = order.sample(range(len(parts)), size)
+        for s, rows in zip(chosen, run(chosen), strict=True):
+            assert torch.equal(rows, alone[s]), (chosen, s)
+
+
+def test_native_prefill_does_not_depend_on_chunk_borders() -> None:
+    case = make([(200, 300)], dtype=torch.bfloat16)
+    whole = case.run()
+    part = case.run(
+        q=case.q[:77],
+        query_start=torch.tensor([0, 77], dtype=torch.int32),
+        context_lens=torch.tensor([177], dtype=torch.int32),
+    )
+    assert torch.equal(part, whole[:77])
+
+
+def test_threads_are_those_of_torch() -> None:
+    built = library.get()
+    assert built is not None
+    assert built.threads_used(1) == 1
+    case = make([(1, 900), (1, 40), (60, 300)])
+    one = case.run()
+    torch.set_num_threads(2)
+    assert torch.equal(case.run(), one)
+    assert built.openmp is None or built.threads_used(2) == 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 9), st.integers(1, 70), st.sampled_from(DTYPES), st.booleans())
+def test_small_operations(rows: int, size: int, dtype: torch.dtype, in_place: bool) -> None:
+    generator = torch.Generator().manual_seed(rows * 100 + size)
+
+    def random_(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    x, weight, residual = random_(rows, 2 * size)[:, :size], random_(size), random_(rows, size)
+    for beside in (None, residual):
+        mine, theirs = (None if beside is None else beside.clone() for _ in range(2))
+        out, expected = torch.full((rows, size), torch.nan, dtype=dtype), torch.empty(rows, size, dtype=dtype)
+        ops.rms_norm(x, weight, 1e-5, residual=mine, out=out)
+        reference.rms_norm(x, theirs, weight, 1e-5, expected)
+        same(out, expected, dtype)
+        if mine is not None and theirs is not None:
+            assert torch.equal(mine, theirs)
+    heads = random_(rows, 3, 2 * size)
+    cos, sin = random_(rows, 2 * size), random_(rows, 2 * size)
+    expected = torch.empty_like(heads)
+    reference.rope(heads, cos, sin, expected)
+    same(ops.rope(heads, cos, sin, out=heads if in_place else torch.full_like(heads, torch.nan)), expected, dtype)
+    gate_up, out = random_(rows, 2 * size), torch.full((rows, size), torch.nan, dtype=dtype)
+    expected = torch.empty_like(out)
+    reference.silu_mul(gate_up, expected)
+    same(ops.silu_mul(gate_up, out=out), expected, dtype)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 17), st.integers(1, 70), st.integers(1, 90), st.booleans(), st.sampled_from(DTYPES))
+def test_linear_of_few_rows(rows: int, inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(inputs)
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    added = torch.randn(outputs, generator=generator).to(dtype) if bias else None
+    out, expected = (torch.full((rows, outputs), torch.nan, dtype=dtype) for _ in range(2))
+    built = library.get()
+    assert built is not None
+    built.linear(x, weight, added, out)
+    reference.linear(x, weight, added, expected)
+    step = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
+    torch.testing.assert_close(out.double(), expected.double(), rtol=step, atol=10 * step)
+    torch.testing.assert_close(ops.linear(x, weight, added).double(), expected.double(), rtol=step, atol=10 * step)
+
+
+def test_write_and_copy_in_every_layer() -> None:
+    pool = torch.randn(2, 6, 2, 2, 16, 32)
+    expected = pool.clone()
+    expected[:, [4, 0]] = pool[:, [1, 3]]
+    copy_blocks(pool, torch.tensor([1, 3]), torch.tensor([4, 0]))
+    assert torch.equal(pool, expected)
+    k, v = torch.randn(5, 9, 32)[:, :2], torch.randn(5, 2, 32)
+    blocks, offsets = torch.tensor([5, 0, 5, 1, 2]), torch.tensor([0, 3, 15, 2, 9])
+    write_kv(k, v, pool[1], blocks, offsets)
+    reference.write_kv(k, v, expected[1], None, blocks, offsets)
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("name", ["block_ids", "offsets", "source", "target"])
+@pytest.mark.parametrize("mode", ["native", "torch"])
+def test_indices_outside_the_pool_are_refused(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_KERNELS", mode)
+    pool, row = torch.zeros(1, 3, 1, 2, 16, 16), torch.ones(1, 1, 16)
+    index = {key: torch.tensor([0]) for key in ("block_ids", "offsets", "source", "target")}
+
+    def call() -> None:
+        if name in ("source", "target"):
+            copy_blocks(pool, index["source"], index["target"])
+        else:
+            write_kv(row, row, pool[0], index["block_ids"], index["offsets"])
+
+    for wrong in (-1, 16):
+        index[name] = torch.tensor([wrong])
+        with pytest.raises(IndexError, match=f"^{name}: "):
+            call()
+    assert not pool.any()
+
+
+def test_a_plan_of_no_rows() -> None:
+    kv = torch.zeros(1, 1, 2, 16, 16)
+    none = torch.zeros(0, dtype=torch.int32)
+    plan = make_plan(kv, none.view(0, 1), torch.zeros(1, dtype=torch.int32), none)
+    out = paged_attention(
+        torch.zeros(0, 1, 16), kv, none.view(0, 1), torch.zeros(1, dtype=torch.int32), none, 1.0, plan=plan
+    )
+    assert out.shape == (0, 1, 16)

@@ -1,0 +1,113 @@
+"""Quantised KV: its place in a slice, writes that grow scales, attention over it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels import quantized, reference
+from kernels.attention import paged_attention, write_kv
+from kernels.native import library
+from moonpool.kv.layout import KVLayout
+
+MODES = ["reference", "torch", "native"]
+DTYPES = list(quantized.DTYPES.values())
+HEADS, TOKENS, SIZE = 2, 16, 32
+
+
+def pool(dtype: torch.dtype, blocks: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    """(slices, values, scales) full of bytes that are NaN in every type."""
+    slices = torch.full((blocks, HEADS * 2 * TOKENS * SIZE + quantized.scale_bytes(HEADS)), 255, dtype=torch.uint8)
+    return slices, *quantized.views(slices, dtype, kv_heads=HEADS, block_tokens=TOKENS, head_dim=SIZE)
+
+
+def test_scales_lie_behind_the_values() -> None:
+    slices, values, scales = pool(torch.int8)
+    values.zero_()
+    values[1, 0, 1, 2, 3] = 7
+    scales.copy_(torch.arange(20.0).view(5, 2, 2))
+    assert slices[1, (TOKENS + 2) * SIZE + 3] == 7
+    assert slices[3, -16:].view(torch.float32).tolist() == [12.0, 13.0, 14.0, 15.0]
+    # As the pool's layout counts, in elements of two bytes for want of one-byte types there.
+    layout = KVLayout(1, HEADS, SIZE // 2, TOKENS, "bfloat16", scale_bytes=quantized.scale_bytes(HEADS))
+    assert layout.slice_bytes == slices.shape[1]
+
+
+@pytest.mark.parametrize("wrong", ["slices", "dtype"])
+def test_views_name_wrong_arguments(wrong: str) -> None:
+    slices = torch.zeros(3, 100, dtype=torch.uint8) if wrong == "slices" else pool(torch.int8)[0]
+    dtype = torch.bfloat16 if wrong == "dtype" else torch.int8
+    with pytest.raises(ValueError, match=f"^{wrong}: "):
+        quantized.views(slices, dtype, kv_heads=HEADS, block_tokens=TOKENS, head_dim=SIZE)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.sampled_from(DTYPES),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.integers(-8, 3),
+)
+@pytest.mark.skipif(library.get() is None, reason="no native kernels")
+def test_native_writes_as_the_reference_does(
+    counts: list[int], stored: torch.dtype, dtype: torch.dtype, exponent: int
+) -> None:
+    """Chunk by chunk, growing and shrinking numbers; the second sequence's tokens come between the first's."""
+    generator = torch.Generator().manual_seed(sum(counts))
+    ours, theirs = pool(stored, 40), pool(stored, 40)
+    position = 0
+    for step, count in enumerate(counts):
+        where = torch.arange(position, position + count).repeat_interleave(2)
+        blocks, offsets = where // TOKENS * 2 + torch.tensor([0, 1]).repeat(count), where % TOKENS
+        k, v = (
+            (torch.randn(2 * count, HEADS, SIZE, generator=generator) * 2.0 ** (exponent * step)).to(dtype)
+            for _ in range(2)
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MOONPOOL_KERNELS", "native")
+            write_kv(k, v, ours[1], blocks, offsets, scales=ours[2])
+        reference.write_kv(k, v, theirs[1], theirs[2], blocks, offsets)
+        position += count
+    assert torch.equal(ours[0], theirs[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_and_stale_blocks(dtype: torch.dtype) -> None:
+    _, values, scales = pool(dtype)
+    row = torch.zeros(1, HEADS, SIZE)
+    write_kv(row, row + 3, values, torch.tensor([2]), torch.tensor([0]), scales=scales)
+    stands_for = reference.dequantize(values[2:3], scales[2:3], torch.float32)[0]
+    assert not stands_for[:, 0].any()
+    torch.testing.assert_close(stands_for[:, 1, 0], row[0] + 3)
+    assert not stands_for[:, 1, 1:].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", DTYPES)
+def test_attention_over_it(stored: torch.dtype, dtype: torch.dtype, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_KERNELS", mode)
+    _, values, scales = pool(stored, 12)
+    total = 75
+    both = torch.randn(2, total, HEADS, SIZE).to(dtype)
+    table = torch.tensor([7, 2, 11, 0, 5])
+    position = torch.arange(total)
+    write_kv(both[0], both[1], values, table[position // TOKENS], position % TOKENS, scales=scales)
+    q = torch.randn(4, 6, SIZE).to(dtype)
+    tables = table.int().expand(2, 5).contiguous()
+    starts, lengths = torch.tensor([0, 1, 4], dtype=torch.int32), torch.tensor([70, total], dtype=torch.int32)
+    out, expected = torch.full_like(q, torch.nan), torch.empty(4, 6, SIZE, dtype=torch.float64)
+    paged_attention(q, values, tables, starts, lengths, 0.2, out, scales=scales)
+    reference.prefill_attention(q.double(), values, scales, tables, starts, lengths, 0.2, expected)
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("stored", "given_"), [(torch.int8, False), (torch.float32, True)])
+def test_scales_are_asked_for(stored: torch.dtype, given_: bool) -> None:
+    kv = torch.zeros(1, HEADS, 2, TOKENS, SIZE, dtype=stored)
+    scales = torch.ones(1, HEADS, 2) if given_ else None
+    row, index = torch.zeros(1, HEADS, SIZE), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"^scales: "):
+        write_kv(row, row, kv, index, index, scales=scales)

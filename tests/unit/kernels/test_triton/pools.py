@@ -1,0 +1,132 @@
+"""Random pools, batches and expectations for the cases of this folder: fresh at every run, from printed seeds."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.triton import ops
+
+DEVICE = os.environ.get("MOONPOOL_TRITON_DEVICE", "cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Largest error of attention against float64, inputs of variance 1. The interpreter truncates to bfloat16.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 2e-3}
+
+
+def generator(seed: int | None = None) -> torch.Generator:
+    """A generator whose seed is printed: a failing test shows it."""
+    if seed is None:
+        seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)
+
+
+@dataclass
+class Case:
+    """A batch and the pool behind it: slots, table entries and scales that nothing may use are poisoned."""
+
+    q: Tensor
+    kv: Tensor
+    scales: Tensor | None
+    tables: Tensor
+    starts: Tensor
+    lengths: Tensor
+    exact: Tensor  # the pool's numbers in float64
+    scale: float
+
+    def prefill(self, **keywords: Any) -> Tensor:
+        out = torch.full_like(self.q, torch.nan)
+        ops.prefill_attention(
+            self.q, self.kv, self.scales, self.tables, self.starts, self.lengths, self.scale, out, **keywords
+        )
+        return out
+
+    def decode(self, **keywords: Any) -> Tensor:
+        out = torch.full_like(self.q, torch.nan)
+        ops.decode_attention(self.q, self.kv, self.scales, self.tables, self.lengths, self.scale, out, **keywords)
+        return out
+
+    def expected(self) -> Tensor:
+        out = torch.full(self.q.shape, torch.nan, dtype=torch.float64)
+        reference.prefill_attention(
+            self.q.double().cpu(), self.exact, None, self.tables.cpu(), self.starts.cpu(), self.lengths.cpu(),
+            self.scale, out,
+        )  # fmt: skip
+        return out
+
+    def check(self, out: Tensor) -> None:
+        error = (out.double().cpu() - self.expected()).abs().max().item()
+        limit = TOLERANCE[self.q.dtype]
+        print(f"error {error:.2e} of {limit:.0e}")
+        assert error <= limit  # also false for NaN
+
+
+def make(
+    sequences: list[tuple[int, int]],  # (query rows, tokens in all) of each
+    *,
+    dtype: torch.dtype = torch.float16,
+    stored: torch.dtype | None = None,  # int8 or float8_e4m3fn
+    kv_heads: int = 2,
+    group: int = 4,
+    head_dim: int = 64,
+    block_tokens: int = 16,
+    seed: int | None = None,
+    spare: int = 3,
+    stride: int = 0,  # elements between blocks beyond their size
+) -> Case:
+    """Scatter random sequences over a poisoned pool."""
+    rng = generator(seed)
+    used = [-(-total // block_tokens) for _, total in sequences]
+    blocks = sum(used) + spare
+    free = torch.randperm(blocks, generator=rng).tolist()
+    tables = torch.full((len(sequences), max(used) + 1), 2**30, dtype=torch.int32)
+    exact = torch.full((blocks, kv_heads, 2, block_tokens, head_dim), torch.nan, dtype=torch.float64)
+    scales = None
+    if stored is not None:
+        scales = torch.full((blocks, kv_heads, 2), torch.nan)
+    kv = torch.full(exact.shape, torch.nan, dtype=dtype) if stored is None else _poison(exact.shape, stored)
+    for s, (_, total) in enumerate(sequences):
+        for j in range(used[s]):
+            block = free.pop()
+            tables[s, j] = block
+            n = min(block_tokens, total - j * block_tokens)
+            values = torch.randn((kv_heads, 2, n, head_dim), generator=rng)
+            if scales is None:
+                kv[block, :, :, :n] = values.to(dtype)
+                exact[block, :, :, :n] = kv[block, :, :, :n].double()
+            else:
+                factor = torch.rand((kv_heads, 2), generator=rng) * 0.01 + 0.002
+                scales[block] = factor if stored == torch.int8 else factor * 0.3
+                codes = reference.to_stored(values / scales[block][..., None, None], kv.dtype)
+                kv[block, :, :, :n] = codes
+                exact[block, :, :, :n] = codes.double() * scales[block].double()[..., None, None]
+    counts = torch.tensor([0] + [count for count, _ in sequences])
+    q = torch.randn((int(counts.sum()), kv_heads * group, head_dim), generator=rng).to(dtype)
+    if stride:
+        wide = torch.zeros((blocks, exact[0].numel() + stride), dtype=kv.dtype)
+        spread = wide[:, : exact[0].numel()].view(exact.shape)
+        spread.copy_(kv)
+        kv = spread
+    return Case(
+        q.to(DEVICE), kv.to(DEVICE) if DEVICE == "cpu" or not stride else _to_device(kv),
+        None if scales is None else scales.to(DEVICE), tables.to(DEVICE), counts.cumsum(0).int().to(DEVICE),
+        torch.tensor([total for _, total in sequences], dtype=torch.int32).to(DEVICE), exact, head_dim**-0.5,
+    )  # fmt: skip
+
+
+def _poison(shape: torch.Size, stored: torch.dtype) -> Tensor:
+    """A pool of the largest codes: float8's NaN, int8's 127."""
+    return torch.full(shape, 0x7F, dtype=torch.uint8).view(stored)
+
+
+def _to_device(kv: Tensor) -> Tensor:
+    """Move a pool and keep the distance of its blocks."""
+    moved = torch.empty_strided(kv.shape, kv.stride(), dtype=kv.dtype, device=DEVICE)
+    return moved.copy_(kv)

@@ -1,0 +1,45 @@
+"""Runs the cases of this folder in Triton's interpreter, which has to be chosen before Triton is imported.
+
+Hence a process per module: nobody's import order matters, and no other test meets interpreted kernels.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def run_cases(module: str, marker: str, **environment: str) -> None:
+    """Run `module` in a process of its own; its output is shown when it fails."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marker, str(HERE / module)]
+    # One thread: tiny arrays gain nothing from more.
+    finished = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        cwd=HERE.parents[3],
+        capture_output=True,
+        text=True,
+        timeout=1700,
+        check=False,
+    )
+    print(finished.stdout[-20000:], finished.stderr[-2000:])
+    assert finished.returncode == 0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("module", ["cases_attention.py", "cases_pool.py", "cases_pointwise.py"])
+def test_in_the_interpreter(module: str) -> None:
+    run_cases(module, "not slow", TRITON_INTERPRET="1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_shape_in_the_interpreter() -> None:
+    run_cases("cases_attention.py", "slow", TRITON_INTERPRET="1")
