@@ -71,6 +71,7 @@ class Segment:
         live_bytes: of records whose block has its place here.
         readers: who reads from it; it is not reclaimed while there are any.
         going: it is being reclaimed.
+        kept_bytes, asked_at: how much of it must stay, as was found for the plan of that number.
         nameless: its file's name is gone; the file is closed with the last reader.
         keys: of the records.
         starts, lengths: where the records lie, in units of `ALIGN`.
@@ -84,6 +85,8 @@ class Segment:
     live_bytes: int = 0
     readers: int = 0
     going: bool = False
+    kept_bytes: int = 0
+    asked_at: int = -1 << 30
     nameless: bool = False
     keys: list[BlockKey] = dataclasses.field(default_factory=list)
     starts: "array[int]" = dataclasses.field(default_factory=lambda: array("I"))

@@ -10,7 +10,6 @@ the hits, because such a segment is a young one (docs/adr/0004-ssd-tier.md).
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable
 
 from moonpool.kv.keys import BlockKey
@@ -22,8 +21,15 @@ Keeps = Callable[[BlockKey, str, int], bool]
 SPARED_SHARE = 2
 """At most one part in so many of what could become free of a segment is carried over for having been used."""
 
-MAX_LOOKED_AT = 16
-"""Segments whose blocks are asked about for one choice: a store full of kept blocks must not be walked whole."""
+LOOK_AT = 8
+"""Segments whose blocks are asked about for one choice, once one that may go was found."""
+
+MAX_LOOKED_AT = 64
+"""The same, while there was none."""
+
+ASK_AGAIN = 64
+"""A segment of which too much must stay is passed over in so many plans: a store full of kept blocks must not be walked
+for each block that comes."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,21 +54,47 @@ class Victim:
         return self.segment.size - self.carried_bytes
 
 
-def choose(catalogue: Catalogue, segments: Iterable[Segment], keeps: Keeps | None) -> tuple[Segment, int] | None:
+def choose(
+    catalogue: Catalogue, segments: Iterable[Segment], keeps: Keeps | None, now: int
+) -> tuple[Segment, int] | None:
     """The first of `segments` (oldest first, none empty) that may go, and how many of its bytes must stay.
 
     Among the first few the first of which at least half would become free is taken; failing that, the one of which most
-    would; None when nothing would.
+    would; None when nothing would. A segment is asked about once in `ASK_AGAIN` plans, but always before it goes.
+
+    Args:
+        catalogue: the books.
+        segments: candidates.
+        keeps: what must stay; None for nothing.
+        now: number of the plan.
     """
-    best: tuple[float, Segment, int] | None = None
-    for segment in itertools.islice(segments, MAX_LOOKED_AT):
-        kept = _kept_bytes(catalogue, segment, keeps)
-        share = kept / segment.size
-        if share <= 0.5:
-            return segment, kept
-        if share < 1 and (best is None or share < best[0]):
-            best = share, segment, kept
-    return best[1:] if best is not None else None
+    best: Segment | None = None
+    looked = 0
+    for segment in segments:
+        if not 0 <= now - segment.asked_at < ASK_AGAIN:
+            if looked >= (MAX_LOOKED_AT if best is None else LOOK_AT):
+                break
+            looked += 1
+            _ask(catalogue, segment, keeps, now)
+        if 2 * segment.kept_bytes <= segment.size:
+            if segment.asked_at != now:
+                _ask(catalogue, segment, keeps, now)
+            if 2 * segment.kept_bytes <= segment.size:
+                return segment, segment.kept_bytes
+        if segment.kept_bytes < segment.size and (best is None or _share(segment) < _share(best)):
+            best = segment
+    if best is None:
+        return None
+    _ask(catalogue, best, keeps, now)
+    return (best, best.kept_bytes) if best.kept_bytes < best.size else None
+
+
+def _share(segment: Segment) -> float:
+    return segment.kept_bytes / segment.size
+
+
+def _ask(catalogue: Catalogue, segment: Segment, keeps: Keeps | None, now: int) -> None:
+    segment.kept_bytes, segment.asked_at = _kept_bytes(catalogue, segment, keeps), now
 
 
 def _kept_bytes(catalogue: Catalogue, segment: Segment, keeps: Keeps | None) -> int:

@@ -20,6 +20,7 @@ multiples of 4096, so that a scan finds the next one behind a broken one (and di
 """
 
 import dataclasses
+import functools
 import struct
 from collections.abc import Sequence
 
@@ -154,6 +155,22 @@ def header_bytes_of(start: bytes | bytearray) -> int:
     return int(size)
 
 
+@functools.lru_cache(maxsize=64)
+def _format(
+    namespace: bytes,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    block_tokens: int,
+    dtype: bytes,
+    scale_bytes: int,
+    version: int,
+) -> BlockFormat:
+    """A format as headers have it; few differ, and a scan reads a million headers."""
+    name = dtype.rstrip(b"\0").decode("ascii")
+    return BlockFormat(namespace, KVLayout(layers, kv_heads, head_dim, block_tokens, name, scale_bytes, version))
+
+
 def unpack_header(data: bytes | bytearray) -> RecordHeader:
     """Reads a whole header.
 
@@ -189,17 +206,10 @@ def unpack_header(data: bytes | bytearray) -> RecordHeader:
     if tenant_len > MAX_TENANT_BYTES or sums_at + 8 * layers > size:
         raise BadRecordError("the header's parts are larger than it")
     try:
-        layout = KVLayout(
-            layers=layers,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            block_tokens=block_tokens,
-            dtype=dtype.rstrip(b"\0").decode("ascii"),
-            scale_bytes=scale_bytes,
-            version=version,
-        )
+        shape = (layers, kv_heads, head_dim, block_tokens, dtype, scale_bytes, version)
+        block_format = _format(namespace, *shape)
         tenant = data[_FIXED.size : sums_at].decode()
     except (MoonpoolError, ValueError) as error:
         raise BadRecordError(f"the header is intact but impossible: {error}") from error
-    info = BlockInfo(BlockKey(key), BlockKey(parent), tenant, BlockFormat(namespace, layout))
+    info = BlockInfo(BlockKey(key), BlockKey(parent), tenant, block_format)
     return RecordHeader(info, size, struct.unpack_from(f"<{layers}Q", data, sums_at))

@@ -55,7 +55,12 @@ class Space:
         self._direct = direct
         self._reserve = segment_bytes // 2 if capacity_bytes >= MIN_SEGMENTS * segment_bytes else 0
         self._thin: list[int] = []
+        self._plans = 0
         self.recount()
+
+    def begin(self) -> None:
+        """A plan is being made."""
+        self._plans += 1
 
     def recount(self) -> None:
         """Counts what is used; between plans."""
@@ -76,16 +81,22 @@ class Space:
         """Reclaims segments until so many bytes fit; False when they cannot. Adds to `victims` what goes."""
         if nbytes > self.capacity_bytes - self._reserve:
             return False
-        while self.used_bytes + nbytes > self.capacity_bytes - self._reserve:
+        while self.used_bytes + nbytes > self.capacity_bytes - self._reserve and len(victims) < MAX_VICTIMS:
             spare = self.capacity_bytes - self.used_bytes - sum(victim.segment.size for victim in victims)
-            if len(victims) >= MAX_VICTIMS or not self.reclaim(victims, max(0, spare)):
+            must = self.used_bytes + nbytes > self.capacity_bytes
+            if not self.reclaim(victims, max(0, spare), cheaply=not must):
                 break
         return self.used_bytes + nbytes <= self.capacity_bytes
 
-    def reclaim(self, victims: list[Victim], spare_bytes: int) -> bool:
+    def reclaim(self, victims: list[Victim], spare_bytes: int, *, cheaply: bool = False) -> bool:
         """Takes the next segment that nobody reads out of the books; False if there is none.
 
         The active one goes only when there is no other.
+
+        Args:
+            victims: gets what goes.
+            spare_bytes: most bytes to carry over for having been used.
+            cheaply: not if most of the segment must be carried over.
         """
         idle = [
             segment
@@ -93,12 +104,15 @@ class Space:
             if not segment.readers and not segment.going and segment.size
         ]
         others = (segment for segment in idle if segment is not self.active)
-        chosen = choose(self._books, others, self.keeps)
+        chosen = choose(self._books, others, self.keeps, self._plans)
         if chosen is None:
-            chosen = choose(self._books, (segment for segment in idle if segment is self.active), self.keeps)
+            active = (segment for segment in idle if segment is self.active)
+            chosen = choose(self._books, active, self.keeps, self._plans)
         if chosen is None:
             return False
         segment, kept = chosen
+        if cheaply and 2 * kept > segment.size:
+            return False
         self._take(empty(self._books, segment, self.keeps, kept, spare_bytes), victims)
         return True
 

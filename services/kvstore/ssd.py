@@ -218,6 +218,7 @@ class SsdTier:
     def plan(self, blocks: Sequence[DramBlock]) -> WritePlan:
         """Places blocks into segments; old segments make room for them."""
         victims: list[Victim] = []
+        self._space.begin()
         full, self._device_full = self._device_full, False
         if full:
             self._space.reclaim(victims, 0)
