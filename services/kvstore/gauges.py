@@ -61,6 +61,7 @@ def _add_dram(service: "KVStoreService") -> None:
     add("blocks_durable_total", lambda: writes.blocks_durable)
     add("blocks_not_durable_total", lambda: writes.blocks_not_durable)
     add("failed_batches_total", lambda: writes.failed_batches)
+    add("retried_batches_total", lambda: service.writer.retries if service.writer is not None else 0)
     add("dram_hits_total", lambda: reads.dram_hits)
     add("ssd_hits_total", lambda: reads.ssd_hits)
     add("misses_total", lambda: reads.misses)
