@@ -217,9 +217,12 @@ EMPTY: dict[str, tuple[grpc.StatusCode, str]] = {
     "kvstore.Put": (INVALID, "hello"),
     "kvstore.Get": (INVALID, "hello"),
     "kvstore.MatchPrefix": (CODES.OK, ""),
-    "kvstore.Pin": (UNBUILT, ""),
-    "kvstore.Unpin": (UNBUILT, ""),
+    "kvstore.Pin": (INVALID, "name"),
+    "kvstore.Unpin": (CODES.OK, ""),
     "kvstore.Watch": (CODES.OK, ""),
+    "kvstore.Compact": (CODES.OK, ""),
+    "kvstore.Warm": (CODES.OK, ""),
+    "kvstore.ReuseCurve": (CODES.OK, ""),
     "kvstore.KVStoreStats": (CODES.OK, ""),
 }
 
