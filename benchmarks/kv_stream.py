@@ -27,7 +27,7 @@ from benchmarks.processes import Child, child, own_cpu_s, own_resident_bytes
 from moonpool.kv.pool import KVPool
 from moonpool.kv.receiving import WINDOW_BYTES
 from moonpool.rpc.channels import Channels
-from moonpool.rpc.tuning import tune_grpc, tune_malloc
+from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
 
 FRAMES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 TARGET_FRAME = 1 << 20
@@ -190,6 +190,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     if not sys.platform.startswith("linux"):
         raise Skipped("processes are measured through /proc, which only Linux has")
     tune_malloc()
+    tune_gc()
     tune_grpc()
     return uvloop.run(_measure(options, progress))
 

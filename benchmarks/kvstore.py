@@ -17,7 +17,7 @@ import uvloop
 from benchmarks import kvstore_churn, kvstore_dram, kvstore_match, kvstore_peers, kvstore_prefix, kvstore_ssd
 from benchmarks.frame import Progress, Row, Skipped, run
 from benchmarks.kvstore_shape import BLOCK_SIZES, layout_of
-from moonpool.rpc.tuning import tune_grpc, tune_malloc
+from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
 
 Part = Callable[[argparse.Namespace, Progress], Sequence[Row] | Coroutine[Any, Any, Sequence[Row]]]
 
@@ -36,6 +36,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     if not sys.platform.startswith("linux"):
         raise Skipped("processes are measured through /proc, which only Linux has")
     tune_malloc()
+    tune_gc()
     tune_grpc()
     rows: list[Row] = []
     for name in options.only:

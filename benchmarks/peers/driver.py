@@ -17,7 +17,7 @@ from typing import Any, Self
 from benchmarks.kvstore_shape import Memory, chain
 from benchmarks.peers.contract import BlockClient
 from benchmarks.processes import Child
-from moonpool.rpc.tuning import tune_malloc
+from moonpool.rpc.tuning import tune_gc, tune_malloc
 
 MODULES = {
     "moonpool": "benchmarks.peers.moonpool_store",
@@ -101,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--address", required=True, help="where the store is")
     options = parser.parse_args(argv)
     tune_malloc()
+    tune_gc()
     memory = Memory(MEMORY_BYTES)
     client: BlockClient = importlib.import_module(MODULES[options.store]).client(options.address, memory)
     with socket.create_server(("127.0.0.1", 0)) as listener:

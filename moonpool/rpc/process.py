@@ -16,7 +16,7 @@ from typing import TextIO, TypeVar
 
 from moonpool.config import ServiceConfig
 from moonpool.errors import CheckpointError, ConfigError, Mismatch, Unavailable
-from moonpool.rpc.tuning import tune_grpc, tune_malloc
+from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
 from moonpool.telemetry import logs
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import kv_pb2
@@ -94,6 +94,7 @@ def run_service(main: Main, *, name: str, config: ServiceConfig) -> int:
         instance as not fitting (`Mismatch`), 1 for any other failure.
     """
     tune_malloc()
+    tune_gc()
     tune_grpc()
     logs.configure(config.log_level, config.id or name, config.log_json)
     out, sys.stdout = sys.stdout, sys.stderr
