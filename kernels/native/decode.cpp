@@ -13,17 +13,25 @@ template <class C> constexpr int HB_MAX = sizeof(C) == 2 ? 8 : 4;
 
 // One tile: where its rows lie (in the pool, or in `buffer` once converted), and what they are multiplied with.
 struct Rows {
-    const char* k[TILE]; const char* v[TILE];
+    const char* k[TILE + W]; const char* v[TILE + W];  // from n on: the last one
     float k_scale[TILE], v_scale[TILE];
     int n;
 };
 template <class C> struct Tile : Rows {
-    const Rows* next;  // what is worked on after this, fetched meanwhile; row_bytes of each row
+    const Rows* next;  // what is worked on after this, fetched meanwhile; itself where there is nothing
     int row_bytes;
+    int part;          // bytes of 32 elements
     const C* key(int i) const { return (const C*)k[i]; }
     const C* value(int i) const { return (const C*)v[i]; }
     void fetch(const char* const* rows, int i) const {
-        if (i < next->n) for (int b = 0; b < row_bytes; b += 64) __builtin_prefetch(rows[i] + b, 0, 2);
+        for (int b = 0; b < row_bytes; b += 64) __builtin_prefetch(rows[i] + b, 0, 1);
+    }
+    // 32 elements from d on: of row i of the next, into the second cache, and of a row of this one into the first.
+    // Few at a time, between products: what finds all of the cache's requests taken is dropped.
+    void fetch_part(const char* const* far, const char* near, int i, int d) const {
+        int at = part * (d >> 5);
+        __builtin_prefetch(far[i] + at, 0, 1);
+        __builtin_prefetch(near + at, 0, 3);
     }
 };
 
@@ -34,7 +42,7 @@ template <int HB> INLINE void scores(const float* q, const Tile<float>& t, int D
         vf acc[W] = {};
         const float* rows[KB];
         for (int k = 0; k < KB; k++) t.fetch(t.next->k, at + k);
-        for (int k = 0; k < KB; k++) rows[k] = t.key(at + k < t.n ? at + k : t.n - 1);
+        for (int k = 0; k < KB; k++) rows[k] = t.key(at + k);
         for (int d = 0; d < D; d += W) {
             vf key[KB];
             for (int k = 0; k < KB; k++) key[k] = load(rows[k] + d);
@@ -85,7 +93,7 @@ template <int HB> INLINE void scores(const bf16* q, const Tile<bf16>& t, int D, 
         vf acc[W] = {};
         const bf16* rows[KB];
         for (int k = 0; k < KB; k++) t.fetch(t.next->k, at + k);
-        for (int k = 0; k < KB; k++) rows[k] = t.key(at + k < t.n ? at + k : t.n - 1);
+        for (int k = 0; k < KB; k++) rows[k] = t.key(at + k);
         int d = 0;
         for (; d + 32 <= D; d += 32) {
             vu key[KB];
@@ -111,14 +119,15 @@ template <int HB> INLINE void scores(const bf16* q, const Tile<bf16>& t, int D, 
 template <int HB> INLINE void scores_turned(const bf16* q, const Tile<bf16>& t, int D, float* s) {
     for (int at = 0; at < t.n; at += 16) {
         vf acc[HB] = {};
-        for (int k = 0; k < 16; k++) t.fetch(t.next->k, at + k);
+        const char* const* near = at + 16 < t.n ? t.k + at + 16 : t.v;
         for (int d = 0; d < D; d += 32) {
             vu key[16];
-            for (int k = 0; k < 16; k++) key[k] = load32(t.key(at + k < t.n ? at + k : t.n - 1) + d, D - d);
+            for (int k = 0; k < 16; k++) key[k] = load32(t.key(at + k) + d, D - d);
             turn(key);
             auto eight = [&](int from) {
 #pragma GCC unroll 8
                 for (int i = from; i < from + 8; i++) {
+                    t.fetch_part(t.next->k + at, near[i], i, d);
                     for (int h = 0; h < HB; h++) {
                         int32_t pair;
                         memcpy(&pair, q + h * D + d + 2 * i, 4);
@@ -128,6 +137,7 @@ template <int HB> INLINE void scores_turned(const bf16* q, const Tile<bf16>& t, 
             };
             eight(0);
             if (D - d >= 32) eight(8);
+            else for (int i = 8; i < 16; i++) t.fetch_part(t.next->k + at, near[i], i, d);
         }
         for (int h = 0; h < HB; h++) store(s + h * ROW + at, acc[h]);
     }
@@ -138,9 +148,10 @@ INLINE void values(const bf16* p, const Tile<bf16>& t, int d, int left, float* o
     vf acc[HB][2 * NC];
     for (int h = 0; h < HB; h++) for (int c = 0; c < 2 * NC; c++) acc[h][c] = load(o + h * stride + d + c * W);
     for (int k = 0; k < t.n; k += 2) {
-        t.fetch(t.next->v, k), t.fetch(t.next->v, k + 1);
+        for (int c = 0; c < NC; c++)
+            for (int i = k; i < k + 2; i++) t.fetch_part(t.next->v, t.v[(i + 8) & (TILE - 1)], i, d + 32 * c);
         const bf16* a = t.value(k) + d;
-        const bf16* b = t.value(k + 1 < t.n ? k + 1 : k) + d;  // its weight is 0
+        const bf16* b = t.value(k + 1) + d;  // its weight is 0
         vu value[2 * NC];
         for (int c = 0; c < NC; c++) {
             __m512i x = (__m512i)load32(a + 32 * c, left - 32 * c), y = (__m512i)load32(b + 32 * c, left - 32 * c);
@@ -210,7 +221,7 @@ static __attribute__((noinline)) void heads_of(const C* q, const Tile<C>& t, con
     float s[HB * ROW] __attribute__((aligned(64)));
     C p[HB * TILE] __attribute__((aligned(64)));
 #if defined(MP_BF16)
-    if (sizeof(C) == 2 && HB >= 6) scores_turned<HB>((const bf16*)q, (const Tile<bf16>&)t, a.head_dim, s);
+    if (sizeof(C) == 2 && HB >= 5) scores_turned<HB>((const bf16*)q, (const Tile<bf16>&)t, a.head_dim, s);
     else
 #endif
     scores<HB>(q, t, a.head_dim, s);
@@ -229,6 +240,11 @@ template <class C> INLINE const C* row_of(int type, const char* from, C* to, int
     return to;
 }
 
+// Keys and values are taken by the group: those after the end are the last one again, and weigh nothing.
+INLINE void repeat_last(Rows& t) {
+    for (int k = t.n; k < TILE + W; k++) t.k[k] = t.k[t.n - 1], t.v[k] = t.v[t.n - 1];
+}
+
 // Where the rows of tokens [begin, end) of one head lie.
 INLINE void find(Rows& t, const Attention& a, const int32_t* table, int head, int begin, int end) {
     int bt = a.block_tokens, row = a.head_dim * type_bytes[a.kv_type];
@@ -245,7 +261,18 @@ INLINE void find(Rows& t, const Attention& a, const int32_t* table, int head, in
         }
         at += count;
     }
+    repeat_last(t);
     if (a.scales) for (int k = t.n; k < (t.n + W - 1) / W * W; k++) t.k_scale[k] = t.v_scale[k] = 1;
+}
+
+// Has the pages' addresses translated before their rows are fetched: blocks lie anywhere in the pool, on small pages,
+// and a fetch that has to wait for its translation keeps others waiting.
+INLINE void touch(const Rows& t, int row_bytes) {
+    for (int k = 0; k < TILE; k += 16) {
+        __builtin_prefetch(t.k[k], 0, 1);
+        __builtin_prefetch(t.v[k], 0, 1);
+        __builtin_prefetch(t.v[k + 15] + row_bytes - 1, 0, 1);
+    }
 }
 
 // One split of one sequence for heads [head0, head1).
@@ -262,31 +289,38 @@ static void walk(const Attention& a, const int32_t* item, int begin, int end, in
     }
     memset(o, 0, sizeof(float) * rows * width);
     const int32_t* table = a.tables + item[2] * a.table_stride;
-    Rows found[2], none;
-    none.n = 0;
+    Rows found[3];  // this step's, and the next two's
     Tile<C> t;
     t.row_bytes = D * type_bytes[a.kv_type];
+    t.part = 32 * type_bytes[a.kv_type];
     int heads = head1 - head0, steps = (end - begin + TILE - 1) / TILE * heads;
     auto locate = [&](Rows& rows_, int step) {
         int at = begin + step / heads * TILE;
         find(rows_, a, table, head0 + step % heads, at, at + TILE < end ? at + TILE : end);
     };
-    locate(found[0], 0);
+    for (int step = 0; step < 2 && step < steps; step++) {
+        locate(found[step], step);
+        touch(found[step], t.row_bytes);
+    }
     for (int step = 0; step < steps; step++) {
-        (Rows&)t = found[step & 1];
-        t.next = &found[~step & 1];
-        if (step + 1 < steps) locate(found[~step & 1], step + 1);
-        else found[~step & 1].n = 0;
+        (Rows&)t = found[step % 3];
+        t.next = step + 1 < steps ? &found[(step + 1) % 3] : &t;
+        if (step + 2 < steps) {
+            Rows& later = found[(step + 2) % 3];
+            locate(later, step + 2);
+            touch(later, t.row_bytes);
+        }
         if (!direct) {
             for (int k = 0; k < t.n; k++) {
                 t.k[k] = (const char*)row_of(a.kv_type, t.k[k], buffer + k * D, D);
                 t.v[k] = (const char*)row_of(a.kv_type, t.v[k], buffer + (TILE + k) * D, D);
             }
+            repeat_last(t);
         }
         for (int r = step % heads * G, last = r + G; r < last;) {
             int block = last - r < HB_MAX<C> ? last - r : HB_MAX<C>;
             block_of<HB_MAX<C>>(block, queries + r * D, t, a, state + STATE * r, o + r * width, width);
-            t.next = &none;
+            t.next = &t;
             r += block;
         }
     }

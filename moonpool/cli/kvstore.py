@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from moonpool.cli.size_curve import SizeCurve
 from moonpool.errors import DeadlineExceeded
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.v1 import kvstore_pb2
@@ -148,24 +147,25 @@ def advise(
 ) -> None:
     """Say how much hit share another size of this kvstore would bring, from sampled reuse distances."""
     with _store(address) as stub:
-        answer = stub.ReuseCurve(kvstore_pb2.ReuseCurveRequest(), timeout=CALL_TIMEOUT_S)
-    curve = SizeCurve([(point.bytes, point.hit_share) for point in answer.points])
-    now = curve.at(answer.capacity_bytes)
-    more = curve.at(answer.capacity_bytes + more_gb * GB)
+        told = stub.ReuseCurve(kvstore_pb2.ReuseCurveRequest(), timeout=CALL_TIMEOUT_S)
+    from services.kvstore.reuse import hit_share
+    from services.kvstore.reuse_picture import answer as advice
+    from services.kvstore.reuse_picture import picture as draw
+
+    curve = [(point.bytes, point.hit_share) for point in told.points]
+    now_bytes, more_bytes = told.capacity_bytes, max(1, round(more_gb * GB))
     if picture is not None:
-        picture.write_text(curve.picture(answer.capacity_bytes, more_gb * GB), encoding="utf-8")
+        picture.write_text(draw(curve, now_bytes, more_bytes), encoding="utf-8")
     if as_json:
-        points = [{"bytes": nbytes, "hit_share": share} for nbytes, share in curve.points]
-        told = {"references": answer.references, "sampled": answer.sampled, "capacity_bytes": answer.capacity_bytes}
-        typer.echo(json.dumps({**told, "now": now, "more_gb": more_gb, "with_more": more, "points": points}))
-    elif not curve.points:
+        points = [{"bytes": nbytes, "hit_share": share} for nbytes, share in curve]
+        facts = {"references": told.references, "sampled": told.sampled, "capacity_bytes": now_bytes}
+        shares = {"now": hit_share(curve, now_bytes), "with_more": hit_share(curve, now_bytes + more_bytes)}
+        typer.echo(json.dumps({**facts, **shares, "more_gb": more_gb, "points": points}))
+    elif not curve:
         typer.echo("nothing was asked for twice since this kvstore started")
     else:
-        typer.echo(
-            f"hit share {now:.1%} at {answer.capacity_bytes / GB:.2f} GB, {more:.1%} with {more_gb:g} GB more "
-            f"({more - now:+.1%}); at most {curve.points[-1][1]:.1%}, from {curve.points[-1][0] / GB:.2f} GB on "
-            f"({answer.references} blocks asked for, {answer.sampled:.1%} of all blocks followed)"
-        )
+        typer.echo(advice(curve, now_bytes, more_bytes))
+        typer.echo(f"({told.references} blocks asked for, {told.sampled:.1%} of all blocks followed)")
 
 
 @contextmanager

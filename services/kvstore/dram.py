@@ -75,8 +75,16 @@ class DramTier:
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
         """Counts those of `chain` (head first) that are here as used now."""
+        self._policy.touched(self._ordered(chain))
+
+    def arrived(self, chain: Sequence[BlockKey]) -> None:
+        """Blocks of `chain` (head first) that came together are all here, but for those that left again; no use."""
+        self._policy.arrived(self._ordered(chain))
+
+    def _ordered(self, chain: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those that the policy holds."""
         here = (self._blocks.get(key) for key in chain)
-        self._policy.touched([block.info.key for block in here if block is not None and not block.pinned])
+        return [block.info.key for block in here if block is not None and not block.pinned]
 
     # Room
 

@@ -7,7 +7,7 @@ import dataclasses
 import math
 
 from moonpool.errors import InvalidRequest, Unsupported
-from services.kvstore.reuse import ReuseCurve
+from services.kvstore.reuse import Curve, ReuseSample, in_bytes
 from services.kvstore.ssd import MIN_LIVE_SHARE, SsdTier
 from services.kvstore.store import BlockStore
 from services.kvstore.warming import Warmed, Warmer
@@ -31,7 +31,7 @@ class Operations:
     ssd: SsdTier | None
     writer: WriteBehind | None
     warmer: Warmer
-    reuse: ReuseCurve
+    reuse: ReuseSample
     capacity_bytes: int
 
     def compact(self, min_live_share: float) -> int:
@@ -63,10 +63,9 @@ class Operations:
             raise Unsupported("this kvstore has no SSD tier")
         return await self.warmer.warm(max_bytes)
 
-    def sizes(self) -> list[tuple[int, float]]:
-        """(bytes, hit share) of stores of other sizes, ascending; blocks count as those here do on average."""
+    def sizes(self) -> Curve:
+        """(bytes, hit share) of stores of other sizes; blocks count as those here do on average."""
         dram, ssd = self.store.holdings.dram, self.ssd
         blocks = len(dram) + (len(ssd) if ssd is not None else 0)
         nbytes = dram.block_bytes + (ssd.live_bytes if ssd is not None else 0)
-        mean = nbytes / blocks if blocks else 0.0
-        return [(round(point.blocks * mean), point.hit_share) for point in self.reuse.curve()] if mean else []
+        return in_bytes(self.reuse.curve(), nbytes // blocks) if blocks else []

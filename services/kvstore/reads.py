@@ -192,7 +192,7 @@ class Reads:
             source.fill = None
         taken = self._holdings.insert(list(promoted.values()))
         self.promotions += len(taken)
-        self._holdings.dram.touch(list(promoted))
+        self._holdings.dram.arrived(list(promoted))
         for tenant, nbytes in unused.items():
             self._holdings.unreserve(nbytes, tenant)
         self.on_promoted(taken)

@@ -1,132 +1,142 @@
-"""What hit share another size would have had: reuse distances of a fixed number of sampled blocks.
+"""How often blocks would be found if the store were of another size: LRU's hit curve from a sample of the keys.
 
-SHARDS with a fixed size (Waldspurger, Park, Garthwaite, Ahmad: "Efficient MRC Construction with SHARDS", FAST'15,
-sections 3.2 to 3.4): a block is followed when its hash lies below a threshold, which falls whenever more than `size`
-blocks would be followed; a distance among the followed ones, divided by the share that is followed, estimates the
-distance among all. An LRU store of n blocks would have had every reference whose distance is below n.
-
-Blocks count one by one: that a request's hits end at its first miss is not modelled, so small sizes look a little
-better than they are. Pure: no clock, no randomness beyond the keys, which are hashes.
+Owns the sample of reuse distances. Must not know of tiers, policies, bytes on disk or clocks. A key's reuse distance is
+the number of different keys used since its last use, itself included: LRU over so many blocks finds it. Keys are
+sampled by their hash, always the same ones, at most so many (SHARDS with a fixed size and its adjustment: Waldspurger,
+Park, Garthwaite, Ahmad, FAST'15): when one too many is in the sample, those of the greatest hash leave and the share of
+keys that is sampled falls. Distances among sampled keys stand for that many more, as do their uses.
 """
 
 import bisect
 import heapq
 import math
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from moonpool.errors import ConfigError
 from moonpool.kv.keys import BlockKey
 
-SPACE = 1 << 32
-PER_OCTAVE = 8
-"""Distances are kept in buckets that grow by the eighth root of two: 9 % wide."""
+SAMPLE_KEYS = 8192
+"""Keys in the sample at most; about 300 bytes each."""
+_HASHES = 1 << 32
+_STEPS_PER_OCTAVE = 32
+"""Distances are counted to within 1/32 of a power of two, that is 2.2 %."""
+
+Curve = Sequence[tuple[int, float]]
+"""(size, share of block uses that would be hits), ascending in both."""
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One size.
-
-    Attributes:
-        blocks: that a store would hold.
-        hit_share: of the references that it would have had, in [0, 1].
-    """
-
-    blocks: int
-    hit_share: float
-
-
-class ReuseCurve:
-    """Follows some blocks of all that are asked for.
+class ReuseSample:
+    """Reuse distances of a sample of the keys.
 
     Args:
-        size: blocks followed at most; about 200 bytes each. Some thousands give errors of about 0.01.
+        sample_keys: keys in it at most.
+
+    Raises:
+        ConfigError: `sample_keys` is not positive.
 
     Attributes:
-        references: blocks asked for.
+        uses: block uses observed, as they have faded.
     """
 
-    def __init__(self, size: int = 8192) -> None:
-        assert size > 0
-        self._size = size
-        self._threshold = SPACE
-        self._clock = 0
-        self._last: dict[BlockKey, int] = {}
-        self._times: list[int] = []  # of the last use of every followed block, ascending
-        self._highest: list[tuple[int, BlockKey]] = []  # heap of (-hash, key) of followed blocks
-        self._counts: dict[int, float] = {}
-        self._seen = 0.0  # references to followed blocks, at the present rate
-        self.references = 0
+    def __init__(self, sample_keys: int = SAMPLE_KEYS) -> None:
+        if sample_keys <= 0:
+            raise ConfigError("sample_keys", f"must be positive, is {sample_keys}")
+        self._sample_keys = sample_keys
+        self._below = _HASHES  # keys are in the sample whose hash is below
+        self._last_use: dict[BlockKey, int] = {}
+        self._times: list[int] = []  # all last uses, ascending
+        self._greatest: list[tuple[int, BlockKey]] = []  # heap of (-hash, key)
+        self._time = 0
+        self._weights: dict[int, float] = {}  # uses by step of distance
+        self._weight = 0.0  # uses that the sampled ones stand for, first ones included
+        self.uses = 0.0
 
     @property
     def rate(self) -> float:
-        """Share of all blocks that is followed."""
-        return self._threshold / SPACE
+        """Share of the keys that is sampled."""
+        return self._below / _HASHES
 
-    @property
-    def followed(self) -> int:
-        """Blocks that are followed."""
-        return len(self._last)
+    def observe(self, chain: Sequence[BlockKey]) -> None:
+        """Blocks of one chain, head first, were asked for, found or not. The head counts as used last, as in LRU."""
+        self.uses += len(chain)
+        for key in reversed(chain):
+            hashed = zlib.crc32(key)
+            if hashed < self._below:
+                self._use(key, hashed)
 
-    def observe(self, keys: Sequence[BlockKey]) -> None:
-        """A chain was asked for; its tail counts as used before its head, as the store's policies have it."""
-        self.references += len(keys)
-        for key in reversed(keys):
-            number = int.from_bytes(key[:4], "little")
-            if number < self._threshold:
-                self._use(key, number)
+    def fade(self, share: float) -> None:
+        """Lets all that was observed count for `share` of what it did, so that the curve follows what goes on."""
+        self.uses *= share
+        self._weight *= share
+        self._weights = {step: weight * share for step, weight in self._weights.items()}
 
-    def _use(self, key: BlockKey, number: int) -> None:
-        self._seen += 1.0
-        self._clock += 1
-        before = self._last.get(key)
-        self._last[key] = self._clock
-        self._times.append(self._clock)
-        if before is None:
-            heapq.heappush(self._highest, (-number, key))
-            if len(self._last) > self._size:
-                self._follow_fewer()
-            return
-        place = bisect.bisect_left(self._times, before)
-        del self._times[place]
-        distance = (len(self._times) - place) / self.rate  # blocks used since, this one included
-        bucket = math.ceil(PER_OCTAVE * math.log2(distance))
-        self._counts[bucket] = self._counts.get(bucket, 0.0) + 1.0
-
-    def _follow_fewer(self) -> None:
-        """Gives up the block with the highest hash, and all as high; what was counted counts at the new rate."""
-        before = self._threshold
-        self._threshold = -self._highest[0][0]
-        while self._highest and -self._highest[0][0] >= self._threshold:
-            _, key = heapq.heappop(self._highest)
-            del self._times[bisect.bisect_left(self._times, self._last.pop(key))]
-        scale = self._threshold / before
-        self._seen *= scale
-        self._counts = {bucket: count * scale for bucket, count in self._counts.items()}
-
-    def curve(self) -> list[Point]:
-        """Sizes in blocks, ascending, with the hit shares they would have had; empty before the first reference.
-
-        The number of references to followed blocks differs by chance from what the rate lets expect; the difference
-        is put to the shortest distances, as the paper's "adjustment" does (section 3.4).
-        """
-        expected = self.references * self.rate
-        if not expected:
+    def curve(self) -> Curve:
+        """(blocks, hit share): LRU's, at every size where it rises."""
+        if not self.uses:
             return []
-        hits = expected - self._seen
-        points = []
-        for bucket in sorted(self._counts):
-            hits += self._counts[bucket]
-            points.append(Point(math.ceil(2 ** (bucket / PER_OCTAVE)), min(1.0, max(0.0, hits / expected))))
+        # The sample's uses are more or fewer than its share of all: mostly those of the hottest keys (SHARDS_adj).
+        total = self.uses - self._weight
+        points: list[tuple[int, float]] = []
+        for step in sorted(self._weights):
+            total += self._weights[step]
+            share = min(1.0, max(total / self.uses, points[-1][1] if points else 0.0))
+            points.append((_size_of(step), share))
         return points
 
+    def _use(self, key: BlockKey, hashed: int) -> None:
+        weight = 1 / self.rate
+        self._time += 1
+        self._weight += weight
+        before = self._last_use.get(key)
+        if before is None:
+            heapq.heappush(self._greatest, (-hashed, key))
+        else:
+            place = bisect.bisect_left(self._times, before)
+            step = _step_of((len(self._times) - place) * weight)
+            self._weights[step] = self._weights.get(step, 0.0) + weight
+            del self._times[place]
+        self._times.append(self._time)
+        self._last_use[key] = self._time
+        if len(self._last_use) > self._sample_keys:
+            self._thin()
+
+    def _thin(self) -> None:
+        """The keys of the greatest hash leave; what was counted so far keeps its weight."""
+        self._below = -self._greatest[0][0]
+        while self._greatest and -self._greatest[0][0] >= self._below:
+            _, key = heapq.heappop(self._greatest)
+            del self._times[bisect.bisect_left(self._times, self._last_use.pop(key))]
+
     def check_invariants(self) -> None:
-        """Raise AssertionError when the books contradict each other."""
-        assert len(self._last) == len(self._times) == len(self._highest) <= self._size
-        assert self._times == sorted(self._last.values())
-        assert all(int.from_bytes(key[:4], "little") < self._threshold for key in self._last)
+        """The sample is within its bound, and its parts hold the same keys."""
+        assert len(self._last_use) <= self._sample_keys
+        assert self._times == sorted(self._last_use.values())
+        assert {key for _, key in self._greatest} == set(self._last_use)
+        assert all(zlib.crc32(key) < self._below for key in self._last_use)
+        assert len(self._greatest) == len(self._last_use)
+        assert all(weight >= 0 for weight in self._weights.values())
 
 
-def hit_share_at(points: Sequence[Point], blocks: float) -> float:
-    """The hit share of a store of so many blocks: that of the largest size that is not larger; 0 below all."""
-    place = bisect.bisect_right([point.blocks for point in points], blocks)
-    return points[place - 1].hit_share if place else 0.0
+def _step_of(distance: float) -> int:
+    return math.ceil(_STEPS_PER_OCTAVE * math.log2(distance))
+
+
+def _size_of(step: int) -> int:
+    return int(2 ** (step / _STEPS_PER_OCTAVE))
+
+
+def hit_share(curve: Curve, size: float) -> float:
+    """The hit share at a size; between two points of the curve that of the smaller."""
+    place = bisect.bisect_right(curve, size, key=lambda point: point[0])
+    return curve[place - 1][1] if place else 0.0
+
+
+def in_bytes(curve: Curve, block_bytes: int) -> Curve:
+    """The curve over bytes instead of blocks."""
+    return [(blocks * block_bytes, share) for blocks, share in curve]
+
+
+def worth(curve: Curve, size: int, more: int) -> float:
+    """What `more` beside `size` adds to the hit share; both in the curve's unit. May be asked for less than nothing."""
+    return hit_share(curve, size + more) - hit_share(curve, size)

@@ -31,7 +31,7 @@ from services.kvstore.policy import POLICIES
 from services.kvstore.protection import Protection
 from services.kvstore.put_stream import PutParts
 from services.kvstore.recovery import DataFolder, recover
-from services.kvstore.reuse import ReuseCurve
+from services.kvstore.reuse import ReuseSample
 from services.kvstore.rooms import RoomQueue
 from services.kvstore.servicer import KVStoreServicer
 from services.kvstore.ssd import SsdTier
@@ -138,7 +138,7 @@ class KVStoreService:
         self.gauges = Gauges()
         self.metrics = Metrics(config.service())
         self.observer = Observer(self.metrics)
-        self.reuse = ReuseCurve()
+        self.reuse = ReuseSample()
         warmer = Warmer(self.store, self._pool, self.ahead, self._session_changed)
         capacity_bytes = config.dram_bytes + config.durable_bytes
         operations = Operations(self.store, ssd, self.writer, warmer, self.reuse, capacity_bytes)

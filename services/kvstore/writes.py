@@ -163,7 +163,7 @@ class Writes:
                 self._await_durable(writer, index)
         for writer, indices in visible.items():
             if writer.complete:
-                self._holdings.dram.touch(writer.spec.keys)
+                self._holdings.dram.arrived(writer.spec.keys)
             durable = [index for index in indices if self._holdings.durable(writer.spec.keys[index])]
             writer.on_visible(indices)
             if durable:

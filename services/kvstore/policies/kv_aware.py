@@ -5,13 +5,14 @@ fall, and the order of the tree's leaves. How likely blocks of a class come back
 """
 
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 
 from moonpool.kv.keys import BlockKey
 from services.kvstore.blocks import NO_PARENT, BlockInfo
 from services.kvstore.policies.returns import ReturnRates
 
-MEMORY = 4
+MEMORY = 8
 """What was seen loses half its weight while as many blocks are referred to as are held, so many times."""
 HORIZON = 16
 """A sampled key is followed until as many blocks were referred to as are held, so many times."""
@@ -20,9 +21,11 @@ POPULAR_USES = 4
 MAX_GROWTH = 12
 """Classes by growth: 1, 2-3, 4-7, ... blocks; all beyond 2^11 are one."""
 
-POPULAR, TAIL, FIRST_GROWTH = 0, 1, 2
-KINDS = FIRST_GROWTH + 2 * MAX_GROWTH
-_REFIT_PART, _REFIT_LEAST = 4, 1024
+FRESH, POPULAR, FIRST_GROWTH = 0, 1, 2
+KINDS = TAIL = FIRST_GROWTH + 2 * MAX_GROWTH
+"""Classes; a growth's last block has a class of its own, so much higher than the others'."""
+_REFIT_PART, _REFIT_LEAST = 2, 1024
+_SPARE_ENTRIES = 64
 
 
 class Growth:
@@ -50,19 +53,22 @@ class Node:
 
     __slots__ = ("children", "growth", "held", "key", "kind", "parent", "queued", "since", "uses")
 
-    def __init__(self, key: BlockKey, parent: "Node | None") -> None:
+    def __init__(self, key: BlockKey) -> None:
         self.key = key
-        self.parent = parent
+        self.parent: Node | None = None
         self.children = 0
         self.held = False
         self.growth: Growth | None = None
-        self.kind = POPULAR
+        self.kind = FRESH
         self.since = 0  # time of its last use
         self.uses = 0  # since it came
         self.queued = 0  # number of its entry among the leaves, 0 for none
 
 
-_Entry = tuple[int, int, Node]  # (time of the last use, number, leaf)
+_Entry = tuple[int, int, Node]
+"""Time of the last use, number, leaf."""
+_Place = tuple[float, int, int, Node, int, int]
+"""Worth, time of the last use, number, node; class and index of its entry in that class's heap, or -1 for none."""
 
 
 class KVAware:
@@ -82,8 +88,9 @@ class KVAware:
     def __init__(self) -> None:
         self._nodes: dict[BlockKey, Node] = {}
         self._held = 0
-        self._leaves: list[list[_Entry]] = [[] for _ in range(KINDS)]  # a heap per class, with entries out of date
+        self._leaves: list[list[_Entry]] = [[] for _ in range(2 * KINDS)]  # a heap per class, with entries out of date
         self._entries = 0  # in all heaps
+        self._queued = 0  # leaves
         self._number = 0
         self._now = 0
         self._fit_at = 0
@@ -96,21 +103,20 @@ class KVAware:
         """A block came. It belongs to the growth its parent came with, unless that was used since."""
         node = self._node(info)
         assert not node.held
-        parent = node.parent
         self._now += 1
         node.held, node.since, node.uses = True, self._now, 0
-        node.growth = self._growth_after(parent)
+        node.growth = _growth_after(node.parent)
         node.growth.blocks += 1
-        node.kind = node.growth.kind
+        node.kind = FRESH
         self._held += 1
         self._rates.used(node.key, node.kind, self._now)
         self._queue(node)
 
     def touched(self, chain: Sequence[BlockKey]) -> None:
         """They are as young as can be."""
+        self._now += len(chain)
         for key in chain:
             node = self._nodes[key]
-            self._now += 1
             node.since = self._now
             node.uses += 1
             if node.uses >= POPULAR_USES:
@@ -121,12 +127,12 @@ class KVAware:
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
         """How much the chain has grown is known now, and what that says of all its blocks."""
-        node = self._nodes[chain[-1]] if chain else None
+        node: Node | None = self._nodes[chain[-1]] if chain else None
         if node is None or node.growth is None:
             return
         kind = node.growth.kind
         if not node.children and not node.uses:
-            self._classify(node, TAIL)
+            self._classify(node, kind + TAIL)
             node = node.parent
         while node is not None and node.uses < POPULAR_USES:
             self._classify(node, kind)
@@ -138,7 +144,8 @@ class KVAware:
         node: Node | None = self._nodes[key]
         assert node is not None
         assert node.held
-        node.held, node.queued, node.growth = False, 0, None
+        self._unqueue(node)
+        node.held, node.growth = False, None
         self._held -= 1
         while node is not None and not node.children and not node.held:
             del self._nodes[node.key]
@@ -146,19 +153,141 @@ class KVAware:
             if node is not None:
                 node.children -= 1
                 self._queue(node)
+        self._tidy()
 
     # Who is next
 
     def candidates(self) -> Iterator[BlockKey]:
-        """Leaves, the least worth first; a block follows when all behind it have gone."""
-        frontier: list[tuple[float, int, int, Node, int]] = []  # worth, since, number, node, index in its heap or -1
-        for kind in range(KINDS):
+        """Leaves, the least worth first; a block follows once all behind it have been named."""
+        frontier: list[_Place] = []
+        for kind, heap in enumerate(self._leaves):
+            while heap and heap[0][2].queued != heap[0][1]:
+                heapq.heappop(heap)
+                self._entries -= 1
             self._look(frontier, kind, 0)
-        children: dict[Node, int] = {}  # those that have not been named
+        unnamed: dict[Node, int] = {}  # children that were not named, of the parents of those that were
+        numbers = itertools.count(-1, -1)
         while frontier:
-            _, _, number, node, index = heapq.heappop(frontier)
+            _, _, number, node, kind, index = heapq.heappop(frontier)
             if index >= 0:
-                self._look(frontier, node.kind, 2 * index + 1)
-                self._look(frontier, node.kind, 2 * index + 2)
+                self._look(frontier, kind, 2 * index + 1)
+                self._look(frontier, kind, 2 * index + 2)
+                if node.queued != number:
+                    continue
+            yield node.key
+            parent = node.parent
+            while parent is not None:
+                unnamed[parent] = unnamed.get(parent, parent.children) - 1
+                if unnamed[parent]:
+                    break
+                if parent.held:
+                    worth = self._rates.worth(parent.kind, self._now - parent.since)
+                    heapq.heappush(frontier, (worth, parent.since, next(numbers), parent, parent.kind, -1))
+                    break
+                parent = parent.parent
+
+    def _look(self, frontier: "list[_Place]", kind: int, index: int) -> None:
+        """Puts an entry of a class's heap among those of which the least is next."""
+        heap = self._leaves[kind]
+        if index < len(heap):
+            since, number, node = heap[index]
+            worth = self._rates.worth(kind, self._now - since)
+            heapq.heappush(frontier, (worth, since, number, node, kind, index))
+
     def __len__(self) -> int:
         return self._held
+
+    # Parts
+
+    def _node(self, info: BlockInfo) -> Node:
+        """The block's place in the tree, and its parent's, which may come later."""
+        node = self._nodes.get(info.key)
+        if node is None:
+            node = self._nodes[info.key] = Node(info.key)
+        if node.parent is None and info.parent != NO_PARENT:
+            parent = self._nodes.get(info.parent)
+            if parent is None:
+                parent = self._nodes[info.parent] = Node(info.parent)
+            if not _descends(parent, node):  # writers' word is not checked elsewhere
+                node.parent = parent
+                parent.children += 1
+                self._unqueue(parent)
+        return node
+
+    def _classify(self, node: Node, kind: int) -> None:
+        if node.held and node.kind != kind:
+            node.kind = kind
+            self._rates.classify(node.key, kind)
+            self._queue(node)
+
+    def _queue(self, node: Node) -> None:
+        """Gives a leaf its place among the leaves of its class; what is no leaf has none."""
+        if node.children or not node.held:
+            return
+        self._unqueue(node)
+        self._queued += 1
+        self._number += 1
+        node.queued = self._number
+        heapq.heappush(self._leaves[node.kind], (node.since, self._number, node))
+        self._entries += 1
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Drops entries out of date when they are the most."""
+        if self._entries > 2 * self._queued + _SPARE_ENTRIES:
+            self._leaves = [[entry for entry in heap if entry[2].queued == entry[1]] for heap in self._leaves]
+            for heap in self._leaves:
+                heapq.heapify(heap)
+            self._entries = sum(map(len, self._leaves))
+
+    def _unqueue(self, node: Node) -> None:
+        """Its entry, if it has one, is out of date."""
+        self._queued -= node.queued > 0
+        node.queued = 0
+
+    def _learn(self) -> None:
+        if self._now >= self._forget_at:
+            self._forget_at = self._now + MEMORY * max(self._held, _REFIT_LEAST)
+            self._rates.forget(self._now, HORIZON * max(self._held, _REFIT_LEAST))
+        if self._now >= self._fit_at:
+            self._fit_at = self._now + max(self._held // _REFIT_PART, _REFIT_LEAST)
+            self._rates.fit(self._now)
+
+    def check_invariants(self) -> None:
+        """The tree is one, all leaves are queued where their class says, and nothing is kept without need."""
+        children: dict[Node, int] = {}
+        for key, node in self._nodes.items():
+            assert node.key == key
+            assert node.held or node.children
+            if node.parent is not None:
+                assert self._nodes[node.parent.key] is node.parent
+                children[node.parent] = children.get(node.parent, 0) + 1
+        assert all(node.children == children.get(node, 0) for node in self._nodes.values())
+        nodes = [node for node in self._nodes.values() if node.held]
+        assert len(nodes) == self._held
+        assert all((node.growth is not None) == node.held for node in self._nodes.values())
+        queued = {node: kind for kind, heap in enumerate(self._leaves) for _, n, node in heap if n == node.queued}
+        assert queued == {node: node.kind for node in nodes if not node.children}
+        assert all(node.queued == 0 for node in self._nodes.values() if node not in queued)
+        assert len(queued) == self._queued
+        assert self._entries == sum(map(len, self._leaves)) <= 2 * self._queued + _SPARE_ENTRIES
+        self._rates.check_invariants()
+
+
+def _growth_after(parent: Node | None) -> Growth:
+    """What a block belongs to that comes behind `parent`."""
+    if parent is None or parent.growth is None:
+        return Growth(continued=False)
+    if not parent.uses:
+        return parent.growth
+    popular = parent.uses >= POPULAR_USES
+    return Growth(continued=parent.uses == 1 or (parent.growth.continued and not popular))
+
+
+def _descends(node: Node, ancestor: Node) -> bool:
+    if not ancestor.children:
+        return node is ancestor
+    place: Node | None = node
+    while place is not None and place is not ancestor:
+        place = place.parent
+    return place is not None

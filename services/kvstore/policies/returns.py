@@ -11,6 +11,7 @@ FAST'15): a sampled key is followed whether its block is held or not, so that wh
 been evicted wrongly. The sample has a fixed size; when it is full the share of keys in it is halved.
 """
 
+import bisect
 import collections
 import itertools
 import operator
@@ -20,7 +21,7 @@ from moonpool.kv.keys import BlockKey
 
 SAMPLE_KEYS = 16384
 """Keys followed at most."""
-EVIDENCE = 32.0
+EVIDENCE = 16.0
 """Returns that count for as much as the assumption that a class is like all others, or a rate nothing."""
 _PER_OCTAVE = 2
 _FIRST_OCTAVE = 8  # ages below 256 references are one
@@ -30,13 +31,8 @@ _HASHES = 1 << 32
 
 
 def age_bin(age: int) -> int:
-    """The interval of ages in which one is; intervals grow by the square root of two."""
-    octave = age.bit_length() - 1 - _FIRST_OCTAVE
-    if octave < 0:
-        return 0
-    # 2^k * sqrt(2) lies at 1.4142 = 181 / 128 of an octave's begin.
-    half = (age << 7 >> octave + _FIRST_OCTAVE) >= 181
-    return min(1 + _PER_OCTAVE * octave + half, _AGES - 1)
+    """The interval of ages in which one is; intervals grow by the square root of two, the last has no end."""
+    return min(bisect.bisect_right(_EDGES, age), _AGES) - 1
 
 
 class _Tally:
@@ -62,7 +58,6 @@ class _Tally:
             beyond += self.ends[place]
         return times
 
-
     def halve(self) -> None:
         for numbers in (self.returns, self.ends, self.inside):
             numbers[:] = [number / 2 for number in numbers]
@@ -81,8 +76,13 @@ class _Period:
 class ReturnRates:
     """Rates of return of `kinds` classes of blocks.
 
+    Class 0 is that of blocks of which nothing is known yet: they are thought as good as those of the best class.
+
+    Every class has a twin, numbered `kinds` higher, for those of its blocks that bear a mark; what the mark is worth is
+    learnt for each class, and until it is, from all of them.
+
     Args:
-        kinds: number of classes; they are numbered from 0.
+        kinds: number of classes without their twins; they are numbered from 0.
         sample_keys: keys followed at most.
     """
 
@@ -90,9 +90,10 @@ class ReturnRates:
         self._sample_keys = sample_keys
         self._sample: collections.OrderedDict[BlockKey, _Period] = collections.OrderedDict()
         self._below = _HASHES  # keys are sampled whose hash is below
-        self._tallies = [_Tally() for _ in range(kinds)]
+        self._kinds = kinds
+        self._tallies = [_Tally() for _ in range(2 * kinds)]
         self._curve = [0.0] * (_AGES + 1)
-        self._factors = [1.0] * kinds
+        self._factors = [1.0] * 2 * kinds
 
     def used(self, key: BlockKey, kind: int, now: int) -> None:
         """A block of a class came or was used; if its key is in the sample, its period without use ends."""
@@ -129,9 +130,10 @@ class ReturnRates:
         times = [sum(column) for column in zip(*exposures, strict=True)]
         counts = [sum(column) for column in zip(*returns, strict=True)]
         rates = [_shrunk(count, time) for count, time in zip(counts, times, strict=True)]
-        for kind, exposure in enumerate(exposures):
-            expected = sum(rate * time for rate, time in zip(rates, exposure, strict=True))
-            self._factors[kind] = (sum(returns[kind]) + EVIDENCE) / (expected + EVIDENCE)
+        seen = [sum(column) for column in returns]
+        expected = [sum(map(operator.mul, rates, exposure)) for exposure in exposures]
+        self._weigh(seen, expected)
+        self._factors[0] = max(self._factors)
         # A block that is not due yet is worth what it will be worth when it is.
         self._curve[:_AGES] = list(itertools.accumulate(reversed(rates), max))[::-1]
 
@@ -139,14 +141,31 @@ class ReturnRates:
         """Expected returns per reference of a block of a class, unused for `age`; never rises with the age."""
         place = age_bin(age)
         low, high = self._curve[place], self._curve[place + 1]
-        part = min(1.0, (age - _EDGES[place]) / (_EDGES[place + 1] - _EDGES[place]))
-        return self._factors[kind] * (low + (high - low) * part)
+        part: float = (age - _EDGES[place]) / (_EDGES[place + 1] - _EDGES[place])
+        return self._factors[kind] * (low + (high - low) * min(part, 1.0))
+
+    def _weigh(self, seen: list[float], expected: list[float]) -> None:
+        """Every class's factor from its returns and those that the curve would have it expect."""
+        plain, marked = range(self._kinds), range(self._kinds, 2 * self._kinds)
+        for kind in plain:
+            self._factors[kind] = (seen[kind] + EVIDENCE) / (expected[kind] + EVIDENCE)
+        as_plain = sum(self._factors[kind] * expected[self._kinds + kind] for kind in plain)
+        mark = (sum(seen[kind] for kind in marked) + EVIDENCE) / (as_plain + EVIDENCE)
+        for kind in marked:
+            prior = mark * self._factors[kind - self._kinds]
+            self._factors[kind] = (seen[kind] + EVIDENCE * prior) / (expected[kind] + EVIDENCE)
 
     def _exposures(self, now: int) -> list[list[float]]:
         """Times at each age by class, those of periods that have not ended included."""
         open_periods = [_Tally() for _ in self._tallies]
-        for period in self._sample.values():
-            open_periods[period.kind].end(now - period.since)
+        place = 0
+        for period in reversed(self._sample.values()):  # the youngest first: ages only rise
+            age = now - period.since
+            while age >= _EDGES[place + 1] and place < _AGES - 1:
+                place += 1
+            tally = open_periods[period.kind]
+            tally.ends[place] += 1
+            tally.inside[place] += age - _EDGES[place]
         both = zip(self._tallies, open_periods, strict=True)
         return [[*map(operator.add, done.exposure(), still.exposure())] for done, still in both]
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from moonpool.cli.kvstore import app
 from moonpool.errors import ConfigError, InvalidRequest, Unsupported
 from services.kvstore.operations import Operations
-from services.kvstore.reuse import ReuseCurve
+from services.kvstore.reuse import ReuseSample
 from tests.unit.kvstore.helpers import data_of, keys_of
 from tests.unit.kvstore.test_process import durable, put, read, running
 
@@ -90,8 +90,8 @@ async def test_advise(tmp_path: Path) -> None:
         assert advised["with_more"] == advised["now"] == 0.5  # all of them fit as it is
         drawn = tmp_path / "curve.svg"
         text = (await cli("advise", address, "--picture", str(drawn))).stdout
-        assert "hit share" in text
-        assert drawn.read_text().startswith("<svg")
+        assert "another 100 GB would add 0.0 points" in text
+        assert "Hit share over size" in drawn.read_text()
 
 
 async def test_what_cannot_be_done_is_said() -> None:
@@ -105,7 +105,7 @@ async def test_what_cannot_be_done_is_said() -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
 def test_no_such_share(share: float) -> None:
-    operations = Operations(Any, None, None, Any, ReuseCurve(), 0)  # type: ignore[arg-type]
+    operations = Operations(Any, None, None, Any, ReuseSample(), 0)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="min_live_share"):
         operations.compact(share)
 
