@@ -113,9 +113,9 @@ class KVAware:
         self._queue(node)
 
     def touched(self, chain: Sequence[BlockKey]) -> None:
-        """They are as young as can be."""
+        """They are as young as can be; where parents are not known, the head counts as the youngest."""
         self._now += len(chain)
-        for key in chain:
+        for key in reversed(chain):
             node = self._nodes[key]
             node.since = self._now
             node.uses += 1
@@ -127,6 +127,9 @@ class KVAware:
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
         """How much the chain has grown is known now, and what that says of all its blocks."""
+        for key in reversed(chain):
+            self._nodes[key].since = self._now
+            self._queue(self._nodes[key])
         node: Node | None = self._nodes[chain[-1]] if chain else None
         if node is None or node.growth is None:
             return

@@ -33,6 +33,7 @@ def chains() -> list[list[BlockKey]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_known_policies_give_the_table(name: str, chains: list[list[BlockKey]]) -> None:
     for capacity, share in zip(CAPACITIES, KNOWN[name], strict=True):
@@ -41,11 +42,13 @@ def test_the_known_policies_give_the_table(name: str, chains: list[list[BlockKey
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_optimum_gives_the_table(chains: list[list[BlockKey]]) -> None:
     assert tuple(round(optimum(chains, capacity), 4) for capacity in CAPACITIES) == OPTIMUM
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_ours_wins_where_it_is_to_and_loses_nowhere(capacity: int, chains: list[list[BlockKey]]) -> None:
     gain = replay(chains, COMPARED[OURS](), capacity) - replay(chains, COMPARED["lru"](), capacity)

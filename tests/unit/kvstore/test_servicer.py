@@ -95,6 +95,12 @@ class Rig:
     def gauges(self) -> dict[str, float]:
         return {gauge.name: gauge.value for gauge in self.service.gauges.read()}
 
+    async def until(self, gauge: str, value: float) -> None:
+        """Waits until a gauge has a value; every look costs a call, so that the store's own work goes on."""
+        async with asyncio.timeout(10):
+            while self.gauges()[gauge] != value:
+                await self.stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest())
+
     async def at_rest(self) -> None:
         """Waits until streams that clients have left are gone, then checks that nothing is held."""
         async with asyncio.timeout(10):
@@ -347,7 +353,9 @@ async def test_writers_wait_for_room_in_order_and_not_for_ever() -> None:
         await second.read()
         for session, key in ((1, C), (2, D)):
             await second.write(PayloadMessage(kvstore_pb2.PutRequest(open=put_open(session, [key]))))
+        await store.until("sessions_waiting_for_room", 2)
         await second.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=1, aborted=True))))
+        await store.until("sessions_waiting_for_room", 1)
         close = kvstore_pb2.PutClose(session=1, aborted=True)
         await first.write(PayloadMessage(kvstore_pb2.PutRequest(close=close)))
         assert (await second.read()).opened.session == 2
