@@ -36,7 +36,7 @@ class ReuseSample:
         ConfigError: `sample_keys` is not positive.
 
     Attributes:
-        uses: block uses observed, as they have faded.
+        uses: block uses observed.
     """
 
     def __init__(self, sample_keys: int = SAMPLE_KEYS) -> None:
@@ -50,7 +50,7 @@ class ReuseSample:
         self._time = 0
         self._weights: dict[int, float] = {}  # uses by step of distance
         self._weight = 0.0  # uses that the sampled ones stand for, first ones included
-        self.uses = 0.0
+        self.uses = 0
 
     @property
     def rate(self) -> float:
@@ -64,12 +64,6 @@ class ReuseSample:
             hashed = zlib.crc32(key)
             if hashed < self._below:
                 self._use(key, hashed)
-
-    def fade(self, share: float) -> None:
-        """Lets all that was observed count for `share` of what it did, so that the curve follows what goes on."""
-        self.uses *= share
-        self._weight *= share
-        self._weights = {step: weight * share for step, weight in self._weights.items()}
 
     def curve(self) -> Curve:
         """(blocks, hit share): LRU's, at every size where it rises."""

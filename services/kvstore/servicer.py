@@ -164,7 +164,7 @@ class KVStoreServicer:
         reuse = self.operations.reuse
         return kvstore_pb2.ReuseCurveResponse(
             points=[kvstore_pb2.ReusePoint(bytes=nbytes, hit_share=share) for nbytes, share in self.operations.sizes()],
-            references=round(reuse.uses),
+            references=reuse.uses,
             sampled=reuse.rate,
             capacity_bytes=self.operations.capacity_bytes,
         )

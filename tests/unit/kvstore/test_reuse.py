@@ -85,17 +85,6 @@ def test_the_sample_is_bounded_whatever_comes() -> None:
     assert sample.curve()[-1][1] == pytest.approx(2 / 3, abs=0.05)
 
 
-def test_what_fades_counts_less() -> None:
-    sample = ReuseSample()
-    sample.observe([A])
-    sample.observe([A])
-    assert hit_share(sample.curve(), 1) == 1 / 2
-    sample.fade(0.5)
-    assert hit_share(sample.curve(), 1) == 1 / 2
-    sample.observe([B])
-    assert hit_share(sample.curve(), 1) == pytest.approx(0.5 / 2)
-
-
 def test_a_sample_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="sample_keys"):
         ReuseSample(0)
