@@ -1,7 +1,8 @@
 """Our kvstore beside Mooncake Store and Redis: the same blocks, one at a time and sixteen at a time, over loopback.
 
 Every store runs in processes of its own, every client in another; an operation begins when the one before has ended.
-In each run all stores do the same one after the other. Peers that are not installed make rows that say so.
+In each run all stores do the same one after the other. Peers that are not installed make rows that say so. Beside them
+stands gRPC alone, which says how much of the time is ours.
 """
 
 import argparse
@@ -15,6 +16,8 @@ from benchmarks.peers.driver import MEMORY_BYTES, MODULES, Driver
 
 TARGET = 1.2
 OURS = "moonpool"
+FLOOR = "grpc"
+"""No peer: what gRPC alone takes for the same bytes."""
 BATCHES = (1, 16)
 STORE_BYTES = 1 << 30
 WARM_FROM_BYTES = 32 << 20
@@ -48,8 +51,9 @@ def rows_of(name: str, speeds: Speeds, missing: Mapping[str, str], titles: Mappi
         titles: names of all.
     """
     own = speeds[OURS]
-    peers = {store: values for store, values in speeds.items() if store != OURS}
-    rows = [paired(name, "GB/s", list(zip(own, peers[store], strict=True)), titles[store]) for store in peers]
+    others = {store: values for store, values in speeds.items() if store != OURS}
+    rows = [paired(name, "GB/s", list(zip(own, others[store], strict=True)), titles[store]) for store in others]
+    peers = {store: values for store, values in others.items() if store != FLOOR}
     rows += [absent(name, "GB/s", titles[store], reason) for store, reason in missing.items()]
     if missing:
         return [*rows, absent(name, "GB/s", BETTER, "; ".join(missing.values()))]

@@ -23,6 +23,7 @@ MODULES = {
     "moonpool": "benchmarks.peers.moonpool_store",
     "mooncake": "benchmarks.peers.mooncake_store",
     "redis": "benchmarks.peers.redis_store",
+    "grpc": "benchmarks.peers.bare_grpc",
 }
 MEMORY_BYTES = 64 << 20
 

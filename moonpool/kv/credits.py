@@ -74,6 +74,13 @@ class ByteCredits:
         self._window = max(self._window, self._available)
         self._serve()
 
+    def take(self, n: int) -> bool:
+        """Takes `n` bytes if they are there at once and nobody waits."""
+        if self._closed is not None or self._waiters or not self._suffices(n):
+            return False
+        self._available -= n
+        return True
+
     async def acquire(self, n: int, *, timeout_s: float) -> None:
         """Takes `n` bytes, waiting until they are there. A cancelled wait takes nothing.
 
@@ -83,8 +90,7 @@ class ByteCredits:
         """
         if self._closed is not None:
             raise self._closed
-        if not self._waiters and self._suffices(n):
-            self._available -= n
+        if self.take(n):
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append((n, future))

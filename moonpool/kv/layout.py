@@ -6,6 +6,7 @@ Owns the sizes and offsets that follow from a model's shape. Must not know where
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from moonpool.errors import ConfigError, Mismatch
 from moonpool.v1 import kv_pb2
@@ -16,7 +17,7 @@ _BLOCK_TOKENS_MULTIPLE = 16
 _UINT32_MAX = (1 << 32) - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KVLayout:
     """Arrangement of a block: per layer `[kv_heads, 2 (K, V), block_tokens, head_dim]`, then `scale_bytes`.
 
@@ -48,27 +49,27 @@ class KVLayout:
         if self.version != LAYOUT_VERSION:
             raise ConfigError("version", f"only version {LAYOUT_VERSION} is known, not {self.version}")
 
-    @property
+    @cached_property
     def element_bytes(self) -> int:
         """Bytes of one element."""
         return ELEMENT_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def head_bytes(self) -> int:
         """Bytes of one head's K and V in one layer of one block."""
         return 2 * self.block_tokens * self.head_dim * self.element_bytes
 
-    @property
+    @cached_property
     def slice_bytes(self) -> int:
         """Bytes of one layer in one block: the unit in which KV lies in the pool, travels and is stored."""
         return self.kv_heads * self.head_bytes + self.scale_bytes
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         return self.layers * self.slice_bytes
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes of KV per token over all layers, rounded up."""
         return -(-self.block_bytes // self.block_tokens)

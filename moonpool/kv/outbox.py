@@ -62,6 +62,17 @@ class Outbox:
         """
         size = payload_bytes(payload)
         await self._room.acquire(size, timeout_s=timeout_s)
+        self._put(message, payload, size)
+
+    def offer(self, message: Message, payload: Payload) -> bool:
+        """Queues a message with a payload if the outbox is open and there is room at once; whether it was done."""
+        size = payload_bytes(payload)
+        if not self._room.take(size):
+            return False
+        self._put(message, payload, size)
+        return True
+
+    def _put(self, message: Message, payload: Payload, size: int) -> None:
         try:
             self._append(serialize(PayloadMessage(message, payload)), size)
         except BaseException:

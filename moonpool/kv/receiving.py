@@ -6,7 +6,7 @@ Shared by decode, kvstore and prefill. Must not know what becomes of the KV.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from google.protobuf.message import Message
 
@@ -105,7 +105,14 @@ class FrameWriter:
         """Takes a Credit from the reader."""
         self.credits.grant(credit.bytes)
 
-    async def send(self, session: int, generation: int, slices: Iterable[Slice], *, timeout_s: float) -> int:
+    async def send(
+        self,
+        session: int,
+        generation: int,
+        slices: Iterable[Slice],
+        *,
+        timeout_s: float,
+    ) -> int:
         """Sends slices in frames; returns the payload bytes. When it returns or raises, the slices' memory is free.
 
         Args:
@@ -133,6 +140,17 @@ class FrameWriter:
                     raise TransferFailed(f"no slot on the link within {timeout_s:g} s") from None
                 raise
             sent += nbytes
+        return sent
+
+    def offer(self, session: int, slices: Sequence[Slice], wrap: Callable[[kv_pb2.FrameHeader], Message]) -> bool:
+        """Sends slices that fit one frame if nothing has to be waited for, the header wrapped by `wrap`."""
+        nbytes = len(slices) * self._layout.slice_bytes
+        if self._link is not None or nbytes > self._target_bytes or not self.credits.take(nbytes):
+            return False
+        [(header, pieces)] = pack_frames(session, 0, slices, self._layout, self._target_bytes)
+        sent = self._outbox.offer(wrap(header), pieces)
+        if not sent:
+            self.credits.grant(nbytes)
         return sent
 
     def close(self, error: Exception) -> None:

@@ -74,15 +74,22 @@ class _Read:
         match message.WhichOneof("message"):
             case "opened":
                 self._opened(message.opened.blocks)
+                if message.opened.HasField("frame"):
+                    self._frame(message.opened.frame, payload)
+                    self._check_finished()
             case "frame":
                 self._frame(message.frame, payload)
             case "missing":
                 self._missing(message.missing.block)
-            case "done" if not self.finished.is_done:
-                raise TransferFailed(f"the store ended a read with {self._left()} slices missing")
+            case "done":
+                self._check_finished()
 
     def on_broken(self, error: Exception) -> None:
         self.finished.done(error)
+
+    def _check_finished(self) -> None:
+        if not self.finished.is_done:
+            raise TransferFailed(f"the store ended a read with {self._left()} slices missing")
 
     def _opened(self, blocks: int) -> None:
         if self._ledger is not None or blocks > self.blocks:
@@ -243,8 +250,9 @@ class StoreReader:
                 layer_end=layers.stop,
                 head_begin=0,
                 head_end=self._layout.kv_heads,
+                takes_frame=True,
             )
-            session.post(kvstore_pb2.GetRequest(open=opening))
+            session.post(kvstore_pb2.GetRequest(open=opening, credit_bytes=session.take_credit()))
             await read.finished.wait()
             finished = True
         finally:

@@ -59,12 +59,14 @@ class _Put:
         self.visible = Waiter()
         self.missing = set(range(blocks))
         self.present = 0
+        self.taken = False
 
     def on_message(self, message: kvstore_pb2.PutResponse, payload: memoryview) -> None:
         match message.WhichOneof("message"):
             case "opened":
                 self.missing.difference_update(message.opened.present)
                 self.present = len(set(message.opened.present))
+                self.taken = message.opened.taken
                 self.opened.done()
             case "ack":
                 self.missing.difference_update(message.ack.blocks)
@@ -183,20 +185,42 @@ class StoreWriter:
                 head_end=self._layout.kv_heads,
                 tenant=tenant,
             )
-            session.post(kvstore_pb2.PutRequest(open=opening))
+            await self._open(session, opening, len(keys), read, timeout_s)
             await put.opened.wait()
-            slices = self._slices(put.missing, read)
-            for header, pieces in pack_frames(put.session, 0, slices, self._layout, self._frame_bytes):
-                await session.send(kvstore_pb2.PutRequest(frame=header), pieces, timeout_s=timeout_s)
-            self._end(session, put, aborted=False)
+            if not put.taken:
+                slices = self._slices(put.missing, read)
+                for header, pieces in pack_frames(put.session, 0, slices, self._layout, self._frame_bytes):
+                    await session.send(kvstore_pb2.PutRequest(frame=header), pieces, timeout_s=timeout_s)
+                self._end(session, put, aborted=False)
             aborted = False
-            if put.missing:
+            if put.missing and not put.taken:
                 await put.visible.wait()
             return PutOutcome(put.present, len(keys) - put.present)
         finally:
             if aborted:
                 self._end(session, put, aborted=True)
             session.close()
+
+    async def _open(
+        self,
+        session: MuxSession[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse],
+        opening: kvstore_pb2.PutOpen,
+        blocks: int,
+        read: Callable[[int, int], memoryview],
+        timeout_s: float,
+    ) -> None:
+        """Tells the store of a session.
+
+        One that fits a frame travels whole with its opening: a round trip costs more than bytes that the store has
+        already.
+        """
+        if blocks * self._layout.block_bytes > self._frame_bytes:
+            session.post(kvstore_pb2.PutRequest(open=opening))
+            return
+        slices = self._slices(set(range(blocks)), read)
+        [(header, pieces)] = pack_frames(opening.session, 0, slices, self._layout, self._frame_bytes)
+        opening.frame.CopyFrom(header)
+        await session.send(kvstore_pb2.PutRequest(open=opening), pieces, timeout_s=timeout_s)
 
     def _slices(self, missing: set[int], read: Callable[[int, int], memoryview]) -> Iterator[Slice]:
         """Groups of blocks, each layer by layer: a run fills about a frame, and blocks become visible one by one.

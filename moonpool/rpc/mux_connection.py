@@ -28,6 +28,9 @@ Req = TypeVar("Req", bound=Message)
 Res = TypeVar("Res", bound=Message)
 ResIn = TypeVar("ResIn", bound=Message, contravariant=True)
 
+LINGER_S = 0.005
+"""How long credits that nobody waits for may wait for a message to go with."""
+
 _NO_PAYLOAD = memoryview(b"")
 
 
@@ -122,6 +125,10 @@ class MuxSession(Generic[Req, Res]):
             connection.credits.grant(size)
             raise
 
+    def take_credit(self) -> int:
+        """Bytes to be handed back to the peer with the message that is sent next, which must say so."""
+        return self._connection.take_credit()
+
     def check(self) -> None:
         """Raises whatever ended the session, if it has ended."""
         if self.error is not None:
@@ -171,6 +178,7 @@ class Connection(Generic[Req, Res]):
         self._tasks: list[asyncio.Task[None]] = []
         self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
         self._heard_at = 0.0
+        self._lingering: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Starts the call and shakes hands."""
@@ -214,9 +222,18 @@ class Connection(Generic[Req, Res]):
             self.break_(StreamBroken(f"{self._spec.name}: nothing heard for {silent_s:.1f} s"))
 
     def forget(self, session: MuxSession[Req, Res]) -> None:
-        """Removes a session; with the last one, all credits go back to the peer."""
+        """Removes a session; with the last one, all credits go back to the peer, unless another comes soon."""
         if self.sessions.get(session.key) is session:
             del self.sessions[session.key]
+        if not self.sessions and self.error is None and self._returns.pending and self._lingering is None:
+            self._lingering = asyncio.get_running_loop().call_later(LINGER_S, self._idle)
+
+    def take_credit(self) -> int:
+        """All bytes that were to be handed back; whoever takes them tells the peer."""
+        return self._returns.flush()
+
+    def _idle(self) -> None:
+        self._lingering = None
         if not self.sessions and self.error is None:
             with contextlib.suppress(StreamBroken):  # the writer has ended and the connection is about to
                 self._give_back(self._returns.flush())
@@ -228,6 +245,8 @@ class Connection(Generic[Req, Res]):
         self.error = error
         self.credits.close(error)
         self.outbox.close(error)
+        if self._lingering is not None:
+            self._lingering.cancel()
         for session in list(self.sessions.values()):
             session.fail(error)
         self._ready.set()
@@ -283,6 +302,8 @@ class Connection(Generic[Req, Res]):
         elif kind == "credit":
             self.credits.grant(message.credit.bytes)
         else:
+            if credit_bytes := getattr(message, "credit_bytes", 0):
+                self.credits.grant(credit_bytes)
             session = self.sessions.get(self._spec.session_of(message))
             if session is not None:
                 session.deliver(message, payload)

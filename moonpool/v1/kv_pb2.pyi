@@ -735,6 +735,7 @@ class ReadOpen(_message.Message):
     LAYER_END_FIELD_NUMBER: _builtins.int
     HEAD_BEGIN_FIELD_NUMBER: _builtins.int
     HEAD_END_FIELD_NUMBER: _builtins.int
+    TAKES_FRAME_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """Chosen by the reader, unique on the stream."""
     keys: _builtins.bytes
@@ -747,6 +748,8 @@ class ReadOpen(_message.Message):
     """First head wanted."""
     head_end: _builtins.int
     """One past the last head wanted."""
+    takes_frame: _builtins.bool
+    """The reader takes a frame together with ReadOpened."""
     def __init__(
         self,
         *,
@@ -756,10 +759,11 @@ class ReadOpen(_message.Message):
         layer_end: _builtins.int = ...,
         head_begin: _builtins.int = ...,
         head_end: _builtins.int = ...,
+        takes_frame: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "session", b"session", "takes_frame", b"takes_frame"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -773,19 +777,27 @@ class ReadOpened(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    FRAME_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """The session."""
     blocks: _builtins.int
     """Leading blocks that will be sent."""
+    @_builtins.property
+    def frame(self) -> Global___FrameHeader:
+        """Describes this message's payload, which is all of the session: nothing follows, ReadDone neither. Only for readers
+        that take it.
+        """
+
     def __init__(
         self,
         *,
         session: _builtins.int = ...,
         blocks: _builtins.int = ...,
+        frame: Global___FrameHeader | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "frame", b"frame", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

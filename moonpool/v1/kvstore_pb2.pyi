@@ -124,6 +124,7 @@ class PutOpen(_message.Message):
     HEAD_END_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     PARENT_KEYS_FIELD_NUMBER: _builtins.int
+    FRAME_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """Chosen by the writer, unique on the stream."""
     keys: _builtins.bytes
@@ -140,6 +141,12 @@ class PutOpen(_message.Message):
     """Whose blocks these are."""
     parent_keys: _builtins.bytes
     """Concatenated 32-byte keys of the parents of `keys`, so that chains can be evicted tail first."""
+    @_builtins.property
+    def frame(self) -> _kv_pb2.FrameHeader:
+        """Describes this message's payload, which is all of the session. A store that has room at once takes it, and the
+        session has ended; else it is dropped, and frames are to be sent as if it had never been.
+        """
+
     def __init__(
         self,
         *,
@@ -151,10 +158,11 @@ class PutOpen(_message.Message):
         head_end: _builtins.int = ...,
         tenant: _builtins.str = ...,
         parent_keys: _builtins.bytes = ...,
+        frame: _kv_pb2.FrameHeader | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "parent_keys", b"parent_keys", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "parent_keys", b"parent_keys", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -194,8 +202,11 @@ class PutOpened(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     PRESENT_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """The session."""
+    taken: _builtins.bool
+    """The frame that came with PutOpen was taken: all blocks are VISIBLE, and the session has ended, without acks."""
     @_builtins.property
     def present(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indices of blocks that exist already and need not be sent."""
@@ -205,10 +216,11 @@ class PutOpened(_message.Message):
         *,
         session: _builtins.int = ...,
         present: _abc.Iterable[_builtins.int] | None = ...,
+        taken: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["present", b"present", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["present", b"present", "session", b"session", "taken", b"taken"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -293,6 +305,9 @@ class PutResponse(_message.Message):
     OPENED_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    CREDIT_BYTES_FIELD_NUMBER: _builtins.int
+    credit_bytes: _builtins.int
+    """Payload bytes handed back, as by Credit, beside whatever else is said."""
     @_builtins.property
     def welcome(self) -> _kv_pb2.StreamWelcome: ...
     @_builtins.property
@@ -311,10 +326,11 @@ class PutResponse(_message.Message):
         opened: Global___PutOpened | None = ...,
         ack: Global___PutAck | None = ...,
         refused: Global___PutRefused | None = ...,
+        credit_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "credit", b"credit", "message", b"message", "opened", b"opened", "refused", b"refused", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "credit", b"credit", "message", b"message", "opened", b"opened", "refused", b"refused", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "credit", b"credit", "credit_bytes", b"credit_bytes", "message", b"message", "opened", b"opened", "refused", b"refused", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "credit", "opened", "ack", "refused"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -332,6 +348,9 @@ class GetRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    CREDIT_BYTES_FIELD_NUMBER: _builtins.int
+    credit_bytes: _builtins.int
+    """Payload bytes handed back, as by Credit, beside whatever else is said."""
     @_builtins.property
     def hello(self) -> _kv_pb2.StreamHello: ...
     @_builtins.property
@@ -347,10 +366,11 @@ class GetRequest(_message.Message):
         open: _kv_pb2.ReadOpen | None = ...,
         credit: _kv_pb2.Credit | None = ...,
         close: _kv_pb2.ReadClose | None = ...,
+        credit_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "credit", b"credit", "hello", b"hello", "message", b"message", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "credit", b"credit", "hello", b"hello", "message", b"message", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "credit", b"credit", "credit_bytes", b"credit_bytes", "hello", b"hello", "message", b"message", "open", b"open"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "credit", "close"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015

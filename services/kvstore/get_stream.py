@@ -14,14 +14,14 @@ from google.protobuf.message import Message
 
 from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken, Unsupported
 from moonpool.kv.credits import ByteCredits, Traffic
-from moonpool.kv.frames import Slice
-from moonpool.kv.keys import BlockKey, unpack_keys
+from moonpool.kv.frames import FRAME_BYTES, Slice
+from moonpool.kv.keys import unpack_keys
 from moonpool.kv.receiving import FrameWriter
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.assembly import MAX_SESSION_BLOCKS
 from services.kvstore.layers import LayerReader, Lost, ReadAhead
-from services.kvstore.reads import Reads
+from services.kvstore.reads import ReadLease, Reads
 from services.kvstore.streams import KVStream
 
 _log = get_logger(__name__)
@@ -78,6 +78,8 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
 
     def on_message(self, message: kvstore_pb2.GetRequest, payload: memoryview) -> None:
         """One message of the reader."""
+        if message.credit_bytes:
+            self._frames.grant(kv_pb2.Credit(bytes=message.credit_bytes))
         match message.WhichOneof("message"):
             case "open":
                 self._open(message.open)
@@ -104,30 +106,61 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             raise InvalidRequest("layer_end", f"no such layers; the layout has {layout.layers}")
         if (message.head_begin, message.head_end) != (0, layout.kv_heads):
             raise Unsupported("reading a part of the heads is not built yet")
-        layers = range(message.layer_begin, message.layer_end)
         try:
-            task = self.spawn(self._serve(message.session, keys, layers))
+            lease = self._parts.reads.open(
+                keys, self.format, promote=message.layer_end - message.layer_begin == layout.layers
+            )
         except MoonpoolError as error:
             self._miss(message.session, error)
             return
-        self._sessions[message.session] = task
-        task.add_done_callback(lambda task: self._forget(message.session, task))
+        self._begin(message, lease, range(message.layer_begin, message.layer_end))
 
-    def _forget(self, number: int, task: "asyncio.Task[None]") -> None:
+    def _begin(self, message: kv_pb2.ReadOpen, lease: ReadLease, layers: range) -> None:
+        """Serves a lease, at once or by a task; it is closed in any case."""
+        parts, number, begin = self._parts, message.session, time.monotonic()
+        parts.on_session()
+        reader = LayerReader(parts.reads, lease, layers, parts.pool, parts.ahead, on_closed=parts.on_session)
+        task = None
+        try:
+            if message.takes_frame and self._sent_together(number, lease, layers):
+                parts.on_read(False, time.monotonic() - begin)
+            else:
+                task = self.spawn(self._serve(number, lease, reader, begin))
+        except MoonpoolError as error:
+            self._miss(number, error)
+        finally:
+            if task is None:
+                reader.close()
+        if task is not None:
+            self._sessions[number] = task
+            task.add_done_callback(lambda task: self._ended(number, task, reader))
+
+    def _ended(self, number: int, task: "asyncio.Task[None]", reader: LayerReader) -> None:
+        reader.close()  # here, because a task that is cancelled before it has begun cannot do it
         if self._sessions.get(number) is task:
             del self._sessions[number]
 
-    async def _serve(self, number: int, keys: list[BlockKey], layers: range) -> None:
-        """One session from its opening to its end."""
+    def _sent_together(self, number: int, lease: ReadLease, layers: range) -> bool:
+        """Whether all of a small read could be sent with its opening: it lies in DRAM, and nothing was to wait for."""
+        layout = self.format.layout
+        if not 0 < lease.blocks * len(layers) * layout.slice_bytes <= FRAME_BYTES or lease.cold:
+            return False
+        slices = [
+            Slice(layer, block, source.take(layer, layout), layout.block_tokens)
+            for layer in layers
+            for block, source in enumerate(lease.sources)
+        ]
+        opened = kv_pb2.ReadOpened(session=number, blocks=lease.blocks)
+
+        def wrap(frame: kv_pb2.FrameHeader) -> Message:
+            opened.frame.CopyFrom(frame)
+            return kvstore_pb2.GetResponse(opened=opened)
+
+        return self._frames.offer(number, slices, wrap)
+
+    async def _serve(self, number: int, lease: ReadLease, reader: LayerReader, begin: float) -> None:
+        """One session from its opening to its end: layer by layer, each as soon as it is read."""
         parts = self._parts
-        try:
-            lease = parts.reads.open(keys, self.format, promote=len(layers) == self.format.layout.layers)
-        except MoonpoolError as error:
-            self._miss(number, error)
-            return
-        parts.on_session()
-        begin = time.monotonic()
-        reader = LayerReader(parts.reads, lease, layers, parts.pool, parts.ahead, on_closed=parts.on_session)
         try:
             self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=lease.blocks)))
             async with asyncio.timeout(parts.lease_timeout_s):
@@ -140,8 +173,6 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         except (MoonpoolError, TimeoutError) as error:
             _log.warning("a read was given up", blocks=lease.blocks, error=str(error))
             self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
-        finally:
-            reader.close()
 
     def _miss(self, number: int, error: MoonpoolError) -> None:
         _log.debug("a read is answered as a miss", error=str(error))  # whoever asks too much must not fill the log too

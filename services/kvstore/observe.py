@@ -27,7 +27,8 @@ class Observer:
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._reads = metrics.histogram("read_seconds", "of a reading session, by its coldest tier", SECONDS, ["tier"])
+        reads = metrics.histogram("read_seconds", "of a reading session, by its coldest tier", SECONDS, ["tier"])
+        self._warm_reads, self._cold_reads = reads.labels(tier="dram"), reads.labels(tier="ssd")
         self._commits = metrics.histogram("commit_seconds", "of a batch becoming durable", SECONDS)
         self._lifetimes = metrics.histogram("block_lifetime_seconds", "from stored to gone, of a sample", AGES)
         self._gaps = metrics.histogram("block_reuse_gap_seconds", "between two uses of a block, of a sample", AGES)
@@ -39,7 +40,7 @@ class Observer:
 
     def read(self, *, cold: bool, seconds: float) -> None:
         """A reading session has ended well; `cold` when some of its blocks came from the durable tier."""
-        self._reads.labels(tier="ssd" if cold else "dram").observe(seconds)
+        (self._cold_reads if cold else self._warm_reads).observe(seconds)
 
     def committed(self, seconds: float) -> None:
         """A batch was committed."""

@@ -54,6 +54,7 @@ class _Entry:
         self.session: PutSession | None = None
         self.opening: asyncio.Task[None] | None = None
         self.finished = False  # the writer has sent everything it had to send
+        self.silent = False  # its opening's answer says all
         self.progress_at = now
         self.timer: asyncio.TimerHandle | None = None
 
@@ -81,7 +82,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         """One message of the writer. What is wrong with a session ends that session only."""
         match message.WhichOneof("message"):
             case "open":
-                self._open(message.open)
+                self._open(message.open, payload)
             case "frame":
                 self._frame(message.frame, payload)
             case "close":
@@ -91,19 +92,24 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     # Opening
 
-    def _open(self, message: kvstore_pb2.PutOpen) -> None:
+    def _open(self, message: kvstore_pb2.PutOpen, payload: memoryview) -> None:
         if message.session in self._entries:
             raise InvalidRequest("session", f"{message.session} is open already")
+        credit = self._receiver.consumed(payload.nbytes, idle=not self._entries)
         entry = self._entries[message.session] = _Entry(message.session, self._loop.time())
         try:
             spec = self._spec(message)
             lane = self._parts.writes.lane(spec.tenant)
             if self._parts.rooms.waits(lane) or (session := self._attempt(entry, spec)) is None:
                 entry.opening = self.spawn(self._open_later(entry, spec))
+            elif message.HasField("frame"):
+                self._take_whole(entry, session, message.frame, payload, credit)
+                return
             else:
                 self._opened(entry, session)
         except MoonpoolError as error:
             self._refuse(entry, error)
+        self._give_back(credit)
 
     def _spec(self, message: kvstore_pb2.PutOpen) -> PutSpec:
         keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
@@ -149,6 +155,32 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self._durable(entry, durable)
         self._arm(entry)
 
+    def _take_whole(
+        self,
+        entry: _Entry,
+        session: PutSession,
+        header: kv_pb2.FrameHeader,
+        payload: memoryview,
+        credit: kv_pb2.Credit | None,
+    ) -> None:
+        """A session that came in one message is taken, ended, and answered in one message.
+
+        Raises:
+            InvalidRequest, FrameError: The frame is not what it should be, or not all of the session.
+            Overloaded: There is no memory.
+        """
+        entry.session = session
+        entry.silent = True
+        self._parts.on_session()
+        if header.session != entry.number:
+            raise InvalidRequest("frame.session", f"{header.session} is not the session that is opened")
+        self._parts.writes.write(session, open_frame(header, payload, self.format.layout))
+        if not session.complete:
+            raise InvalidRequest("frame", "is not all of the session")
+        self._remove(entry)
+        opened = kvstore_pb2.PutOpened(session=entry.number, present=session.present, taken=True)
+        self.post(kvstore_pb2.PutResponse(opened=opened, credit_bytes=credit.bytes if credit is not None else 0))
+
     # Frames
 
     def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
@@ -178,6 +210,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self._ack(entry, blocks, kvstore_pb2.DURABILITY_DURABLE)
 
     def _ack(self, entry: _Entry, blocks: Sequence[int], durability: kvstore_pb2.Durability.ValueType) -> None:
+        if entry.silent:
+            return
         ack = kvstore_pb2.PutAck(session=entry.number, blocks=blocks, durability=durability)
         self.post(kvstore_pb2.PutResponse(ack=ack))
 

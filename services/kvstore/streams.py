@@ -28,8 +28,8 @@ Req = TypeVar("Req", bound=Message)
 class ServerContext(Protocol):
     """The part of grpc.aio's servicer context that a stream needs."""
 
-    def write(self, message: Any) -> Awaitable[None]:
-        """Sends one message."""
+    def bare_write(self, message: Any) -> Awaitable[None]:
+        """Sends one message; not to be cancelled."""
         ...
 
 
@@ -136,7 +136,7 @@ class KVStream(Generic[Req]):
 
     async def _drain(self, context: ServerContext) -> None:
         async def write(message: object) -> None:
-            await context.write(message)
+            await context.bare_write(message)
             self._fewer.set()
 
         await self.outbox.drain(write)

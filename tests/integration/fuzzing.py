@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from hypothesis import strategies as st
 
 from moonpool.kv.frames import checksum
-from moonpool.v1 import decode_pb2, kv_pb2
+from moonpool.v1 import decode_pb2, kv_pb2, kvstore_pb2
 
 F = FieldDescriptor
 _INTS = {
@@ -239,8 +239,11 @@ class Facts:
                 self._transfer(message, "session")
         if isinstance(message, decode_pb2.TransferOpen) and message.decode_incarnation == TRUE:
             message.decode_incarnation = self.incarnation
-        if "frame" in message.DESCRIPTOR.fields_by_name and message.frame.checksum == 0 and message.payload:
-            message.frame.checksum = checksum(message.frame, [memoryview(message.payload)])
+        whole = isinstance(message, kvstore_pb2.PutRequest) and message.open.HasField("frame")
+        carrier = message.open if whole else message
+        fields = carrier.DESCRIPTOR.fields_by_name
+        if "frame" in fields and carrier.frame.checksum == 0 and getattr(message, "payload", b""):
+            carrier.frame.checksum = checksum(carrier.frame, [memoryview(message.payload)])
 
     def _transfer(self, message: Any, name: str) -> None:
         if getattr(message, name) == TRUE:

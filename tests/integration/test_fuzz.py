@@ -165,9 +165,12 @@ def _steps(stack: Stack) -> Iterable[dict[str, Any]]:
 def _puts(stack: Stack) -> Iterable[dict[str, Any]]:
     layout, keys = stack.model.layout, bytes([7]) * 32 + bytes([8]) * 32
     yield {"hello": stack.hello()}
-    ranges = {"layer_end": layout.layers, "head_end": layout.kv_heads}
+    ranges: dict[str, Any] = {"layer_end": layout.layers, "head_end": layout.kv_heads}
     yield {"open": kvstore_pb2.PutOpen(session=TRUE, keys=keys, parent_keys=bytes(64), tenant="raw", **ranges)}
-    yield from _frames(stack, 2, BLOCK)
+    for frame in _frames(stack, 2, BLOCK):
+        yield frame
+        whole = kvstore_pb2.PutOpen(session=TRUE, keys=keys, parent_keys=bytes(64), frame=frame["frame"], **ranges)
+        yield {"open": whole, "payload": frame["payload"]}
     yield {"close": kvstore_pb2.PutClose(session=TRUE)}
 
 
@@ -177,6 +180,9 @@ def _gets(stack: Stack) -> Iterable[dict[str, Any]]:
     yield {"credit": kv_pb2.Credit(bytes=1 << 20)}
     yield {"open": kv_pb2.ReadOpen(session=TRUE, keys=keys, layer_end=layout.layers, head_end=layout.kv_heads)}
     yield {"credit": kv_pb2.Credit(bytes=1 << 20)}
+    whole = kv_pb2.ReadOpen(session=TRUE, keys=keys, layer_end=layout.layers, head_end=layout.kv_heads)
+    whole.takes_frame = True
+    yield {"open": whole}
     yield {"close": kv_pb2.ReadClose(session=WRONG)}
 
 

@@ -13,7 +13,7 @@ from benchmarks.frame import Row, Skipped, absent, report, run
 from benchmarks.kvstore_churn import picture_path
 from benchmarks.kvstore_index import CHAIN_BLOCKS, build, chain_keys, record_bytes
 from benchmarks.kvstore_match import percentile
-from benchmarks.kvstore_peers import BETTER, TARGET, name_of, operations, rows_of
+from benchmarks.kvstore_peers import BETTER, FLOOR, TARGET, name_of, operations, rows_of
 from benchmarks.kvstore_picture import picture
 from benchmarks.kvstore_shape import BLOCK_SIZES, Memory, chain, layout_of, parents, root_of, split
 from benchmarks.kvstore_ssd import Figures
@@ -100,6 +100,12 @@ def test_ours_stands_beside_each_peer_and_the_better_of_them_run_by_run() -> Non
     assert (mooncake.limit_name, mooncake.ratio) == ("Mooncake Store", 2.0)
     assert (better.limit_name, better.limit_value, better.ratio) == (BETTER, 2.0, 1.0)  # beside 1, 2 and 4
     assert (better.target, better.met) == (TARGET, False)
+
+
+def test_grpc_alone_is_no_peer() -> None:
+    titles = {"redis": "Redis", FLOOR: "bare gRPC"}
+    rows = rows_of("Put", {"moonpool": [1.0], "redis": [2.0], FLOOR: [4.0]}, {}, titles)
+    assert [(row.limit_name, row.ratio) for row in rows] == [("Redis", 0.5), ("bare gRPC", 0.25), (BETTER, 0.5)]
 
 
 def test_absent_peers_are_rows_that_say_so_and_miss_no_target() -> None:

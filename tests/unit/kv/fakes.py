@@ -186,6 +186,7 @@ class FakeStore(FakeStreams):
         self.refuse = ""
         self.acks = True
         self.frames = 0
+        self.takes = False  # frames that come with their session's opening
         self.lost_at: tuple[int, int] | None = None  # (layer, block): what is found missing when it is reached
         self.corrupt = False
         self.mute = False
@@ -208,7 +209,10 @@ class FakeStore(FakeStreams):
                     outbox.post(kvstore_pb2.PutResponse(welcome=receiver.welcome(SERVER)))
                 case "open":
                     sessions.add(message.open.session)
-                    self._put_open(message.open, outbox)
+                    assert isinstance(request.payload, memoryview)
+                    if self._put_open(message.open, request.payload, outbox):
+                        sessions.discard(message.open.session)
+                    give_back(receiver.consumed(request.payload.nbytes, idle=not sessions), outbox)
                 case "frame":
                     assert isinstance(request.payload, memoryview)
                     self.frames += 1
@@ -222,18 +226,28 @@ class FakeStore(FakeStreams):
 
         await self.run(requests, context, handle, Outbox())
 
-    def _put_open(self, opening: kvstore_pb2.PutOpen, outbox: Outbox) -> None:
+    def _put_open(self, opening: kvstore_pb2.PutOpen, payload: memoryview, outbox: Outbox) -> bool:
+        """Whether the session came whole, and has ended."""
         keys = unpack_keys(opening.keys)
         self.parents.update(zip(keys, unpack_keys(opening.parent_keys), strict=True))
         if self.refuse == "open":
             refused = kvstore_pb2.PutRefused(session=opening.session, reason="full")
             outbox.post(kvstore_pb2.PutResponse(refused=refused))
-            return
+            return False
         if self.mute:
-            return
+            return False
         self.puts[opening.session] = (list(keys), {})
         present = [index for index, key in enumerate(keys) if key in self.blocks]
-        outbox.post(kvstore_pb2.PutResponse(opened=kvstore_pb2.PutOpened(session=opening.session, present=present)))
+        opened = kvstore_pb2.PutOpened(session=opening.session, present=present)
+        if self.takes and opening.HasField("frame"):
+            self.frames += 1
+            acks, self.acks = self.acks, False
+            self._put_frame(opening.frame, payload, outbox)
+            self.acks = acks
+            opened.taken = True
+            del self.puts[opening.session]
+        outbox.post(kvstore_pb2.PutResponse(opened=opened))
+        return opened.taken
 
     def _put_frame(self, header: kv_pb2.FrameHeader, payload: memoryview, outbox: Outbox) -> None:
         if header.session not in self.puts:

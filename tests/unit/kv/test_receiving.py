@@ -99,6 +99,26 @@ async def test_frame_writer_loses_no_credits() -> None:
     assert writer.credits.available == 7 * SLICE
 
 
+async def test_frame_writer_offers_only_what_needs_no_waiting() -> None:
+    outbox = Outbox(room_bytes=2 * SLICE)
+    writer = make_writer(outbox)
+
+    def wrap(header: kv_pb2.FrameHeader) -> kvstore_pb2.GetResponse:
+        return kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=header.session, frame=header))
+
+    assert not writer.offer(1, slices(1), wrap)  # no credits
+    writer.grant(kv_pb2.Credit(bytes=8 * SLICE))
+    assert writer.offer(1, slices(1), wrap)
+    assert (len(outbox), writer.credits.available) == (1, 7 * SLICE)
+    assert writer.offer(2, slices(1), wrap)
+    assert not writer.offer(3, slices(1), wrap)  # no room
+    assert (len(outbox), writer.credits.available) == (2, 6 * SLICE)
+    assert not make_writer(Outbox(), Link(1.0)).offer(1, slices(1), wrap)
+    outbox.close(StreamBroken("gone"))
+    assert not writer.offer(4, slices(1), wrap)
+    assert writer.credits.available == 6 * SLICE
+
+
 async def test_frame_writer_waits_for_the_link_only_so_long() -> None:
     writer = make_writer(Outbox(), Link(1.0))
     writer.grant(kv_pb2.Credit(bytes=8 * SLICE))

@@ -98,7 +98,7 @@ async def test_put_sends_only_what_is_not_there() -> None:
         asked.add(index)
         return read_content(layer, index)
 
-    async with writing(store) as writer:
+    async with writing(store, frame_bytes=4 * SLICE) as writer:
         assert await writer.put(KEYS[1:4], PARENTS[1:4], "", read, timeout_s=WAIT_S) == PutOutcome(1, 2)
         assert asked == {1, 2}
         asked.clear()
@@ -108,6 +108,23 @@ async def test_put_sends_only_what_is_not_there() -> None:
         await store.until(lambda: not store.puts)
         assert store.calls == 1
     assert set(store.blocks) == set(KEYS[:4])
+
+
+@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.parametrize("there", [0, 2, 5])
+async def test_a_small_put_travels_with_its_opening(takes: bool, there: int) -> None:
+    store = FakeStore(window=8 * SLICE)
+    store.takes = takes
+    fill(store, there)
+    async with writing(store) as writer:
+        for _ in range(3):  # credits come back, however the frame was met
+            assert await writer.put(KEYS, PARENTS, "t", read_content, timeout_s=WAIT_S) == PutOutcome(there, 5 - there)
+            assert store.frames == (1 if takes or there < 5 else 0)
+            for key in KEYS[there:]:
+                del store.blocks[key]
+            store.frames = 0
+        await store.until(lambda: not store.puts)
+        assert len(store.put_closes) == (0 if takes else 3)
 
 
 async def test_what_another_writer_finishes_meanwhile_is_not_read_any_more() -> None:

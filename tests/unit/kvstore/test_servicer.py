@@ -17,7 +17,7 @@ from moonpool.errors import (
     Unavailable,
     Unsupported,
 )
-from moonpool.kv.frames import Slice, pack_frames
+from moonpool.kv.frames import Slice, open_frame, pack_frames, split_run
 from moonpool.kv.keys import BlockKey, pack_keys, unpack_keys
 from moonpool.kv.streams import StoreReader, StoreWriter
 from moonpool.kv.wire import PayloadMessage
@@ -286,6 +286,72 @@ async def test_bad_frames_end_their_session_only() -> None:
         await store.at_rest()
 
 
+async def put_whole(call: Any, keys: Sequence[BlockKey], number: int = 1, **header: Any) -> Any:
+    """A session that comes with its opening; the answer."""
+    [(frame, pieces)] = frames_of(keys, session=number)
+    for name, value in header.items():
+        setattr(frame, name, value)
+    opening = put_open(number, keys)
+    opening.frame.CopyFrom(frame)
+    await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening), pieces))
+    return await answer(call)
+
+
+@asynccontextmanager
+async def putting(store: Rig) -> AsyncIterator[Any]:
+    call = store.open_stream("Put")
+    await call.write(PayloadMessage(kvstore_pb2.PutRequest(hello=store.hello())))
+    assert (await call.read()).HasField("welcome")
+    yield call
+    call.cancel()
+    await store.at_rest()
+
+
+async def test_a_session_in_one_message_is_answered_in_one() -> None:
+    async with rig() as store, putting(store) as call:
+        for session, present in ((1, []), (2, [0, 1])):
+            response = await put_whole(call, [A, B], session)
+            opened = kvstore_pb2.PutOpened(session=session, present=present, taken=True)
+            assert response == kvstore_pb2.PutResponse(opened=opened, credit_bytes=2 * BLOCK)
+        assert store.gauges()["put_sessions"] == 0
+        assert await store.read([A, B]) == [data_of(A), data_of(B)]
+
+
+@pytest.mark.parametrize(("header", "reason"), [({"session": 9}, "frame.session: "), ({"checksum": 1}, "checksum")])
+async def test_a_bad_session_in_one_message_is_refused(header: dict[str, Any], reason: str) -> None:
+    async with rig() as store, putting(store) as call:
+        refused = (await put_whole(call, [A, B], **header)).refused
+        assert refused.session == 1
+        assert reason in refused.reason
+        assert (await put_whole(call, [A, B], 2)).opened.taken
+
+
+async def test_a_part_of_a_session_in_one_message_is_refused() -> None:
+    async with rig() as store, putting(store) as call:
+        [(frame, pieces)] = frames_of([A])
+        opening = put_open(1, [A, B])
+        opening.frame.CopyFrom(frame)
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening), pieces))
+        assert (await answer(call)).refused.reason == "frame: is not all of the session"
+        assert (await put_whole(call, [A, B], 2)).opened.present == [0]
+
+
+async def test_a_session_in_one_message_that_finds_no_room_is_opened_later() -> None:
+    async with rig(dram_bytes=2 * BLOCK, room_timeout_s=10) as store:
+        await store.put([A, B])
+        holding = await opened_get(store)
+        assert (await holding.read()).message.opened.blocks == 2
+        async with putting(store) as call:
+            asking = asyncio.ensure_future(put_whole(call, [C]))
+            await store.until("sessions_waiting_for_room", 1)
+            holding.cancel()
+            response = await asking
+            assert (response.opened.session, response.opened.taken) == (1, False)
+            for header, pieces in frames_of([C]):
+                await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
+            assert list((await answer(call)).ack.blocks) == [0]
+
+
 async def test_two_processes_write_the_layers_of_a_block() -> None:
     async with rig() as store:
         low, _ = await opened_put(store, [A], layer_end=2)
@@ -426,6 +492,35 @@ async def test_a_reader_without_credits_gets_nothing_and_is_given_up() -> None:
         call = await opened_get(store)
         assert (await call.read()).message.opened.blocks == 3
         assert (await call.read()).message.HasField("done")
+        call.cancel()
+        await store.at_rest()
+
+
+async def test_a_small_read_is_answered_in_one_message_where_nothing_is_to_wait_for(tmp_path: Path) -> None:
+    async with rig(tmp_path) as store:
+        await store.put([A, B])
+        await store.durable()
+        call = await opened_get(store, takes_frame=True)  # no credits yet: piece by piece
+        response = (await call.read()).message
+        assert (response.opened.blocks, response.opened.HasField("frame")) == (2, False)
+        await call.write(kvstore_pb2.GetRequest(credit=kv_pb2.Credit(bytes=1 << 20)))
+        while not (await call.read()).message.HasField("done"):
+            pass
+        opening = kv_pb2.ReadOpen(session=2, keys=pack_keys(KEYS[:3]), layer_end=3, head_end=2, takes_frame=True)
+        await call.write(kvstore_pb2.GetRequest(open=opening, credit_bytes=2 * BLOCK))
+        received = await call.read()
+        assert received.message.opened.blocks == 2
+        runs = open_frame(received.message.opened.frame, received.payload, LAYOUT)
+        data = {(run.layer, index): bytes(part) for run, d in runs for index, _, part in split_run(run, d, LAYOUT)}
+        for index, key in enumerate([A, B]):
+            assert b"".join(data[layer, index] for layer in range(3)) == data_of(key)
+        assert store.gauges()["get_sessions"] == 0
+        call.cancel()
+        await store.at_rest()
+    async with rig(tmp_path) as store:  # from the disk: layer by layer
+        call = await opened_get(store, takes_frame=True)
+        response = (await call.read()).message
+        assert (response.opened.blocks, response.opened.HasField("frame")) == (2, False)
         call.cancel()
         await store.at_rest()
 
