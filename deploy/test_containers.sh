@@ -4,7 +4,8 @@
 # On Debian, as root: apt-get install docker.io docker-compose debootstrap iproute2. Where no engine answers and this is
 # root, dockerd is started for the time of the test. MOONPOOL_STACK_BASE names the base image; without it, and without
 # the default image at hand, a debootstrap root is imported as one. Python packages are put into deploy/wheels by this
-# machine's own pip, so that the builds need no index; WHEELS=0 leaves that to the builds.
+# machine's own pip, and the native kernels by its compiler, so that the builds need no network; WHEELS=0 leaves that to
+# the builds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -64,6 +65,8 @@ if [ "${WHEELS:-1}" = 1 ]; then
   "$PYTHON" -m pip wheel --quiet --find-links deploy/wheels -c constraints.txt -w deploy/wheels \
     '.[engine]' hatchling editables 2>"$work/wheels.log" || { tail -n 20 "$work/wheels.log"; exit 1; }
   rm -f deploy/wheels/moonpool-*.whl  # the builds make their own
+  rm -rf deploy/wheels/kernels
+  "$PYTHON" -m kernels.native.build --all deploy/wheels/kernels >"$work/kernels.log" || say "the build makes the kernels"
   export PIP_NO_INDEX=1
 fi
 
@@ -78,6 +81,10 @@ done
 for service in conductor kvstore; do
   stack "$service" python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is not None)' \
     || { say "torch is in the image of $service"; exit 1; }
+done
+for service in prefill decode; do
+  stack "$service" python -c 'import sys; from kernels.native import library; sys.exit(library.get() is None)' \
+    || { say "$service has no native kernels"; exit 1; }
 done
 
 say "every container gets healthy"

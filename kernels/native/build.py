@@ -2,11 +2,14 @@
 
 Owns the compiler's flags, which instructions are asked for, and where the result is kept. Must not know what is in it.
 The result's name is a hash of sources, flags and compiler, so a changed one is built again and several can lie side by
-side. `python -m kernels.native.build` builds ahead of first use and prints where the library lies.
+side. `python -m kernels.native.build` builds ahead of first use and prints where the library lies. With `--all FOLDER`
+it builds for every processor of this architecture, for images, which have no compiler and run anywhere: such libraries
+are looked for in MOONPOOL_KERNELS_PREBUILT first, where nothing is ever written.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import hashlib
@@ -16,8 +19,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
@@ -40,18 +44,41 @@ TARGETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
 }
 
 
+class Architecture(NamedTuple):
+    """What `platform.machine()` says about the processor.
+
+    Attributes:
+        line: name of /proc/cpuinfo's line that lists the features.
+        always: what every such processor has. An emulated one may be listed under another's name, or not at all.
+        targets: keys of TARGETS.
+    """
+
+    line: str
+    always: frozenset[str]
+    targets: tuple[str, ...]
+
+
+ARCHITECTURES = {
+    "x86_64": Architecture("flags", frozenset({"sse2"}), ("avx512-bf16", "avx512", "avx2", "sse2")),
+    "aarch64": Architecture("Features", frozenset({"asimd"}), ("neon",)),
+}
+
+
 class BuildError(Exception):
     """The kernels cannot be built here; the message says why."""
 
 
 def processor_flags() -> frozenset[str]:
-    """Return the processor's features by Linux's names; empty where it does not say."""
+    """Return the processor's features by Linux's names; empty where there are no kernels for its architecture."""
+    architecture = ARCHITECTURES.get(platform.machine())
+    if architecture is None:
+        return frozenset()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")
-            if name.strip() in ("flags", "Features"):
-                return frozenset(value.split())
-    return frozenset({"sse2"} if platform.machine() in ("x86_64", "AMD64") else ())
+            if name.strip() == architecture.line:
+                return architecture.always | frozenset(value.split())
+    return architecture.always
 
 
 def detect() -> str:
@@ -89,6 +116,11 @@ def compiler() -> str:
     raise BuildError("no C++ compiler found")
 
 
+def flags(target: str) -> tuple[str, ...]:
+    """Return the compiler's flags for `target`, a key of TARGETS."""
+    return (*_FLAGS, *TARGETS[target][1])
+
+
 def build(target: str | None = None) -> Path:
     """Return the library for `target` (a key of TARGETS; None: this machine's best), building it if it is not there.
 
@@ -98,31 +130,83 @@ def build(target: str | None = None) -> Path:
         BuildError: it cannot be built; says why.
     """
     target = target or detect()
-    command = [compiler(), *_FLAGS, *TARGETS[target][1]]
     try:
-        return _build(cache_folder(), target, command)
+        return prebuilt(target) or _build(cache_folder(), target)
     except (OSError, RuntimeError) as error:  # the latter: the user has no home
         raise BuildError(f"no folder to build in: {error}") from None
 
 
-def _build(folder: Path, target: str, command: list[str]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+def prebuilt(target: str) -> Path | None:
+    """Return the library for `target` of these very sources in MOONPOOL_KERNELS_PREBUILT, or None.
+
+    Raises:
+        BuildError: others may write to that folder.
+    """
+    given = os.environ.get("MOONPOOL_KERNELS_PREBUILT")
+    path = Path(given) / prebuilt_name(target) if given else None
+    if path is None or not path.is_file():
+        return None
+    _check_folder(path.parent, {0, os.getuid()})
+    return path
+
+
+def prebuilt_name(target: str) -> str:
+    """Return the name of the library for `target` where no compiler is at hand to be part of it."""
+    return f"{target}-{_hash(target)}.so"
+
+
+def build_all(folder: Path) -> list[Path]:
+    """Put a library for every target of this architecture into `folder`, and return where they lie.
+
+    The folder is for MOONPOOL_KERNELS_PREBUILT and readable by all users. What lies in that folder now is copied.
+
+    Raises:
+        BuildError: one cannot be built; says why.
+    """
+    architecture = ARCHITECTURES.get(platform.machine())
+    if architecture is None:
+        raise BuildError(f"no kernels for this processor ({platform.machine()})")
+    paths = [folder / prebuilt_name(target) for target in architecture.targets]
+    try:
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            folder.chmod(0o755)
+        for target, path in zip(architecture.targets, paths, strict=True):
+            found = prebuilt(target)
+            if found is None:
+                _compile(target, compiler(), path)
+            elif found != path:
+                shutil.copyfile(found, path)
+            path.chmod(0o755)
+    except OSError as error:
+        raise BuildError(f"no folder to build in: {error}") from None
+    return paths
+
+
+def _check_folder(folder: Path, owners: set[int]) -> None:
+    if folder.stat().st_uid not in owners or folder.stat().st_mode & 0o022:
         raise BuildError(f"{folder}: others may write there, and what lies there is run")
-    path = folder / f"{target}-{_hash(command)}.so"
+
+
+def _build(folder: Path, target: str) -> Path:
+    used = compiler()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _check_folder(folder, {os.getuid()})
+    path = folder / f"{target}-{_hash(target, used)}.so"
     if path.exists():
         return path
     with _locked(path.with_suffix(".lock")):
         if not path.exists():
-            _compile(command, path)
+            _compile(target, used, path)
     return path
 
 
-def _hash(command: list[str]) -> str:
-    digest = hashlib.sha256("\0".join(command).encode())
-    with contextlib.suppress(OSError):
-        stat = Path(command[0]).resolve().stat()
-        digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode())
+def _hash(target: str, used: str | None = None) -> str:
+    """Return a hash of the sources, the flags and, where it is given, the compiler's path and file."""
+    digest = hashlib.sha256("\0".join(flags(target)).encode())
+    if used is not None:
+        stat = Path(used).resolve().stat()
+        digest.update(f"\0{used} {stat.st_size} {stat.st_mtime_ns}".encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:24]
@@ -136,13 +220,13 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(command: list[str], path: Path) -> None:
+def _compile(target: str, used: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as temporary:
         made = Path(temporary) / path.name
         sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
         try:
             done = subprocess.run(  # noqa: S603  # our own sources and flags
-                [*command, *sources, "-o", str(made)],
+                [used, *flags(target), *sources, "-o", str(made)],
                 capture_output=True,
                 text=True,
                 timeout=TIMEOUT_S,
@@ -150,14 +234,24 @@ def _compile(command: list[str], path: Path) -> None:
                 env={**os.environ, "TMPDIR": temporary},
             )
         except subprocess.TimeoutExpired:
-            raise BuildError(f"{command[0]} took more than {TIMEOUT_S:.0f} s") from None
+            raise BuildError(f"{used} took more than {TIMEOUT_S:.0f} s") from None
         if done.returncode:
-            raise BuildError(f"{command[0]}: {done.stderr.strip()[:500] or done.returncode}")
+            raise BuildError(f"{used}: {done.stderr.strip()[:500] or done.returncode}")
         made.replace(path)
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Build this machine's library, or those of all processors, and print where they lie."""
+    parser = argparse.ArgumentParser(prog="python -m kernels.native.build", description="Builds the native kernels.")
+    parser.add_argument(
+        "--all", type=Path, metavar="FOLDER", help="for every processor of this architecture, into FOLDER"
+    )
+    folder = parser.parse_args(arguments).all
     try:
-        print(build())  # noqa: T201
+        print(*([build()] if folder is None else build_all(folder)), sep="\n")  # noqa: T201
     except BuildError as error:
         sys.exit(f"native kernels are not built, the torch path will run: {error}")
+
+
+if __name__ == "__main__":
+    main()

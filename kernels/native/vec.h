@@ -5,6 +5,8 @@
 #include <string.h>
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
@@ -67,6 +69,8 @@ INLINE vf widen(const f16* p) {
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(MP_AVX2)
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__aarch64__)  // in every such processor, whatever else of half precision it has
+    return (vf)vcvt_f32_f16((float16x4_t)load_as<vh>(p));
 #else
     return half_bits_to_float(__builtin_convertvector(load_as<vh>(p), vu));
 #endif
@@ -97,6 +101,9 @@ INLINE void narrow(f16* p, vf v) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, 0));
 #elif defined(MP_AVX2)
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, 0));
+#elif defined(__aarch64__)
+    float16x4_t h = vcvt_f16_f32((float32x4_t)v);
+    memcpy(p, &h, sizeof h);
 #else
     vu u = (vu)v, sign = (u >> 16) & 0x8000, a = u & 0x7fffffff;
     vf tiny = (vf)a + 0.5f;  // below 2^-14 the sum's last bits are the half's, rounded
@@ -194,6 +201,8 @@ INLINE float sum(vf v) {
 INLINE float max_of(vf v) {
 #if defined(MP_AVX512)
     return _mm512_reduce_max_ps((__m512)v);
+#elif defined(__aarch64__)
+    return vmaxvq_f32((float32x4_t)v);
 #endif
     float t[W];
     store(t, v);

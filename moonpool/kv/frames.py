@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 
@@ -40,12 +40,26 @@ class Run:
 
 @dataclass(slots=True)
 class Slice:
-    """One whole layer slice to be sent: `data` has `layout.slice_bytes` bytes and must stay as it is until sent."""
+    """One layer slice to be sent, or some of its heads.
+
+    Attributes:
+        layer: of the model.
+        block: index in the session's key list.
+        data: `part_bytes(heads, layout)` bytes, which must stay as they are until sent.
+        valid_tokens: of the block.
+        heads: consecutive heads that `data` holds; None for the whole slice, as those with scales must travel.
+    """
 
     layer: int
     block: int
     data: memoryview
     valid_tokens: int
+    heads: range | None = None
+
+
+def part_bytes(heads: range | None, layout: KVLayout) -> int:
+    """Bytes of these heads of one layer slice; of all of it if None."""
+    return layout.slice_bytes if heads is None else len(heads) * layout.head_bytes
 
 
 def checksum(header: kv_pb2.FrameHeader, pieces: Sequence[memoryview]) -> int:
@@ -74,7 +88,7 @@ def pack_frames(
 ) -> Iterator[tuple[kv_pb2.FrameHeader, list[memoryview]]]:
     """Packs slices into frames of at most `target_bytes`, in order; consecutive blocks of a layer form one run.
 
-    A slice larger than `target_bytes` is split between heads (one head is never split, whatever its size). Token slots
+    What is larger than `target_bytes` is split between heads (one head is never split, whatever its size). Token slots
     that are not valid are zeroed, in a copy. The payload's pieces otherwise refer to the slices' own memory.
 
     Args:
@@ -86,9 +100,11 @@ def pack_frames(
     """
     frame = _Frame(layout)
     whole = layout.slice_bytes <= target_bytes or layout.scale_bytes > 0
+    all_heads = range(layout.kv_heads)
     for item in slices:
         data = _cleaned(item, layout)
-        pieces = ((0, layout.kv_heads, data),) if whole else _pieces(data, layout, target_bytes)
+        heads = all_heads if item.heads is None else item.heads
+        pieces = ((heads.start, heads.stop, data),) if whole else _pieces(data, heads, layout, target_bytes)
         for head_begin, head_end, piece in pieces:
             if frame.nbytes and frame.nbytes + piece.nbytes > target_bytes:
                 yield frame.finish(session, generation)
@@ -157,21 +173,26 @@ def split_run(run: Run, data: memoryview, layout: KVLayout) -> Iterator[tuple[in
 
 def _cleaned(item: Slice, layout: KVLayout) -> memoryview:
     """The slice's bytes, with invalid token slots zeroed in a copy where there are any."""
-    assert item.data.nbytes == layout.slice_bytes, "not a whole layer slice"
+    assert item.data.nbytes == part_bytes(item.heads, layout), "not the bytes of a layer slice or of its heads"
+    assert item.heads is None or not layout.scale_bytes, "slices with scales travel whole"
     assert 1 <= item.valid_tokens <= layout.block_tokens, "valid_tokens out of range"
     if item.valid_tokens == layout.block_tokens:
         return item.data
     copy = memoryview(bytearray(item.data))
-    layout.zero_invalid(copy, item.valid_tokens)
+    narrow = layout if item.heads is None else replace(layout, kv_heads=len(item.heads))
+    narrow.zero_invalid(copy, item.valid_tokens)
     return copy
 
 
-def _pieces(data: memoryview, layout: KVLayout, target_bytes: int) -> Iterator[tuple[int, int, memoryview]]:
-    """A slice in pieces of at most `target_bytes`, or of one head: (head_begin, head_end, bytes)."""
+def _pieces(
+    data: memoryview, heads: range, layout: KVLayout, target_bytes: int
+) -> Iterator[tuple[int, int, memoryview]]:
+    """Some heads of a slice in pieces of at most `target_bytes`, or of one head: (head_begin, head_end, bytes)."""
     step = max(1, target_bytes // layout.head_bytes)
-    for begin in range(0, layout.kv_heads, step):
-        end = min(begin + step, layout.kv_heads)
-        yield begin, end, data[begin * layout.head_bytes : end * layout.head_bytes]
+    for begin in range(heads.start, heads.stop, step):
+        end = min(begin + step, heads.stop)
+        offset = (begin - heads.start) * layout.head_bytes
+        yield begin, end, data[offset : offset + (end - begin) * layout.head_bytes]
 
 
 class _Frame:

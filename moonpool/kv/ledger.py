@@ -7,15 +7,16 @@ from moonpool.kv.frames import Run
 
 
 class SliceLedger:
-    """Exact record over (layer, block, head); every one of them may come once.
+    """Exact record over (layer, block, head); every one of them may come once, and none that is not expected.
 
     Per layer one integer is the set of blocks whose heads have all come; head ranges of unfinished blocks lie apart.
     """
 
-    def __init__(self, layers: range, blocks: int, heads: int, held_blocks: int = 0) -> None:
-        """Expects `blocks` blocks in `layers`, `heads` heads each; the first `held_blocks` are there already."""
-        if not (len(layers) > 0 and layers.step == 1 and 0 <= held_blocks <= blocks and heads > 0):
-            raise ValueError(f"impossible ledger: {layers}, {blocks} blocks, {held_blocks} held, {heads} heads")
+    def __init__(self, layers: range, blocks: int, heads: range, held_blocks: int = 0) -> None:
+        """Expects `heads` of `blocks` blocks in `layers`; the first `held_blocks` are there already."""
+        ranges = all(len(each) > 0 and each.step == 1 and each.start >= 0 for each in (layers, heads))
+        if not (ranges and 0 <= held_blocks <= blocks):
+            raise ValueError(f"impossible ledger: {layers}, {blocks} blocks, {held_blocks} held, heads {heads}")
         self._layers = layers
         self._blocks = blocks
         self._heads = heads
@@ -53,12 +54,12 @@ class SliceLedger:
             or not self._held <= run.first_block < end <= self._blocks
         ):
             raise FrameError(f"{run}: not expected (layers {self._layers}, blocks {self._held} to {self._blocks})")
-        if not 0 <= run.head_begin < run.head_end <= self._heads:
-            raise FrameError(f"{run}: no such heads")
+        if not self._heads.start <= run.head_begin < run.head_end <= self._heads.stop:
+            raise FrameError(f"{run}: not expected (heads {self._heads})")
         mask = ((1 << run.block_count) - 1) << run.first_block
         if self._have[run.layer] & mask:
             raise FrameError(f"{run}: has come before")
-        whole = run.head_end - run.head_begin == self._heads
+        whole = run.head_end - run.head_begin == len(self._heads)
         if whole and not self._parts:
             self._have[run.layer] |= mask
             self._missing -= run.block_count
@@ -70,7 +71,7 @@ class SliceLedger:
         return all(have >> block & 1 for have in self._have.values())
 
     def slice_complete(self, layer: int, block: int) -> bool:
-        """All heads of one layer of the block have come, or it is held."""
+        """All expected heads of one layer of the block have come, or it is held."""
         return bool(self._have[layer] >> block & 1)
 
     def layer_complete(self, layer: int) -> bool:
@@ -91,19 +92,19 @@ class SliceLedger:
         """Asserts that the counts agree with the record."""
         assert self._missing == sum(self._blocks - have.bit_count() for have in self._have.values())
         assert all(have & ~self._all == 0 for have in self._have.values())
-        full = (1 << self._heads) - 1
+        full = (1 << len(self._heads)) - 1
         for (layer, block), heads in self._parts.items():
             assert 0 < heads < full
             assert not self._have[layer] >> block & 1
 
     def _accept_heads(self, run: Run, end: int) -> None:
-        heads = ((1 << (run.head_end - run.head_begin)) - 1) << run.head_begin
+        heads = ((1 << (run.head_end - run.head_begin)) - 1) << run.head_begin - self._heads.start
         cells = [(run.layer, block) for block in range(run.first_block, end)]
         if any(self._parts.get(cell, 0) & heads for cell in cells):
             raise FrameError(f"{run}: has come before")
         for cell in cells:
             now = self._parts.pop(cell, 0) | heads
-            if now == (1 << self._heads) - 1:
+            if now.bit_count() == len(self._heads):
                 self._have[run.layer] |= 1 << cell[1]
                 self._missing -= 1
             else:

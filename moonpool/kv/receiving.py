@@ -144,7 +144,7 @@ class FrameWriter:
 
     def offer(self, session: int, slices: Sequence[Slice], wrap: Callable[[kv_pb2.FrameHeader], Message]) -> bool:
         """Sends slices that fit one frame if nothing has to be waited for, the header wrapped by `wrap`."""
-        nbytes = len(slices) * self._layout.slice_bytes
+        nbytes = sum(item.data.nbytes for item in slices)
         if self._link is not None or nbytes > self._target_bytes or not self.credits.take(nbytes):
             return False
         [(header, pieces)] = pack_frames(session, 0, slices, self._layout, self._target_bytes)

@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 
-from moonpool.errors import FrameError, StreamBroken, TransferFailed
+from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
 from moonpool.kv.credits import Traffic
-from moonpool.kv.frames import Run, open_frame, split_run
+from moonpool.kv.frames import Run, open_frame, part_bytes, split_run
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.ledger import SliceLedger
@@ -57,6 +57,7 @@ class _Read:
         layout: KVLayout,
         keys: int,
         layers: range,
+        heads: range,
         on_slice: Callable[[int, int, memoryview], None],
         on_layer: Callable[[int], None],
     ) -> None:
@@ -64,6 +65,7 @@ class _Read:
         self.blocks = keys
         self._layout = layout
         self._layers = layers
+        self._heads = heads
         self._on_slice = on_slice
         self._on_layer = on_layer
         self._ledger: SliceLedger | None = None
@@ -95,7 +97,7 @@ class _Read:
         if self._ledger is not None or blocks > self.blocks:
             raise FrameError(f"the store opened a read of {self.blocks} blocks with {blocks}, or twice")
         self.blocks = blocks
-        self._ledger = SliceLedger(self._layers, blocks, self._layout.kv_heads)
+        self._ledger = SliceLedger(self._layers, blocks, self._heads)
         if not blocks:
             self.finished.done()
 
@@ -110,16 +112,20 @@ class _Read:
         self._advance(self._ledger)
 
     def _take(self, run: Run, data: memoryview, ledger: SliceLedger) -> None:
-        whole = run.head_end - run.head_begin == self._layout.kv_heads
+        whole = run.head_end - run.head_begin == len(self._heads)
+        begin = self._heads.start * self._layout.head_bytes
         for index, offset, piece in split_run(run, data, self._layout):
             if whole:
                 self._on_slice(run.layer, index, piece)
                 continue
-            # A slice larger than a frame comes in several head ranges.
-            buffer = self._parts.setdefault((run.layer, index), bytearray(self._layout.slice_bytes))
-            buffer[offset : offset + piece.nbytes] = piece
+            # What is larger than a frame of a slice comes in several head ranges; those with scales never do.
+            cell = run.layer, index
+            buffer = self._parts.get(cell)
+            if buffer is None:
+                buffer = self._parts[cell] = bytearray(part_bytes(self._heads, self._layout))
+            buffer[offset - begin : offset - begin + piece.nbytes] = piece
             if ledger.slice_complete(run.layer, index):
-                self._on_slice(run.layer, index, memoryview(self._parts.pop((run.layer, index))))
+                self._on_slice(run.layer, index, memoryview(self._parts.pop(cell)))
 
     def _missing(self, block: int) -> None:
         if self._ledger is None:
@@ -203,6 +209,7 @@ class StoreReader:
         keys: Sequence[bytes],
         *,
         layers: range,
+        heads: range | None = None,
         on_slice: Callable[[int, int, memoryview], None],
         on_layer: Callable[[int], None],
         timeout_s: float,
@@ -212,34 +219,46 @@ class StoreReader:
         Args:
             keys: A chain's keys; their order numbers the blocks.
             layers: Consecutive layers wanted.
-            on_slice: Called once with (layer, index into keys, the slice's bytes) for each slice; must take them at
-                once. A slice of a block at or past the returned count may have been handed out too.
+            heads: Consecutive heads wanted; None for all, as slices with scales must be read.
+            on_slice: Called once with (layer, index into keys, bytes of the wanted heads in order) for each slice; must
+                take them at once. A slice of a block at or past the returned count may have been handed out too.
             on_layer: Called for each layer, in order, when all its slices have been handed out.
             timeout_s: Longest time for all of it.
 
         Neither is called after `read` has returned or raised. What they raise ends the read.
 
         Raises:
+            InvalidRequest: The layout has no such heads, or they cannot be read apart.
             PrefixLost: A block went missing after a layer had been handed out with it.
             TransferFailed: It took too long, or the store ended the session early.
             FrameError: What came was not intact, not asked for, or came twice.
             StreamBroken: The stream has ended, or the store cannot be reached.
             Mismatch: The store does not take this KV.
         """
-        if not keys or not layers:
+        heads = range(self._layout.kv_heads) if heads is None else heads
+        if not keys or not layers or not heads:
             return 0
-        read = _Read(self._layout, len(keys), layers, on_slice, on_layer)
+        self._check_heads(heads)
+        read = _Read(self._layout, len(keys), layers, heads, on_slice, on_layer)
         number = next(self._ids)
         began = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._read(number, read, keys, layers)
+                await self._read(number, read, keys, layers, heads)
         except TimeoutError:
             self._stream.suspect(began)
             raise TransferFailed(f"{self._stream.name}: a read of {len(keys)} blocks took {timeout_s:g} s") from None
         return read.blocks
 
-    async def _read(self, number: int, read: _Read, keys: Sequence[bytes], layers: range) -> None:
+    def _check_heads(self, heads: range) -> None:
+        """Here, because the store would end the stream, and with it all other reads."""
+        whole = range(self._layout.kv_heads)
+        if heads.step != 1 or heads.start not in whole or heads.stop > whole.stop:
+            raise InvalidRequest("heads", f"{heads} are not among the layout's {self._layout.kv_heads}")
+        if self._layout.scale_bytes and heads != whole:
+            raise InvalidRequest("heads", "slices with scales travel whole")
+
+    async def _read(self, number: int, read: _Read, keys: Sequence[bytes], layers: range, heads: range) -> None:
         session = await self._stream.open(number, read)
         finished = False
         try:
@@ -248,8 +267,8 @@ class StoreReader:
                 keys=pack_keys(keys),
                 layer_begin=layers.start,
                 layer_end=layers.stop,
-                head_begin=0,
-                head_end=self._layout.kv_heads,
+                head_begin=heads.start,
+                head_end=heads.stop,
                 takes_frame=True,
             )
             session.post(kvstore_pb2.GetRequest(open=opening, credit_bytes=session.take_credit()))

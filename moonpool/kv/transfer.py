@@ -69,7 +69,7 @@ class InboundTransfer:
         self.reason = ""
         self.blocks: list[int] | None = None
         self.heard_at = now
-        self._ledger = SliceLedger(range(layout.layers), num_blocks, layout.kv_heads, held_blocks)
+        self._ledger = SliceLedger(range(layout.layers), num_blocks, range(layout.kv_heads), held_blocks)
         if blocks is not None:
             self.bind(blocks, now)
 

@@ -130,7 +130,7 @@ class PutSession:
         self.on_durable = on_durable
         self.unfinished: dict[int, Assembly] = {}
         self.closed = False
-        self._ledger = SliceLedger(spec.layers, len(spec.keys), spec.format.layout.kv_heads)
+        self._ledger = SliceLedger(spec.layers, len(spec.keys), spec.heads)
 
     @property
     def complete(self) -> bool:

@@ -88,6 +88,16 @@ class Backend(Protocol):
         """Keys of the durable blocks."""
         ...
 
+    def newest_first(self, step: int) -> Iterator[Sequence[BlockKey]]:
+        """Keys of the durable blocks, the last written first, in steps of bounded effort.
+
+        Blocks may come and go between two steps; those that come then need not be among them.
+
+        Args:
+            step: the most blocks or remains of blocks that are looked at for one item, which may be empty.
+        """
+        ...
+
     def format_of(self, key: BlockKey) -> BlockFormat | None:
         """The block's format; None when it is not here."""
         ...

@@ -12,11 +12,11 @@ import dataclasses
 import struct
 import sys
 from array import array
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
 
 from moonpool.kv.keys import KEY_BYTES, BlockKey
 from services.kvstore.blocks import BlockFormat
+from services.kvstore.interned import Interned
 from services.kvstore.protection import TierAccount
 from services.kvstore.records import ALIGN
 from services.kvstore.segments import SegmentFile
@@ -30,34 +30,6 @@ Row = tuple[BlockKey, int, int, int, int]
 MAX_SEGMENT_BYTES = ALIGN << 32
 _SLOT_BITS = 24
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
-
-Name = TypeVar("Name", bound=Hashable)
-
-
-class Interned(Generic[Name]):
-    """Small numbers for things that are named often.
-
-    Attributes:
-        by_number: all of them.
-        last: the largest number given.
-    """
-
-    def __init__(self, known: Mapping[int, Name]) -> None:
-        self.by_number: dict[int, Name] = dict(known)
-        self._numbers = {name: number for number, name in known.items()}
-        self.last = max(known, default=0)
-
-    def number(self, name: Name) -> int:
-        """The number of `name`; a new one if it has none."""
-        number = self._numbers.get(name)
-        if number is None:
-            number = self.last = self.last + 1
-            self._numbers[name] = number
-            self.by_number[number] = name
-        return number
-
-    def __getitem__(self, number: int) -> Name:
-        return self.by_number[number]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -182,6 +154,22 @@ class Catalogue:
             if find(key) == place | slot:
                 yield slot
 
+    def newest_first(self, step: int) -> Iterator[list[BlockKey]]:
+        """Blocks, the last written first, those of at most `step` slots at a time; none that come meanwhile."""
+        found: list[BlockKey] = []
+        looked = 0
+        for number in reversed(list(self.segments)):
+            segment = self.segments.get(number)
+            for slot in range(len(segment.keys) - 1, -1, -1) if segment is not None else ():
+                if looked == step:
+                    yield found
+                    found, looked = [], 0
+                assert segment is not None
+                looked += 1
+                if self.lives(segment, slot):
+                    found.append(segment.keys[slot])
+        yield found
+
     def touch(self, keys: Iterable[BlockKey]) -> None:
         """Those of the blocks that are here were used."""
         for key in keys:
@@ -196,6 +184,9 @@ class Catalogue:
             Slot of the first of them.
         """
         first = len(segment.keys)
+        rows = list(rows)
+        self.formats.use(row[3] for row in rows)
+        self.tenants.use(row[4] for row in rows)
         for key, start, length, block_format, tenant in rows:
             self.forget(key)
             slot = len(segment.keys)
@@ -236,6 +227,8 @@ class Catalogue:
             numbers[column::words] for column in range(first, words)
         )
         segment.read = bytearray(len(keys))
+        self.formats.use(segment.formats)
+        self.tenants.use(segment.tenants)
         known = len(self._places)
         place = segment.number << _SLOT_BITS
         if self._places.keys().isdisjoint(keys):
@@ -278,10 +271,12 @@ class Catalogue:
             self.forget(segment.keys[slot])
 
     def remove(self, segment: Segment) -> None:
-        """A segment is gone, with all that still had its place there."""
+        """A segment is gone, with all that still had its place there; once for each."""
         for slot in list(self.live_slots(segment)):
             self.forget(segment.keys[slot])
         self.segments.pop(segment.number, None)
+        self.formats.unuse(segment.formats)
+        self.tenants.unuse(segment.tenants)
 
     def row(self, segment: Segment, slot: int) -> Row:
         """What an index holds of a record."""
@@ -301,8 +296,8 @@ class Catalogue:
             slots = list(self.live_slots(segment))
             assert segment.live_bytes == sum(segment.nbytes(slot) for slot in slots)
             assert all(segment.offset(slot) + segment.nbytes(slot) <= segment.size for slot in slots)
-            assert all(segment.formats[slot] in self.formats.by_number for slot in slots)
-            assert all(segment.tenants[slot] in self.tenants.by_number for slot in slots)
+            assert all(number in self.formats.by_number for number in segment.formats)
+            assert all(number in self.tenants.by_number for number in segment.tenants)
             columns = (segment.starts, segment.lengths, segment.formats, segment.tenants, segment.read)
             assert all(len(column) == len(segment.keys) for column in columns)
         for key, place in self._places.items():

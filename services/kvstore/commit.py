@@ -67,7 +67,8 @@ class Work:
         removed: segments to forget and to delete.
         full: the device is full: what holds nothing is deleted first, since the index may need its room to forget it.
         nameless: segments that were forgotten before, and whose files could not be deleted then.
-        names: formats and tenants that the index does not know yet.
+        names: formats and tenants that the index does not know yet, or need not know any more.
+        named: the index has them.
         cleared: the first transaction was committed.
         lost: carried records that could not be read.
         undeleted: files that could not be deleted.
@@ -80,6 +81,7 @@ class Work:
     full: bool = False
     nameless: list[Segment] = dataclasses.field(default_factory=list)
     names: IndexChange = dataclasses.field(default_factory=IndexChange)
+    named: bool = False
     cleared: bool = False
     lost: list[Append] = dataclasses.field(default_factory=list)
     undeleted: list[Segment] = dataclasses.field(default_factory=list)
@@ -197,8 +199,11 @@ class Committer:
                 segments={segment.number: size for segment, size in sizes.items()},
                 formats=work.names.formats,
                 tenants=work.names.tenants,
+                unused_formats=work.names.unused_formats,
+                unused_tenants=work.names.unused_tenants,
             )
         )
+        work.named = True
 
     def _write(self, appends: list[Append]) -> None:
         """Writes new blocks, those that lie one behind the other together."""

@@ -150,7 +150,8 @@ class DramTier:
             self.discard(block.info.key)
         self.evictions += len(victims)
         self.reserved_bytes += nbytes
-        self._reserved[tenant] += nbytes
+        if nbytes:
+            self._reserved[tenant] += nbytes
         return [block.info.key for block in victims]
 
     def _victims(self, nbytes: int, tenant: str) -> list[DramBlock] | None:

@@ -7,15 +7,16 @@ allow. Must not know how the store keeps blocks.
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from google.protobuf.message import Message
 
-from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken, Unsupported
+from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken
 from moonpool.kv.credits import ByteCredits, Traffic
-from moonpool.kv.frames import FRAME_BYTES, Slice
+from moonpool.kv.frames import FRAME_BYTES, Slice, part_bytes
 from moonpool.kv.keys import unpack_keys
+from moonpool.kv.layout import KVLayout
 from moonpool.kv.receiving import FrameWriter
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2, kvstore_pb2
@@ -50,6 +51,40 @@ class GetParts:
     lease_timeout_s: float
     on_session: Callable[[], None]
     on_read: Callable[[bool, float], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """What a session wants of each block: layers, and heads (None for all of them)."""
+
+    layers: range
+    heads: range | None
+
+    def slices(self, cells: Iterable[tuple[int, int, memoryview]], layout: KVLayout) -> Iterator[Slice]:
+        """What is to be sent of whole slices, each given as (layer, index of the block, bytes)."""
+        heads, full = self.heads, layout.block_tokens
+        if heads is None:
+            return (Slice(layer, block, data, full) for layer, block, data in cells)
+        begin, end = heads.start * layout.head_bytes, heads.stop * layout.head_bytes
+        return (Slice(layer, block, data[begin:end], full, heads) for layer, block, data in cells)
+
+
+def _part_of(message: kv_pb2.ReadOpen, layout: KVLayout) -> _Part:
+    """The part of the blocks that a reader asks for.
+
+    Raises:
+        InvalidRequest: there is no such part.
+    """
+    if not message.layer_begin < message.layer_end <= layout.layers:
+        raise InvalidRequest("layer_end", f"no such layers; the layout has {layout.layers}")
+    if not message.head_begin < message.head_end <= layout.kv_heads:
+        raise InvalidRequest("head_end", f"no such heads; the layout has {layout.kv_heads}")
+    heads = None
+    if message.head_end - message.head_begin < layout.kv_heads:
+        if layout.scale_bytes:
+            raise InvalidRequest("head_end", "slices with scales travel whole")
+        heads = range(message.head_begin, message.head_end)
+    return _Part(range(message.layer_begin, message.layer_end), heads)
 
 
 class GetStream(KVStream[kvstore_pb2.GetRequest]):
@@ -96,36 +131,39 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         """Begins a session.
 
         Raises:
-            InvalidRequest, Unsupported: it can never be served; the contract has no refusal of a single read.
+            InvalidRequest: it can never be served; the contract has no refusal of a single read.
         """
         layout = self.format.layout
         if message.session in self._sessions:
             raise InvalidRequest("session", f"{message.session} is open already")
         keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
-        if not message.layer_begin < message.layer_end <= layout.layers:
-            raise InvalidRequest("layer_end", f"no such layers; the layout has {layout.layers}")
-        if (message.head_begin, message.head_end) != (0, layout.kv_heads):
-            raise Unsupported("reading a part of the heads is not built yet")
+        part = _part_of(message, layout)
         try:
-            lease = self._parts.reads.open(
-                keys, self.format, promote=message.layer_end - message.layer_begin == layout.layers
-            )
+            lease = self._parts.reads.open(keys, self.format, promote=len(part.layers) == layout.layers)
         except MoonpoolError as error:
             self._miss(message.session, error)
             return
-        self._begin(message, lease, range(message.layer_begin, message.layer_end))
+        self._begin(message, lease, part)
 
-    def _begin(self, message: kv_pb2.ReadOpen, lease: ReadLease, layers: range) -> None:
+    def _begin(self, message: kv_pb2.ReadOpen, lease: ReadLease, part: _Part) -> None:
         """Serves a lease, at once or by a task; it is closed in any case."""
         parts, number, begin = self._parts, message.session, time.monotonic()
         parts.on_session()
-        reader = LayerReader(parts.reads, lease, layers, parts.pool, parts.ahead, on_closed=parts.on_session)
+        reader = LayerReader(
+            parts.reads,
+            lease,
+            part.layers,
+            parts.pool,
+            parts.ahead,
+            on_closed=parts.on_session,
+            sent_bytes=part_bytes(part.heads, self.format.layout),
+        )
         task = None
         try:
-            if message.takes_frame and self._sent_together(number, lease, layers):
+            if message.takes_frame and self._sent_together(number, lease, part):
                 parts.on_read(False, time.monotonic() - begin)
             else:
-                task = self.spawn(self._serve(number, lease, reader, begin))
+                task = self.spawn(self._serve(number, lease, reader, part, begin))
         except MoonpoolError as error:
             self._miss(number, error)
         finally:
@@ -140,16 +178,17 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         if self._sessions.get(number) is task:
             del self._sessions[number]
 
-    def _sent_together(self, number: int, lease: ReadLease, layers: range) -> bool:
+    def _sent_together(self, number: int, lease: ReadLease, part: _Part) -> bool:
         """Whether all of a small read could be sent with its opening: it lies in DRAM, and nothing was to wait for."""
         layout = self.format.layout
-        if not 0 < lease.blocks * len(layers) * layout.slice_bytes <= FRAME_BYTES or lease.cold:
+        if not 0 < lease.blocks * len(part.layers) * part_bytes(part.heads, layout) <= FRAME_BYTES or lease.cold:
             return False
-        slices = [
-            Slice(layer, block, source.take(layer, layout), layout.block_tokens)
-            for layer in layers
+        cells = (
+            (layer, block, source.take(layer, layout))
+            for layer in part.layers
             for block, source in enumerate(lease.sources)
-        ]
+        )
+        slices = list(part.slices(cells, layout))
         opened = kv_pb2.ReadOpened(session=number, blocks=lease.blocks)
 
         def wrap(frame: kv_pb2.FrameHeader) -> Message:
@@ -158,13 +197,13 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
 
         return self._frames.offer(number, slices, wrap)
 
-    async def _serve(self, number: int, lease: ReadLease, reader: LayerReader, begin: float) -> None:
+    async def _serve(self, number: int, lease: ReadLease, reader: LayerReader, part: _Part, begin: float) -> None:
         """One session from its opening to its end: layer by layer, each as soon as it is read."""
         parts = self._parts
         try:
             self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=lease.blocks)))
             async with asyncio.timeout(parts.lease_timeout_s):
-                await self._send(number, reader)
+                await self._send(number, reader, part)
             if lease.blocks:
                 parts.on_read(lease.cold, time.monotonic() - begin)
             self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
@@ -179,14 +218,13 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=0)))
         self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
 
-    async def _send(self, number: int, reader: LayerReader) -> None:
-        full = self.format.layout.block_tokens
+    async def _send(self, number: int, reader: LayerReader, part: _Part) -> None:
+        layout = self.format.layout
         async for group in reader.groups():
             if isinstance(group, Lost):
                 self.post(kvstore_pb2.GetResponse(missing=kv_pb2.ReadMissing(session=number, block=group.block)))
                 continue
-            slices = (Slice(cell.layer, cell.block, cell.data, full) for cell in group)
-            await self._frames.send(number, 0, slices, timeout_s=self._parts.session_timeout_s)
+            await self._frames.send(number, 0, part.slices(group, layout), timeout_s=self._parts.session_timeout_s)
 
     def end(self) -> None:
         """The stream is over."""

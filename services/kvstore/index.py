@@ -82,6 +82,7 @@ class IndexChange:
         segments: segment id -> committed bytes.
         formats: format id -> format.
         tenants: tenant id -> name.
+        unused_formats, unused_tenants: ids to forget.
     """
 
     removed_segments: Iterable[int] = ()
@@ -90,6 +91,8 @@ class IndexChange:
     segments: Mapping[int, int] = dataclasses.field(default_factory=dict)
     formats: Mapping[int, BlockFormat] = dataclasses.field(default_factory=dict)
     tenants: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    unused_formats: Iterable[int] = ()
+    unused_tenants: Iterable[int] = ()
 
 
 class Index:
@@ -120,7 +123,7 @@ class Index:
                 sync=sync,
                 readonly=read_only,
                 create=not read_only,
-                lock=not read_only,
+                lock=False,  # the folder's lock keeps others out; and no device may be too full for a mapped lock file
                 readahead=False,
             )
         except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
@@ -219,6 +222,9 @@ class Index:
                     cursor.delete()
         for slot in change.dropped:
             txn.put(_SLOT_KEY.pack(*slot), b"", db=self._dropped)
+        for table, unused in ((self._formats, change.unused_formats), (self._tenants, change.unused_tenants)):
+            for number in unused:
+                txn.delete(_ID_KEY.pack(number), db=table)
         for number, block_format in change.formats.items():
             txn.put(_ID_KEY.pack(number), _pack_format(block_format), db=self._formats)
         for number, tenant in change.tenants.items():

@@ -129,6 +129,7 @@ class LayerReader:
         ahead: the read-ahead's budget. What is read into DRAM that was set aside for it does not count.
         on_closed: called when the lease has ended.
         group_bytes: size of a group aimed at.
+        sent_bytes: what counts of each slice for the size of its group; all of it if None.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class LayerReader:
         *,
         on_closed: Callable[[], None] = lambda: None,
         group_bytes: int = FRAME_BYTES,
+        sent_bytes: int | None = None,
     ) -> None:
         self._reads = reads
         self._lease = lease
@@ -149,6 +151,7 @@ class LayerReader:
         self._on_closed = on_closed
         self._group_bytes = group_bytes
         self._slice_bytes = lease.format.layout.slice_bytes
+        self._sent_bytes = sent_bytes or self._slice_bytes
         self._limit = lease.blocks
         self._told = lease.blocks
         self._left = layers
@@ -179,7 +182,7 @@ class LayerReader:
                     block = self._gather(group, band, depth, layer, block)
                     full = self._is_full(group)
                     stuck = not full and block < band.blocks and not await self._readable(band, block)
-                    whole = block >= band.blocks and len(group) * self._slice_bytes >= LAYER_BREAK_BYTES
+                    whole = block >= band.blocks and len(group) * self._sent_bytes >= LAYER_BREAK_BYTES
                     if full or stuck or whole:
                         for part in self._parts(group):
                             yield part
@@ -197,12 +200,12 @@ class LayerReader:
             self._jobs.discard(job)
 
     def _is_full(self, group: list[Cell]) -> bool:
-        return (len(group) + 1) * self._slice_bytes > self._group_bytes
+        return (len(group) + 1) * self._sent_bytes > self._group_bytes
 
     def _gather(self, group: list[Cell], band: _Band, depth: int, layer: int, block: int) -> int:
         """Adds a layer's slices from `block` on to a group until it is full or one is not read yet; returns which."""
         sources, jobs, size = self._lease.sources, band.jobs, self._slice_bytes
-        room = max(1, self._group_bytes // size) - len(group)
+        room = max(1, self._group_bytes // self._sent_bytes) - len(group)
         end = min(band.blocks, self._limit)
         while block < end and room > 0:
             source = sources[block]

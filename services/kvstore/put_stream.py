@@ -53,6 +53,7 @@ class _Entry:
         self.number = number
         self.session: PutSession | None = None
         self.opening: asyncio.Task[None] | None = None
+        self.tried = False  # to open it
         self.finished = False  # the writer has sent everything it had to send
         self.silent = False  # its opening's answer says all
         self.progress_at = now
@@ -124,11 +125,13 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         )
 
     def _attempt(self, entry: _Entry, spec: PutSpec) -> PutSession | None:
+        again, entry.tried = entry.tried, True
         return self._parts.writes.open(
             spec,
             lambda blocks: self._visible(entry, blocks),
             lambda blocks: self._durable(entry, blocks),
             now=self._loop.time(),
+            again=again,
         )
 
     async def _open_later(self, entry: _Entry, spec: PutSpec) -> None:

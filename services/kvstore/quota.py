@@ -4,7 +4,7 @@ Owns the search, oldest first, and where it stopped last time, so that it does n
 not know of accounts, files or the index.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from moonpool.kv.keys import BlockKey
 from services.kvstore.catalogue import Catalogue
@@ -20,6 +20,11 @@ class OldestFirst:
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
         self._begin: dict[str, int] = {}  # tenant -> the first segment that may have blocks of it
+
+    def forget(self, tenants: Iterable[str]) -> None:
+        """Nothing of these tenants is left."""
+        for tenant in tenants:
+            self._begin.pop(tenant, None)
 
     def find(self, tenant: str, nbytes: int, stays: Callable[[BlockKey], bool]) -> list[BlockKey]:
         """The oldest blocks of a tenant, together at least `nbytes` of records; fewer when there are no more.

@@ -60,11 +60,13 @@ class DataFolder:
             raise ConfigError("data_dir", f"{path} cannot be used: {error.strerror or error}") from error
 
     def _probe(self) -> None:
-        """Finds a read-only folder now rather than at the first write."""
+        """Finds a read-only folder now rather than at the first write. A full one is good for reading."""
         probe = self.segments / "probe"
         try:
-            probe.write_bytes(b"")
-            probe.unlink()
+            try:
+                probe.write_bytes(bytes(ALIGN))
+            finally:
+                probe.unlink(missing_ok=True)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -87,8 +89,10 @@ class DataFolder:
         Raises:
             OSError: that could not be noted.
         """
+        if (boot := boot_id()) and self.unsynced() == boot:
+            return  # written anew it could be lost: the device may be full
         with self._mark.open("w") as file:
-            file.write(boot_id())
+            file.write(boot)
             file.flush()
             os.fsync(file.fileno())
         sync_folder(self.path)

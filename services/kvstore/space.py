@@ -116,6 +116,14 @@ class Space:
         self._take(empty(self._books, segment, self.keeps, kept, spare_bytes), victims)
         return True
 
+    def give_up(self, nbytes: int, victims: list[Victim]) -> None:
+        """Reclaims at least one segment, and as many as it takes to free so many bytes, whatever the budget says."""
+        freed = 0
+        while len(victims) < MAX_VICTIMS and self.reclaim(victims, 0):
+            freed += victims[-1].freed_bytes
+            if freed >= nbytes:
+                break
+
     def compact_one(self, victims: list[Victim]) -> None:
         """Has the next thin segment rewritten, with all that lives in it."""
         while self._thin and not victims:

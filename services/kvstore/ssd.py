@@ -21,7 +21,8 @@ from services.kvstore.backend import BlockReader, WritePlan
 from services.kvstore.blocks import BlockFormat, DramBlock
 from services.kvstore.catalogue import Catalogue, Row, Segment
 from services.kvstore.commit import Append, Committer, Durability, Work, ends, is_full
-from services.kvstore.index import IndexChange, Slot
+from services.kvstore.index import Slot
+from services.kvstore.names import Names
 from services.kvstore.protection import TierAccount
 from services.kvstore.quota import OldestFirst
 from services.kvstore.reclaim import Keeps, Victim
@@ -44,8 +45,6 @@ class _Plan:
     work: Work
     victims: list[Victim]
     dead: int
-    formats: int
-    tenants: int
 
 
 class SsdTier:
@@ -97,8 +96,7 @@ class SsdTier:
         self._deleted: list[Segment] = []  # the file may be gone; not forgotten yet
         self._leaving: list[Segment] = []
         self._device_full = False
-        self._saved_formats = self._books.formats.last
-        self._saved_tenants = self._books.tenants.last
+        self._names = Names(self._books)
         self.written_bytes = 0
         self.user_bytes = 0
         self.carried_bytes = 0
@@ -125,6 +123,10 @@ class SsdTier:
 
     def __iter__(self) -> Iterator[BlockKey]:
         return iter(self._books)
+
+    def newest_first(self, step: int) -> Iterator[list[BlockKey]]:
+        """Keys of the blocks, the last written first, in steps in which at most `step` records are looked at."""
+        return self._books.newest_first(step)
 
     @property
     def readers(self) -> int:
@@ -221,7 +223,7 @@ class SsdTier:
         self._space.begin()
         full, self._device_full = self._device_full, False
         if full:
-            self._space.reclaim(victims, 0)
+            self._space.give_up(sum(record_size(block.info) for block in blocks), victims)
         taken: list[tuple[DramBlock, int]] = []
         rejected, coming = [], 0
         for block in blocks:
@@ -239,7 +241,7 @@ class SsdTier:
         work = self._work(taken, victims)
         work.full = full
         removed = [key for victim in victims for _, key in victim.removed]
-        plan = _Plan(work, victims, len(self._dead), self._books.formats.last, self._books.tenants.last)
+        plan = _Plan(work, victims, len(self._dead))
         return WritePlan([block for block, _ in taken], rejected, removed, plan, idle=work.idle)
 
     def _work(self, blocks: Sequence[tuple[DramBlock, int]], victims: Sequence[Victim]) -> Work:
@@ -262,10 +264,7 @@ class SsdTier:
             segment, start = self._space.place(length, sizes)
             row = (info.key, start, length, books.formats.number(info.format), books.tenants.number(info.tenant))
             work.store.append(Append(segment, row, block=block))
-        work.names = IndexChange(
-            formats={n: name for n, name in books.formats.by_number.items() if n > self._saved_formats},
-            tenants={n: name for n, name in books.tenants.by_number.items() if n > self._saved_tenants},
-        )
+        work.names = self._names.change()
         return work
 
     def commit(self, plan: WritePlan) -> None:
@@ -279,8 +278,7 @@ class SsdTier:
         self._add(work.store)
         self._space.recount()
         self.user_bytes += sum(append.block.info.nbytes for append in work.store if append.block is not None)
-        if not work.idle:
-            self._saved_formats, self._saved_tenants = plan.work.formats, plan.work.tenants
+        self._settle_names(work)
 
     def failed(self, plan: WritePlan, error: BaseException) -> None:
         """None of the plan's blocks is here. What may have been written is behind committed ends and never named.
@@ -303,6 +301,10 @@ class SsdTier:
         self._space.recount()
         self._space.active = None
         self._device_full = is_full(error)
+        self._settle_names(work)
+
+    def _settle_names(self, work: Work) -> None:
+        self._oldest.forget(self._names.settle(work.names, written=work.named))
 
     def _cleared(self, plan: WritePlan) -> None:
         """The plan's first transaction was committed."""
@@ -364,6 +366,9 @@ class SsdTier:
         assert all(segment.size and not segment.going for segment in self._books.segments.values())
         assert all(segment.readers >= 0 for segment in self._books.segments.values())
         assert self.live_bytes <= self.used_bytes
+        segments = [*self._books.segments.values(), *self._deleted]
+        self._books.formats.check_invariants(number for segment in segments for number in segment.formats)
+        self._books.tenants.check_invariants(number for segment in segments for number in segment.tenants)
 
 
 def open_tier(

@@ -5,9 +5,10 @@ stays in DRAM is that of `Reads`. Evicts nothing: warming ends when free DRAM do
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.kv.keys import BlockKey
@@ -17,6 +18,9 @@ from services.kvstore.store import BlockStore
 
 PORTION_BLOCKS = 64
 """Most blocks that are read together."""
+
+STEP_BLOCKS = 1024
+"""Blocks of the durable tier that are looked at before others have their turn: there may be millions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,29 +58,32 @@ class Warmer:
         """
         async with self._turn:
             blocks = nbytes = 0
-            for block_format, keys in self._portions():
-                size = block_format.layout.block_bytes
-                room = self._store.holdings.dram.free_bytes
-                if max_bytes:
-                    room = min(room, max_bytes - nbytes)
-                keys = keys[: room // size]
-                if not keys:
-                    break
-                await self._read(block_format, keys)
-                came = sum(key in self._store.holdings.dram for key in keys)
-                blocks += came
-                nbytes += came * size
+            async with contextlib.aclosing(self._portions()) as portions:
+                async for block_format, keys in portions:
+                    size = block_format.layout.block_bytes
+                    room = self._store.holdings.dram.free_bytes
+                    if max_bytes:
+                        room = min(room, max_bytes - nbytes)
+                    keys = keys[: room // size]
+                    if not keys:
+                        break
+                    await self._read(block_format, keys)
+                    came = sum(key in self._store.holdings.dram for key in keys)
+                    blocks += came
+                    nbytes += came * size
             return Warmed(blocks, nbytes)
 
-    def _portions(self) -> Iterator[tuple[BlockFormat, list[BlockKey]]]:
+    async def _portions(self) -> AsyncGenerator[tuple[BlockFormat, list[BlockKey]], None]:
         """Blocks of the durable tier that are not in DRAM, newest first, those of one format together."""
         holdings = self._store.holdings
         if holdings.backend is None:
             return
-        cold = (key for key in reversed(list(holdings.backend)) if key not in holdings.dram)
-        for block_format, keys in itertools.groupby(cold, holdings.format_of):
-            while block_format is not None and (portion := list(itertools.islice(keys, PORTION_BLOCKS))):
-                yield block_format, portion
+        for step in holdings.backend.newest_first(STEP_BLOCKS):
+            cold = [key for key in step if key not in holdings.dram]
+            for block_format, keys in itertools.groupby(cold, holdings.format_of):
+                while block_format is not None and (portion := list(itertools.islice(keys, PORTION_BLOCKS))):
+                    yield block_format, portion
+            await asyncio.sleep(0)
 
     async def _read(self, block_format: BlockFormat, keys: list[BlockKey]) -> None:
         lease = self._store.reads.open(keys, block_format, promote=True, counted=False)

@@ -7,6 +7,7 @@ batch is being committed the next gathers. Must not know what a batch consists o
 import asyncio
 import contextlib
 import errno
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,12 @@ _log = get_logger(__name__)
 RETRY_AFTER_S = (0.0, 0.1, 1.0)
 """How long to wait before a batch is tried a second time, a third and so on; then it is not durable."""
 
+REPEAT_S = 60.0
+"""The same trouble is reported once in so long."""
+
+_Kind = tuple[type[Exception], int | None]
+"""What went wrong, not where: with the next file it is the same trouble."""
+
 _MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM)
 """So may a full device: the next plan makes room. What a device says when it is broken or read-only does not pass."""
 
@@ -35,20 +42,28 @@ class WriteBehind:
         writes: the queue.
         backend: where to.
         retry_after_s: see `RETRY_AFTER_S`.
+        clock: seconds.
 
     Attributes:
         retries: batches that were tried again.
         on_committed: told the seconds that a batch took.
     """
 
-    def __init__(self, writes: Writes, backend: Backend, *, retry_after_s: Sequence[float] = RETRY_AFTER_S) -> None:
+    def __init__(
+        self,
+        writes: Writes,
+        backend: Backend,
+        *,
+        retry_after_s: Sequence[float] = RETRY_AFTER_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._writes = writes
         self._backend = backend
         self._retry_after_s = retry_after_s
         self._failures = 0
-        self._tried_again = False
-        self._last_retried = ""
-        self._last_error = ""
+        self._clock = clock
+        self._retries_told: dict[_Kind, float] = {}
+        self._errors_told: dict[_Kind, float] = {}  # since blocks became durable last
         self.retries = 0
         self.on_committed: Callable[[float], None] = lambda seconds: None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvstore-writer")
@@ -68,7 +83,7 @@ class WriteBehind:
             self._wake.clear()
             while (plan := self._writes.next_plan()) is not None:
                 error = await self._commit(plan)
-                again = self._again(error)
+                again = self._again(plan, error)
                 self._report(plan, error, again)
                 self._writes.plan_done(error, again=again is not None)
                 if again is not None:
@@ -87,10 +102,11 @@ class WriteBehind:
         self.on_committed(time.monotonic() - begin)
         return None
 
-    def _again(self, error: Exception | None) -> float | None:
+    def _again(self, plan: WritePlan, error: Exception | None) -> float | None:
         """In how many seconds a batch that failed is to be tried again; None for not at all."""
         if error is None:
-            self._failures = 0
+            if plan.blocks:  # that housekeeping succeeds, which may be no more than deleting a file, says nothing
+                self._failures = 0
             return None
         if not _may_pass(error) or self._failures >= len(self._retry_after_s):
             return None
@@ -99,22 +115,24 @@ class WriteBehind:
         return self._retry_after_s[self._failures - 1]
 
     def _report(self, plan: WritePlan, error: Exception | None, again: float | None) -> None:
-        """Says what is wrong, once; and when it is right again."""
+        """Says what is wrong, from time to time, and at once when it is right again."""
         if error is None:
-            if self._last_error and plan.blocks:
+            if self._errors_told and plan.blocks:
+                self._errors_told.clear()
                 _log.info("blocks become durable again")
-                self._last_error = ""
-            if not self._tried_again:
-                self._last_retried = ""
-            self._tried_again = False
         elif again is not None:
-            self._tried_again = True
-            if str(error) != self._last_retried:
-                self._last_retried = str(error)
+            if self._is_news(error, self._retries_told):
                 _log.warning("batches are tried again", blocks=len(plan.blocks), error=str(error))
-        elif str(error) != self._last_error:
-            self._last_error = str(error)
+        elif self._is_news(error, self._errors_told):
             _log.error("blocks could not be made durable", blocks=len(plan.blocks), error=str(error))
+
+    def _is_news(self, error: Exception, told: dict[_Kind, float]) -> bool:
+        """Whether it was not told of late; now it is."""
+        kind, now = (type(error), error.errno if isinstance(error, OSError) else None), self._clock()
+        if now - told.get(kind, -math.inf) < REPEAT_S:
+            return False
+        told[kind] = now
+        return True
 
     async def drain(self, timeout_s: float) -> bool:
         """Waits until everything visible is durable; False when that took longer than `timeout_s`."""

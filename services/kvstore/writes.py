@@ -82,7 +82,9 @@ class Writes:
         """Who has to wait for room behind each other: a tenant at its own quota, or (None) all without one."""
         return None if self._holdings.dram.account.grants.quota(tenant) is None else tenant
 
-    def open(self, spec: PutSpec, on_visible: Indices, on_durable: Indices, *, now: float = 0.0) -> PutSession | None:
+    def open(
+        self, spec: PutSpec, on_visible: Indices, on_durable: Indices, *, now: float = 0.0, again: bool = False
+    ) -> PutSession | None:
         """Opens a session.
 
         Args:
@@ -90,6 +92,7 @@ class Writes:
             on_visible: told indices of blocks that others can read from now on.
             on_durable: told indices of blocks that survive a restart from now on, present ones among them.
             now: the time.
+            again: this was tried before, in vain: what is present was used once, however long the session waits.
 
         Returns:
             The session, or None while there is no room; `Holdings.on_room` tells when to try again.
@@ -108,9 +111,8 @@ class Writes:
                 raise InvalidRequest("keys", "a key exists already in another format")
         needed = self._assembler.new_keys(spec, present) * spec.format.layout.block_bytes
         dram.check_possible(needed, spec.tenant, now)
-        holdings.touch(
-            [spec.keys[index] for index in present]
-        )  # before room is made, which may evict them all the same
+        if not again:  # before room is made, which may evict them all the same
+            holdings.touch([spec.keys[index] for index in present])
         if not holdings.reserve(needed, spec.tenant):
             return None
         session = PutSession(spec, present, on_visible, on_durable)

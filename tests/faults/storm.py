@@ -29,12 +29,12 @@ LATE_S = 5.0
 REST_TIMEOUT_S = 90.0
 TYPED = (Unavailable, Overloaded, DeadlineExceeded)
 """What a client may be told instead of an answer (see `AsyncClient.generate`)."""
-AFTER, ROUNDS = 6, 4
-"""Requests at once after the storm, so many times; all of them must be answered."""
+AFTER, ROUNDS = 6, 12
+"""Requests at once after the storm, so many times at most; all of them must be answered."""
+STILL_ROUNDS = 2
+"""Rounds one after the other in which no service has more tasks than before: it leaves none behind."""
 TRIES = 4
 """A request of those may be tried so many times more while frames are damaged."""
-MORE_TASKS = 12
-"""Tasks that a service may have more of later; a stream between two processes has some."""
 
 
 class Judge(Protocol):
@@ -224,12 +224,27 @@ class Storm:
             failures.append(f"after the storm: {error}")
             return
         try:
-            rounds = [self._round(report, asks) for _ in range(ROUNDS)]
+            failures += self._more_tasks(report, asks)
         except MoonpoolError as error:
             failures.append(f"after the requests that followed the storm: {error}")
-            return
-        # In the first rounds everybody connects with everybody.
-        failures += _more_tasks(rounds[ROUNDS // 2 - 1], rounds[-1])
+
+    def _more_tasks(self, report: Report, asks: Iterator[Ask]) -> list[str]:
+        """Instances whose tasks become more with every few requests. They may become more while peers connect."""
+        most: dict[str, float] = {}
+        growing: list[str] = []
+        still = 0
+        for _ in range(ROUNDS):
+            tasks = {one.instance: one.value for one in self._round(report, asks) if one.name == "tasks"}
+            growing = [
+                f"{name}: {most[name]:g} tasks became {count:g}, and they go on becoming more"
+                for name, count in tasks.items()
+                if count > most.get(name, count)
+            ]
+            still = 0 if growing or not most else still + 1
+            if still == STILL_ROUNDS:
+                break
+            most = {name: max(count, most.get(name, 0)) for name, count in tasks.items()}
+        return growing
 
     def _round(self, report: Report, asks: Iterator[Ask]) -> list[Reading]:
         after = asyncio.run(self._after(asks))
@@ -266,16 +281,6 @@ class Storm:
             if outcome.tokens and (wrong := self._judge.wrong(ask.prompt, outcome.tokens, ask.seed)):
                 report.failures.append(f"{who}: wrong token: {wrong}")
         report.failures += [f"in a log:\n{text}" for text in self._stack.trouble()]
-
-
-def _more_tasks(before: Sequence[Reading], after: Sequence[Reading]) -> list[str]:
-    """Tasks that requests after the storm have left behind."""
-    tasks = {reading.instance: reading.value for reading in before if reading.name == "tasks"}
-    return [
-        f"{reading.instance}: {tasks[reading.instance]:g} tasks became {reading.value:g}"
-        for reading in after
-        if reading.name == "tasks" and reading.value > tasks.get(reading.instance, reading.value) + MORE_TASKS
-    ]
 
 
 async def _ask_until(client: AsyncClient, asks: Iterator[Ask], over: asyncio.Event) -> list[Outcome]:

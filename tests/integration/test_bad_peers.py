@@ -286,7 +286,9 @@ BAD_GETS: list[tuple[grpc.StatusCode, str, dict[str, Any]]] = [
     (INVALID, "keys", {"keys": bytes(32 * 20_000)}),
     (INVALID, "layer_end", {"layer_end": 0}),
     (INVALID, "layer_end", {"layer_end": (1 << 32) - 1}),
-    (UNBUILT, "", {"head_end": 1}),
+    (INVALID, "head_end", {"head_end": 0}),
+    (INVALID, "head_end", {"head_end": (1 << 32) - 1}),
+    (INVALID, "head_end", {"head_begin": 1, "head_end": 1}),
 ]
 
 

@@ -23,7 +23,7 @@ from moonpool.config import ServiceConfig, parse_address
 from moonpool.errors import ConfigError
 from moonpool.rpc import process
 from tests.unit.deploy.compose import ROOT, Service, services, substitutions
-from tests.unit.deploy.containerfile import Containerfile, parse
+from tests.unit.deploy.containerfile import Containerfile, Stage, parse
 
 PREFIX = "MOONPOOL_"
 STACK_PREFIX = "MOONPOOL_STACK_"
@@ -212,6 +212,7 @@ def _of_containerfile(images: Containerfile, text: str) -> Iterator[str]:
         for argument in stage.all("ARG"):
             if f"{argument}=${{{argument}}}" not in kept:
                 yield f"{argument} is not known in the stages that start from {stage.name}: only ENV is"
+    yield from _of_kernels(images)
     for name in ("light", "engine"):
         user = images.last(name, "USER").partition(":")[0]
         if not user.isdecimal() or int(user) == 0:
@@ -226,6 +227,46 @@ def _of_containerfile(images: Containerfile, text: str) -> Iterator[str]:
         ]
         for stage in constrained:
             yield f"stage {stage.name} installs without constraints.txt"
+
+
+def _of_kernels(images: Containerfile) -> Iterator[str]:
+    """The engine's image gets the native kernels where their loader looks, from a stage that light does not need."""
+    where = kernels_folder(images)
+    copies = [
+        rest.removeprefix("--from=").split() for rest in images.all("engine", "COPY") if rest.startswith("--from=")
+    ]
+    found = [(stage, folder) for stage, folder, target in copies if target == where]
+    if not found:
+        yield f"image engine: nothing is copied to {where or 'nowhere'}, where the loader of native kernels looks"
+        return
+    ((stage, folder),) = found
+    if stage not in images.stages:
+        yield f"image engine: there is no stage {stage}"
+        return
+    if f"python3 -m kernels.native.build --all {folder}" not in " ".join(images.stages[stage].all("RUN")):
+        yield f"stage {stage} does not build the kernels of all processors into {folder}"
+    if "kernels/ kernels/" not in images.stages[stage].all("COPY"):
+        yield f"stage {stage} builds other kernels than those that the image has"
+    if not any("library as l; assert l.get()" in rest for rest in _after_user(images.stages["engine"])):
+        yield "image engine: nobody tries whether its user gets the kernels"
+    if stage in [one.name for one in images.everything("light")]:
+        yield f"image light is made from stage {stage}"
+
+
+def kernels_folder(images: Containerfile) -> str:
+    """Where the loader looks for native kernels in the engine's image; "" = nowhere."""
+    for rest in images.all("engine", "ENV"):
+        for word in shlex.split(rest):
+            if word.startswith("MOONPOOL_KERNELS_PREBUILT="):
+                return word.partition("=")[2]
+    return ""
+
+
+def _after_user(stage: Stage) -> list[str]:
+    """What a stage runs as its last user."""
+    words = [word for word, _ in stage.instructions]
+    last = len(words) - words[::-1].index("USER") if "USER" in words else len(words)
+    return [rest for word, rest in stage.instructions[last:] if word == "RUN"]
 
 
 def _of_script(text: str, stack: Mapping[str, Service]) -> Iterator[str]:

@@ -1,16 +1,19 @@
 """compose.yaml, the container file and the scripts say what the code means; and a fault in them does not pass."""
 
 import dataclasses
+import os
 import re
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from moonpool.errors import ConfigError
 from tests.unit.deploy.compose import ROOT, duration_s, services, substituted, substitutions
 from tests.unit.deploy.containerfile import parse
-from tests.unit.deploy.rules import STACK_PREFIX, complaints, load, of_service, texts
+from tests.unit.deploy.rules import STACK_PREFIX, complaints, kernels_folder, load, of_service, texts
 
 COMPOSE, CONTAINERFILE, SCRIPTS = texts()
 STACK_SH = SCRIPTS["deploy/stack.sh"]
@@ -81,6 +84,20 @@ def test_fault_in_compose(old: str, new: str, complaint: str) -> None:
         ("FROM ${BASE} AS runtime", "FROM debian AS runtime", "starts from debian"),
         ("PIP_NO_INDEX=${PIP_NO_INDEX}", "X=1", "PIP_NO_INDEX is not known in the stages that start from build"),
         ("ARG PIP_NO_INDEX\n", "", "build argument PIP_NO_INDEX is not declared"),
+        (
+            "PREBUILT=/opt/moonpool/kernels",
+            "PREBUILT=/opt/kernels",
+            "nothing is copied to /opt/kernels, where the loader",
+        ),
+        ("ENV MOONPOOL_KERNELS_PREBUILT", "ENV MOONPOOL_KERNELS", "nothing is copied to nowhere, where the loader"),
+        (
+            "--from=kernels /kernels",
+            "--from=kernels /lib",
+            "stage kernels does not build the kernels of all processors",
+        ),
+        ("--all /kernels", "", "stage kernels does not build the kernels of all processors into /kernels"),
+        ("COPY --from=kernels /kernels", "COPY --from=native /kernels", "there is no stage native"),
+        ("USER 10001:10001\n# Fails", "# Fails", "nobody tries whether its user gets the kernels"),
     ],
 )
 def test_fault_in_containerfile(old: str, new: str, complaint: str) -> None:
@@ -124,11 +141,42 @@ def test_light_depends_on_nothing_heavy() -> None:
     assert stages.index("light") < min(stages.index(name) for name in heavy)
 
 
+def test_kernels_are_found_in_the_image(tmp_path: Path) -> None:
+    """What the stage's own command makes, copied as the file says, is what the loader takes: with no compiler there."""
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho library >"$2"\n')
+    compiler.chmod(0o755)
+    images = parse(CONTAINERFILE)
+    (command,) = set(
+        re.findall(r"python3 (-m kernels\.native\.build --all) (/\w+)", " ".join(images.all("kernels", "RUN")))
+    )
+    made, place = tmp_path / command[1].strip("/"), tmp_path / kernels_folder(images).strip("/")
+
+    def python(*words: str | Path, **environment: str) -> str:
+        given = {"HOME": str(tmp_path / "nonexistent"), **environment}
+        done = subprocess.run([sys.executable, *words], env=given, cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    python(*command[0].split(), made, CXX=str(compiler), PATH=os.environ["PATH"])
+    shutil.copytree(made, place)
+    found = Path(python("-m", "kernels.native.build", PATH="", MOONPOOL_KERNELS_PREBUILT=str(place)))
+    assert found.parent == place
+    assert found.read_text() == "library\n"
+
+
 def test_documented() -> None:
     """docs/deploy.md names the variables, the verbs and the folders of the container files."""
     page = (ROOT / "docs" / "deploy.md").read_text()
     wanted = {name for name in substitutions(COMPOSE) if name.startswith(STACK_PREFIX)}
-    for word in (*wanted, "make up", "make down", "make up-local", "make test-containers", "deploy/wheels"):
+    for word in (
+        *wanted,
+        "make up",
+        "make down",
+        "make up-local",
+        "make test-containers",
+        "deploy/wheels",
+        "deploy/wheels/kernels",
+    ):
         assert word in page, word
 
 

@@ -191,6 +191,7 @@ class FakeStore(FakeStreams):
         self.corrupt = False
         self.mute = False
         self.done_early = False
+        self.heads: range | None = None  # sent whatever was asked for
         self.writers: list[FrameWriter] = []
 
     async def Put(self, requests: Any, context: Any) -> None:
@@ -309,11 +310,13 @@ class FakeStore(FakeStreams):
         if self.done_early:
             outbox.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
             return
+        heads = self.heads or range(opening.head_begin, opening.head_end)
+        part = slice(heads.start * LAYOUT.head_bytes, heads.stop * LAYOUT.head_bytes)
         for layer in range(opening.layer_begin, opening.layer_end):
             if self.lost_at is not None and self.lost_at[0] == layer:
                 blocks = self.lost_at[1]
                 outbox.post(kvstore_pb2.GetResponse(missing=kv_pb2.ReadMissing(session=number, block=blocks)))
-            slices = [Slice(layer, i, memoryview(self.blocks[keys[i]][layer]), 16) for i in range(blocks)]
+            slices = [Slice(layer, i, memoryview(self.blocks[keys[i]][layer])[part], 16, heads) for i in range(blocks)]
             if self.corrupt:
                 session = kvstore_pb2.GetResponse(
                     frame=kv_pb2.FrameHeader(

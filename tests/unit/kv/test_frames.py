@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.errors import FrameError
-from moonpool.kv.frames import Run, Slice, checksum, open_frame, pack_frames, split_run
+from moonpool.kv.frames import Run, Slice, checksum, open_frame, pack_frames, part_bytes, split_run
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
 
@@ -24,8 +24,11 @@ def content(layer: int, block: int) -> bytes:
     return bytes((layer * 37 + block * 11 + i) % 251 + 1 for i in range(SLICE))
 
 
-def slice_of(layer: int, block: int, valid_tokens: int = FULL) -> Slice:
-    return Slice(layer, block, memoryview(content(layer, block)), valid_tokens)
+def slice_of(layer: int, block: int, valid_tokens: int = FULL, heads: range | None = None) -> Slice:
+    data = memoryview(content(layer, block))
+    if heads is not None:
+        data = data[heads.start * LAYOUT.head_bytes : heads.stop * LAYOUT.head_bytes]
+    return Slice(layer, block, data, valid_tokens, heads)
 
 
 def pack(slices: Iterable[Slice], target: int, layout: KVLayout = LAYOUT) -> list[tuple[kv_pb2.FrameHeader, bytes]]:
@@ -74,6 +77,44 @@ def test_a_large_slice_is_split_between_heads() -> None:
     assert len(pack([slice_of(2, 1)], 1)) == 4  # a head is never split
 
 
+def test_some_heads_travel_as_whole_slices_do() -> None:
+    heads = range(1, 3)
+    slices = [slice_of(0, block, heads=heads) for block in range(5)]
+    size = 2 * LAYOUT.head_bytes
+    assert part_bytes(heads, LAYOUT) == size
+    frames = pack(slices, 3 * size)
+    runs = [[run for run, _ in open_frame(header, memoryview(data), LAYOUT)] for header, data in frames]
+    assert runs == [[Run(0, 0, 3, 1, 3, FULL)], [Run(0, 3, 2, 1, 3, FULL)]]
+    for (_, block), data in opened(frames).items():
+        assert data[LAYOUT.head_bytes : LAYOUT.head_bytes * 3] == slices[block].data
+        assert not any(data[: LAYOUT.head_bytes] + data[LAYOUT.head_bytes * 3 :])
+
+
+def test_large_parts_are_split_between_heads() -> None:
+    frames = pack([slice_of(2, 1, heads=range(1, 4))], 2 * LAYOUT.head_bytes)
+    assert [[(r.head_begin, r.head_end) for r in header.runs] for header, _ in frames] == [[(1, 3)], [(3, 4)]]
+    ((header, _),) = pack([slice_of(2, 1, heads=range(2, 4))], 2 * LAYOUT.head_bytes)  # the whole would not fit
+    assert [(r.head_begin, r.head_end) for r in header.runs] == [(2, 4)]
+
+
+def test_other_heads_form_another_run() -> None:
+    ((header, _),) = pack([slice_of(0, 0, heads=range(2)), slice_of(0, 1, heads=range(2, 4)), slice_of(0, 2)], 1 << 20)
+    assert [(r.first_block, r.block_count, r.head_begin, r.head_end) for r in header.runs] == [
+        (0, 1, 0, 2),
+        (1, 1, 2, 4),
+        (2, 1, 0, 4),
+    ]
+
+
+def test_a_part_must_have_its_heads_bytes() -> None:
+    for item in (Slice(0, 0, memoryview(bytes(SLICE)), FULL, range(2)), Slice(0, 0, memoryview(bytes(8)), FULL)):
+        with pytest.raises(AssertionError, match="heads"):
+            pack([item], 1 << 20)
+    scaled = dataclasses.replace(LAYOUT, scale_bytes=16)
+    with pytest.raises(AssertionError, match="whole"):
+        pack([slice_of(0, 0, heads=range(2))], 1 << 20, scaled)
+
+
 def test_invalid_slots_are_zeroed_in_a_copy() -> None:
     data = bytearray(content(1, 2))
     frames = pack([Slice(1, 2, memoryview(data), 5)], 1 << 20)
@@ -99,14 +140,17 @@ def test_nothing_makes_no_frame() -> None:
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), unique=True, max_size=12),
     st.integers(1, 4 * SLICE),
     st.integers(1, FULL),
+    st.sampled_from([None, *(range(begin, end) for begin in range(4) for end in range(begin + 1, 5))]),
 )
-def test_round_trip(cells: list[tuple[int, int]], target: int, last_valid: int) -> None:
-    slices = [slice_of(layer, block, last_valid if block == 6 else FULL) for layer, block in cells]
+def test_round_trip(cells: list[tuple[int, int]], target: int, last_valid: int, heads: range | None) -> None:
+    slices = [slice_of(layer, block, last_valid if block == 6 else FULL, heads) for layer, block in cells]
     frames = pack(slices, target)
     assert all(len(payload) <= max(target, LAYOUT.head_bytes) for _, payload in frames)
     expected = {}
     for item in slices:
-        data = expected[item.layer, item.block] = bytearray(item.data)
+        data = expected[item.layer, item.block] = bytearray(SLICE)
+        begin = heads.start * LAYOUT.head_bytes if heads else 0
+        data[begin : begin + item.data.nbytes] = item.data
         LAYOUT.zero_invalid(memoryview(data), item.valid_tokens)
     assert opened(frames) == expected
 

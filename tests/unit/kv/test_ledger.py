@@ -18,7 +18,7 @@ def run(layer: int, first: int, count: int = 1, heads: tuple[int, int] = (0, 2))
 
 
 def test_whole_runs() -> None:
-    ledger = SliceLedger(range(1, 3), 4, 2, held_blocks=1)
+    ledger = SliceLedger(range(1, 3), 4, range(2), held_blocks=1)
     assert (ledger.missing(), ledger.complete, ledger.block_complete(0)) == (6, False, True)
     ledger.accept(run(1, 1, 3))
     assert ledger.layer_complete(1)
@@ -32,7 +32,7 @@ def test_whole_runs() -> None:
 
 
 def test_head_ranges() -> None:
-    ledger = SliceLedger(range(1), 2, 3)
+    ledger = SliceLedger(range(1), 2, range(3))
     ledger.accept(run(0, 0, 2, (0, 2)))
     assert ledger.missing() == 2
     with pytest.raises(FrameError, match="before"):
@@ -46,6 +46,22 @@ def test_head_ranges() -> None:
     ledger.check_invariants()
     ledger.accept(run(0, 0, 1, (2, 3)))
     assert ledger.complete
+
+
+def test_some_heads_only() -> None:
+    ledger = SliceLedger(range(2), 2, range(2, 5))
+    for heads in ((0, 2), (1, 3), (1, 5), (4, 6), (0, 6)):
+        with pytest.raises(FrameError, match="not expected"):
+            ledger.accept(run(0, 0, 1, heads))
+    ledger.accept(run(0, 0, 2, (2, 5)))
+    assert (ledger.missing(), ledger.layer_complete(0)) == (2, True)
+    ledger.accept(run(1, 0, 2, (3, 5)))
+    with pytest.raises(FrameError, match="before"):
+        ledger.accept(run(1, 1, 1, (2, 5)))
+    ledger.check_invariants()
+    ledger.accept(run(1, 0, 2, (2, 3)))
+    assert ledger.complete
+    ledger.check_invariants()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +78,7 @@ def test_head_ranges() -> None:
     ],
 )
 def test_what_is_not_expected_is_refused(wrong: Run) -> None:
-    ledger = SliceLedger(range(1, 3), 4, 2, held_blocks=1)
+    ledger = SliceLedger(range(1, 3), 4, range(2), held_blocks=1)
     with pytest.raises(FrameError):
         ledger.accept(wrong)
     assert ledger.missing() == 6
@@ -70,7 +86,7 @@ def test_what_is_not_expected_is_refused(wrong: Run) -> None:
 
 
 def test_truncate() -> None:
-    ledger = SliceLedger(range(2), 4, 2, held_blocks=1)
+    ledger = SliceLedger(range(2), 4, range(2), held_blocks=1)
     ledger.accept(run(0, 1, 3))
     ledger.accept(run(1, 1))
     ledger.accept(run(1, 3, 1, (0, 1)))
@@ -84,9 +100,17 @@ def test_truncate() -> None:
 
 
 def test_impossible_ledgers() -> None:
-    for args in ((range(0), 1, 1), (range(0, 4, 2), 1, 1), (range(1), 1, 0), (range(1), 1, 1, 2)):
+    one = range(1)
+    for layers, blocks, heads, held in (
+        (range(0), 1, one, 0),
+        (range(0, 4, 2), 1, one, 0),
+        (one, 1, range(2, 2), 0),
+        (one, 1, range(0, 4, 2), 0),
+        (one, 1, range(-1, 1), 0),
+        (one, 1, one, 2),
+    ):
         with pytest.raises(ValueError, match="impossible"):
-            SliceLedger(*args)
+            SliceLedger(layers, blocks, heads, held)
 
 
 runs = st.builds(
@@ -95,11 +119,11 @@ runs = st.builds(
 
 
 @SMALL
-@given(st.integers(0, 2), st.lists(runs, max_size=25))
-def test_agrees_with_a_set(held: int, sequence: list[Run]) -> None:
-    layers, blocks, heads = range(1, 3), 6, 3
+@given(st.integers(0, 2), st.lists(runs, max_size=25), st.sampled_from([range(3), range(2), range(1, 3), range(2, 3)]))
+def test_agrees_with_a_set(held: int, sequence: list[Run], heads: range) -> None:
+    layers, blocks = range(1, 3), 6
     ledger = SliceLedger(layers, blocks, heads, held)
-    wanted = {(la, b, h) for la in layers for b in range(held, blocks) for h in range(heads)}
+    wanted = {(la, b, h) for la in layers for b in range(held, blocks) for h in heads}
     got: set[tuple[int, int, int]] = set()
     for item in sequence:
         cells = {

@@ -119,6 +119,14 @@ async def test_frame_writer_offers_only_what_needs_no_waiting() -> None:
     assert writer.credits.available == 6 * SLICE
 
 
+async def test_frame_writer_takes_credits_for_what_it_offers() -> None:
+    writer = make_writer(Outbox())
+    writer.grant(kv_pb2.Credit(bytes=LAYOUT.head_bytes))
+    data = memoryview(content(0, 0))[LAYOUT.head_bytes :]
+    assert writer.offer(1, [Slice(0, 0, data, 16, range(1, 2))], lambda header: kvstore_pb2.GetResponse(frame=header))
+    assert writer.credits.available == 0
+
+
 async def test_frame_writer_waits_for_the_link_only_so_long() -> None:
     writer = make_writer(Outbox(), Link(1.0))
     writer.grant(kv_pb2.Credit(bytes=8 * SLICE))

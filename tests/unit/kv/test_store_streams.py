@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,13 +11,17 @@ from typing import Any
 import pytest
 
 from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed
+from moonpool.kv.frames import Slice, pack_frames
 from moonpool.kv.keys import BlockKey, block_keys
+from moonpool.kv.store_reader import _Read
 from moonpool.kv.store_writer import _Put
 from moonpool.kv.streams import PrefixLost, PutOutcome, StoreReader, StoreWriter
-from moonpool.v1 import kvstore_pb2
+from moonpool.rpc.channels import Channels
+from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.kv.fakes import HELLO, LAYOUT, ROOT, STORE, FakeStore, content, served
 
 SLICE = LAYOUT.slice_bytes
+WIDE = dataclasses.replace(LAYOUT, kv_heads=5)
 WAIT_S = 10.0
 KEYS = block_keys(ROOT, range(16 * 5), 16)
 PARENTS = [BlockKey(ROOT), *KEYS[:-1]]
@@ -67,14 +72,22 @@ class Taken:
     def on_layer(self, layer: int) -> None:
         self.layers.append(layer)
 
-    async def read(self, reader: StoreReader, blocks: int = 5, layers: range = range(3), wait_s: float = WAIT_S) -> int:
+    async def read(
+        self,
+        reader: StoreReader,
+        blocks: int = 5,
+        layers: range = range(3),
+        heads: range | None = None,
+        wait_s: float = WAIT_S,
+    ) -> int:
         return await reader.read(
-            KEYS[:blocks], layers=layers, on_slice=self.on_slice, on_layer=self.on_layer, timeout_s=wait_s
+            KEYS[:blocks], layers=layers, heads=heads, on_slice=self.on_slice, on_layer=self.on_layer, timeout_s=wait_s
         )
 
-    def check(self, blocks: int, layers: range = range(3)) -> None:
+    def check(self, blocks: int, layers: range = range(3), heads: range = range(2)) -> None:
         assert self.layers == list(layers)
-        wanted = {(layer, index): bytes(content(layer, index)) for layer in layers for index in range(blocks)}
+        part = slice(heads.start * LAYOUT.head_bytes, heads.stop * LAYOUT.head_bytes)
+        wanted = {(layer, index): bytes(content(layer, index)[part]) for layer in layers for index in range(blocks)}
         assert {cell: data for cell, data in self.slices.items() if cell[1] < blocks} == wanted
 
 
@@ -225,6 +238,68 @@ async def test_read(frame_bytes: int, layers: range) -> None:
         assert len(taken.slices) == 4 * len(layers)
         (writer,) = store.writers
         await store.until(lambda: 3 * SLICE < writer.credits.available <= 4 * SLICE)
+
+
+@pytest.mark.parametrize("frame_bytes", [SLICE // 2, SLICE, 1 << 20])
+@pytest.mark.parametrize("heads", [range(1), range(1, 2), range(2)])
+async def test_read_some_heads(frame_bytes: int, heads: range) -> None:
+    store = FakeStore(frame_bytes=frame_bytes)
+    fill(store, 4)
+    async with reading(store, window_bytes=4 * SLICE) as reader:
+        taken = Taken()
+        assert await taken.read(reader, heads=heads, layers=range(1, 3)) == 4
+        taken.check(4, range(1, 3), heads)
+
+
+@pytest.mark.parametrize("target_bytes", [1, 2 * WIDE.head_bytes, 1 << 20])
+def test_some_heads_are_handed_out_together_however_they_come(target_bytes: int) -> None:
+    data = memoryview(bytes(index % 251 for index in range(WIDE.slice_bytes)))
+    heads = range(1, 4)
+    part = data[WIDE.head_bytes : 4 * WIDE.head_bytes]
+    taken = Taken()
+    read = _Read(WIDE, 2, range(2), heads, taken.on_slice, taken.on_layer)
+    read.on_message(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=1, blocks=2)), memoryview(b""))
+    slices = [Slice(layer, block, part, 16, heads) for layer in range(2) for block in range(2)]
+    for header, pieces in pack_frames(1, 0, slices, WIDE, target_bytes):
+        assert not read.finished.is_done
+        read.on_message(kvstore_pb2.GetResponse(frame=header), memoryview(b"".join(pieces)))
+    assert read.finished.is_done
+    assert taken.slices == {(layer, block): bytes(part) for layer in range(2) for block in range(2)}
+    assert taken.layers == [0, 1]
+
+
+@pytest.mark.parametrize(("asked", "sent"), [(range(1), range(1, 2)), (range(1, 2), range(2)), (range(1), range(2))])
+async def test_heads_that_were_not_asked_for_end_the_read(asked: range, sent: range) -> None:
+    store = FakeStore()
+    store.heads = sent
+    fill(store, 5)
+    async with reading(store) as reader:
+        with pytest.raises(FrameError, match="not expected"):
+            await Taken().read(reader, heads=asked)
+        store.heads = None
+        taken = Taken()
+        assert await taken.read(reader, heads=asked) == 5
+        taken.check(5, heads=asked)
+        assert store.calls == 1
+
+
+@pytest.mark.parametrize("heads", [range(3), range(2, 3), range(-1, 1), range(0, 2, 2)])
+async def test_heads_that_the_layout_lacks_are_refused_before_anything_is_sent(heads: range) -> None:
+    store = FakeStore()
+    async with reading(store) as reader:
+        with pytest.raises(InvalidRequest, match="heads"):
+            await Taken().read(reader, heads=heads)
+        assert await Taken().read(reader, heads=range(1, 1)) == 0
+        assert store.calls == 0
+
+
+async def test_scaled_slices_are_read_whole() -> None:
+    scaled = dataclasses.replace(LAYOUT, scale_bytes=16)
+    async with Channels() as channels:
+        reader = StoreReader(channels, "127.0.0.1:1", HELLO, scaled)
+        with pytest.raises(InvalidRequest, match="whole"):
+            await Taken().read(reader, heads=range(1))
+        await reader.aclose()
 
 
 async def test_many_reads_at_once_share_the_window() -> None:

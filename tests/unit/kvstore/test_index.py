@@ -42,6 +42,21 @@ def test_what_was_committed_is_there_again(tmp_path: Path) -> None:
     index.close()
 
 
+def test_names_are_forgotten(tmp_path: Path) -> None:
+    index = made(tmp_path / "i")
+    index.commit(IndexChange(formats={1: FORMAT, 2: FORMAT}, tenants={1: "a", 2: "b", 3: "c"}))
+    index.commit(IndexChange(unused_formats=[1, 9], unused_tenants=[1, 3], tenants={4: "a"}))
+    image = index.load()
+    assert (image.formats, image.tenants) == ({2: FORMAT}, {2: "b", 4: "a"})
+    index.close()
+
+
+def test_no_file_is_mapped_for_writing(tmp_path: Path) -> None:
+    """On a full device a page that is written for the first time kills the process."""
+    made(tmp_path / "i").close()
+    assert [file.name for file in (tmp_path / "i").iterdir()] == ["data.mdb"]
+
+
 def test_the_map_grows(tmp_path: Path) -> None:
     index = made(tmp_path / "i")
     for n in range(40):

@@ -75,7 +75,13 @@ def source_of(index: int, kind: str, bad: int | None, asked: list[tuple[int, int
 
 
 async def read(
-    sources: list[Source], wanted: range, *, ahead: ReadAhead, group_bytes: int, stop_after: int = -1
+    sources: list[Source],
+    wanted: range,
+    *,
+    ahead: ReadAhead,
+    group_bytes: int,
+    stop_after: int = -1,
+    sent_bytes: int = SLICE,
 ) -> tuple[list[tuple[int, int]], int, FakeReads, int]:
     """Reads all, checks every byte; returns the cells in order, how many blocks came whole, and the most read ahead."""
     reads: Any = FakeReads()
@@ -84,7 +90,9 @@ async def read(
     ended = asyncio.Event()
     with ThreadPoolExecutor(3) as pool:
         lease = ReadLease(FORMAT, sources)
-        reader = LayerReader(reads, lease, wanted, pool, ahead, on_closed=ended.set, group_bytes=group_bytes)
+        reader = LayerReader(
+            reads, lease, wanted, pool, ahead, on_closed=ended.set, group_bytes=group_bytes, sent_bytes=sent_bytes
+        )
         groups = 0
         async for group in reader.groups():
             most = max(most, ahead.out)
@@ -92,7 +100,7 @@ async def read(
                 assert group.block < limit
                 limit = group.block
                 continue
-            assert sum(len(cell.data) for cell in group) <= max(group_bytes, SLICE)
+            assert len(group) * sent_bytes <= max(group_bytes, sent_bytes)
             for cell in group:
                 assert cell.block < limit
                 assert cell.data == slice_of(KEYS[cell.block], cell.layer, SHAPE)
@@ -119,6 +127,7 @@ BLOCK = st.tuples(st.sampled_from(["dram", "cold", "reserved"]), st.none() | st.
     group=st.sampled_from([1, 2, 5, 100]),
     piece=st.sampled_from([1, 3, 8]),
     stop_after=st.sampled_from([-1, -1, -1, 1, 3]),
+    share=st.sampled_from([1, 1, 4]),
 )
 def test_whatever_comes_is_in_order_and_whole(
     blocks: list[tuple[str, int | None]],
@@ -127,6 +136,7 @@ def test_whatever_comes_is_in_order_and_whole(
     group: int,
     piece: int,
     stop_after: int,
+    share: int,
 ) -> None:
     begin, end = wanted
     asked: list[tuple[int, int, int]] = []
@@ -135,7 +145,14 @@ def test_whatever_comes_is_in_order_and_whole(
         patch.setattr(layers, "PIECE_BYTES", piece * SLICE)
         budget = ReadAhead(ahead * SLICE)
         cells, limit, reads, most = asyncio.run(
-            read(sources, range(begin, end), ahead=budget, group_bytes=group * SLICE, stop_after=stop_after)
+            read(
+                sources,
+                range(begin, end),
+                ahead=budget,
+                group_bytes=group * SLICE,
+                stop_after=stop_after,
+                sent_bytes=SLICE // share,
+            )
         )
     assert cells == sorted(cells)
     assert most <= max(ahead, group, piece) * SLICE

@@ -15,7 +15,6 @@ from moonpool.errors import (
     Mismatch,
     MoonpoolError,
     Unavailable,
-    Unsupported,
 )
 from moonpool.kv.frames import Slice, open_frame, pack_frames, split_run
 from moonpool.kv.keys import BlockKey, pack_keys, unpack_keys
@@ -411,6 +410,34 @@ async def test_a_session_without_progress_is_ended() -> None:
         await store.at_rest()
 
 
+async def test_a_session_that_waits_for_room_uses_what_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig(dram_bytes=3 * BLOCK, room_timeout_s=10) as store:
+        await store.put([A])
+        first = await opened_put(store, [B, C])
+        used: list[list[BlockKey]] = []
+        touch = store.service.store.holdings.touch
+
+        def noting(chain: Sequence[BlockKey]) -> None:
+            used.append(list(chain))
+            touch(chain)
+
+        monkeypatch.setattr(store.service.store.holdings, "touch", noting)
+        second = store.open_stream("Put")
+        await second.write(PayloadMessage(kvstore_pb2.PutRequest(hello=store.hello())))
+        await second.read()
+        await second.write(PayloadMessage(kvstore_pb2.PutRequest(open=put_open(1, [A, *KEYS[3:5]]))))
+        await store.until("sessions_waiting_for_room", 1)
+        for _ in range(3):
+            store.service.rooms.poke()
+        close = kvstore_pb2.PutClose(session=1, aborted=True)
+        await first.write(PayloadMessage(kvstore_pb2.PutRequest(close=close)))
+        assert list((await second.read()).opened.present) == [0]
+        assert used == [[A]]
+        for call in (first, second):
+            call.cancel()
+        await store.at_rest()
+
+
 async def test_writers_wait_for_room_in_order_and_not_for_ever() -> None:
     async with rig(dram_bytes=2 * BLOCK, room_timeout_s=2.0) as store:
         first = await opened_put(store, [A, B])
@@ -471,18 +498,21 @@ async def opened_get(store: Rig, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("fields", "kind"),
+    ("fields", "named"),
     [
-        ({"keys": b"x"}, InvalidRequest),
-        ({"layer_end": 4}, InvalidRequest),
-        ({"layer_begin": 3}, InvalidRequest),
-        ({"head_begin": 1}, Unsupported),
-        ({"keys": bytes(32 * 16385)}, InvalidRequest),
+        ({"keys": b"x"}, "keys"),
+        ({"layer_end": 4}, "layer_end"),
+        ({"layer_begin": 3}, "layer_end"),
+        ({"head_end": 3}, "head_end"),
+        ({"head_begin": 2}, "head_end"),
+        ({"keys": bytes(32 * 16385)}, "keys"),
     ],
 )
-async def test_an_impossible_read_ends_the_stream(fields: dict[str, Any], kind: type[Exception]) -> None:
+async def test_an_impossible_read_ends_the_stream(fields: dict[str, Any], named: str) -> None:
     async with rig() as store:
-        assert isinstance(await failure(await opened_get(store, **fields)), kind)
+        error = await failure(await opened_get(store, **fields))
+        assert isinstance(error, InvalidRequest)
+        assert error.field == named
         await store.at_rest()
 
 

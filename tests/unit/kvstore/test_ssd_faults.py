@@ -12,6 +12,8 @@ import lmdb
 import pytest
 
 from moonpool.errors import ConfigError
+from moonpool.kv.keys import BlockKey
+from services.kvstore.recovery import DataFolder
 from services.kvstore.ssd import open_tier
 from services.kvstore.verify import Fault, verify
 from services.kvstore.writer import WriteBehind
@@ -101,6 +103,79 @@ async def test_a_device_that_stays_full_is_given_up(tmp_path: Path, monkeypatch:
         assert driven.durable == [(KEYS[1],)]
 
 
+async def test_a_full_device_gives_up_as_much_as_a_batch_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store(tmp_path) as driven:
+        driven.flush(KEYS[:6])
+        driven.store.writes.close(driven.put(KEYS[6:9]))
+        with monkeypatch.context() as patch:
+            real = __import__("services.kvstore.segments", fromlist=["x"]).SegmentFile
+            patch.setattr(real, "append", failing(1, FULL, real.append))
+            writer = await written(driven)
+        assert writer.retries == 1
+        backend = driven.store.holdings.backend
+        assert backend is not None
+        assert set(backend) == set(KEYS[3:9])
+
+
+async def test_a_device_that_stays_full_makes_nobody_wait_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store(tmp_path) as driven:
+        backend = driven.store.holdings.backend
+        assert backend is not None
+        writer = WriteBehind(driven.store.writes, backend, retry_after_s=(0.0, 0.0))
+        driven.store.writes.on_work = writer.wake
+        task = asyncio.ensure_future(writer.run())
+        with monkeypatch.context() as patch:
+            patch.setattr("services.kvstore.segments.SegmentFile.append", failing(-1, FULL, print))
+            for key in KEYS[:4]:
+                driven.store.writes.close(driven.put([key]))
+                assert await writer.drain(20)
+        assert (writer.retries, driven.store.writes.failed_batches) == (2, 2 + 4)
+        assert not backend.has_housekeeping
+        task.cancel()
+        await asyncio.wait({task})
+        await writer.aclose()
+
+
+async def test_trouble_is_told_once_a_while_and_its_end_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    caplog.set_level(logging.INFO)
+    with store(tmp_path) as driven:
+        backend = driven.store.holdings.backend
+        assert backend is not None
+        writer = WriteBehind(driven.store.writes, backend, retry_after_s=(0.0,), clock=lambda: now)
+        driven.store.writes.on_work = writer.wake
+        task = asyncio.ensure_future(writer.run())
+
+        async def put(key: BlockKey, error: Exception | None) -> list[str]:
+            """What is said while a block is put."""
+            caplog.clear()
+            with monkeypatch.context() as patch:
+                if error is not None:
+                    patch.setattr("services.kvstore.segments.SegmentFile.append", failing(-1, error, print))
+                driven.store.writes.close(driven.put([key]))
+                assert await writer.drain(20)
+            return [record.getMessage() for record in caplog.records if record.name == "services.kvstore.writer"]
+
+        def broken(name: str) -> OSError:
+            return OSError(errno.EROFS, "Read-only file system", name)
+
+        assert [len(await put(KEYS[n], broken(f"{n}.seg"))) for n in range(3)] == [1, 0, 0]
+        now = 60.0
+        assert "Read-only file system: '3.seg'" in (await put(KEYS[3], broken("3.seg")))[0]
+        assert "durable again" in (await put(KEYS[4], None))[0]
+        assert len(await put(KEYS[5], broken("5.seg"))) == 1
+        assert len(await put(KEYS[6], FULL)) == 2  # tried again, and given up
+        assert len(await put(KEYS[7], None)) == 1
+        assert await put(KEYS[8], None) == []
+        task.cancel()
+        await asyncio.wait({task})
+        await writer.aclose()
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS])
 async def test_a_broken_or_read_only_device_is_not_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
@@ -163,6 +238,22 @@ def test_a_life_without_syncs_is_believed_in_the_same_boot_only(
     ssd = open_tier(tmp_path, 1 << 20, 4 * RECORD)
     assert set(ssd) == set(KEYS[:4])
     ssd.close()
+
+
+def test_what_is_noted_already_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.kvstore.recovery.boot_id", lambda: "one")
+    folder = DataFolder(tmp_path)
+    folder.leave_unsynced()
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.open", failing(-1, FULL, print))
+        patch.setattr("services.kvstore.recovery.sync_folder", failing(-1, FULL, print))
+        patch.setattr(DataFolder, "unsynced", lambda self: "one")
+        folder.leave_unsynced()
+    assert folder.unsynced() == "one"
+    monkeypatch.setattr("services.kvstore.recovery.boot_id", lambda: "two")
+    folder.leave_unsynced()
+    assert folder.unsynced() == "two"
+    folder.close()
 
 
 def test_an_index_of_another_boot_is_rebuilt(

@@ -6,6 +6,7 @@ import pytest
 
 from moonpool.errors import FrameError, InvalidRequest, Overloaded
 from moonpool.kv.frames import Run
+from moonpool.kv.keys import BlockKey
 from services.kvstore.assembly import MAX_SESSION_BLOCKS, PutSpec
 from tests.unit.kvstore.helpers import (
     BLOCK,
@@ -260,6 +261,21 @@ def test_a_session_waits_while_unfinished_blocks_fill_dram() -> None:
     driven.store.writes.close(first)
     assert rooms == 1
     assert driven.open(spec_of([C])) is not None
+
+
+def test_a_session_that_waits_uses_its_present_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = Driven(dram_bytes=3 * BLOCK)
+    driven.store.writes.close(driven.put([A]))
+    first = driven.open(spec_of([B, C]))
+    assert first is not None
+    used: list[list[BlockKey]] = []
+    monkeypatch.setattr(driven.store.holdings, "touch", lambda chain: used.append(list(chain)))
+    writes, waiting = driven.store.writes, spec_of([A, KEYS[3], KEYS[4]])
+    for again in (False, True, True):
+        assert writes.open(waiting, lambda _: None, lambda _: None, again=again) is None
+    writes.close(first)
+    assert writes.open(waiting, lambda _: None, lambda _: None, again=True) is not None
+    assert used == [[A]]
 
 
 def test_without_a_durable_tier_eviction_is_removal() -> None:

@@ -1,0 +1,345 @@
+"""A kvstore process on a disk that really is full or read-only: a small file system of its own, mounted for the test.
+
+Skipped where mounting is not permitted.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from moonpool.kv.keys import BlockKey
+from moonpool.kv.streams import StoreReader
+from moonpool.rpc.channels import Channels
+from moonpool.v1 import kvstore_pb2
+from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
+from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, data_of, keys_of
+from tests.unit.kvstore.test_process import HELLO, durable, put, read
+
+DRAM_BLOCKS = 16
+CHUNK = 4
+SEGMENT_BLOCKS = 4
+DISK_BYTES = 2 << 20
+KEYS = keys_of(96, "disk")
+OLD, NEW = KEYS[: 2 * CHUNK], KEYS[-CHUNK:]
+MEANWHILE = [KEYS[at : at + CHUNK] for at in range(2 * CHUNK, len(KEYS) - CHUNK, CHUNK)]
+
+NOT_DURABLE = "blocks could not be made durable"
+AGAIN = "blocks become durable again"
+TRIED_AGAIN = "batches are tried again"
+
+
+def run(*command: str | Path) -> None:
+    subprocess.run([str(part) for part in command], check=True, capture_output=True, timeout=30)
+
+
+class Disk:
+    """A file system under `path`, and what is mounted over parts of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._mounted: list[Path] = []
+
+    def mount(self, at: Path, *arguments: str | Path) -> None:
+        """Mounts something; skips the test where that is not permitted."""
+        at.mkdir(exist_ok=True)
+        try:
+            run("mount", *arguments, at)
+        except (OSError, subprocess.CalledProcessError) as error:
+            if os.geteuid() == 0 and self._mounted:
+                raise
+            text = getattr(error, "stderr", None) or str(error).encode()
+            pytest.skip(f"mounting is not permitted here: {text.decode(errors='replace').strip()}")
+        self._mounted.append(at)
+
+    def remount(self, options: str, at: Path | None = None) -> None:
+        run("mount", "-o", f"remount,{options}", at or self.path)
+
+    def unmount(self, at: Path | None = None) -> None:
+        """Unmounts one thing; lazily when something still uses it."""
+        at = at or self.path
+        self._mounted.remove(at)
+        try:
+            run("umount", at)
+        except subprocess.CalledProcessError:
+            run("umount", "--lazy", at)
+
+    def fill(self) -> None:
+        """Takes all that is free, as another program might."""
+        with (self.path / "another").open("ab", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+
+    def close(self) -> None:
+        for at in reversed(self._mounted[:]):
+            self.unmount(at)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """An empty tmpfs."""
+    disk = Disk(tmp_path / "disk")
+    try:
+        disk.mount(disk.path, "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs")
+        yield disk
+    finally:
+        disk.close()
+
+
+@pytest.fixture
+def ext4(tmp_path: Path) -> Iterator[Disk]:
+    """An empty ext4 on a loop device."""
+    disk, image = Disk(tmp_path / "disk"), tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(16 << 20)
+    try:
+        run("mkfs.ext4", "-q", "-F", image)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no ext4 can be made here: {error}")
+    try:
+        disk.mount(disk.path, "-o", "loop,errors=remount-ro", image)
+        yield disk
+    finally:
+        disk.close()
+
+
+class Store:
+    """A running kvstore process on a disk."""
+
+    def __init__(self, child: asyncio.subprocess.Process, address: str, log: Path) -> None:
+        self.child = child
+        self.address = address
+        self._log = log
+
+    def said(self, text: str) -> list[str]:
+        """Lines of the log with `text` in them."""
+        return [line for line in self._log.read_text().splitlines() if text in line]
+
+    async def gauges(self) -> dict[str, float]:
+        async with asyncio.timeout(20), Channels() as channels:
+            stub: Any = KVStoreServiceStub(channels.get(self.address))
+            answer = await stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest())
+            return {gauge.name: gauge.value for gauge in answer.gauges}
+
+    async def until(self, name: str, test: Callable[[float], bool]) -> None:
+        """Waits for a gauge."""
+        async with asyncio.timeout(20):
+            while not test((await self.gauges())[name]):
+                pass
+
+    async def check_up(self) -> None:
+        """It serves, and has nothing on its mind."""
+        async with asyncio.timeout(20), Channels() as channels:
+            stub: Any = health_pb2_grpc.HealthStub(channels.get(self.address))
+            answer = await stub.Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        assert self.said("Traceback") == []
+
+    async def present(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those of the blocks that are here; what is read is what was written."""
+        here: list[BlockKey] = []
+        async with Channels() as channels:
+            reader = StoreReader(channels, self.address, HELLO, LAYOUT)
+            for key in keys:
+                found = bytearray()
+
+                def take(layer: int, index: int, data: memoryview, found: bytearray = found) -> None:
+                    found.extend(data)
+
+                here += [key] * await reader.read(
+                    [key], layers=range(LAYOUT.layers), on_slice=take, on_layer=lambda layer: None, timeout_s=20
+                )
+                assert found in (b"", data_of(key))
+            await reader.aclose()
+        return here
+
+    async def stop(self) -> None:
+        self.child.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            assert await self.child.wait() == 0
+
+
+async def spawn(folder: Path, log: Path, *flags: str) -> asyncio.subprocess.Process:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MOONPOOL_")}
+    common = ["--listen", "127.0.0.1:0", "--eviction", "lru", "--dram-bytes", str(DRAM_BLOCKS * BLOCK)]
+    with log.open("wb") as file:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.kvstore", "--data-dir", str(folder), *common),
+            *("--ssd-bytes", str(4 * DISK_BYTES), "--segment-bytes", str(SEGMENT_BLOCKS * RECORD), *flags),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=file,
+            env=environment | {"MOONPOOL_DIE_WITH_PARENT": "1"},
+        )
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path, log: Path, *flags: str) -> AsyncIterator[Store]:
+    child = await spawn(folder, log, *flags)
+    try:
+        assert child.stdout is not None
+        async with asyncio.timeout(30):
+            line = (await child.stdout.readline()).decode()
+        store = Store(child, line.removeprefix("ready: ").strip(), log)
+        assert line.startswith("ready: "), store.said("")
+        yield store
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.communicate()
+
+
+async def refused(folder: Path, log: Path) -> str:
+    """The last line of a process that must not start there."""
+    child = await spawn(folder, log)
+    store = Store(child, "", log)
+    try:
+        async with asyncio.timeout(30):
+            assert await child.wait() == 2, store.said("")
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.communicate()
+    assert store.said("Traceback") == []
+    return store.said("")[-1]
+
+
+async def goes_on(store: Store, after: Callable[[], None] = lambda: None) -> None:
+    """Writers and readers are answered as ever, though nothing becomes durable; `after` each put."""
+    for keys in MEANWHILE:
+        await put(store.address, keys)
+        after()
+        assert await read(store.address, keys) == [data_of(key) for key in keys]
+    await store.until("pending_writes", lambda value: value == 0)
+    await store.check_up()
+
+
+async def test_a_disk_that_others_fill(disk: Disk, tmp_path: Path) -> None:
+    async with running(disk.path, tmp_path / "log") as store:
+        disk.fill()
+        await goes_on(store)
+        assert (await store.gauges())["ssd_blocks"] == 0
+        assert await store.present(KEYS) == KEYS[-CHUNK - DRAM_BLOCKS : -CHUNK]
+        assert len(store.said(NOT_DURABLE)) == 1
+        assert "No space left on device" in store.said(NOT_DURABLE)[0]
+        assert len(store.said(TRIED_AGAIN)) <= 2
+        disk.remount(f"size={2 * DISK_BYTES}")
+        await put(store.address, NEW)
+        await durable(store.address, len(NEW))
+        assert len(store.said(AGAIN)) == 1
+        disk.fill()
+        store.child.kill()
+        await store.child.wait()
+    async with running(disk.path, tmp_path / "log2") as store:
+        assert len(store.said("the device is full")) == 1
+        await store.check_up()
+        assert await store.present(KEYS) == NEW
+        await put(store.address, OLD)
+        assert await store.present(OLD) == OLD
+        await store.stop()
+
+
+async def test_a_full_disk_gives_what_the_store_holds_away_and_nothing_else(disk: Disk, tmp_path: Path) -> None:
+    async with running(disk.path, tmp_path / "log") as store:
+        await put(store.address, OLD)
+        await durable(store.address, len(OLD))
+        disk.fill()
+        await goes_on(store, disk.fill)
+        assert len(store.said(NOT_DURABLE)) <= 2  # data and index may find no room, each once
+        (disk.path / "another").unlink()
+        await put(store.address, NEW)
+        here = await store.present(KEYS)
+        assert set(NEW) <= set(here)
+        await store.until("pending_writes", lambda value: value == 0)
+        stored = (await store.gauges())["ssd_blocks"]
+        store.child.kill()
+        await store.child.wait()
+    async with running(disk.path, tmp_path / "log2") as store:
+        assert (await store.gauges())["ssd_blocks"] == stored
+        assert set(NEW) <= set(await store.present(KEYS))
+
+
+async def test_a_disk_smaller_than_the_budget(disk: Disk, tmp_path: Path) -> None:
+    disk.remount(f"size={32 * RECORD}")
+    async with running(disk.path, tmp_path / "log") as store:
+        await goes_on(store)
+        assert 0 < (await store.gauges())["ssd_blocks"] < 32
+        assert (await store.gauges())["blocks_not_durable_total"] == 0
+        assert store.said(NOT_DURABLE) == []
+        assert len(store.said(TRIED_AGAIN)) <= 2
+        await store.stop()
+    async with running(disk.path, tmp_path / "log2") as store:
+        await store.check_up()
+        assert set(MEANWHILE[-1]) <= set(await store.present(KEYS))
+
+
+async def test_a_folder_that_becomes_read_only(disk: Disk, tmp_path: Path) -> None:
+    """A file system with files open for writing cannot be made read-only; what hides the folder from new files can."""
+    async with running(disk.path, tmp_path / "log") as store:
+        await put(store.address, OLD)
+        await durable(store.address, len(OLD))
+        segments = disk.path / "segments"
+        disk.mount(segments, "--bind", segments)
+        disk.remount("bind,ro", segments)
+        await goes_on(store)
+        assert len(store.said(NOT_DURABLE)) == 1
+        assert "Read-only file system" in store.said(NOT_DURABLE)[0]
+        assert store.said(TRIED_AGAIN) == []
+        assert await store.present(OLD) == OLD
+        disk.remount("bind,rw", segments)
+        await put(store.address, NEW)
+        await store.until("ssd_blocks", lambda value: value >= len(OLD) + len(NEW))
+        assert len(store.said(AGAIN)) == 1
+        await store.stop()
+    async with running(disk.path, tmp_path / "log2") as store:
+        assert set(OLD + NEW) <= set(await store.present(KEYS))
+
+
+async def test_a_file_system_that_the_kernel_makes_read_only(ext4: Disk, tmp_path: Path) -> None:
+    """What ext4 does when it finds the device broken: all writing ends, through open files too, until a repair."""
+    async with running(ext4.path, tmp_path / "log") as store:
+        await put(store.address, OLD)
+        await durable(store.address, len(OLD))
+        ext4.remount("abort")
+        await goes_on(store)
+        assert (await store.gauges())["ssd_blocks"] == len(OLD)
+        assert len(store.said(NOT_DURABLE)) == 1
+        assert "Read-only file system" in store.said(NOT_DURABLE)[0]
+        assert await store.present(OLD) == OLD
+        await store.stop()
+    line = await refused(ext4.path, tmp_path / "log2")
+    assert line.startswith(f"kvstore: data_dir: {ext4.path} cannot be used: Read-only file system")
+    ext4.unmount()
+    ext4.mount(ext4.path, "-o", "loop", tmp_path / "image")
+    async with running(ext4.path, tmp_path / "log3") as store:
+        assert await store.present(OLD) == OLD
+        await put(store.address, NEW)
+        await store.until("ssd_blocks", lambda value: value == len(OLD) + len(NEW))
+
+
+async def test_a_start_on_a_read_only_disk_is_refused(disk: Disk, tmp_path: Path) -> None:
+    async with running(disk.path, tmp_path / "log") as store:
+        await put(store.address, OLD)
+        await durable(store.address, len(OLD))
+        await store.stop()
+    disk.remount("ro")
+    assert await refused(disk.path, tmp_path / "log2") == (
+        f"kvstore: data_dir: {disk.path} cannot be used: Read-only file system"
+    )
+    disk.remount("rw")
+    async with running(disk.path, tmp_path / "log3") as store:
+        assert await store.present(OLD) == OLD
+
+
+async def test_a_first_start_on_a_full_disk(disk: Disk, tmp_path: Path) -> None:
+    disk.fill()
+    line = await refused(disk.path, tmp_path / "log")
+    assert line.startswith(f"kvstore: data_dir: {disk.path} cannot be used: ")
+    assert "No space left on device" in line

@@ -1,0 +1,104 @@
+"""The native kernels beside plain formulas, without torch: on this processor, and for AArch64 under an emulator.
+
+`native_harness.cpp` opens the library that the build's own flags give and says what is wrong. AArch64 needs a cross
+compiler and QEMU's user emulation (Debian: g++-aarch64-linux-gnu, qemu-user-static), and runs as the plainest processor
+and as one with everything. Run one by hand with the seed that a failure prints.
+"""
+
+import os
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kernels.native import build
+
+HARNESS = Path(__file__).with_name("native_harness.cpp")
+CROSS = "aarch64-linux-gnu-g++"
+EMULATORS = ("qemu-aarch64", "qemu-aarch64-static")
+#: What the emulator's processors have: ARMv8.0 and nothing else; everything that the emulator knows.
+PROCESSORS = ("cortex-a53", "max")
+HERE = [name for name, (needed, _) in build.TARGETS.items() if needed <= build.processor_flags()]
+
+TIMEOUT_S = 600
+SLOW = [pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT_S)]
+
+
+def compile_(*command: str | Path) -> None:
+    done = subprocess.run(list(command), capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+
+
+def make(compiler: str, target: str, folder: Path) -> tuple[Path, Path]:
+    """The harness and the target's library, both by `compiler`."""
+    harness, library = folder / "harness", folder / f"{target}.so"
+    sources = sorted(build.SOURCES.glob("*.cpp"))
+    compile_(compiler, *build.flags(target), *sources, "-o", library)
+    options = ("-O2", "-std=c++17", "-fopenmp", "-w", "-I", str(build.SOURCES))
+    compile_(compiler, *options, HARNESS, "-o", harness, "-ldl")
+    return harness, library
+
+
+def run(*command: str | Path) -> str:
+    """What the harness says; it must be content."""
+    seed = os.environ.get("SEED") or str(random.SystemRandom().randrange(10**9))
+    done = subprocess.run([*command, seed], capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0, f"{command[-1]}, seed {seed}: {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("target", [pytest.param(name, marks=SLOW) for name in HERE])
+def test_this_processor(target: str, tmp_path: Path) -> None:
+    try:
+        compiler = build.compiler()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    assert "bf16 1" in run(*make(compiler, target, tmp_path)) or "bf16" not in target
+
+
+@pytest.fixture(scope="module")
+def aarch64(tmp_path_factory: pytest.TempPathFactory) -> list[str | Path]:
+    """The command that runs the harness for AArch64, all but the processor and the seed."""
+    emulator = next((name for name in EMULATORS if shutil.which(name)), None)
+    if shutil.which(CROSS) is None or emulator is None:
+        pytest.skip(f"needs {CROSS} and {' or '.join(EMULATORS)}")
+    asked = subprocess.run(
+        [CROSS, "-print-file-name=libc.so.6"], capture_output=True, text=True, check=True, timeout=TIMEOUT_S
+    )
+    root = Path(asked.stdout.strip()).resolve().parents[1]  # where the emulated program finds its loader
+    return [emulator, "-L", root, *make(CROSS, "neon", tmp_path_factory.mktemp("aarch64"))]
+
+
+@pytest.mark.parametrize("processor", [pytest.param(name, marks=SLOW) for name in PROCESSORS])
+def test_aarch64(processor: str, aarch64: list[str | Path]) -> None:
+    emulator, *rest = aarch64
+    assert "width 4, bf16 0" in run(emulator, "-cpu", processor, *rest)
+
+
+def test_aarch64_flags_name_the_plainest_processor() -> None:
+    """One library for all of them: what is beyond ARMv8.0 may be used after asking at run time only."""
+    assert [flag for flag in build.flags("neon") if flag.startswith("-m")] == ["-march=armv8-a"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_a_fault_does_not_pass(tmp_path: Path) -> None:
+    """The harness itself: kernels with one wrong coefficient are found out."""
+    try:
+        compiler = build.compiler()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    wrong = tmp_path / "native"
+    shutil.copytree(build.SOURCES, wrong, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    text = (wrong / "vec.h").read_text()
+    assert "5.550329035e-2f" in text
+    (wrong / "vec.h").write_text(text.replace("5.550329035e-2f", "5.551329035e-2f"))
+    harness, library = make(compiler, HERE[-1], tmp_path)
+    compile_(compiler, *build.flags(HERE[-1]), *sorted(wrong.glob("*.cpp")), "-o", library)
+    done = subprocess.run([harness, library, "1"], capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert done.returncode == 1
+    assert "WRONG exponentials of degree 6" in done.stdout
+    assert "WRONG exponentials of degree 4" not in done.stdout
