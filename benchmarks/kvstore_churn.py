@@ -30,6 +30,7 @@ AT_ONCE = 2
 PHASE_S = 5.0
 """After so long another size of blocks is the most frequent."""
 SAMPLE_S = 0.25
+TELL_S = 30.0
 SEED = 1
 
 
@@ -78,17 +79,21 @@ class Churn:
             self.moved += len(keys) * client.layout.block_bytes
 
 
-async def samples(store: Child, churn: Churn) -> list[Point]:
+async def samples(store: Child, churn: Churn, progress: Progress) -> list[Point]:
     """Seconds and resident megabytes, until the churn ends."""
-    found = []
+    found: list[Point] = []
+    told = 0.0
     while (now := time.perf_counter()) < churn.until:
         found.append((now - churn.began, store.resident_bytes() / 1e6))
+        if now - churn.began >= told + TELL_S:
+            told = now - churn.began
+            progress(f"churn: {told:.0f} of {churn.until - churn.began:.0f} s, {found[-1][1]:.0f} MB")
         await asyncio.sleep(SAMPLE_S)
     found.append((time.perf_counter() - churn.began, store.resident_bytes() / 1e6))
     return found
 
 
-async def churned(store: Child, budget: int, seconds: float) -> tuple[list[Point], Churn]:
+async def churned(store: Child, budget: int, seconds: float, progress: Progress) -> tuple[list[Point], Churn]:
     """Churns a store for so long."""
     memory = Memory(CHAIN_BYTES)
     async with contextlib.AsyncExitStack() as stack:
@@ -99,7 +104,7 @@ async def churned(store: Child, budget: int, seconds: float) -> tuple[list[Point
         async with asyncio.TaskGroup() as group:
             for seed in range(AT_ONCE):
                 group.create_task(churn.worker(SEED + seed))
-            measured = group.create_task(samples(store, churn))
+            measured = group.create_task(samples(store, churn, progress))
         return measured.result(), churn
 
 
@@ -116,7 +121,7 @@ async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     """The row of this part; writes the picture."""
     budget = options.churn_megabytes << 20
     with child("services.kvstore", "--dram-bytes", str(budget), "--log-level", "warning") as store:
-        points, churn = await churned(store, budget, options.churn_s)
+        points, churn = await churned(store, budget, options.churn_s, progress)
     name = f"memory over {options.churn_s:g} s of churn, {churn.moved / 1e9:.1f} GB, {churn.put / 1e9:.1f} of it put"
     most = max(value for _, value in points)
     progress(f"{name}: at most {most:.0f} MB with a budget of {budget / 1e6:.0f}")

@@ -7,9 +7,9 @@ not know shapes or what an operation means.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import threading
 from typing import Literal, get_args
 
 import torch
@@ -25,8 +25,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TORCH_ON_CPU_ONLY = frozenset({"attention"})
 
 _log = logging.getLogger(__name__)
-_said: set[tuple[str, str, torch.dtype, str]] = set()
-_said_lock = threading.Lock()
 
 
 def choose(operation: str, device: torch.device, dtype: torch.dtype) -> Name:
@@ -35,14 +33,13 @@ def choose(operation: str, device: torch.device, dtype: torch.dtype) -> Name:
     Raises:
         ValueError: MOONPOOL_KERNELS has a value it must not have, or asks for native kernels that cannot be had.
     """
-    wish = os.environ.get(VARIABLE, "")
+    return _choose_once(operation, device, dtype, os.environ.get(VARIABLE, ""))
+
+
+@functools.cache  # asked for every layer of every step; nothing that it depends on changes
+def _choose_once(operation: str, device: torch.device, dtype: torch.dtype, wish: str) -> Name:
     name = _choose(operation, device, dtype, wish)
-    key = (operation, device.type, dtype, name)
-    if key not in _said:
-        with _said_lock:
-            if key not in _said:
-                _said.add(key)
-                _log.info("%s on %s in %s: %s", operation, device.type, str(dtype).removeprefix("torch."), name)
+    _log.info("%s on %s in %s: %s", operation, device.type, str(dtype).removeprefix("torch."), name)
     return name
 
 

@@ -46,7 +46,7 @@ class KVStoreConfig(ServiceConfig):
         "death of this process, which spares the device all syncs (an orderly stop still writes everything)",
     )
     eviction: Annotated[str, AfterValidator(_policy_known)] = Field(
-        "kv-aware", description=f"eviction policy of the DRAM tier: {', '.join(POLICIES)}"
+        "lru", description=f"eviction policy of the DRAM tier: {', '.join(POLICIES)}"
     )
     read_threads: int = Field(4, ge=1, le=256, description="threads that read the SSD")
     read_ahead_bytes: int = Field(

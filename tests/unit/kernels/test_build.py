@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,18 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def unsaid() -> Iterator[None]:
+    """No choice was made; afterwards none either."""
+    choice._choose_once.cache_clear()
+    yield
+    choice._choose_once.cache_clear()
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, unsaid: None) -> None:
     """Nothing loaded, nothing said."""
     monkeypatch.setattr(library, "_loaded", None)
     monkeypatch.setattr(library, "_failure", "")
-    monkeypatch.setattr(choice, "_said", set())
 
 
 def test_built_once_per_target_and_sources(fake: Path) -> None:
@@ -114,8 +122,8 @@ def test_the_choice(wish: str, dtype: torch.dtype, name: str, monkeypatch: pytes
     assert choose("attention", CPU, dtype) == name
 
 
+@pytest.mark.usefixtures("unsaid")
 def test_the_choice_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "_said", set())
     monkeypatch.setenv(choice.VARIABLE, "torch")
     with caplog.at_level(logging.INFO, "kernels.choice"):
         for _ in range(2):
