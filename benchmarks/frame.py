@@ -192,6 +192,18 @@ def today() -> str:
     return datetime.datetime.now(tz=datetime.UTC).date().isoformat()
 
 
+def _file(text: str) -> Path:
+    """Where a result can be written: known before anything is measured.
+
+    Raises:
+        argparse.ArgumentTypeError: it is a folder.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder, not a file")
+    return path
+
+
 def run(
     name: str,
     measure: Measure,
@@ -213,7 +225,7 @@ def run(
     parser = argparse.ArgumentParser(description=f"benchmark: {name}")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--runs", type=int, default=5, help="measured pairs; medians are reported (default 5)")
-    parser.add_argument("--out", type=Path, help="also write the JSON object to this file")
+    parser.add_argument("--out", type=_file, help="also write the JSON object to this file")
     parser.add_argument("--date", default=today(), help="date to keep the result under (default: today)")
     if flags is not None:
         flags(parser)

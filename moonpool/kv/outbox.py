@@ -61,6 +61,8 @@ class Outbox:
             TransferFailed: There was no room for `timeout_s`.
         """
         size = payload_bytes(payload)
+        if self._queue:
+            await asyncio.sleep(0)  # what waits goes out before this is copied, not after all that still comes
         await self._room.acquire(size, timeout_s=timeout_s)
         self._put(message, payload, size)
 

@@ -23,7 +23,7 @@ SLAB_BYTES = 64 << 20
 SMALL_BYTES = 16 * PAGE
 """Smaller slots share pages; their memory goes back a whole slab at a time."""
 
-RESERVE_SHARE = 32
+RESERVE_SHARE = 128
 """One part in so many of the budget may lie in free slots beyond the budget."""
 
 _HUGE_PAGE = 2 << 20

@@ -59,9 +59,10 @@ async def test_a_transfer_waits_for_its_reader(window: int) -> None:
         sender = TransferSender(channels, address, HELLO, LAYOUT, frame_bytes=SLICE)
         transfer = await sender.open(target)
         work = asyncio.ensure_future(transfer.send(slices(range(LAYOUT.layers), range(blocks))))
-        await asyncio.sleep(0)  # nothing in `send` waits, but for credits
         given = sender._stream.credits
         assert given is not None
+        for _ in range(blocks):  # it gives way now and then, but waits for nothing but credits
+            await asyncio.sleep(0)
         assert (given.waiting, given.available) == (1, 0)
         assert transfer.sent_bytes == window
         decode.go.set()
