@@ -33,7 +33,7 @@ PIECE_BYTES = 256 << 10
 READER_SHARE = 2
 """One part in so many of the read-ahead's budget may go into one band."""
 
-LAYER_BREAK_BYTES = 256 << 10
+LAYER_BREAK_BYTES = 512 << 10
 """A group that is at least so large ends with its layer, so that a layer does not wait for the next one's bytes."""
 
 

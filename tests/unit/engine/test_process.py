@@ -71,7 +71,7 @@ async def test_steps_run_and_everything_is_gone_afterwards() -> None:
     with pytest.raises(Unavailable, match="shut down"):
         await engine.run(step(2, WORK))
     await engine.shutdown()
-    assert open_fds() == fds
+    assert open_fds() <= fds  # others may have been closed meanwhile
 
 
 async def test_leaving_aborts_what_is_in_flight() -> None:
@@ -195,7 +195,7 @@ async def test_an_engine_that_does_not_come_up_leaves_nothing(
     with pytest.raises(error, match=message):
         async with start_processes(spec(checkpoint, stages=2), start_timeout_s=timeout_s, command=FAKE):
             pytest.fail("it came up")
-    assert open_fds() == fds
+    assert open_fds() <= fds  # others may have been closed meanwhile
     assert _children() == children
 
 
