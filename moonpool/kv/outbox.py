@@ -67,7 +67,11 @@ class Outbox:
         self._put(message, payload, size)
 
     def offer(self, message: Message, payload: Payload) -> bool:
-        """Queues a message with a payload if the outbox is open and there is room at once; whether it was done."""
+        """Queues a message with a payload if the outbox is open and there is room at once; whether it was done.
+
+        Raises:
+            StreamBroken: The peer reads nothing and too many messages wait.
+        """
         size = payload_bytes(payload)
         if not self._room.take(size):
             return False

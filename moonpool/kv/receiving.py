@@ -105,14 +105,7 @@ class FrameWriter:
         """Takes a Credit from the reader."""
         self.credits.grant(credit.bytes)
 
-    async def send(
-        self,
-        session: int,
-        generation: int,
-        slices: Iterable[Slice],
-        *,
-        timeout_s: float,
-    ) -> int:
+    async def send(self, session: int, generation: int, slices: Iterable[Slice], *, timeout_s: float) -> int:
         """Sends slices in frames; returns the payload bytes. When it returns or raises, the slices' memory is free.
 
         Args:
@@ -143,14 +136,24 @@ class FrameWriter:
         return sent
 
     def offer(self, session: int, slices: Sequence[Slice], wrap: Callable[[kv_pb2.FrameHeader], Message]) -> bool:
-        """Sends slices that fit one frame if nothing has to be waited for, the header wrapped by `wrap`."""
+        """Sends slices that fit one frame if nothing has to be waited for, the header wrapped by `wrap`.
+
+        Returns:
+            Whether they were sent; no credits are used when not, or when it raises.
+
+        Raises:
+            StreamBroken: Too many messages wait to be written.
+        """
         nbytes = sum(item.data.nbytes for item in slices)
         if self._link is not None or nbytes > self._target_bytes or not self.credits.take(nbytes):
             return False
-        [(header, pieces)] = pack_frames(session, 0, slices, self._layout, self._target_bytes)
-        sent = self._outbox.offer(wrap(header), pieces)
-        if not sent:
-            self.credits.grant(nbytes)
+        sent = False
+        try:
+            [(header, pieces)] = pack_frames(session, 0, slices, self._layout, self._target_bytes)
+            sent = self._outbox.offer(wrap(header), pieces)
+        finally:
+            if not sent:
+                self.credits.grant(nbytes)
         return sent
 
     def close(self, error: Exception) -> None:

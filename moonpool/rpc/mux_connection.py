@@ -293,6 +293,8 @@ class Connection(Generic[Req, Res]):
     def _dispatch(self, received: Message, payload: memoryview) -> None:
         message = cast("Any", received)
         kind = message.WhichOneof("message")
+        if credit_bytes := getattr(message, "credit_bytes", 0):  # not every stream's messages have it
+            self.credits.grant(credit_bytes)
         if self.welcome is None:
             if kind != "welcome":
                 raise StreamBroken(f"the first message is {kind}, not a welcome")
@@ -302,8 +304,6 @@ class Connection(Generic[Req, Res]):
         elif kind == "credit":
             self.credits.grant(message.credit.bytes)
         else:
-            if credit_bytes := getattr(message, "credit_bytes", 0):
-                self.credits.grant(credit_bytes)
             session = self.sessions.get(self._spec.session_of(message))
             if session is not None:
                 session.deliver(message, payload)

@@ -144,7 +144,8 @@ class PutOpen(_message.Message):
     @_builtins.property
     def frame(self) -> _kv_pb2.FrameHeader:
         """Describes this message's payload, which is all of the session. A store that has room at once takes it, and the
-        session has ended; else it is dropped, and frames are to be sent as if it had never been.
+        session has ended; else it is dropped, and frames are to be sent as if it had never been. So it is with a session
+        that brings only some layers or heads of its blocks.
         """
 
     def __init__(

@@ -103,7 +103,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             lane = self._parts.writes.lane(spec.tenant)
             if self._parts.rooms.waits(lane) or (session := self._attempt(entry, spec)) is None:
                 entry.opening = self.spawn(self._open_later(entry, spec))
-            elif message.HasField("frame"):
+            elif message.HasField("frame") and session.covers_whole_blocks:
                 self._take_whole(entry, session, message.frame, payload, credit)
                 return
             else:

@@ -1,6 +1,7 @@
 """The I/O side against workers without torch: order, gates, death, and nothing left behind."""
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
@@ -38,8 +39,13 @@ def step(step_id: int, *tokens: int, gated: bool = False, layer_events: bool = F
     return Step(step_id, sequences, gated, layer_events)
 
 
-def open_fds() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+def open_fds() -> set[tuple[str, str]]:
+    """Numbers, and what they are: others may be closed meanwhile, and their numbers used again."""
+    found = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.add((fd.name, os.readlink(fd)))
+    return found
 
 
 def rendezvous_folders() -> set[Path]:
@@ -71,7 +77,7 @@ async def test_steps_run_and_everything_is_gone_afterwards() -> None:
     with pytest.raises(Unavailable, match="shut down"):
         await engine.run(step(2, WORK))
     await engine.shutdown()
-    assert open_fds() <= fds  # others may have been closed meanwhile
+    assert open_fds() <= fds
 
 
 async def test_leaving_aborts_what_is_in_flight() -> None:
@@ -195,7 +201,7 @@ async def test_an_engine_that_does_not_come_up_leaves_nothing(
     with pytest.raises(error, match=message):
         async with start_processes(spec(checkpoint, stages=2), start_timeout_s=timeout_s, command=FAKE):
             pytest.fail("it came up")
-    assert open_fds() <= fds  # others may have been closed meanwhile
+    assert open_fds() <= fds
     assert _children() == children
 
 
@@ -208,6 +214,7 @@ async def test_impossible_specs_are_refused_before_anything_is_started() -> None
 def test_workers_die_with_a_killed_io_process() -> None:
     program = f"""
 import asyncio
+import contextlib
 from moonpool.engine.launch import start_processes
 from tests.unit.engine.test_process import FAKE, spec, step
 async def main():

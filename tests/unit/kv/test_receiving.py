@@ -114,6 +114,11 @@ async def test_frame_writer_offers_only_what_needs_no_waiting() -> None:
     assert not writer.offer(3, slices(1), wrap)  # no room
     assert (len(outbox), writer.credits.available) == (2, 6 * SLICE)
     assert not make_writer(Outbox(), Link(1.0)).offer(1, slices(1), wrap)
+    full = make_writer(Outbox(max_messages=0))
+    full.grant(kv_pb2.Credit(bytes=SLICE))
+    with pytest.raises(StreamBroken, match="takes none"):
+        full.offer(1, slices(1), wrap)
+    assert full.credits.available == SLICE
     outbox.close(StreamBroken("gone"))
     assert not writer.offer(4, slices(1), wrap)
     assert writer.credits.available == 6 * SLICE

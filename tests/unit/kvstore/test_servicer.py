@@ -335,6 +335,17 @@ async def test_a_part_of_a_session_in_one_message_is_refused() -> None:
         assert (await put_whole(call, [A, B], 2)).opened.present == [0]
 
 
+async def test_a_writer_of_some_layers_is_asked_for_its_frames() -> None:
+    async with rig() as store, putting(store) as call:
+        [(frame, pieces)] = frames_of([A], layers=range(2))
+        opening = put_open(1, [A], range(2))
+        opening.frame.CopyFrom(frame)
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening), pieces))
+        opened = (await answer(call)).opened
+        assert (opened.session, opened.taken) == (1, False)
+        assert store.gauges()["put_sessions"] == 1
+
+
 async def test_a_session_in_one_message_that_finds_no_room_is_opened_later() -> None:
     async with rig(dram_bytes=2 * BLOCK, room_timeout_s=10) as store:
         await store.put([A, B])
