@@ -147,14 +147,15 @@ class FrameWriter:
         nbytes = sum(item.data.nbytes for item in slices)
         if self._link is not None or nbytes > self._target_bytes or not self.credits.take(nbytes):
             return False
-        sent = False
+        used = 0
         try:
             [(header, pieces)] = pack_frames(session, 0, slices, self._layout, self._target_bytes)
-            sent = self._outbox.offer(wrap(header), pieces)
+            if self._outbox.offer(wrap(header), pieces):
+                used = payload_bytes(pieces)  # what the reader will hand back: a damaged frame may be shorter
         finally:
-            if not sent:
-                self.credits.grant(nbytes)
-        return sent
+            if used < nbytes:
+                self.credits.grant(nbytes - used)
+        return used > 0
 
     def close(self, error: Exception) -> None:
         """Ends every waiting `send` with `error`."""

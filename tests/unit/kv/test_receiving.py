@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from moonpool.errors import Mismatch, StreamBroken, TransferFailed
+from moonpool.kv import faults
 from moonpool.kv.frames import Slice, open_frame
 from moonpool.kv.link import Link
 from moonpool.kv.streams import FrameReceiver, FrameWriter, Outbox, check_hello
@@ -130,6 +131,15 @@ async def test_frame_writer_takes_credits_for_what_it_offers() -> None:
     data = memoryview(content(0, 0))[LAYOUT.head_bytes :]
     assert writer.offer(1, [Slice(0, 0, data, 16, range(1, 2))], lambda header: kvstore_pb2.GetResponse(frame=header))
     assert writer.credits.available == 0
+
+
+async def test_frame_writer_takes_credits_for_what_the_reader_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a frame that fault injection has shortened, the reader hands back what came."""
+    monkeypatch.setattr(faults, "corruptor", lambda frame: (frame[0], [memoryview(b"".join(frame[1]))[:-1]]))
+    writer = make_writer(Outbox())
+    writer.grant(kv_pb2.Credit(bytes=8 * SLICE))
+    assert writer.offer(1, slices(1), lambda header: kvstore_pb2.GetResponse(frame=header))
+    assert writer.credits.out == SLICE - 1
 
 
 async def test_frame_writer_waits_for_the_link_only_so_long() -> None:
