@@ -6,7 +6,7 @@ in many.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from moonpool.kv.keys import BlockKey
@@ -76,7 +76,7 @@ class Backend(Protocol):
         """How much of it is used."""
         ...
 
-    def __contains__(self, key: object) -> bool:
+    def __contains__(self, key: bytes) -> bool:
         """Whether the block is durable here."""
         ...
 
@@ -86,6 +86,10 @@ class Backend(Protocol):
 
     def __iter__(self) -> Iterator[BlockKey]:
         """Keys of the durable blocks."""
+        ...
+
+    def part(self, number: int) -> Iterable[BlockKey]:
+        """Keys of the durable blocks in one part (parts.py); all parts together are all of them."""
         ...
 
     def newest_first(self, step: int) -> Iterator[Sequence[BlockKey]]:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from moonpool.kv.keys import KEY_BYTES, BlockKey
 from services.kvstore.blocks import BlockFormat
 from services.kvstore.interned import Interned
+from services.kvstore.parts import PartTable
 from services.kvstore.protection import TierAccount
 from services.kvstore.records import ALIGN
 from services.kvstore.segments import SegmentFile
@@ -106,17 +107,25 @@ class Catalogue:
         self.tenants = Interned(tenants)
         self.segments: dict[int, Segment] = {}
         self.live_bytes = 0
-        self._places: dict[BlockKey, int] = {}
+        self._places = PartTable[int]()
         self._account: TierAccount | None = None
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._places
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._places.parts[key[0]]
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __iter__(self) -> Iterator[BlockKey]:
-        return iter(self._places)
+        for segment in self.segments.values():  # in the order in which they lie in memory: twice as quick
+            if segment.live_bytes == sum(segment.lengths) * ALIGN:
+                yield from segment.keys
+            else:
+                yield from (segment.keys[slot] for slot in self.live_slots(segment))
+
+    def part(self, number: int) -> Iterable[BlockKey]:
+        """Keys of one part of all blocks."""
+        return self._places.parts[number]
 
     def keep_account(self, account: TierAccount | None) -> None:
         """From now on `account` is told of every record that comes or goes; of those that are here, at once."""
@@ -139,19 +148,20 @@ class Catalogue:
 
     def find(self, key: BlockKey) -> tuple[Segment, int] | None:
         """A block's segment and slot; None when it is not here."""
-        place = self._places.get(key)
+        place = self._places.parts[key[0]].get(key)
         return None if place is None else (self.segments[place >> _SLOT_BITS], place & _SLOT_MASK)
 
     def lives(self, segment: Segment, slot: int) -> bool:
         """Whether that is the place of its block."""
-        return self._places.get(segment.keys[slot]) == segment.number << _SLOT_BITS | slot
+        key = segment.keys[slot]
+        return self._places.parts[key[0]].get(key) == segment.number << _SLOT_BITS | slot
 
     def live_slots(self, segment: Segment) -> Iterator[int]:
         """Slots of a segment that are places of blocks, oldest first. Blocks may be forgotten meanwhile."""
         place = segment.number << _SLOT_BITS
-        find = self._places.get
+        parts = self._places.parts
         for slot, key in enumerate(segment.keys):
-            if find(key) == place | slot:
+            if parts[key[0]].get(key) == place | slot:
                 yield slot
 
     def newest_first(self, step: int) -> Iterator[list[BlockKey]]:
@@ -229,21 +239,18 @@ class Catalogue:
         segment.read = bytearray(len(keys))
         self.formats.use(segment.formats)
         self.tenants.use(segment.tenants)
-        known = len(self._places)
         place = segment.number << _SLOT_BITS
-        if self._places.keys().isdisjoint(keys):
-            self._places.update(zip(keys, range(place, place + len(keys)), strict=True))
-        if len(self._places) == known + len(keys):
+        if self._places.add_new(keys, range(place, place + len(keys))):
             segment.live_bytes = sum(segment.lengths) * ALIGN
             self.live_bytes += segment.live_bytes
-            return
-        self._load_again(segment, known)
+        else:
+            self._load_again(segment)
 
-    def _load_again(self, segment: Segment, known: int) -> None:
+    def _load_again(self, segment: Segment) -> None:
         """Some keys come twice: one after the other, later ones win."""
-        if len(self._places) > known:  # the same key twice in this segment
-            for key in segment.keys:
-                self._places.pop(key, None)
+        for slot, key in enumerate(segment.keys):
+            if self.lives(segment, slot):  # the quick way came so far
+                del self._places[key]
         for slot, key in enumerate(segment.keys):
             self.forget(key)
             self._places[key] = segment.number << _SLOT_BITS | slot

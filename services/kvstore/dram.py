@@ -6,12 +6,13 @@ it; a held block is never evicted, nor is one that is pinned or that its tenant 
 """
 
 import collections
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from moonpool.errors import ConfigError, InvalidRequest, Overloaded
 from moonpool.kv.keys import BlockKey
 from services.kvstore.arena import Arena
 from services.kvstore.blocks import DramBlock
+from services.kvstore.parts import PartTable
 from services.kvstore.pins import Pins
 from services.kvstore.policy import EvictionPolicy
 from services.kvstore.protection import Protection
@@ -49,7 +50,7 @@ class DramTier:
         self.protection = Protection(self.pins.__contains__, self.account)
         self.arena = Arena(capacity_bytes)
         self._policy = policy
-        self._blocks: dict[BlockKey, DramBlock] = {}
+        self._blocks = PartTable[DramBlock]()
         self._reserved: collections.Counter[str] = collections.Counter()
         self._fixed: collections.Counter[str] = collections.Counter()  # bytes of held or pinned blocks by tenant
         self._pinned: collections.Counter[str] = collections.Counter()  # those of pinned ones
@@ -60,8 +61,8 @@ class DramTier:
         self.pinned_bytes = 0
         self.evictions = 0
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._blocks
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks.parts[key[0]]
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -69,9 +70,13 @@ class DramTier:
     def __iter__(self) -> Iterator[BlockKey]:
         return iter(self._blocks)
 
+    def part(self, number: int) -> Collection[BlockKey]:
+        """Keys of one part of all blocks."""
+        return self._blocks.parts[number].keys()
+
     def get(self, key: BlockKey) -> DramBlock | None:
         """The block, without counting it as used."""
-        return self._blocks.get(key)
+        return self._blocks.parts[key[0]].get(key)
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
         """Counts those of `chain` (head first) that are here as used now."""
@@ -266,7 +271,7 @@ class DramTier:
 
     def check_invariants(self) -> None:
         """The accounts equal the blocks, within the budget and the quotas, and the policy knows the same keys."""
-        blocks = self._blocks.values()
+        blocks = list(self._blocks.values())
         assert self.block_bytes == sum(block.info.nbytes for block in blocks)
         assert self.held_bytes == sum(block.info.nbytes for block in blocks if block.holds)
         assert self.reserved_bytes == self._reserved.total()

@@ -76,6 +76,7 @@ def _add_ssd(service: "KVStoreService", ssd: SsdTier) -> None:
     add("ssd_bytes", lambda: ssd.used_bytes)
     add("ssd_capacity_bytes", lambda: ssd.capacity_bytes)
     add("ssd_segments", lambda: ssd.segments)
+    add("ssd_indexed", lambda: float(ssd.indexed))
     add("ssd_live_bytes", lambda: ssd.live_bytes)
     add("ssd_housekeeping", lambda: float(ssd.has_housekeeping))
     add("ssd_written_bytes_total", lambda: ssd.written_bytes)

@@ -4,6 +4,7 @@ Owns the union of the two tiers: a key is here when one of them has it, its comi
 not know of sessions, streams, threads or clocks.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from moonpool.kv.keys import BlockKey
@@ -33,15 +34,26 @@ class Holdings:
         self.on_change: list[Changed] = []
         self.on_room: list[Callable[[], None]] = []
 
-    def __contains__(self, key: object) -> bool:
+    def __contains__(self, key: bytes) -> bool:
         return key in self.dram or self.durable(key)
 
     def __iter__(self) -> Iterator[BlockKey]:
         yield from self.dram
         if self.backend is not None:
-            yield from (key for key in self.backend if key not in self.dram)
+            yield from itertools.filterfalse(self.dram.__contains__, self.backend)
 
-    def durable(self, key: object) -> bool:
+    def part(self, number: int) -> list[BlockKey]:
+        """Every key of one part, once: whoever lists all parts, one after the other, misses none that stays.
+
+        A key is of one part only, in whichever tier it is. What moves between the tiers, or within one, so stays where
+        it is looked for, while a walk over one tier and then the other could miss it.
+        """
+        found = self.dram.part(number)
+        if self.backend is None:
+            return list(found)
+        return [*found, *itertools.filterfalse(found.__contains__, self.backend.part(number))]
+
+    def durable(self, key: bytes) -> bool:
         """Whether the block survives a restart."""
         return self.backend is not None and key in self.backend
 
@@ -54,8 +66,9 @@ class Holdings:
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         """How many leading blocks of a chain are here."""
+        dram, backend = self.dram, self.backend
         for count, key in enumerate(keys):
-            if key not in self:
+            if key not in dram and (backend is None or key not in backend):
                 return count
         return len(keys)
 

@@ -109,6 +109,9 @@ class Index:
         OSError, lmdb.Error: the folder cannot be written.
     """
 
+    kept = True
+    """Whether what is committed can be loaded again."""
+
     def __init__(
         self, path: pathlib.Path, map_bytes: int = 64 << 20, *, sync: bool = True, read_only: bool = False
     ) -> None:
@@ -250,6 +253,34 @@ class Index:
     def close(self) -> None:
         """Closes the database."""
         self._env.close()
+
+
+class NoIndex(Index):
+    """In the place of an index for which there is no room: takes changes and keeps nothing.
+
+    Records describe themselves, so that the next start finds in the segments what this one was told.
+    """
+
+    kept = False
+
+    def __init__(self) -> None:
+        """Nothing is opened."""
+
+    def load(self) -> IndexImage:
+        """Raises IndexLostError."""
+        raise IndexLostError("there is no index")
+
+    def commit(self, change: IndexChange) -> None:
+        """Does nothing."""
+
+    def finish_rebuild(self) -> None:
+        """Does nothing."""
+
+    def sync(self) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
 
 
 def remove_index(path: pathlib.Path) -> None:

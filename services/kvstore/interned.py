@@ -38,6 +38,10 @@ class Interned(Generic[Name]):
     def __getitem__(self, number: int) -> Name:
         return self.by_number[number]
 
+    def since(self, number: int) -> dict[int, Name]:
+        """Those whose numbers are larger, by number; in the time it takes to count from there to the last."""
+        return {later: self.by_number[later] for later in range(number + 1, self.last + 1) if later in self.by_number}
+
     def use(self, numbers: Iterable[int]) -> None:
         """Something bears each of these, as often as it comes."""
         coming = collections.Counter(numbers)

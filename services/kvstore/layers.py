@@ -10,14 +10,15 @@ not know of streams, sessions or where the durable tier keeps its bytes.
 import asyncio
 import collections
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from moonpool.errors import MoonpoolError
 from moonpool.kv.frames import FRAME_BYTES
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.reads import ReadLease, Reads, Source
+from services.kvstore.bands import Bad, Band, Job, Piece, read, result_of
+from services.kvstore.reads import ReadLease, Reads
 
 _log = get_logger(__name__)
 
@@ -81,43 +82,6 @@ class Cell(NamedTuple):
     data: memoryview
 
 
-_Bad = dict[int, Exception]
-_Piece = tuple[int, Source, int, list[memoryview]]
-"""Index of the block, the block, first layer, memory for it and those after it."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Job:
-    """Pieces of some blocks that one thread reads, one after the other."""
-
-    future: "Future[_Bad]"
-    blocks: list[int]
-    settled: bool = False
-
-
-@dataclasses.dataclass(slots=True)
-class _Band:
-    """Consecutive layers of all blocks.
-
-    Attributes:
-        layers: which.
-        blocks: how many blocks.
-        paid: the read-ahead counts all of it from the beginning.
-        started: blocks before this one are in DRAM, or being read.
-        slices: memory of those that are read, by block.
-        jobs: who reads a block.
-        counted: blocks whose slices the read-ahead counts.
-    """
-
-    layers: range
-    blocks: int
-    paid: bool
-    started: int = 0
-    slices: dict[int, list[memoryview]] = dataclasses.field(default_factory=dict)
-    jobs: dict[int, _Job] = dataclasses.field(default_factory=dict)
-    counted: set[int] = dataclasses.field(default_factory=set)
-
-
 class LayerReader:
     """Reads one lease, and closes it when the last read for it has ended.
 
@@ -156,10 +120,10 @@ class LayerReader:
         self._told = lease.blocks
         self._left = layers
         self._thickness = 1
-        self._bands: collections.deque[_Band] = collections.deque()
+        self._bands: collections.deque[Band] = collections.deque()
         self._held = 0
         self._walked = 0
-        self._jobs: set[_Job] = set()
+        self._jobs: set[Job] = set()
         self._error: MoonpoolError | None = None
         self._closed = False
         self._loop = asyncio.get_running_loop()
@@ -196,13 +160,13 @@ class LayerReader:
             yield part
         self._sent()
         for job in list(self._jobs):  # of blocks behind a lost one: the lease ends with them
-            await _result(job.future)
+            await result_of(job.future)
             self._jobs.discard(job)
 
     def _is_full(self, group: list[Cell]) -> bool:
         return (len(group) + 1) * self._sent_bytes > self._group_bytes
 
-    def _gather(self, group: list[Cell], band: _Band, depth: int, layer: int, block: int) -> int:
+    def _gather(self, group: list[Cell], band: Band, depth: int, layer: int, block: int) -> int:
         """Adds a layer's slices from `block` on to a group until it is full or one is not read yet; returns which."""
         sources, jobs, size = self._lease.sources, band.jobs, self._slice_bytes
         room = max(1, self._group_bytes // self._sent_bytes) - len(group)
@@ -227,12 +191,12 @@ class LayerReader:
             return band.blocks
         return block
 
-    async def _readable(self, band: _Band, block: int) -> bool:
+    async def _readable(self, band: Band, block: int) -> bool:
         """Waits for a block to be read; False when nobody has begun to, since all else must be sent before."""
         if block >= band.started:
             return False
         job = band.jobs[block]
-        self._settle(job, band, await _result(job.future))
+        self._settle(job, band, await result_of(job.future))
         return True
 
     def _parts(self, group: list[Cell]) -> Iterator[list[Cell] | Lost]:
@@ -280,7 +244,7 @@ class LayerReader:
         band.started = end
         return True
 
-    def _open_band(self) -> _Band:
+    def _open_band(self) -> Band:
         """The next layers: as many as a piece wants, if the read-ahead can take all of them, else one."""
         sources = self._lease.sources[: self._limit]
         fresh = {n for n, source in enumerate(sources) if source.block is None and not source.reserved}
@@ -291,13 +255,13 @@ class LayerReader:
             if cost <= most and self._take(cost, must=False):
                 break
             count //= 2
-        band = _Band(self._left[:count], self._limit, count > 1, counted=fresh if count > 1 else set())
+        band = Band(self._left[:count], self._limit, count > 1, counted=fresh if count > 1 else set())
         self._left = self._left[count:]
         self._thickness = min(2 * self._thickness, max(1, PIECE_BYTES // self._slice_bytes))
         self._bands.append(band)
         return band
 
-    def _next_blocks(self, band: _Band) -> tuple[list[int], int]:
+    def _next_blocks(self, band: Band) -> tuple[list[int], int]:
         """Blocks of a band that one job should read, and before which block it ends."""
         piece = len(band.layers) * self._slice_bytes
         size = min(self._group_bytes, max(PIECE_BYTES, band.blocks * piece // MAX_JOBS))
@@ -317,19 +281,19 @@ class LayerReader:
         self._held += nbytes
         return True
 
-    def _submit(self, band: _Band, blocks: list[int]) -> None:
+    def _submit(self, band: Band, blocks: list[int]) -> None:
         layout = self._lease.format.layout
-        pieces: list[_Piece] = []
+        pieces: list[Piece] = []
         for block in blocks:
             source = self._lease.sources[block]
             band.slices[block] = [source.take(layer, layout) for layer in band.layers]
             pieces.append((block, source, band.layers.start, band.slices[block]))
-        job = _Job(self._pool.submit(_read, pieces), blocks)
+        job = Job(self._pool.submit(read, pieces), blocks)
         self._jobs.add(job)
         band.jobs.update(dict.fromkeys(blocks, job))
         job.future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._one_read, job))
 
-    def _settle(self, job: _Job, band: _Band, bad: _Bad) -> None:
+    def _settle(self, job: Job, band: Band, bad: Bad) -> None:
         """Takes note of what was read and what could not be."""
         job.settled = True
         self._jobs.discard(job)
@@ -344,7 +308,7 @@ class LayerReader:
             if block < self._limit:
                 self._lease.sources[block].filled |= bits
 
-    def _one_read(self, job: _Job) -> None:
+    def _one_read(self, job: Job) -> None:
         if not self._closed:
             self._jobs.discard(job)
             self._start_more()
@@ -368,21 +332,3 @@ class LayerReader:
     def _finish(self) -> None:
         self._reads.close(self._lease)
         self._on_closed()
-
-
-async def _result(future: "Future[_Bad]") -> _Bad:
-    return future.result() if future.done() else await asyncio.wrap_future(future)
-
-
-def _read(pieces: Sequence[_Piece]) -> _Bad:
-    """Blocking. Reads pieces; returns which blocks could not be read. Behind one that could not, nothing is read."""
-    bad: _Bad = {}
-    for block, source, first, outs in pieces:
-        if bad and block >= min(bad):
-            continue
-        assert source.reader is not None
-        try:
-            source.reader.read_layers(first, outs)
-        except (MoonpoolError, OSError) as error:
-            bad[block] = error
-    return bad

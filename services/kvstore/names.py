@@ -25,10 +25,9 @@ class Names:
 
     def change(self) -> IndexChange:
         """What the next transaction should say about names."""
-        formats, tenants = self._books.formats.by_number, self._books.tenants.by_number
         return IndexChange(
-            formats={number: name for number, name in formats.items() if number > self._known[0]},
-            tenants={number: name for number, name in tenants.items() if number > self._known[1]},
+            formats=self._books.formats.since(self._known[0]),
+            tenants=self._books.tenants.since(self._known[1]),
             unused_formats=frozenset(self._surplus[0]),
             unused_tenants=frozenset(self._surplus[1]),
         )
@@ -47,7 +46,12 @@ class Names:
             self._known = self._books.formats.last, self._books.tenants.last
             self._surplus[0].difference_update(change.unused_formats)
             self._surplus[1].difference_update(change.unused_tenants)
-        return self._drop_unused()
+        gone = self._drop_unused()
+        # Names that were not written are borne by nothing now: the next change need not look through their numbers.
+        assert not self._books.formats.since(self._known[0])
+        assert not self._books.tenants.since(self._known[1])
+        self._known = self._books.formats.last, self._books.tenants.last
+        return gone
 
     def _drop_unused(self) -> Iterable[str]:
         formats, tenants = self._books.formats.drop_unused(), self._books.tenants.drop_unused()

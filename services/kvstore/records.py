@@ -34,6 +34,8 @@ from services.kvstore.blocks import MAX_TENANT_BYTES, BlockFormat, BlockInfo
 ALIGN = 4096
 MAGIC = b"MPKVREC1"
 _PREFIX = struct.Struct("<8sQII")
+_KEY_AT, _PARENT_AT, _NAMESPACE_AT = 24, 56, 88
+_TENANT_LENGTH = struct.Struct("<I")
 _FIXED = struct.Struct("<8sQII32s32s32sIIIII16sI")
 _HASHED_FROM = 16
 _MAX_HEADER_BYTES = 1 << 20
@@ -70,6 +72,21 @@ class RecordHeader:
         """
         if slice_checksum(self.info.key, layer, data) != self.checksums[layer]:
             raise BadRecordError(f"checksum of layer {layer} is wrong")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class RecordKind:
+    """What many records have in common: all that their headers say but keys and checksums.
+
+    Attributes:
+        format: of what kind of KV they are.
+        tenant: whose they are.
+        record_bytes: size of each of them, header and padding included.
+    """
+
+    format: BlockFormat
+    tenant: str
+    record_bytes: int
 
 
 def _align(nbytes: int) -> int:
@@ -139,15 +156,15 @@ def pack_header(info: BlockInfo, slices: Sequence[memoryview]) -> bytes:
     return bytes(out)
 
 
-def header_bytes_of(start: bytes | bytearray) -> int:
-    """How long the header is that begins with these bytes (at least 24).
+def header_bytes_of(data: bytes | bytearray, at: int = 0) -> int:
+    """How long the header is that begins with the bytes from `at` on (at least 24).
 
     Raises:
-        BadRecordError: no header begins here.
+        BadRecordError: no header begins there.
     """
-    if len(start) < _PREFIX.size:
+    if len(data) < at + _PREFIX.size:
         raise BadRecordError("too short for a record")
-    magic, _, size, _ = _PREFIX.unpack_from(start)
+    magic, _, size, _ = _PREFIX.unpack_from(data, at)
     if magic != MAGIC:
         raise BadRecordError("no record begins here")
     if not ALIGN <= size <= _MAX_HEADER_BYTES or size % ALIGN:
@@ -213,3 +230,27 @@ def unpack_header(data: bytes | bytearray) -> RecordHeader:
         raise BadRecordError(f"the header is intact but impossible: {error}") from error
     info = BlockInfo(BlockKey(key), BlockKey(parent), tenant, block_format)
     return RecordHeader(info, size, struct.unpack_from(f"<{layers}Q", data, sums_at))
+
+
+def identify(data: bytes, at: int, kinds: dict[bytes, RecordKind]) -> tuple[BlockKey, RecordKind]:
+    """Verifies a header, and says whose it is and of what kind; quick for kinds that were met before.
+
+    Args:
+        data: holds the whole header.
+        at: where it begins.
+        kinds: those that were met, by the bytes that say so; filled here.
+
+    Raises:
+        BadRecordError: it is not intact.
+    """
+    size = header_bytes_of(data, at)
+    header = memoryview(data)[at : at + size]
+    if len(header) < size or xxhash.xxh3_64_intdigest(header[_HASHED_FROM:]) != _PREFIX.unpack_from(header)[1]:
+        raise BadRecordError("the header is cut off or its checksum is wrong")
+    (tenant_bytes,) = _TENANT_LENGTH.unpack_from(header, _FIXED.size - _TENANT_LENGTH.size)
+    said = b"".join((header[_HASHED_FROM:_KEY_AT], header[_NAMESPACE_AT : _FIXED.size + tenant_bytes]))
+    kind = kinds.get(said)
+    if kind is None:
+        whole = unpack_header(bytes(header))
+        kind = kinds[said] = RecordKind(whole.info.format, whole.info.tenant, whole.record_bytes)
+    return BlockKey(bytes(header[_KEY_AT:_PARENT_AT])), kind

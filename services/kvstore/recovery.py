@@ -1,7 +1,8 @@
 """Opening a data folder: lock it, and find out what it still holds.
 
 Owns the folder's arrangement and everything that is done once at start: trust the index where it agrees with the
-segment files, rebuild it from them where it is lost. Must not know of budgets or eviction. All of it blocks.
+segment files, have it made anew from them where it is lost (rebuild.py). Must not know of budgets or eviction. All of
+it blocks.
 
     DATA_DIR/lock          held by the one process that uses the folder
     DATA_DIR/unsynced      holds the boot's id while blocks may not have reached the device (durability "process")
@@ -14,24 +15,20 @@ import errno
 import fcntl
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import lmdb
 
 from moonpool.errors import ConfigError
 from moonpool.telemetry.logs import get_logger
 from services.kvstore.catalogue import ENTRY, Catalogue, Segment
-from services.kvstore.commit import Durability
+from services.kvstore.commit import Durability, is_full
 from services.kvstore.index import Index, IndexChange, IndexImage, IndexLostError, remove_index
-from services.kvstore.records import ALIGN, RecordHeader
+from services.kvstore.rebuild import rebuild
+from services.kvstore.records import ALIGN
 from services.kvstore.segments import SegmentFile, list_segments, segment_path, sync_folder
 
 _log = get_logger(__name__)
 
-_SCAN_THREADS = 8
-_ENTRIES_PER_VALUE = 4096
-_PROGRESS_STEPS = 10
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -125,7 +122,7 @@ class Recovered:
     """What a data folder holds.
 
     Attributes:
-        index: the open index, which agrees with the rest.
+        index: the open index, which agrees with the rest; a `NoIndex` when there was no room to make a lost one anew.
         catalogue: all segments and blocks; the files are exactly these.
         next_segment: an id that was never used.
         durability: what commits survive from now on.
@@ -156,20 +153,15 @@ def recover(folder: DataFolder, map_bytes: int = 64 << 20, *, durability: Durabi
         files = list_segments(folder.segments)
         _settle(folder, durability)
         if durability == "process":
-            folder.leave_unsynced()
+            durability = _unsynced(folder)
         sync = durability == "power"
         try:
-            index = Index(folder.index, map_bytes, sync=sync)
-            try:
-                image = index.load()
-            except BaseException:
-                index.close()
-                raise
+            index, image = _load(folder, map_bytes, sync=sync)
         except IndexLostError as error:
             if files:
                 _log.warning("rebuilding the index from the segments", reason=str(error), segments=len(files))
-            remove_index(folder.index)
-            recovered = _rebuild(folder, Index(folder.index, map_bytes, sync=sync), files, direct=sync)
+            catalogue, index = rebuild(folder.segments, files, folder.index, map_bytes, sync=sync)
+            recovered = Recovered(index, catalogue, max(files, default=0) + 1, rebuilt=bool(files))
         else:
             try:
                 recovered = _reconcile(folder, index, image, files, direct=sync)
@@ -195,6 +187,39 @@ def _settle(folder: DataFolder, durability: Durability) -> None:
         _log.warning("the machine was restarted before everything was synced: the index is not believed")
         remove_index(folder.index)
     folder.all_synced()
+
+
+def _unsynced(folder: DataFolder) -> Durability:
+    """From now on blocks may not reach the device; where not even that can be noted, they must."""
+    try:
+        folder.leave_unsynced()
+    except OSError as error:
+        if not is_full(error):
+            raise
+        folder.all_synced()  # half a note would say that something is not
+        _log.warning("the device is too full to do without syncs: durability is power", error=str(error))
+        return "power"
+    return "process"
+
+
+def _load(folder: DataFolder, map_bytes: int, *, sync: bool) -> tuple[Index, IndexImage]:
+    """The index and what it holds.
+
+    Raises:
+        IndexLostError: it is not usable.
+        OSError, lmdb.Error: it cannot be read.
+    """
+    try:
+        index = Index(folder.index, map_bytes, sync=sync)
+    except (OSError, lmdb.Error) as error:
+        if not is_full(error):  # opening what is whole needs no room
+            raise
+        raise IndexLostError(f"there is none: {error}") from error
+    try:
+        return index, index.load()
+    except BaseException:
+        index.close()
+        raise
 
 
 def _reconcile(
@@ -231,66 +256,11 @@ def _reconcile(
         _log.warning(
             "segments are missing or cut off; their blocks are dropped", blocks=lost_blocks, segments=len(gone)
         )
-        index.commit(
-            IndexChange(removed_segments=gone, dropped=lost, segments={segment.number: segment.size for segment in cut})
-        )
-    return Recovered(index, catalogue, max([*files, *image.segments], default=0) + 1, lost_blocks=lost_blocks)
-
-
-def _rebuild(folder: DataFolder, index: Index, files: dict[int, int], *, direct: bool) -> Recovered:
-    """Makes a new index of all records found, later ones replacing earlier ones of the same key."""
-    catalogue = Catalogue({}, {})
-    try:
-        for number, records in _scan(folder, files):
-            file = SegmentFile(segment_path(folder.segments, number), direct=direct)
-            if not records:
-                file.delete()
-                continue
-            end = records[-1][0] + records[-1][1].record_bytes
-            if end < files[number]:
-                file.truncate(end)
-                file.close()
-            segment = Segment(number, file, end)
-            catalogue.load(segment, b"".join(_entry(catalogue, offset, header) for offset, header in records))
-            _save(index, catalogue, segment)
-        names = IndexChange(formats=catalogue.formats.by_number, tenants=catalogue.tenants.by_number)
-        index.commit(names)
-        index.finish_rebuild()
-    except BaseException:
-        index.close()
-        raise
-    return Recovered(index, catalogue, max(files, default=0) + 1, rebuilt=bool(files))
-
-
-def _scan(folder: DataFolder, files: Mapping[int, int]) -> Iterator[tuple[int, list[tuple[int, RecordHeader]]]]:
-    """All records of all segments, segment by segment; several are read at once, a header being one small read."""
-
-    def scan(number: int) -> list[tuple[int, RecordHeader]]:
-        file = SegmentFile(segment_path(folder.segments, number), direct=True)
         try:
-            return list(file.scan())
-        finally:
-            file.close()
-
-    blocks, step = 0, max(1, len(files) // _PROGRESS_STEPS)
-    with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="kvstore-scan") as pool:
-        for done, (number, records) in enumerate(zip(files, pool.map(scan, files), strict=True), 1):
-            yield number, records
-            blocks += len(records)
-            if done % step == 0 or done == len(files):
-                _log.info("segments read", segments=done, of=len(files), blocks=blocks)
-
-
-def _entry(catalogue: Catalogue, offset: int, header: RecordHeader) -> bytes:
-    info = header.info
-    names = catalogue.formats.number(info.format), catalogue.tenants.number(info.tenant)
-    return ENTRY.pack(info.key, offset // ALIGN, header.record_bytes // ALIGN, *names)
-
-
-def _save(index: Index, catalogue: Catalogue, segment: Segment) -> None:
-    rows = [ENTRY.pack(*catalogue.row(segment, slot)) for slot in range(len(segment.keys))]
-    entries = {
-        (segment.number, first): b"".join(rows[first : first + _ENTRIES_PER_VALUE])
-        for first in range(0, len(rows), _ENTRIES_PER_VALUE)
-    }
-    index.commit(IndexChange(entries=entries, segments={segment.number: segment.size}))
+            sizes = {segment.number: segment.size for segment in cut}
+            index.commit(IndexChange(removed_segments=gone, dropped=lost, segments=sizes))
+        except lmdb.Error as error:
+            if not is_full(error):
+                raise
+            _log.warning("the device is too full to note that: the next start finds it again", error=str(error))
+    return Recovered(index, catalogue, max([*files, *image.segments], default=0) + 1, lost_blocks=lost_blocks)

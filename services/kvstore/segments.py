@@ -1,6 +1,6 @@
 """Segment files: records, one after the other, appended once and never changed.
 
-Owns reading, appending, cutting and scanning of one file. Must not know of the index, budgets or events. All functions
+Owns reading, appending and cutting of one file. Must not know of the index, budgets or events. All functions
 may block and belong into a worker thread; reading from several threads while one appends is safe (`pread`, `pwrite`).
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 
 from services.kvstore.device import open_direct, read_cached, read_direct, start_writeback, write
 from services.kvstore.records import ALIGN, BadRecordError, RecordHeader, header_bytes_of, unpack_header
+from services.kvstore.scan import Found, scan
 
 _NAME = re.compile(r"(\d{16})\.seg")
-_SCAN_BYTES = 1 << 20
 
 
 def segment_path(folder: pathlib.Path, number: int) -> pathlib.Path:
@@ -143,41 +143,9 @@ class SegmentFile:
         """
         os.ftruncate(self._open(), size)
 
-    def scan(self) -> Iterator[tuple[int, RecordHeader]]:
-        """All intact records that lie wholly inside the file, with their offsets.
-
-        Behind a broken header the search goes on at the next possible place. The data are not verified: reading does.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
-        size = os.fstat(self._open()).st_size
-        offset = 0
-        while offset + ALIGN <= size:
-            try:
-                header = self.read_header(offset)
-            except BadRecordError:
-                offset = self._next_magic(offset + ALIGN, size)
-                continue
-            if offset + header.record_bytes > size:
-                break
-            yield offset, header
-            offset += header.record_bytes
-
-    def _next_magic(self, offset: int, size: int) -> int:
-        """The next place from `offset` on where a record could begin; `size` if there is none."""
-        while offset < size:
-            data = os.pread(self._open(), _SCAN_BYTES, offset)
-            if not data:
-                break
-            for at in range(0, len(data), ALIGN):
-                try:
-                    header_bytes_of(data[at : at + 24])
-                except BadRecordError:
-                    continue
-                return offset + at
-            offset += _SCAN_BYTES
-        return size
+    def scan(self) -> Iterator[Found]:
+        """All intact records in the file; see `scan.scan`."""
+        return scan(self._open())
 
     def close(self) -> None:
         """Closes the file; twice does no harm."""

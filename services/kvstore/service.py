@@ -115,7 +115,7 @@ class KVStoreService:
         self.rooms = RoomQueue(MAX_WAITING_FOR_ROOM)
         self.writer = WriteBehind(writes, ssd) if ssd is not None else None
         self.ahead = ReadAhead(config.read_ahead_bytes)
-        self.journal = Journal(lambda: holdings, instance.incarnation)
+        self.journal = Journal(holdings.part, instance.incarnation)
         put = PutParts(
             writes,
             self.rooms,

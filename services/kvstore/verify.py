@@ -17,7 +17,8 @@ from moonpool.kv.keys import BlockKey
 from services.kvstore.catalogue import Catalogue, Row, Segment
 from services.kvstore.index import Index, IndexImage, IndexLostError
 from services.kvstore.record_reader import read_record
-from services.kvstore.records import ALIGN, BadRecordError, RecordHeader
+from services.kvstore.records import ALIGN, BadRecordError
+from services.kvstore.scan import Found
 from services.kvstore.segments import SegmentFile, list_segments, segment_path
 
 _THREADS = 4
@@ -162,36 +163,34 @@ def _check_segment(number: int, file: SegmentFile, size: int, catalogue: Catalog
         named = {segment.offset(slot): catalogue.row(segment, slot) for slot in catalogue.live_slots(segment)}
         if size < segment.size:
             report._add(Fault(number, None, None, f"the segment has {size} bytes instead of {segment.size}"))
-    for offset, header in file.scan():
+    for found in file.scan():
         report.records += 1
-        row = named.pop(offset, None)
+        row = named.pop(found.offset, None)
         if catalogue is not None and row is None:
             report.dead += 1
             continue
-        report.bytes_read += header.record_bytes
-        what = _check_record(file, offset, header, row, catalogue)
+        report.bytes_read += found.kind.record_bytes
+        what = _check_record(file, found, row, catalogue)
         if what is None:
             report.blocks += 1
         else:
-            report._add(Fault(number, offset, header.info.key, what))
+            report._add(Fault(number, found.offset, found.key, what))
     for offset, row in named.items():
         report._add(Fault(number, offset, row[0], "the index names a record that is not there"))
     return report
 
 
-def _check_record(
-    file: SegmentFile, offset: int, header: RecordHeader, row: Row | None, catalogue: Catalogue | None
-) -> str | None:
+def _check_record(file: SegmentFile, found: Found, row: Row | None, catalogue: Catalogue | None) -> str | None:
     """What is wrong with a record whose header is intact; None for nothing."""
-    info = header.info
+    kind = found.kind
     if row is not None and catalogue is not None:
         key, _, length, block_format, tenant = row
-        if (key, length * ALIGN) != (info.key, header.record_bytes):
+        if (key, length * ALIGN) != (found.key, kind.record_bytes):
             return "the index names another block"
-        if catalogue.formats[block_format] != info.format or catalogue.tenants[tenant] != info.tenant:
+        if catalogue.formats[block_format] != kind.format or catalogue.tenants[tenant] != kind.tenant:
             return "the index names another format or tenant"
     try:
-        read_record(file, info.key, offset, header.record_bytes)
+        read_record(file, found.key, found.offset, kind.record_bytes)
     except (BadRecordError, OSError) as error:
         return str(error)
     return None

@@ -1,20 +1,26 @@
-"""Who watches the store's keys: a snapshot, then every change, in order.
+"""Who watches the store's keys: a snapshot, and every change, in order.
 
 Owns the journal of changes with their sequence numbers, and one bounded queue per watcher. Must not know of streams or
-tiers. Changes of one turn of the event loop become one message. A snapshot's messages all carry the number of the
-last change they include (0 at the start), so that the next change is that number plus one. A watcher that knows this
-incarnation and a number that the journal still reaches gets the changes since instead of a snapshot: whatever was
-removed before it cannot come back.
+tiers. Changes of one turn of the event loop become one message. A watcher that knows this incarnation and a number that
+the journal still reaches gets the changes since instead of a snapshot: whatever was removed before it cannot come back.
+
+A snapshot is listed part by part (parts.py), each when the watcher has taken the one before, so that no turn of the
+loop is long and no watcher costs more memory than a page and its queue. The rule that keeps it right: a part is listed
+as it is now, after everything that was told before now. So a key is in its part's page if it is here then, and what
+becomes of it later is told later. Changes that come meanwhile go in between the pages. Each page carries the number of
+the last change that was told before it (0 at the start), so that the next change is always that number plus one; with
+the last page the watcher knows exactly what is here at that number.
 """
 
 import asyncio
 import collections
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 from moonpool.cluster.events import KEYS_PER_MESSAGE, EventLog
 from moonpool.errors import Overloaded, Unavailable
 from moonpool.kv.keys import BlockKey, pack_keys
 from moonpool.v1 import kv_pb2
+from services.kvstore.parts import PARTS
 
 JOURNAL_MESSAGES = 1024
 JOURNAL_BYTES = 16 << 20
@@ -36,7 +42,7 @@ class Journal:
     """All changes since the start, the last ones kept.
 
     Args:
-        keys: every key now, for snapshots.
+        part: the keys of one part now, for snapshots; every key is of one part of `PARTS`, always the same.
         incarnation: of this store; numbers mean something within it only.
         journal_messages: how many messages are kept for replay at most.
         journal_bytes: how many bytes of keys are kept in them at most, beside the last message.
@@ -45,14 +51,14 @@ class Journal:
 
     def __init__(
         self,
-        keys: Callable[[], Iterable[BlockKey]],
+        part: Callable[[int], Sequence[BlockKey]],
         incarnation: int,
         *,
         journal_messages: int = JOURNAL_MESSAGES,
         journal_bytes: int = JOURNAL_BYTES,
         watcher_messages: int = WATCHER_MESSAGES,
     ) -> None:
-        self._keys = keys
+        self._part = part
         self._incarnation = incarnation
         self._watcher_messages = watcher_messages
         self._log = EventLog()
@@ -116,12 +122,19 @@ class Journal:
             raise Overloaded("too many watchers", reason="kvstore_watchers", retry_after_s=RETRY_AFTER_S)
         self._flush()
         watcher = _Watcher()
-        first = self._first_messages(incarnation, after_sequence)
+        known = incarnation == self._incarnation and self._reaches(after_sequence)
+        missed = [message for message in self._kept if message.sequence > after_sequence] if known else []
+        pages = iter(()) if known else self._pages(watcher)
         self._watchers.add(watcher)
         try:
-            for message in first:
+            for message in missed:
                 self._check(watcher)
                 yield message
+            for page in pages:
+                for message in page:
+                    self._check(watcher)
+                    yield message
+                await asyncio.sleep(0)  # whoever takes messages need not wait for anything, but others must have turns
             while True:
                 while watcher.queue:
                     yield watcher.queue.popleft()
@@ -130,6 +143,22 @@ class Journal:
                 await watcher.ready.wait()
         finally:
             self._watchers.discard(watcher)
+
+    def _pages(self, watcher: _Watcher) -> Iterator[list[kv_pb2.KVEvents]]:
+        """A snapshot: what was told since the last page, and one further page, of about a message's keys.
+
+        A step lists no more keys than a message has and the largest part; they may make several messages.
+        """
+        number = 0
+        while number < PARTS:
+            self._flush()
+            changes, keys = list(watcher.queue), list[BlockKey]()
+            watcher.queue.clear()
+            begin = number == 0
+            while number < PARTS and len(keys) < KEYS_PER_MESSAGE:
+                keys += self._part(number)
+                number += 1
+            yield [*changes, *_page(keys, self.sequence, begin=begin, end=number == PARTS)]
 
     def _check(self, watcher: _Watcher) -> None:
         if self._closed:
@@ -143,26 +172,23 @@ class Journal:
         for watcher in self._watchers:
             watcher.ready.set()
 
-    def _first_messages(self, incarnation: int, after_sequence: int) -> Iterable[kv_pb2.KVEvents]:
-        """What goes before the changes: what was missed, or a snapshot of this moment, packed page by page."""
-        if incarnation == self._incarnation and self._reaches(after_sequence):
-            return [message for message in self._kept if message.sequence > after_sequence]
-        return _pages(list(self._keys()), self.sequence)
-
     def _reaches(self, sequence: int) -> bool:
         oldest = self._kept[0].sequence if self._kept else self.sequence + 1
         return oldest - 1 <= sequence <= self.sequence
 
 
-def _pages(keys: Sequence[BlockKey], sequence: int) -> Iterator[kv_pb2.KVEvents]:
-    for begin in range(0, max(len(keys), 1), KEYS_PER_MESSAGE):
-        end = begin + KEYS_PER_MESSAGE
-        yield kv_pb2.KVEvents(
+def _page(keys: Sequence[BlockKey], sequence: int, *, begin: bool, end: bool) -> list[kv_pb2.KVEvents]:
+    """Messages of a snapshot; keys listed together."""
+    starts = range(0, max(len(keys), 1), KEYS_PER_MESSAGE)
+    return [
+        kv_pb2.KVEvents(
             sequence=sequence,
-            stored_keys=pack_keys(keys[begin:end]),
-            snapshot_begin=begin == 0,
-            snapshot_end=end >= len(keys),
+            stored_keys=pack_keys(keys[at : at + KEYS_PER_MESSAGE]),
+            snapshot_begin=begin and at == 0,
+            snapshot_end=end and at == starts[-1],
         )
+        for at in starts
+    ]
 
 
 def _size(message: kv_pb2.KVEvents) -> int:

@@ -6,6 +6,7 @@ Skipped where mounting is not permitted.
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -278,6 +279,47 @@ async def test_a_disk_smaller_than_the_budget(disk: Disk, tmp_path: Path) -> Non
     async with running(disk.path, tmp_path / "log2") as store:
         await store.check_up()
         assert set(MEANWHILE[-1]) <= set(await store.present(KEYS))
+
+
+@pytest.mark.parametrize("lost", ["deleted", "garbage"])
+async def test_a_lost_index_on_a_full_disk(disk: Disk, tmp_path: Path, lost: str) -> None:
+    async with running(disk.path, tmp_path / "log") as store:
+        await put(store.address, OLD)
+        await durable(store.address, len(OLD))
+        store.child.kill()
+        await store.child.wait()
+    index = disk.path / "index"
+    (index / "data.mdb").write_bytes(b"\xa5" * 8192)
+    if lost == "deleted":
+        shutil.rmtree(index)
+    disk.fill()
+    async with running(disk.path, tmp_path / "log2") as store:
+        told = store.said("the device is too full for an index")
+        assert len(told) == 1
+        assert "No space left on device" in told[0] or "No more disk space" in told[0]
+        await store.check_up()
+        gauges = await store.gauges()
+        assert (gauges["ssd_indexed"], gauges["ssd_blocks"]) == (0, len(OLD))
+        assert await store.present(OLD) == OLD
+        await put(store.address, NEW)
+        await store.until("pending_writes", lambda value: value == 0)
+        assert set(NEW) <= set(await store.present(KEYS))
+        await store.check_up()
+        stored = (await store.gauges())["ssd_blocks"]
+        (disk.path / "another").unlink()
+        store.child.kill()
+        await store.child.wait()
+    async with running(disk.path, tmp_path / "log3") as store:
+        assert store.said("rebuilding the index from the segments")
+        gauges = await store.gauges()
+        assert (gauges["ssd_indexed"], gauges["ssd_blocks"]) == (1, stored)
+        await store.check_up()
+        await put(store.address, MEANWHILE[0])
+        await store.until("ssd_blocks", lambda value: value == stored + CHUNK)
+        await store.stop()
+    async with running(disk.path, tmp_path / "log4") as store:
+        assert store.said("rebuilding") == []
+        assert set(MEANWHILE[0] + NEW) <= set(await store.present(KEYS))
 
 
 async def test_a_folder_that_becomes_read_only(disk: Disk, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Blocks with known bytes, and a store driven by hand: no threads, no event loop."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from moonpool.kv.frames import Run
@@ -27,6 +27,11 @@ RECORD = 4096 * 2  # a header page and the data rounded up
 
 def keys_of(count: int, chain: str = "a") -> list[BlockKey]:
     return [BlockKey(hashlib.sha256(f"{chain}:{index}".encode()).digest()) for index in range(count)]
+
+
+def in_part(keys: Iterable[BlockKey], number: int) -> list[BlockKey]:
+    """Those of one part, as a tier lists them."""
+    return [key for key in keys if key[0] == number]
 
 
 def data_of(key: BlockKey, layout: KVLayout = LAYOUT) -> bytes:

@@ -1,12 +1,14 @@
 """Names of tenants and formats stay as long as records bear them, on disk and in memory."""
 
 import errno
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.kvstore.blocks import BlockFormat
-from services.kvstore.index import IndexImage
+from services.kvstore.index import IndexChange, IndexImage
 from services.kvstore.interned import Interned
 from services.kvstore.ssd import SsdTier
 from services.kvstore.tenants import Account, Grants, TenantRow
@@ -92,7 +94,7 @@ def test_plans_that_fail_leave_no_names(tmp_path: Path) -> None:
     for number in range(1, len(KEYS)):
         put(ssd, number, fail=True)
     assert ssd._books.tenants.by_number == {1: tenant(0)}
-    assert ssd._names._surplus == (set(), set())
+    assert ssd._plans.names._surplus == (set(), set())
     put(ssd, 1)
     assert set(image(ssd).tenants.values()) == {tenant(0), tenant(1)}
     ssd.close()
@@ -122,6 +124,46 @@ def test_names_written_by_half_a_plan_go_too(tmp_path: Path, monkeypatch: pytest
     ssd.close()
     ssd = open_ssd(tmp_path, SLOTS * RECORD, RECORD)
     assert {ssd.tenant_of(key) for key in ssd} == {tenant(number) for number in (*range(2, SLOTS), 21)}
+    ssd.close()
+
+
+class Unwalked(dict[int, Any]):
+    """Names that may be looked up, but not looked through; counts how often."""
+
+    looked = 0
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("all names are looked through")
+
+    items = keys = values = __iter__  # type: ignore[assignment]
+
+    def __contains__(self, number: object) -> bool:
+        self.looked += 1
+        return super().__contains__(number)
+
+
+@pytest.mark.parametrize("failures", [0, 50])
+def test_a_batch_looks_at_its_own_names_only(tmp_path: Path, failures: int) -> None:
+    """However many names there are, and however many came in batches that failed."""
+    ssd = open_ssd(tmp_path, 200 * RECORD, 200 * RECORD)
+    plan = ssd.plan([block_of(key, key.hex()) for key in keys_of(100, "before")])
+    ssd.commit(plan)
+    ssd.committed(plan)
+    for number in range(failures):
+        put(ssd, number, fail=True)
+    tenants, formats = Unwalked(ssd._books.tenants.by_number), Unwalked(ssd._books.formats.by_number)
+    ssd._books.tenants.by_number, ssd._books.formats.by_number = tenants, formats
+    plan = ssd.plan([block_of(KEYS[60], "new"), block_of(KEYS[61], "new")])
+    assert plan.work.work.names == IndexChange(
+        tenants={101 + failures: "new"}, unused_formats=frozenset(), unused_tenants=frozenset()
+    )
+    assert tenants.looked == 1
+    assert formats.looked == 0
+    ssd.commit(plan)
+    ssd.committed(plan)
+    assert ssd.plan([]).work.work.names.tenants == {}
+    assert tenants.looked < 5
+    assert "new" in image(ssd).tenants.values()
     ssd.close()
 
 

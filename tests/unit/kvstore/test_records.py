@@ -1,7 +1,11 @@
+import dataclasses
+import os
+import random
 from pathlib import Path
 
 import pytest
 
+from moonpool.kv.keys import BlockKey
 from services.kvstore.blocks import BlockFormat, BlockInfo
 from services.kvstore.records import (
     BadRecordError,
@@ -12,7 +16,7 @@ from services.kvstore.records import (
     unpack_header,
 )
 from services.kvstore.segments import SegmentFile, list_segments, segment_path
-from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, RECORD, block_of, info_of, keys_of, slice_of
+from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, OTHER_FORMAT, RECORD, block_of, info_of, keys_of, slice_of
 
 KEYS = keys_of(4)
 
@@ -78,7 +82,7 @@ def test_a_long_tenant_makes_a_longer_header() -> None:
 
 def test_a_scan_finds_all_records(tmp_path: Path) -> None:
     file = write_segment(tmp_path / "s")
-    assert [(offset, header.info.key) for offset, header in file.scan()] == [
+    assert [(found.offset, found.key) for found in file.scan()] == [
         (0, KEYS[0]),
         (RECORD, KEYS[1]),
         (2 * RECORD, KEYS[2]),
@@ -90,13 +94,70 @@ def test_a_scan_finds_all_records(tmp_path: Path) -> None:
 def test_a_scan_tolerates_a_cut_tail_and_goes_on_behind_a_broken_header(tmp_path: Path) -> None:
     file = write_segment(tmp_path / "s")
     file.truncate(3 * RECORD - 1)
-    assert [header.info.key for _, header in file.scan()] == KEYS[:2]
+    assert [found.key for found in file.scan()] == KEYS[:2]
     file.append([b"\xff"], 50)
-    assert [(offset, header.info.key) for offset, header in file.scan()] == [(RECORD, KEYS[1])]
+    assert [(found.offset, found.key) for found in file.scan()] == [(RECORD, KEYS[1])]
     file.append([bytes(4096)], RECORD)
     assert list(file.scan()) == []
     file.delete()
     assert not (tmp_path / "s").exists()
+
+
+def record_of(key: BlockKey, block_format: BlockFormat, tenant: str) -> bytes:
+    block = block_of(key, tenant, block_format)
+    layers = range(block_format.layout.layers)
+    record = pack_header(block.info, [block.slice(layer) for layer in layers]) + bytes(block.data)
+    return record.ljust(record_size(block.info), b"\0")
+
+
+@pytest.mark.parametrize("piece", [4096, 4096 * 5, 1 << 20])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_scan_finds_what_looking_everywhere_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, piece: int
+) -> None:
+    """Records of several kinds, some broken, with remains between them and headers of several pages."""
+    monkeypatch.setattr("services.kvstore.scan.PIECE_BYTES", piece)
+    monkeypatch.setattr("services.kvstore.scan.SMALL_BYTES", 12 << 10)
+    dice = random.Random(seed)
+    deep = dataclasses.replace(LAYOUT, layers=600)
+    formats = [FORMAT, OTHER_FORMAT, BlockFormat(b"w" * 32, deep), BlockFormat(b"n" * 32, deep)]
+    data, expected, broken = bytearray(), [], 0
+    for key in keys_of(60, f"scan-{seed}"):
+        block_format, tenant = dice.choice(formats), dice.choice(["", "a", "b"])
+        record = bytearray(record_of(key, block_format, tenant))
+        if dice.random() < 0.2:
+            record[dice.choice([3, 20, 30, 100, 4000])] ^= 1
+            broken += 1
+        else:
+            expected.append((len(data), key, block_format, tenant, len(record)))
+        data += record + bytes(4096 * dice.choice([0, 0, 0, 1, 3]))
+    (tmp_path / "s").write_bytes(data)
+    file = SegmentFile(tmp_path / "s")
+    found = [(*record[:2], record.kind.format, record.kind.tenant, record.kind.record_bytes) for record in file.scan()]
+    file.close()
+    assert (found, broken > 3) == (expected, True)
+
+
+def test_a_scan_reads_small_records_together_and_of_large_ones_the_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.kvstore.scan.PIECE_BYTES", 16 * RECORD)
+    large = BlockFormat(b"n" * 32, dataclasses.replace(LAYOUT, block_tokens=1024))
+    keys = keys_of(80)
+    data = b"".join(record_of(key, FORMAT, "") for key in keys[:64])
+    (tmp_path / "s").write_bytes(data + b"".join(record_of(key, large, "") for key in keys[64:]))
+    reads: list[int] = []
+    pread = os.pread
+
+    def counted(fd: int, nbytes: int, offset: int) -> bytes:
+        reads.append(nbytes)
+        return pread(fd, nbytes, offset)
+
+    monkeypatch.setattr("os.pread", counted)
+    file = SegmentFile(tmp_path / "s")
+    assert [found.key for found in file.scan()] == keys
+    file.close()
+    assert reads == [16 * RECORD] * 5 + [4096] * 15
 
 
 def test_reading_behind_the_end_is_a_bad_record(tmp_path: Path) -> None:

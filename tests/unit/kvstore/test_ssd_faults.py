@@ -14,7 +14,7 @@ import pytest
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import BlockKey
 from services.kvstore.recovery import DataFolder
-from services.kvstore.ssd import open_tier
+from services.kvstore.ssd import SsdTier, open_tier
 from services.kvstore.verify import Fault, verify
 from services.kvstore.writer import WriteBehind
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, data_of, keys_of, open_ssd
@@ -49,11 +49,11 @@ async def written(driven: Driven, *, retry_after_s: tuple[float, ...] = (0.0, 0.
 def failing(times: int, error: Exception, real: Callable[..., Any]) -> Callable[..., Any]:
     left = [times]
 
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **named: Any) -> Any:
         if left[0]:
             left[0] -= 1
             raise error
-        return real(*args)
+        return real(*args, **named)
 
     return run
 
@@ -205,6 +205,98 @@ async def test_a_plan_that_gets_nowhere_is_not_made_again_and_again(
         await written(driven)
         assert backend.has_housekeeping
         assert len(backend) == 3
+
+
+@pytest.mark.parametrize(
+    "target", ["lmdb.open", "services.kvstore.index.Index.commit", "services.kvstore.index.Index.finish_rebuild"]
+)
+def test_a_lost_index_waits_for_room_and_its_blocks_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, target: str
+) -> None:
+    """Whether it cannot be made, filled or finished."""
+    with store(tmp_path, 2 * RECORD) as driven:
+        driven.flush(KEYS[:5], "t")
+    segments = [(file.name, file.read_bytes()) for file in sorted((tmp_path / "segments").iterdir())]
+    for number in range(2):
+        (tmp_path / "index" / "data.mdb").unlink(missing_ok=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(target, failing(-1, FULL_INDEX, print))
+            caplog.clear()
+            with store(tmp_path, 2 * RECORD) as driven:
+                here = KEYS[: 5 + number]
+                assert [line for line in caplog.messages if "too full for an index" in line] == [
+                    line for line in caplog.messages if str(tmp_path / "index") in line and "error" in line
+                ]
+                assert "free some room and start again" in caplog.text
+                assert f"'needed_bytes': {48 * len(here) + (1 << 20)}" in caplog.text
+                ssd = driven.store.holdings.backend
+                assert isinstance(ssd, SsdTier)
+                assert not ssd.indexed
+                assert not (tmp_path / "index").exists()
+                assert {key: ssd.tenant_of(key) for key in ssd} == dict.fromkeys(here, "t")
+                assert driven.read(KEYS) == [data_of(key) for key in here]
+                files = [(file.name, file.read_bytes()) for file in sorted((tmp_path / "segments").iterdir())]
+                assert files[: len(segments)] == segments
+                driven.flush([KEYS[len(here)]], "t")  # where the data find room, blocks become durable all the same
+                ssd.check_invariants()
+    for rebuilt in (True, False):
+        caplog.clear()
+        with caplog.at_level(logging.INFO), store(tmp_path, 2 * RECORD) as driven:
+            assert ("rebuilding the index" in caplog.text) == rebuilt
+            ssd = driven.store.holdings.backend
+            assert isinstance(ssd, SsdTier)
+            assert ssd.indexed
+            assert driven.read(KEYS) == [data_of(key) for key in KEYS[:7]]
+
+
+def test_without_an_index_old_segments_make_room_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ssd = open_ssd(tmp_path, 6 * RECORD, 2 * RECORD)
+    Driven(ssd).flush(KEYS[:6])
+    ssd.close()
+    (tmp_path / "index" / "data.mdb").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr("lmdb.open", failing(-1, FULL_INDEX, print))
+        ssd = open_ssd(tmp_path, 6 * RECORD, 2 * RECORD)
+    driven = Driven(ssd)
+    for key in KEYS[6:10]:
+        driven.flush([key])
+    assert (set(ssd), ssd.used_bytes) == (set(KEYS[4:10]), 6 * RECORD)
+    ssd.close()
+    ssd = open_ssd(tmp_path, 6 * RECORD, 2 * RECORD)
+    assert (set(ssd), ssd.indexed) == (set(KEYS[4:10]), True)
+    ssd.close()
+
+
+def test_a_first_start_needs_room_for_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmdb.open", failing(-1, FULL_INDEX, print))
+    with pytest.raises(ConfigError, match=r"data_dir: .* cannot be used: .*No space left"):
+        open_tier(tmp_path, 1 << 20, RECORD)
+
+
+def test_what_segments_have_lost_need_not_be_noted_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store(tmp_path) as driven:
+        driven.flush(KEYS[:3])
+    (tmp_path / "segments" / "0000000000000002.seg").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr("services.kvstore.index.Index.commit", failing(-1, FULL_INDEX, print))
+        with store(tmp_path) as driven:
+            assert set(driven.store.holdings) == {KEYS[0], KEYS[2]}
+    with store(tmp_path) as driven:
+        driven.flush([KEYS[3]])
+    with store(tmp_path) as driven:
+        assert set(driven.store.holdings) == {KEYS[0], KEYS[2], KEYS[3]}
+
+
+def test_where_lost_syncs_cannot_be_noted_there_are_syncs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("services.kvstore.recovery.sync_folder", failing(-1, FULL, print))
+        ssd = open_tier(tmp_path, 1 << 20, RECORD, durability="process")
+    assert ssd.durability == "power"
+    assert "durability is power" in caplog.text
+    assert not (tmp_path / "unsynced").exists()
+    ssd.close()
 
 
 def test_a_life_without_syncs_is_believed_in_the_same_boot_only(

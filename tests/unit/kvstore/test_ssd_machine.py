@@ -32,6 +32,10 @@ class Crash(BaseException):
     """The process ends here."""
 
 
+def full(*_: object, **__: object) -> None:
+    raise lmdb.DiskError("No space left on device")
+
+
 class Device:
     """Lets the step number `fuse` of a commit go wrong: fails it, or ends the process, after which nothing works."""
 
@@ -67,7 +71,10 @@ class Device:
 
 
 class TierMachine(RuleBasedStateMachine):
-    """`model` is what must be here; `ghosts` may come back after a restart: they were removed, but not yet on disk."""
+    """`model` is what must be here; `ghosts` may come back after a restart: they were removed, but not yet on disk.
+
+    When the index is lost, so is what it knew of removals: everything that was ever `written` may come back.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +83,9 @@ class TierMachine(RuleBasedStateMachine):
         self.device = Device(self.patch)
         self.model: dict[BlockKey, str] = {}
         self.ghosts: set[BlockKey] = set()
+        self.written: set[BlockKey] = set()
         self.pinned: set[BlockKey] = set()
+        self.found_anew = False
         self.start()
 
     def start(self) -> None:
@@ -98,8 +107,7 @@ class TierMachine(RuleBasedStateMachine):
     )
     def put_and_break(self, keys: list[BlockKey], step: int, error: BaseException, reading: BlockKey | None) -> None:
         plan = self.begin(keys, "b")
-        if reading in self.ssd and len(self.readers) < 3:
-            assert reading is not None
+        if reading is not None and reading in self.ssd and len(self.readers) < 3:
             self.readers.append(self.ssd.reader(reading))
         self.device.fuse, self.device.error = step, error
         try:
@@ -116,6 +124,7 @@ class TierMachine(RuleBasedStateMachine):
     def begin(self, keys: list[BlockKey], tenant: str) -> WritePlan:
         used = dict(self.account.used)
         plan = self.ssd.plan([block_of(key, tenant) for key in keys if key not in self.ssd])
+        self.written.update(keys)
         for key in plan.removed:
             assert key not in self.pinned
             assert self.model.pop(key) in used
@@ -139,17 +148,38 @@ class TierMachine(RuleBasedStateMachine):
 
     def restart(self, plan: WritePlan | None) -> None:
         """All that is in memory is gone; a plan under way is there wholly, in part, or not at all, block by block."""
+        indexed = self.ssd.indexed
         self.ssd.close()
-        coming = {block.info.key: block.info.tenant for block in plan.blocks} if plan is not None else {}
+        coming = {block.info.key for block in plan.blocks} if plan is not None else set[BlockKey]()
         self.start()
+        assert self.ssd.indexed
+        self.check_found(coming | self.ghosts if indexed else self.written)
+        self.found_anew = not indexed or (self.found_anew and self.ssd.used_bytes > self.ssd.capacity_bytes)
+
+    def check_found(self, more: set[BlockKey]) -> None:
+        """What must be here is; of what else may be, some."""
         here = set(self.ssd)
-        assert set(self.model) <= here <= set(self.model) | set(coming) | self.ghosts
+        assert set(self.model) <= here <= set(self.model) | more
         self.model = {key: self.ssd.tenant_of(key) or "" for key in here}
         self.ghosts.clear()
 
     @rule()
     def crash(self) -> None:
         self.restart(None)
+
+    @rule(room=st.booleans())
+    def lose_index(self, room: bool) -> None:
+        """And perhaps find no room for another one."""
+        self.ssd.close()
+        shutil.rmtree(self.folder / "index", ignore_errors=True)
+        with pytest.MonkeyPatch().context() as patch:
+            room = room or not any((self.folder / "segments").iterdir())  # with nothing to serve it does not start
+            if not room:
+                patch.setattr("lmdb.open", full)
+            self.start()
+        assert self.ssd.indexed == room
+        self.check_found(self.written)
+        self.found_anew = True
 
     @rule(key=KEY)
     def pin(self, key: BlockKey) -> None:
@@ -189,7 +219,7 @@ class TierMachine(RuleBasedStateMachine):
         self.ssd.check_invariants()
         self.account.check_invariants(self.ssd._books.tenant_bytes())
         assert {key: self.ssd.tenant_of(key) for key in self.ssd} == self.model
-        assert self.ssd.used_bytes <= self.ssd.capacity_bytes
+        assert self.ssd.used_bytes <= self.ssd.capacity_bytes or self.found_anew
         assert self.ssd.readers == len(self.readers)
 
     def teardown(self) -> None:
