@@ -1,6 +1,6 @@
 """How an instance belongs to a cluster: its log of KV events and its Join stream to the conductor. Torch-free."""
 
-from moonpool.cluster.events import EventLog
+from moonpool.cluster.events import EventLog, HeldKeys
 from moonpool.cluster.join import JoinAgent
 
-__all__ = ["EventLog", "JoinAgent"]
+__all__ = ["EventLog", "HeldKeys", "JoinAgent"]

@@ -1,17 +1,55 @@
-"""The log of KV changes an instance tells the conductor about.
+"""What an instance tells of its KV keys: the log of changes, and snapshots.
 
-Owns sequence numbers and the coalescing of changes into messages. Knows neither streams nor clocks; whoever sends
-decides when.
+Owns sequence numbers, the coalescing of changes into messages, and the cutting of snapshots into steps. Knows neither
+streams nor clocks; whoever sends decides when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from moonpool.v1 import kv_pb2
 
 KEYS_PER_MESSAGE = 4096
 """Keys in one message at most: 128 KiB, so that a snapshot never holds up a stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldKeys:
+    """The keys that an instance holds, in parts that can each be listed in a moment.
+
+    Attributes:
+        parts: how many; at least one.
+        part: the keys of one part now. A key is of one part, always the same.
+    """
+
+    parts: int
+    part: Callable[[int], Iterable[bytes]]
+
+
+def snapshot(held: HeldKeys) -> Iterator[list[kv_pb2.KVEvents]]:
+    """Messages, not numbered yet, that say what is held, in steps; each step lists when it is taken.
+
+    So no step is long, and between the steps changes may be told. The rule that keeps the listener right: what a step
+    gives is told before any change that comes after the step, and changes are told in their order. Then a key is in
+    its step's messages if it is held at that moment, and what becomes of it later is told later.
+
+    A step lists no more keys than a message has and the largest part; they may make several messages.
+    """
+    number, max_keys = 0, KEYS_PER_MESSAGE
+    while number < held.parts:
+        begin, keys = number == 0, list[bytes]()
+        while number < held.parts and len(keys) < max_keys:
+            keys += held.part(number)
+            number += 1
+        messages = [
+            kv_pb2.KVEvents(stored_keys=b"".join(keys[at : at + max_keys]))
+            for at in range(0, max(len(keys), 1), max_keys)
+        ]
+        messages[0].snapshot_begin = begin
+        messages[-1].snapshot_end = number == held.parts
+        yield messages
 
 
 class EventLog:
@@ -61,15 +99,15 @@ class EventLog:
             sequence=self._take_sequence(), stored_keys=b"".join(stored), removed_keys=b"".join(removed)
         )
 
-    def snapshot(self, keys: Iterable[bytes], max_keys: int = KEYS_PER_MESSAGE) -> list[kv_pb2.KVEvents]:
-        """Return messages that say "exactly `keys`"; pending changes are dropped, because `keys` includes them."""
+    def numbered(self, messages: Iterable[kv_pb2.KVEvents]) -> Iterator[kv_pb2.KVEvents]:
+        """The messages of a snapshot's step, each with the number it has when it is taken."""
+        for message in messages:
+            message.sequence = self._take_sequence()
+            yield message
+
+    def forget(self) -> None:
+        """Drop what is pending: a snapshot that is about to begin includes it."""
         self._pending.clear()
-        every = list(keys)
-        pages = [every[i : i + max_keys] for i in range(0, len(every), max_keys)] or [[]]
-        messages = [kv_pb2.KVEvents(sequence=self._take_sequence(), stored_keys=b"".join(page)) for page in pages]
-        messages[0].snapshot_begin = True
-        messages[-1].snapshot_end = True
-        return messages
 
     def check_invariants(self) -> None:
         """Raise AssertionError when the log contradicts itself."""

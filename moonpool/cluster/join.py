@@ -12,7 +12,7 @@ from typing import Literal
 
 import grpc
 
-from moonpool.cluster.events import EventLog
+from moonpool.cluster.events import EventLog, HeldKeys, snapshot
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Mismatch, MoonpoolError, Unavailable
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.errors import from_rpc_error
@@ -43,7 +43,7 @@ class JoinAgent:
         hello: conductor_pb2.JoinHello,
         load: Callable[[], conductor_pb2.LoadReport],
         take_events: Callable[[], tuple[Iterable[bytes], Iterable[bytes]]],
-        all_keys: Callable[[], Iterable[bytes]],
+        held: HeldKeys,
         on_drain: Callable[[], None] = lambda: None,
         *,
         flush_s: float = 0.02,
@@ -58,7 +58,7 @@ class JoinAgent:
             load: tells the load now.
             take_events: takes (stored, removed) keys since the last call. Both are net changes: a key that went
                 both ways in between is listed at most once, as what it ended as.
-            all_keys: every key held now, for a snapshot.
+            held: every key, for snapshots.
             on_drain: called when the conductor orders to drain (may be called more than once).
             flush_s: distance of event messages, seconds.
             call_timeout_s: how long connecting, the welcome and each write may take, seconds.
@@ -68,7 +68,7 @@ class JoinAgent:
         self._hello = hello
         self._load = load
         self._take_events = take_events
-        self._all_keys = all_keys
+        self._held = held
         self._on_drain = on_drain
         self._flush_s = flush_s
         self._call_timeout_s = call_timeout_s
@@ -78,6 +78,8 @@ class JoinAgent:
         self._heartbeat_s = 1.0
         self.joined = asyncio.Event()
         """Set while the conductor has this instance."""
+        self.follows = False
+        """Whether a snapshot was begun on this stream: from then on no change may be lost."""
 
     def poke(self) -> None:
         """Say that load or keys have changed; cheap, coalesced, callable at any time on the event loop."""
@@ -131,6 +133,7 @@ class JoinAgent:
         except asyncio.InvalidStateError:  # grpc.aio: written to a call that had ended
             raise Unavailable("the conductor ended the stream") from None
         finally:
+            self.follows = False
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -174,12 +177,8 @@ class JoinAgent:
             self._changed.clear()
             if self._resync:
                 self._resync = False
-                self._note_events()  # what happened until now is part of the snapshot
-                for message in self._events.snapshot(self._all_keys()):
-                    await self._send(call, conductor_pb2.JoinRequest(events=message))
-            self._note_events()
-            while (message_or_none := self._events.next_message()) is not None:
-                await self._send(call, conductor_pb2.JoinRequest(events=message_or_none))
+                await self._tell_all(call)
+            await self._tell_changes(call)
             if loop.time() - last_load >= MIN_LOAD_INTERVAL_S or not self.joined.is_set():
                 await self._send(call, conductor_pb2.JoinRequest(load=self._load()))
                 last_load = loop.time()
@@ -197,6 +196,21 @@ class JoinAgent:
         except TimeoutError:
             return
         await asyncio.sleep(self._flush_s)  # a distance between messages, not a wait for anything
+
+    async def _tell_all(self, call: _JoinCall) -> None:
+        """Send a snapshot, and between its steps what changes meanwhile."""
+        self.follows = True
+        self._note_events()
+        self._events.forget()
+        for step in snapshot(self._held):
+            for message in self._events.numbered(step):
+                await self._send(call, conductor_pb2.JoinRequest(events=message))
+            await self._tell_changes(call)
+
+    async def _tell_changes(self, call: _JoinCall) -> None:
+        self._note_events()
+        while (message := self._events.next_message()) is not None:
+            await self._send(call, conductor_pb2.JoinRequest(events=message))
 
     def _note_events(self) -> None:
         stored, removed = self._take_events()

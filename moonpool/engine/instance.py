@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
-from moonpool.cluster.join import JoinAgent
+from moonpool.cluster import HeldKeys, JoinAgent
 from moonpool.engine.handle import Engine, start_engine
 from moonpool.engine.paced import PacedEngine
 from moonpool.engine.plan import EngineConfig, EnginePlan, plan_engine
@@ -142,7 +142,7 @@ async def run_instance(
             ),
             service.load,
             lambda: _events(service.manager),
-            service.manager.keys,
+            HeldKeys(1, lambda _: service.manager.keys()),
             service.drain,
         )
         poke.target = agent.poke

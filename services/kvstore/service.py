@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from moonpool.cluster.join import JoinAgent
+from moonpool.cluster import HeldKeys, JoinAgent
 from moonpool.kv.keys import BlockKey
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
@@ -25,6 +25,7 @@ from services.kvstore.get_stream import GetParts
 from services.kvstore.layers import ReadAhead
 from services.kvstore.observe import Observer
 from services.kvstore.operations import Operations
+from services.kvstore.parts import PARTS
 from services.kvstore.pin_keeper import PinKeeper
 from services.kvstore.pins import Pins
 from services.kvstore.policy import POLICIES
@@ -115,7 +116,8 @@ class KVStoreService:
         self.rooms = RoomQueue(MAX_WAITING_FOR_ROOM)
         self.writer = WriteBehind(writes, ssd) if ssd is not None else None
         self.ahead = ReadAhead(config.read_ahead_bytes)
-        self.journal = Journal(holdings.part, instance.incarnation)
+        self.held = HeldKeys(PARTS, holdings.part)
+        self.journal = Journal(self.held, instance.incarnation)
         put = PutParts(
             writes,
             self.rooms,
@@ -240,7 +242,7 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
 def _join(service: KVStoreService, channels: Channels, stopping: asyncio.Event) -> JoinAgent:
     """The agent that keeps this store joined; while the store drains it says so."""
     holdings, dram = service.store.holdings, service.store.holdings.dram
-    unreported = Unreported(lambda: agent.joined.is_set())
+    unreported = Unreported(lambda: agent.follows)
 
     def load() -> conductor_pb2.LoadReport:
         reads, writes = service.store.reads, service.store.writes
@@ -259,7 +261,7 @@ def _join(service: KVStoreService, channels: Channels, stopping: asyncio.Event) 
         ),
         load,
         unreported.take,
-        lambda: holdings,
+        service.held,
         stopping.set,
     )
     holdings.on_change.append(unreported.changed)

@@ -4,23 +4,21 @@ Owns the journal of changes with their sequence numbers, and one bounded queue p
 tiers. Changes of one turn of the event loop become one message. A watcher that knows this incarnation and a number that
 the journal still reaches gets the changes since instead of a snapshot: whatever was removed before it cannot come back.
 
-A snapshot is listed part by part (parts.py), each when the watcher has taken the one before, so that no turn of the
-loop is long and no watcher costs more memory than a page and its queue. The rule that keeps it right: a part is listed
-as it is now, after everything that was told before now. So a key is in its part's page if it is here then, and what
-becomes of it later is told later. Changes that come meanwhile go in between the pages. Each page carries the number of
-the last change that was told before it (0 at the start), so that the next change is always that number plus one; with
-the last page the watcher knows exactly what is here at that number.
+A snapshot is listed step by step (`moonpool.cluster.events.snapshot`), each when the watcher has taken the one before,
+so that no turn of the loop is long and no watcher costs more memory than a page and its queue. Changes that come
+meanwhile go in between the pages. Each page carries the number of the last change that was told before it (0 at the
+start), so that the next change is always that number plus one; with the last page the watcher knows exactly what is
+here at that number.
 """
 
 import asyncio
 import collections
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
-from moonpool.cluster.events import KEYS_PER_MESSAGE, EventLog
+from moonpool.cluster.events import EventLog, HeldKeys, snapshot
 from moonpool.errors import Overloaded, Unavailable
-from moonpool.kv.keys import BlockKey, pack_keys
+from moonpool.kv.keys import BlockKey
 from moonpool.v1 import kv_pb2
-from services.kvstore.parts import PARTS
 
 JOURNAL_MESSAGES = 1024
 JOURNAL_BYTES = 16 << 20
@@ -42,7 +40,7 @@ class Journal:
     """All changes since the start, the last ones kept.
 
     Args:
-        part: the keys of one part now, for snapshots; every key is of one part of `PARTS`, always the same.
+        held: every key, for snapshots.
         incarnation: of this store; numbers mean something within it only.
         journal_messages: how many messages are kept for replay at most.
         journal_bytes: how many bytes of keys are kept in them at most, beside the last message.
@@ -51,14 +49,14 @@ class Journal:
 
     def __init__(
         self,
-        part: Callable[[int], Sequence[BlockKey]],
+        held: HeldKeys,
         incarnation: int,
         *,
         journal_messages: int = JOURNAL_MESSAGES,
         journal_bytes: int = JOURNAL_BYTES,
         watcher_messages: int = WATCHER_MESSAGES,
     ) -> None:
-        self._part = part
+        self._held = held
         self._incarnation = incarnation
         self._watcher_messages = watcher_messages
         self._log = EventLog()
@@ -145,20 +143,14 @@ class Journal:
             self._watchers.discard(watcher)
 
     def _pages(self, watcher: _Watcher) -> Iterator[list[kv_pb2.KVEvents]]:
-        """A snapshot: what was told since the last page, and one further page, of about a message's keys.
-
-        A step lists no more keys than a message has and the largest part; they may make several messages.
-        """
-        number = 0
-        while number < PARTS:
+        """A snapshot: what was told since the last page, and one further page."""
+        for page in snapshot(self._held):
             self._flush()
-            changes, keys = list(watcher.queue), list[BlockKey]()
+            changes = list(watcher.queue)
             watcher.queue.clear()
-            begin = number == 0
-            while number < PARTS and len(keys) < KEYS_PER_MESSAGE:
-                keys += self._part(number)
-                number += 1
-            yield [*changes, *_page(keys, self.sequence, begin=begin, end=number == PARTS)]
+            for message in page:
+                message.sequence = self.sequence
+            yield [*changes, *page]
 
     def _check(self, watcher: _Watcher) -> None:
         if self._closed:
@@ -177,20 +169,6 @@ class Journal:
         return oldest - 1 <= sequence <= self.sequence
 
 
-def _page(keys: Sequence[BlockKey], sequence: int, *, begin: bool, end: bool) -> list[kv_pb2.KVEvents]:
-    """Messages of a snapshot; keys listed together."""
-    starts = range(0, max(len(keys), 1), KEYS_PER_MESSAGE)
-    return [
-        kv_pb2.KVEvents(
-            sequence=sequence,
-            stored_keys=pack_keys(keys[at : at + KEYS_PER_MESSAGE]),
-            snapshot_begin=begin and at == 0,
-            snapshot_end=end and at == starts[-1],
-        )
-        for at in starts
-    ]
-
-
 def _size(message: kv_pb2.KVEvents) -> int:
     return len(message.stored_keys) + len(message.removed_keys)
 
@@ -199,13 +177,13 @@ class Unreported:
     """Changes that the conductor was not told yet: the net effect per key, in bounded memory.
 
     Args:
-        joined: whether the conductor knows this store; while it does not, nothing needs to be kept beyond `max_keys`,
-            because it gets a snapshot first.
-        max_keys: bound while not joined.
+        follows: whether the conductor was told of this store's keys, or is being told; while it was not, nothing needs
+            to be kept beyond `max_keys`, because it gets a snapshot first.
+        max_keys: bound while it does not follow.
     """
 
-    def __init__(self, joined: Callable[[], bool], max_keys: int = 1 << 18) -> None:
-        self._joined = joined
+    def __init__(self, follows: Callable[[], bool], max_keys: int = 1 << 18) -> None:
+        self._follows = follows
         self._max_keys = max_keys
         self._changes: dict[BlockKey, bool] = {}
 
@@ -213,7 +191,7 @@ class Unreported:
         """Takes note of changes."""
         self._changes.update(dict.fromkeys(stored, True))
         self._changes.update(dict.fromkeys(removed, False))
-        if len(self._changes) > self._max_keys and not self._joined():
+        if len(self._changes) > self._max_keys and not self._follows():
             self._changes.clear()
 
     def take(self) -> tuple[list[BlockKey], list[BlockKey]]:

@@ -1,7 +1,10 @@
-from moonpool.cluster import EventLog
+import pytest
+
+from moonpool.cluster import EventLog, HeldKeys
+from moonpool.cluster.events import snapshot
 from moonpool.v1 import kv_pb2
 
-A, B, C = (bytes([n]) * 32 for n in b"abc")
+A, B, C, D, E, F = (bytes([n]) * 32 for n in b"abcdef")
 
 
 def test_only_the_last_change_of_a_key_is_told() -> None:
@@ -23,12 +26,23 @@ def test_messages_are_bounded_and_numbered_without_gaps() -> None:
     assert log.next_sequence == 3
 
 
-def test_snapshot_replaces_what_is_pending() -> None:
-    log = EventLog()
+def test_a_snapshot_comes_in_steps_that_list_when_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonpool.cluster.events.KEYS_PER_MESSAGE", 2)
+    held, log = [[A], [B, C, D], [E]], EventLog()
     log.stored([A])
-    assert log.snapshot([A, B, C], max_keys=2) == [
-        kv_pb2.KVEvents(sequence=1, snapshot_begin=True, stored_keys=A + B),
-        kv_pb2.KVEvents(sequence=2, snapshot_end=True, stored_keys=C),
-    ]
+    steps = snapshot(HeldKeys(3, held.__getitem__))
+    log.forget()
     assert log.next_message() is None
-    assert log.snapshot([]) == [kv_pb2.KVEvents(sequence=3, snapshot_begin=True, snapshot_end=True)]
+    assert list(log.numbered(next(steps))) == [
+        kv_pb2.KVEvents(sequence=1, snapshot_begin=True, stored_keys=A + B),
+        kv_pb2.KVEvents(sequence=2, stored_keys=C + D),
+    ]
+    log.stored([F])
+    held[2] = [E, F]
+    assert log.next_message() == kv_pb2.KVEvents(sequence=3, stored_keys=F)
+    assert list(log.numbered(next(steps))) == [kv_pb2.KVEvents(sequence=4, snapshot_end=True, stored_keys=E + F)]
+    assert next(steps, None) is None
+
+
+def test_the_snapshot_of_an_empty_instance_begins_and_ends() -> None:
+    assert list(snapshot(HeldKeys(2, lambda number: []))) == [[kv_pb2.KVEvents(snapshot_begin=True, snapshot_end=True)]]

@@ -12,7 +12,7 @@ from typing import Any
 
 import moonpool.bundled
 from moonpool.client import AsyncClient
-from moonpool.cluster import JoinAgent
+from moonpool.cluster import HeldKeys, JoinAgent
 from moonpool.errors import MoonpoolError, Overloaded
 from moonpool.kv.keys import tokens_from_bytes
 from moonpool.kv.layout import KVLayout
@@ -283,7 +283,12 @@ class Stack:
         engine.load.free_blocks = engine.total_blocks
         channels = await self._exit.enter_async_context(Channels())
         engine.agent = JoinAgent(
-            channels, self.address, hello, lambda: engine.load, engine.take_events, lambda: list(engine.keys)
+            channels,
+            self.address,
+            hello,
+            lambda: engine.load,
+            engine.take_events,
+            HeldKeys(1, lambda _: list(engine.keys)),
         )
         stopping = asyncio.Event()
         task = asyncio.create_task(engine.agent.run(stopping))

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.cluster import HeldKeys
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from moonpool.kv.keys import BlockKey, unpack_keys
 from services.kvstore.layers import LayerReader, Lost, ReadAhead
+from services.kvstore.parts import PARTS
 from services.kvstore.rooms import RoomQueue
 from services.kvstore.watch import Journal, Unreported
 from services.kvstore.writer import WriteBehind
@@ -283,7 +285,7 @@ class Watched:
 
     def __init__(self, **limits: int) -> None:
         self.keys: dict[BlockKey, None] = {}
-        self.journal = Journal(lambda number: in_part(self.keys, number), 7, **limits)
+        self.journal = Journal(HeldKeys(PARTS, lambda number: in_part(self.keys, number)), 7, **limits)
 
     def change(self, stored: list[BlockKey], removed: list[BlockKey]) -> None:
         for key in stored:
@@ -319,7 +321,7 @@ async def test_an_empty_store_has_an_empty_snapshot() -> None:
 
 
 async def test_a_large_snapshot_comes_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.kvstore.watch.KEYS_PER_MESSAGE", 4)
+    monkeypatch.setattr("moonpool.cluster.events.KEYS_PER_MESSAGE", 4)
     watched = Watched()
     watched.change(KEYS, [])
     events = watched.journal.watch(0, 0)

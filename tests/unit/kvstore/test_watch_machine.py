@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moonpool.cluster import HeldKeys
 from moonpool.errors import Unavailable
 from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.v1 import kv_pb2
@@ -21,7 +22,7 @@ from tests.unit.kvstore.helpers import BLOCK, RECORD, Driven, in_part, keys_of, 
 
 KEYS = keys_of(6)
 INCARNATION = 7
-PAGE = "services.kvstore.watch.KEYS_PER_MESSAGE"
+PAGE = "moonpool.cluster.events.KEYS_PER_MESSAGE"
 
 STEP = st.one_of(
     st.tuples(st.just("flip"), st.sets(st.integers(0, 5), min_size=1, max_size=3)),
@@ -88,7 +89,9 @@ class Follower:
 async def follow(steps: list[Any]) -> int:
     here: dict[BlockKey, None] = {}
     history: dict[int, set[BlockKey]] = {}
-    journal = Journal(lambda number: in_part(here, number), INCARNATION, journal_messages=3, watcher_messages=2)
+    journal = Journal(
+        HeldKeys(PARTS, lambda number: in_part(here, number)), INCARNATION, journal_messages=3, watcher_messages=2
+    )
     followers = [Follower(journal), Follower(journal)]
 
     def check() -> None:
@@ -158,7 +161,7 @@ async def test_blocks_that_move_between_the_tiers_are_not_missed(tmp_path: Path,
     ssd = open_ssd(tmp_path, 16 * RECORD, 4 * RECORD)
     driven = Driven(ssd, dram_bytes=6 * BLOCK)
     holdings = driven.store.holdings
-    journal = Journal(holdings.part, INCARNATION, watcher_messages=64)
+    journal = Journal(HeldKeys(PARTS, holdings.part), INCARNATION, watcher_messages=64)
     holdings.on_change.append(journal.changed)
     followers = [Follower(journal) for _ in range(3)]
     snapshots = 0
@@ -205,7 +208,8 @@ async def test_no_turn_of_the_loop_lists_more_than_a_page_and_a_part() -> None:
         counting = asyncio.ensure_future(count_turns())
         told: list[BlockKey] = []
         pages = 0
-        async for page in Journal(part, INCARNATION).watch(0, 0):  # never waits, as if the watcher were quick
+        journal = Journal(HeldKeys(PARTS, part), INCARNATION)
+        async for page in journal.watch(0, 0):  # never waits, as if the watcher were quick
             told += unpack_keys(page.stored_keys)
             pages += 1
             assert len(page.stored_keys) <= 100 * 32

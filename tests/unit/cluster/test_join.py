@@ -1,0 +1,131 @@
+"""An instance tells a conductor of its keys while they change."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+
+from moonpool.cluster import HeldKeys, JoinAgent
+from moonpool.rpc.channels import Channels
+from moonpool.v1 import conductor_pb2, kv_pb2
+from services.conductor.index import Applied, PrefixIndex
+
+PARTS = 8
+KEYS = [bytes([number]) * 32 for number in range(64)]
+
+
+class Listener:
+    """A conductor that does nothing but listen to one instance, and asks once for everything again."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+        self.hellos = 0
+        self.messages = 0
+        self.snapshots = 0
+        self.heard = asyncio.Event()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        method = grpc.stream_stream_rpc_method_handler(
+            self.join, conductor_pb2.JoinRequest.FromString, conductor_pb2.JoinResponse.SerializeToString
+        )
+        return grpc.method_handlers_generic_handler("moonpool.v1.ConductorService", {"Join": method})
+
+    async def join(
+        self, requests: AsyncIterator[conductor_pb2.JoinRequest], context: object
+    ) -> AsyncIterator[conductor_pb2.JoinResponse]:
+        async for request in requests:
+            if request.HasField("hello"):
+                self.hellos += 1
+                self.index.add_instance("it")
+                yield conductor_pb2.JoinResponse(welcome=conductor_pb2.JoinWelcome(heartbeat_s=10))
+            if request.HasField("events"):
+                events = request.events
+                self.messages += 1
+                self.snapshots += events.snapshot_end
+                stored, removed = split(events.stored_keys), split(events.removed_keys)
+                applied = self.index.apply(
+                    "it",
+                    events.sequence,
+                    stored,
+                    removed,
+                    snapshot_begin=events.snapshot_begin,
+                    snapshot_end=events.snapshot_end,
+                )
+                assert applied is Applied.DONE
+                self.heard.set()
+                if events.snapshot_end and self.snapshots == 1:
+                    yield conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder())
+
+    def knows(self) -> set[bytes]:
+        return {key for key in KEYS if self.index.match([key])}
+
+
+def split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + 32] for at in range(0, len(keys), 32)]
+
+
+class Instance:
+    """Keys that come and go with every look at them."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.keys = set(self.random.sample(KEYS, 32))
+        self.told: dict[bytes, bool] = {}
+        self.looks: list[bool] = []
+        self.agent: JoinAgent | None = None
+
+    def change(self) -> None:
+        for key in self.random.sample(KEYS, 6):
+            self.keys ^= {key}
+            self.told[key] = key in self.keys
+
+    def part(self, number: int) -> list[bytes]:
+        assert self.agent is not None
+        self.looks.append(self.agent.follows)
+        self.change()
+        return sorted(key for key in self.keys if key[0] % PARTS == number)
+
+    def take(self) -> tuple[list[bytes], list[bytes]]:
+        changes, self.told = self.told, {}
+        return [key for key, here in changes.items() if here], [key for key, here in changes.items() if not here]
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_snapshot_in_steps_between_changes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonpool.cluster.events.KEYS_PER_MESSAGE", 3)
+    listener, instance, server = Listener(), Instance(seed), grpc.aio.server()
+    server.add_generic_rpc_handlers((listener.handler(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with Channels() as channels:
+        hello = conductor_pb2.JoinHello(instance=kv_pb2.Instance(id="it", incarnation=1))
+        agent = instance.agent = JoinAgent(
+            channels,
+            f"127.0.0.1:{port}",
+            hello,
+            conductor_pb2.LoadReport,
+            instance.take,
+            HeldKeys(PARTS, instance.part),
+            flush_s=0.0,
+        )
+        assert not agent.follows
+        stopping = asyncio.Event()
+        running = asyncio.ensure_future(agent.run(stopping))
+        try:
+            async with asyncio.timeout(20):
+                while listener.snapshots < 2 or listener.knows() != instance.keys:
+                    listener.heard.clear()
+                    agent.poke()
+                    await listener.heard.wait()
+        finally:
+            stopping.set()
+            await running
+            await server.stop(None)
+        assert instance.looks == [True] * 2 * PARTS
+        assert (listener.hellos, listener.snapshots) == (1, 2)
+        assert listener.messages > 2 * PARTS
+        assert not agent.follows
+        listener.index.check_invariants()
