@@ -211,7 +211,7 @@ def test_the_dram_part_measures_and_checks() -> None:
 
 @pytest.mark.slow
 def test_the_other_parts_measure(tmp_path: Path) -> None:
-    flags = ("--ssd-gigabytes", "0.004", "--blocks", "4000", "--churn-s", "0.5", "--churn-megabytes", "32")
+    flags = ("--ssd-gigabytes", "0.004", "--blocks", "40000", "--churn-s", "0.5", "--churn-megabytes", "32")
     where = ("--folder", str(tmp_path), "--picture", str(tmp_path / "churn.svg"))
     rows: list[Row] = kvstore.measure(options("--only", "ssd,prefix,match,churn", *flags, *where), nothing)
     assert len(rows) == 12
