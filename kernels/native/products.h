@@ -5,7 +5,7 @@
 
 enum { TILE = 64 };
 enum { ROW = TILE + W };  // of scores: the last group of keys may write past the tile's end
-enum { NEAR = 16 };  // how many rows before its turn one is brought into the first cache
+enum { NEAR = 16 };  // how many rows before its turn one is brought into the first cache, in float
 // Heads of a group that are computed together: what is read from memory is then read from the caches once, and fetches
 // find computing all along to go beside.
 template <class C> constexpr int HB_MAX = sizeof(C) == 2 || W == 16 ? 8 : 4;

@@ -140,7 +140,7 @@ class JoinAgent:
             call.cancel()
 
     async def _connect(self, call: _JoinCall) -> None:
-        """Send hello, await the welcome, send the first snapshot."""
+        """Send hello and await the welcome; a snapshot comes next."""
         try:
             async with asyncio.timeout(self._call_timeout_s):
                 await call.write(conductor_pb2.JoinRequest(hello=self._hello))

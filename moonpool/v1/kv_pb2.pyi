@@ -697,7 +697,9 @@ class KVEvents(_message.Message):
     STORED_KEYS_FIELD_NUMBER: _builtins.int
     REMOVED_KEYS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Number of this message, from 1, without gaps within an incarnation."""
+    """Number of this message, from 1, without gaps within an incarnation. Watch numbers changes only: a snapshot's
+    messages bear the number of the last change before them.
+    """
     snapshot_begin: _builtins.bool
     """When set, what follows replaces everything known of the instance."""
     snapshot_end: _builtins.bool

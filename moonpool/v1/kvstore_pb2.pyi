@@ -592,7 +592,7 @@ class WatchRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
-    """Incarnation of the store the watcher knows; 0 for none."""
+    """Incarnation of the store the watcher knows; 0 for none, also when its snapshot was not complete."""
     after_sequence: _builtins.int
     """Last sequence number the watcher has seen in it."""
     def __init__(

@@ -10,12 +10,9 @@ Two transactions at most: the first carries and removes, so that its room is the
 
 import contextlib
 import dataclasses
-import errno
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Literal
-
-import lmdb
 
 from moonpool.errors import MoonpoolError
 from moonpool.telemetry.logs import get_logger
@@ -96,13 +93,6 @@ class Work:
         """What was carried over, once `cleared`."""
         lost = {id(append) for append in self.lost}
         return [append for append in self.carry if id(append) not in lost]
-
-
-def is_full(error: BaseException) -> bool:
-    """Whether that is what a full device says, to us or to LMDB."""
-    if isinstance(error, lmdb.DiskError):
-        return True
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def ends(appends: Iterable[Append]) -> dict[Segment, int]:

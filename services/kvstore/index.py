@@ -23,7 +23,7 @@ import dataclasses
 import pathlib
 import shutil
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import lmdb
 from google.protobuf.message import DecodeError
@@ -34,6 +34,7 @@ from moonpool.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
 from services.kvstore.blocks import BlockFormat
 from services.kvstore.catalogue import ENTRY
+from services.kvstore.full_device import told_by_lmdb
 
 _VERSION = b"2"
 _VERSION_KEY = b"version"
@@ -115,20 +116,22 @@ class Index:
     def __init__(
         self, path: pathlib.Path, map_bytes: int = 64 << 20, *, sync: bool = True, read_only: bool = False
     ) -> None:
+        self._path = path
         if not read_only:
             path.mkdir(parents=True, exist_ok=True)
         try:
-            self._env = lmdb.open(
-                str(path),
-                map_size=map_bytes,
-                max_dbs=8,
-                metasync=sync,
-                sync=sync,
-                readonly=read_only,
-                create=not read_only,
-                lock=False,  # the folder's lock keeps others out; and no device may be too full for a mapped lock file
-                readahead=False,
-            )
+            with told_by_lmdb(path):
+                self._env = lmdb.open(
+                    str(path),
+                    map_size=map_bytes,
+                    max_dbs=8,
+                    metasync=sync,
+                    sync=sync,
+                    readonly=read_only,
+                    create=not read_only,
+                    lock=False,  # the folder's own keeps others out, and a device may be too full to map one
+                    readahead=False,
+                )
         except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
             raise IndexLostError(f"the index is not an LMDB database: {error}") from error
         try:
@@ -152,7 +155,8 @@ class Index:
             raise
 
     def _open_tables(self, read_only: bool) -> None:
-        with contextlib.nullcontext() if read_only else self._env.begin(write=True) as txn:  # one commit makes them all
+        one_commit = contextlib.nullcontext() if read_only else self._env.begin(write=True)
+        with told_by_lmdb(self._path), one_commit as txn:
             self._meta, self._segments, self._entries, self._dropped, self._formats, self._tenants = (
                 self._env.open_db(name, txn, create=not read_only) for name in _TABLES
             )
@@ -202,18 +206,23 @@ class Index:
         """Does the change in one transaction; on any error nothing has changed.
 
         Raises:
-            lmdb.Error: for example because the disk is full.
+            lmdb.Error: for example because the disk is full (DiskError).
         """
-        while True:
-            try:
-                with self._env.begin(write=True) as txn:
-                    self._apply(txn, change)
-                return
-            except lmdb.MapFullError:
-                size = self._env.info()["map_size"]
-                if size >= _MAX_MAP_BYTES:
-                    raise
-                self._env.set_mapsize(size * 2)
+        self._transact(lambda txn: self._apply(txn, change))
+
+    def _transact(self, do: Callable[[lmdb.Transaction], object]) -> None:
+        """One transaction; the map grows as it must."""
+        with told_by_lmdb(self._path):
+            while True:
+                try:
+                    with self._env.begin(write=True) as txn:
+                        do(txn)
+                    return
+                except lmdb.MapFullError:
+                    size = self._env.info()["map_size"]
+                    if size >= _MAX_MAP_BYTES:
+                        raise
+                    self._env.set_mapsize(size * 2)
 
     def _apply(self, txn: lmdb.Transaction, change: IndexChange) -> None:
         for segment in change.removed_segments:
@@ -238,9 +247,12 @@ class Index:
             txn.put(_SLOT_KEY.pack(*slot), packed, db=self._entries)
 
     def finish_rebuild(self) -> None:
-        """Declares the index whole; until then `load` answers IndexLostError."""
-        with self._env.begin(write=True) as txn:
-            txn.put(_VERSION_KEY, _VERSION, db=self._meta)
+        """Declares the index whole; until then `load` answers IndexLostError.
+
+        Raises:
+            lmdb.Error: as `commit`.
+        """
+        self._transact(lambda txn: txn.put(_VERSION_KEY, _VERSION, db=self._meta))
 
     def sync(self) -> None:
         """Blocking. Makes durable what was committed without `sync`.

@@ -15,7 +15,8 @@ from moonpool.kv.keys import BlockKey
 from services.kvstore.backend import WritePlan
 from services.kvstore.blocks import DramBlock
 from services.kvstore.catalogue import Catalogue, Row, Segment
-from services.kvstore.commit import Append, Committer, Work, ends, is_full
+from services.kvstore.commit import Append, Committer, Work, ends
+from services.kvstore.full_device import is_full
 from services.kvstore.index import Slot
 from services.kvstore.names import Names
 from services.kvstore.reclaim import Victim

@@ -5,16 +5,18 @@ the index is lost. All of it blocks. Reading needs no room on the device; where 
 read is served all the same, and the next start reads it again.
 """
 
+import collections
 import contextlib
+import itertools
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import lmdb
 
 from moonpool.telemetry.logs import get_logger
 from services.kvstore.catalogue import ENTRY, Catalogue, Segment
-from services.kvstore.commit import is_full
+from services.kvstore.full_device import is_full
 from services.kvstore.index import Index, IndexChange, NoIndex, Slot, remove_index
 from services.kvstore.records import ALIGN, RecordKind
 from services.kvstore.scan import Found
@@ -67,7 +69,7 @@ def rebuild(
         new.index.close()
         raise
     if new.error is not None:
-        if not files:
+        if not catalogue.segments:
             raise new.error
         _log.error(
             "the device is too full for an index: all that the segments hold is served, but every start reads them "
@@ -145,8 +147,13 @@ def _scan(folder: pathlib.Path, files: Mapping[int, int]) -> Iterator[tuple[int,
             file.close()
 
     blocks, step = 0, max(1, len(files) // _PROGRESS_STEPS)
+    waiting, ahead = iter(files), collections.deque[tuple[int, Future[list[Found]]]]()
     with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="kvstore-scan") as pool:
-        for done, (number, found) in enumerate(zip(files, pool.map(scan, files), strict=True), 1):
+        for done in range(1, len(files) + 1):
+            for number in itertools.islice(waiting, 2 * _SCAN_THREADS - len(ahead)):  # what is found takes memory
+                ahead.append((number, pool.submit(scan, number)))
+            number, future = ahead.popleft()
+            found = future.result()
             yield number, found
             blocks += len(found)
             if done % step == 0 or done == len(files):

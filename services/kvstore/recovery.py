@@ -11,7 +11,6 @@ it blocks.
 """
 
 import dataclasses
-import errno
 import fcntl
 import os
 import pathlib
@@ -21,7 +20,8 @@ import lmdb
 from moonpool.errors import ConfigError
 from moonpool.telemetry.logs import get_logger
 from services.kvstore.catalogue import ENTRY, Catalogue, Segment
-from services.kvstore.commit import Durability, is_full
+from services.kvstore.commit import Durability
+from services.kvstore.full_device import is_full, probe
 from services.kvstore.index import Index, IndexChange, IndexImage, IndexLostError, remove_index
 from services.kvstore.rebuild import rebuild
 from services.kvstore.records import ALIGN
@@ -58,14 +58,10 @@ class DataFolder:
 
     def _probe(self) -> None:
         """Finds a read-only folder now rather than at the first write. A full one is good for reading."""
-        probe = self.segments / "probe"
         try:
-            try:
-                probe.write_bytes(bytes(ALIGN))
-            finally:
-                probe.unlink(missing_ok=True)
+            probe(self.segments, ALIGN)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not is_full(error):
                 raise
             _log.warning("the device is full", path=str(self.path))
 
@@ -128,6 +124,7 @@ class Recovered:
         durability: what commits survive from now on.
         rebuilt: the index was lost and made anew from the segments.
         lost_blocks: blocks that the index named and the segments do not hold.
+        unsynced: what a life before has left unsynced may still be so.
     """
 
     index: Index
@@ -136,6 +133,7 @@ class Recovered:
     durability: Durability = "power"
     rebuilt: bool = False
     lost_blocks: int = 0
+    unsynced: bool = False
 
 
 def recover(folder: DataFolder, map_bytes: int = 64 << 20, *, durability: Durability = "power") -> Recovered:
@@ -151,7 +149,7 @@ def recover(folder: DataFolder, map_bytes: int = 64 << 20, *, durability: Durabi
     """
     try:
         files = list_segments(folder.segments)
-        _settle(folder, durability)
+        unsynced = _settle(folder, durability)
         if durability == "process":
             durability = _unsynced(folder)
         sync = durability == "power"
@@ -170,23 +168,28 @@ def recover(folder: DataFolder, map_bytes: int = 64 << 20, *, durability: Durabi
                 raise
     except (OSError, lmdb.Error) as error:
         raise ConfigError("data_dir", f"{folder.path} cannot be used: {error}") from error
-    recovered.durability = durability
+    recovered.durability, recovered.unsynced = durability, unsynced
     return recovered
 
 
-def _settle(folder: DataFolder, durability: Durability) -> None:
-    """Deals with what a life without syncs has left: nothing of its index can be believed after a loss of power."""
+def _settle(folder: DataFolder, durability: Durability) -> bool:
+    """Deals with what a life without syncs has left: nothing of its index can be believed after a loss of power.
+
+    Returns:
+        Whether something may still be unsynced.
+    """
     boot = folder.unsynced()
     if boot is None:
-        return
+        return False
     if boot and boot == boot_id():
         if durability == "process":
-            return
+            return True
         os.sync()
     else:
         _log.warning("the machine was restarted before everything was synced: the index is not believed")
         remove_index(folder.index)
     folder.all_synced()
+    return False
 
 
 def _unsynced(folder: DataFolder) -> Durability:

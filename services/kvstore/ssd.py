@@ -68,7 +68,7 @@ class SsdTier:
             recovered.next_segment,
             direct=recovered.durability == "power",
         )
-        self._first_segment = recovered.next_segment
+        self._unsynced_from = 0 if recovered.unsynced else recovered.next_segment
         self._oldest = OldestFirst(self._books)
         committer = Committer(recovered.index, folder.segments, recovered.durability)
         self._plans = Plans(self._books, self._space, committer, self._oldest.forget)
@@ -233,7 +233,7 @@ class SsdTier:
 
     def close(self) -> None:
         """Blocking. Closes all files and unlocks the folder; what was not synced on the way is synced now."""
-        written = [segment for segment in self._books.segments.values() if segment.number >= self._first_segment]
+        written = [segment for segment in self._books.segments.values() if segment.number >= self._unsynced_from]
         try:
             if self.durability == "process":
                 for segment in written:

@@ -5,7 +5,7 @@ tiers. Changes of one turn of the event loop become one message. A watcher that 
 the journal still reaches gets the changes since instead of a snapshot: whatever was removed before it cannot come back.
 
 A snapshot is listed step by step (`moonpool.cluster.events.snapshot`), each when the watcher has taken the one before,
-so that no turn of the loop is long and no watcher costs more memory than a page and its queue. Changes that come
+so that no turn of the loop is long and no watcher costs more memory than a page and twice its queue. Changes that come
 meanwhile go in between the pages. Each page carries the number of the last change that was told before it (0 at the
 start), so that the next change is always that number plus one; with the last page the watcher knows exactly what is
 here at that number.

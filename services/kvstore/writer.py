@@ -17,7 +17,7 @@ import lmdb
 from moonpool.errors import MoonpoolError
 from moonpool.telemetry.logs import get_logger
 from services.kvstore.backend import Backend, WritePlan
-from services.kvstore.commit import is_full
+from services.kvstore.full_device import is_full
 from services.kvstore.writes import Writes
 
 _log = get_logger(__name__)

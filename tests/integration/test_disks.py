@@ -22,7 +22,8 @@ from moonpool.kv.streams import StoreReader
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
-from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, data_of, keys_of
+from services.kvstore.ssd import SsdTier
+from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, Driven, data_of, keys_of, open_ssd
 from tests.unit.kvstore.test_process import HELLO, durable, put, read
 
 DRAM_BLOCKS = 16
@@ -36,6 +37,12 @@ MEANWHILE = [KEYS[at : at + CHUNK] for at in range(2 * CHUNK, len(KEYS) - CHUNK,
 NOT_DURABLE = "blocks could not be made durable"
 AGAIN = "blocks become durable again"
 TRIED_AGAIN = "batches are tried again"
+
+
+def ssd_of(driven: Driven) -> SsdTier:
+    backend = driven.store.holdings.backend
+    assert isinstance(backend, SsdTier)
+    return backend
 
 
 def run(*command: str | Path) -> None:
@@ -78,6 +85,13 @@ class Disk:
         with (self.path / "another").open("ab", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(4096))
+
+    def leave(self, nbytes: int) -> None:
+        """Takes all that is free but so much."""
+        another = self.path / "another"
+        another.unlink(missing_ok=True)
+        self.fill()
+        os.truncate(another, another.stat().st_size - nbytes)
 
     def close(self) -> None:
         for at in reversed(self._mounted[:]):
@@ -320,6 +334,35 @@ async def test_a_lost_index_on_a_full_disk(disk: Disk, tmp_path: Path, lost: str
     async with running(disk.path, tmp_path / "log4") as store:
         assert store.said("rebuilding") == []
         assert set(MEANWHILE[0] + NEW) <= set(await store.present(KEYS))
+
+
+def test_starts_with_little_room(disk: Disk, tmp_path: Path) -> None:
+    """Where some of an index fits, LMDB speaks of an input/output error; what is served must not depend on that."""
+    disk.remount("size=24m")
+    keys = keys_of(1500, "little room")
+    driven = Driven(open_ssd(disk.path / "store", 1 << 30, 512 * RECORD), 64 * BLOCK)
+    for at in range(0, len(keys), 50):
+        driven.flush(keys[at : at + 50])
+    ssd_of(driven).close()
+    indexed = {}
+    for free_kib in (0, 4, 16, 32, 64, 96, 1024):
+        shutil.rmtree(disk.path / "store" / "index")
+        disk.leave(free_kib << 10)
+        driven = Driven(open_ssd(disk.path / "store", 1 << 30, 512 * RECORD))
+        assert set(ssd_of(driven)) == set(keys)
+        assert driven.read(keys[-2:]) == [data_of(key) for key in keys[-2:]]
+        indexed[free_kib] = ssd_of(driven).indexed
+        ssd_of(driven).close()
+        (disk.path / "store" / "index").mkdir(exist_ok=True)
+    assert (indexed[0], indexed[16], indexed[1024]) == (False, False, True)
+    for free_kib, number in ((0, 1), (4, 2), (8, 3)):
+        segment = sorted((disk.path / "store" / "segments").iterdir())[0]
+        keys = keys[segment.stat().st_size // RECORD :]
+        segment.unlink()
+        disk.leave(free_kib << 10)
+        driven = Driven(open_ssd(disk.path / "store", 1 << 30, 512 * RECORD))
+        assert set(ssd_of(driven)) == set(keys), number
+        ssd_of(driven).close()
 
 
 async def test_a_folder_that_becomes_read_only(disk: Disk, tmp_path: Path) -> None:

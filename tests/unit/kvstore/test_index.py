@@ -65,6 +65,16 @@ def test_the_map_grows(tmp_path: Path) -> None:
     index.close()
 
 
+@pytest.mark.parametrize("count", range(1700, 2101, 50))
+def test_the_map_grows_for_the_last_word_too(tmp_path: Path, count: int) -> None:
+    """Some of these leave so few pages of the map that declaring the index whole finds no room."""
+    index = Index(tmp_path / "i", 1 << 16)
+    index.commit(IndexChange(entries={(1, 0): entries(0) * count}))
+    index.finish_rebuild()
+    assert len(index.load().entries[1]) == count * ENTRY.size
+    index.close()
+
+
 def test_a_gap_in_the_slots_is_a_lost_index(tmp_path: Path) -> None:
     index = made(tmp_path / "i")
     index.commit(IndexChange(entries={(1, 0): entries(0), (1, 2): entries(2)}))
