@@ -47,8 +47,8 @@ def rebuild(
         What was found, and the new index; a `NoIndex` when the device is full.
 
     Raises:
-        OSError, lmdb.Error: the files cannot be read, or the index cannot be written; when there is nothing to be
-            served, for want of room too.
+        OSError, lmdb.Error: the files cannot be read, or the index cannot be written; where there are no files, as at
+            a first start, for want of room too.
     """
     catalogue, new = Catalogue({}, {}), _NewIndex(index, map_bytes, sync=sync)
     try:
@@ -69,7 +69,7 @@ def rebuild(
         new.index.close()
         raise
     if new.error is not None:
-        if not catalogue.segments:
+        if not files:
             raise new.error
         _log.error(
             "the device is too full for an index: all that the segments hold is served, but every start reads them "
