@@ -147,15 +147,16 @@ class FrameWriter:
         nbytes = sum(item.data.nbytes for item in slices)
         if self._link is not None or nbytes > self._target_bytes or not self.credits.take(nbytes):
             return False
-        used = 0
+        unused = nbytes
         try:
             [(header, pieces)] = pack_frames(session, 0, slices, self._layout, self._target_bytes)
-            if self._outbox.offer(wrap(header), pieces):
-                used = payload_bytes(pieces)  # what the reader will hand back: a damaged frame may be shorter
+            sent = self._outbox.offer(wrap(header), pieces)
+            if sent:
+                unused -= payload_bytes(pieces)  # what the reader will hand back: a damaged frame may be shorter
+            return sent
         finally:
-            if used < nbytes:
-                self.credits.grant(nbytes - used)
-        return used > 0
+            if unused:
+                self.credits.grant(unused)
 
     def close(self, error: Exception) -> None:
         """Ends every waiting `send` with `error`."""

@@ -84,10 +84,6 @@ class Backend(Protocol):
         """Number of durable blocks."""
         ...
 
-    def __iter__(self) -> Iterator[BlockKey]:
-        """Keys of the durable blocks."""
-        ...
-
     def part(self, number: int) -> Iterable[BlockKey]:
         """Keys of the durable blocks in one part (parts.py); all parts together are all of them."""
         ...

@@ -11,6 +11,7 @@ from moonpool.kv.keys import BlockKey
 from services.kvstore.backend import Backend
 from services.kvstore.blocks import BlockFormat, DramBlock
 from services.kvstore.dram import DramTier
+from services.kvstore.parts import PARTS
 
 Changed = Callable[[Sequence[BlockKey], Sequence[BlockKey]], None]
 """Told keys that are here from now on, and keys that are not here any more."""
@@ -38,9 +39,7 @@ class Holdings:
         return key in self.dram or self.durable(key)
 
     def __iter__(self) -> Iterator[BlockKey]:
-        yield from self.dram
-        if self.backend is not None:
-            yield from itertools.filterfalse(self.dram.__contains__, self.backend)
+        return itertools.chain.from_iterable(map(self.part, range(PARTS)))
 
     def part(self, number: int) -> list[BlockKey]:
         """Every key of one part, once: whoever lists all parts, one after the other, misses none that stays.

@@ -23,7 +23,7 @@ import dataclasses
 import pathlib
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import lmdb
 from google.protobuf.message import DecodeError
@@ -120,7 +120,7 @@ class Index:
         if not read_only:
             path.mkdir(parents=True, exist_ok=True)
         try:
-            with told_by_lmdb(path):
+            with contextlib.nullcontext() if read_only else told_by_lmdb(path):
                 self._env = lmdb.open(
                     str(path),
                     map_size=map_bytes,
@@ -155,8 +155,7 @@ class Index:
             raise
 
     def _open_tables(self, read_only: bool) -> None:
-        one_commit = contextlib.nullcontext() if read_only else self._env.begin(write=True)
-        with told_by_lmdb(self._path), one_commit as txn:
+        with contextlib.nullcontext() if read_only else self._writing() as txn:  # one commit makes them all
             self._meta, self._segments, self._entries, self._dropped, self._formats, self._tenants = (
                 self._env.open_db(name, txn, create=not read_only) for name in _TABLES
             )
@@ -212,17 +211,21 @@ class Index:
 
     def _transact(self, do: Callable[[lmdb.Transaction], object]) -> None:
         """One transaction; the map grows as it must."""
-        with told_by_lmdb(self._path):
-            while True:
-                try:
-                    with self._env.begin(write=True) as txn:
-                        do(txn)
-                    return
-                except lmdb.MapFullError:
-                    size = self._env.info()["map_size"]
-                    if size >= _MAX_MAP_BYTES:
-                        raise
-                    self._env.set_mapsize(size * 2)
+        while True:
+            try:
+                with self._writing() as txn:
+                    do(txn)
+                return
+            except lmdb.MapFullError:
+                size = self._env.info()["map_size"]
+                if size >= _MAX_MAP_BYTES:
+                    raise
+                self._env.set_mapsize(size * 2)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[lmdb.Transaction]:
+        with told_by_lmdb(self._path), self._env.begin(write=True) as txn:
+            yield txn
 
     def _apply(self, txn: lmdb.Transaction, change: IndexChange) -> None:
         for segment in change.removed_segments:

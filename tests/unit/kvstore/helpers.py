@@ -1,7 +1,8 @@
 """Blocks with known bytes, and a store driven by hand: no threads, no event loop."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from moonpool.kv.frames import Run
@@ -168,3 +169,13 @@ class Driven:
             reads.close(lease)
         self.store.check_invariants()
         return [bytes(block) for block in out]
+
+
+@contextmanager
+def store(path: Path, segment: int = RECORD) -> Iterator[Driven]:
+    """A driven store over an SSD tier in a folder, closed at the end."""
+    ssd = open_ssd(path, 1 << 20, segment)
+    try:
+        yield Driven(ssd)
+    finally:
+        ssd.close()

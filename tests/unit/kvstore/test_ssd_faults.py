@@ -1,10 +1,9 @@
-"""Devices that are full, broken, read-only or lie; lives without syncs; checking a folder."""
+"""Devices that are full, broken or read-only; lives without syncs."""
 
 import asyncio
 import errno
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,10 @@ from moonpool.kv.keys import BlockKey
 from services.kvstore.full_device import told_by_lmdb
 from services.kvstore.recovery import DataFolder
 from services.kvstore.ssd import SsdTier, open_tier
-from services.kvstore.verify import Fault, verify
 from services.kvstore.writer import WriteBehind
-from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, data_of, keys_of, open_ssd
+from tests.unit.kvstore.helpers import RECORD, Driven, data_of, keys_of, open_ssd, store
 
 KEYS = keys_of(12)
-
-
-@contextmanager
-def store(path: Path, segment: int = RECORD) -> Iterator[Driven]:
-    ssd = open_ssd(path, 1 << 20, segment)
-    try:
-        yield Driven(ssd)
-    finally:
-        ssd.close()
 
 
 async def written(driven: Driven, *, retry_after_s: tuple[float, ...] = (0.0, 0.0)) -> WriteBehind:
@@ -115,6 +104,7 @@ async def test_a_full_device_gives_up_as_much_as_a_batch_needs(tmp_path: Path, m
         assert writer.retries == 1
         backend = driven.store.holdings.backend
         assert backend is not None
+        assert isinstance(backend, SsdTier)
         assert set(backend) == set(KEYS[3:9])
 
 
@@ -402,44 +392,3 @@ def test_an_index_of_another_boot_is_rebuilt(
     assert "segments read" in caplog.text
     assert {key: ssd.tenant_of(key) for key in ssd} == dict.fromkeys(KEYS[:3], "t")
     ssd.close()
-
-
-def test_a_check_finds_what_is_wrong_and_changes_nothing(tmp_path: Path) -> None:
-    with store(tmp_path, segment=4 * RECORD) as driven:
-        driven.flush(KEYS[:8])
-        with pytest.raises(ConfigError, match="another process"):
-            verify(tmp_path)
-    seen: list[tuple[int, int]] = []
-    report = verify(tmp_path, lambda done, of: seen.append((done, of)))
-    assert report.ok
-    assert (report.segments, report.records, report.blocks, report.dead) == (2, 8, 8, 0)
-    assert (report.bytes_read, seen) == (8 * RECORD, [(1, 2), (2, 2)])
-    first, second = sorted((tmp_path / "segments").iterdir())
-    data = bytearray(first.read_bytes())
-    data[RECORD + 4096 + LAYOUT.slice_bytes] ^= 1  # layer 1 of the second block
-    data[2 * RECORD + 40] ^= 1  # the third block's header
-    first.write_bytes(data)
-    second.write_bytes(second.read_bytes()[: 3 * RECORD])
-    report = verify(tmp_path)
-    assert not report.ok
-    assert (report.records, report.blocks, report.fault_count) == (6, 5, 4)
-    assert report.faults == [
-        Fault(1, RECORD, KEYS[1], "checksum of layer 1 is wrong"),
-        Fault(1, 2 * RECORD, KEYS[2], "the index names a record that is not there"),
-        Fault(2, None, None, f"the segment has {3 * RECORD} bytes instead of {4 * RECORD}"),
-        Fault(2, 3 * RECORD, KEYS[7], "the index names a record that is not there"),
-    ]
-    assert first.read_bytes() == data
-    second.unlink()
-    assert verify(tmp_path).faults[0] == Fault(2, None, None, "the index names a segment that is not there")
-
-
-def test_a_check_does_without_an_index(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data_dir: .* holds no store"):
-        verify(tmp_path)
-    with store(tmp_path) as driven:
-        driven.flush(KEYS[:2])
-    (tmp_path / "index" / "data.mdb").unlink()
-    report = verify(tmp_path)
-    assert (report.ok, report.fault_count, report.blocks) == (False, 0, 2)
-    assert report.index_error is not None
