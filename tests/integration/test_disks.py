@@ -3,33 +3,19 @@
 Skipped where mounting is not permitted.
 """
 
-import asyncio
-import contextlib
-import os
 import shutil
-import signal
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from moonpool.kv.keys import BlockKey
-from moonpool.kv.streams import StoreReader
-from moonpool.rpc.channels import Channels
-from moonpool.v1 import kvstore_pb2
-from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from services.kvstore.ssd import SsdTier
-from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, Driven, data_of, keys_of, open_ssd
-from tests.unit.kvstore.test_process import HELLO, durable, put, read
+from tests.integration.disks import DISK_BYTES, DRAM_BLOCKS, Disk, Store, refused, run, running
+from tests.unit.kvstore.helpers import BLOCK, RECORD, Driven, data_of, keys_of, open_ssd
+from tests.unit.kvstore.test_process import durable, put, read
 
-DRAM_BLOCKS = 16
 CHUNK = 4
-SEGMENT_BLOCKS = 4
-DISK_BYTES = 2 << 20
 KEYS = keys_of(96, "disk")
 OLD, NEW = KEYS[: 2 * CHUNK], KEYS[-CHUNK:]
 MEANWHILE = [KEYS[at : at + CHUNK] for at in range(2 * CHUNK, len(KEYS) - CHUNK, CHUNK)]
@@ -43,59 +29,6 @@ def ssd_of(driven: Driven) -> SsdTier:
     backend = driven.store.holdings.backend
     assert isinstance(backend, SsdTier)
     return backend
-
-
-def run(*command: str | Path) -> None:
-    subprocess.run([str(part) for part in command], check=True, capture_output=True, timeout=30)
-
-
-class Disk:
-    """A file system under `path`, and what is mounted over parts of it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._mounted: list[Path] = []
-
-    def mount(self, at: Path, *arguments: str | Path) -> None:
-        """Mounts something; skips the test where that is not permitted."""
-        at.mkdir(exist_ok=True)
-        try:
-            run("mount", *arguments, at)
-        except (OSError, subprocess.CalledProcessError) as error:
-            if os.geteuid() == 0 and self._mounted:
-                raise
-            text = getattr(error, "stderr", None) or str(error).encode()
-            pytest.skip(f"mounting is not permitted here: {text.decode(errors='replace').strip()}")
-        self._mounted.append(at)
-
-    def remount(self, options: str, at: Path | None = None) -> None:
-        run("mount", "-o", f"remount,{options}", at or self.path)
-
-    def unmount(self, at: Path | None = None) -> None:
-        """Unmounts one thing; lazily when something still uses it."""
-        at = at or self.path
-        self._mounted.remove(at)
-        try:
-            run("umount", at)
-        except subprocess.CalledProcessError:
-            run("umount", "--lazy", at)
-
-    def fill(self) -> None:
-        """Takes all that is free, as another program might."""
-        with (self.path / "another").open("ab", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(4096))
-
-    def leave(self, nbytes: int) -> None:
-        """Takes all that is free but so much."""
-        another = self.path / "another"
-        another.unlink(missing_ok=True)
-        self.fill()
-        os.truncate(another, another.stat().st_size - nbytes)
-
-    def close(self) -> None:
-        for at in reversed(self._mounted[:]):
-            self.unmount(at)
 
 
 @pytest.fixture
@@ -124,106 +57,6 @@ def ext4(tmp_path: Path) -> Iterator[Disk]:
         yield disk
     finally:
         disk.close()
-
-
-class Store:
-    """A running kvstore process on a disk."""
-
-    def __init__(self, child: asyncio.subprocess.Process, address: str, log: Path) -> None:
-        self.child = child
-        self.address = address
-        self._log = log
-
-    def said(self, text: str) -> list[str]:
-        """Lines of the log with `text` in them."""
-        return [line for line in self._log.read_text().splitlines() if text in line]
-
-    async def gauges(self) -> dict[str, float]:
-        async with asyncio.timeout(20), Channels() as channels:
-            stub: Any = KVStoreServiceStub(channels.get(self.address))
-            answer = await stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest())
-            return {gauge.name: gauge.value for gauge in answer.gauges}
-
-    async def until(self, name: str, test: Callable[[float], bool]) -> None:
-        """Waits for a gauge."""
-        async with asyncio.timeout(20):
-            while not test((await self.gauges())[name]):
-                pass
-
-    async def check_up(self) -> None:
-        """It serves, and has nothing on its mind."""
-        async with asyncio.timeout(20), Channels() as channels:
-            stub: Any = health_pb2_grpc.HealthStub(channels.get(self.address))
-            answer = await stub.Check(health_pb2.HealthCheckRequest())
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        assert self.said("Traceback") == []
-
-    async def present(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Those of the blocks that are here; what is read is what was written."""
-        here: list[BlockKey] = []
-        async with Channels() as channels:
-            reader = StoreReader(channels, self.address, HELLO, LAYOUT)
-            for key in keys:
-                found = bytearray()
-
-                def take(layer: int, index: int, data: memoryview, found: bytearray = found) -> None:
-                    found.extend(data)
-
-                here += [key] * await reader.read(
-                    [key], layers=range(LAYOUT.layers), on_slice=take, on_layer=lambda layer: None, timeout_s=20
-                )
-                assert found in (b"", data_of(key))
-            await reader.aclose()
-        return here
-
-    async def stop(self) -> None:
-        self.child.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(20):
-            assert await self.child.wait() == 0
-
-
-async def spawn(folder: Path, log: Path, *flags: str) -> asyncio.subprocess.Process:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MOONPOOL_")}
-    common = ["--listen", "127.0.0.1:0", "--eviction", "lru", "--dram-bytes", str(DRAM_BLOCKS * BLOCK)]
-    with log.open("wb") as file:
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.kvstore", "--data-dir", str(folder), *common),
-            *("--ssd-bytes", str(4 * DISK_BYTES), "--segment-bytes", str(SEGMENT_BLOCKS * RECORD), *flags),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=file,
-            env=environment | {"MOONPOOL_DIE_WITH_PARENT": "1"},
-        )
-
-
-@contextlib.asynccontextmanager
-async def running(folder: Path, log: Path, *flags: str) -> AsyncIterator[Store]:
-    child = await spawn(folder, log, *flags)
-    try:
-        assert child.stdout is not None
-        async with asyncio.timeout(30):
-            line = (await child.stdout.readline()).decode()
-        store = Store(child, line.removeprefix("ready: ").strip(), log)
-        assert line.startswith("ready: "), store.said("")
-        yield store
-    finally:
-        if child.returncode is None:
-            child.kill()
-        await child.communicate()
-
-
-async def refused(folder: Path, log: Path) -> str:
-    """The last line of a process that must not start there."""
-    child = await spawn(folder, log)
-    store = Store(child, "", log)
-    try:
-        async with asyncio.timeout(30):
-            assert await child.wait() == 2, store.said("")
-    finally:
-        if child.returncode is None:
-            child.kill()
-        await child.communicate()
-    assert store.said("Traceback") == []
-    return store.said("")[-1]
 
 
 async def goes_on(store: Store, after: Callable[[], None] = lambda: None) -> None:
