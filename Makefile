@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 MODEL  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run up down up-local down-local test-containers test test-all check format protos bench load clean
+.PHONY: help setup run up down up-local down-local test-containers test test-all check lint format protos bench load clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -44,12 +44,14 @@ test: $(STAMP)  ## the tests that gate every change (minutes)
 test-all: $(STAMP)  ## all tests
 	$(BIN)/python -m pytest
 
-check: $(STAMP)  ## format, lint, strict types, layers, tests
+lint: $(STAMP)  ## format, lint, strict types, layers, counts of the house
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(MAKE) test
+	$(BIN)/python -m tools.house
+
+check: lint test  ## lint, then the tests
 
 format: $(STAMP)  ## rewrite the code in the house's format
 	$(BIN)/ruff format .

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.frame import Progress, Row, Skipped, run
 from benchmarks.replay import chains_of, optimum, replay
 from moonpool.kv.keys import BlockKey
-from services.kvstore.policy import LRU, POLICIES, EvictionPolicy
+from services.kvstore.policies.policy import LRU, POLICIES, EvictionPolicy
 from tests.load.mooncake import read_trace
 
 TRACES_VARIABLE = "MOONPOOL_TRACES"

@@ -12,13 +12,14 @@ from benchmarks.kv_shape import LAYOUT, NAMESPACE, VOCAB_SIZE
 from moonpool.cost import Speeds
 from moonpool.engine.handle import StepResult
 from moonpool.engine.instance import EnginePlan, Parts
-from moonpool.engine.messages import EngineSpec, LayerDone, Step
+from moonpool.engine.messages import EngineSpec, LayerDone
 from moonpool.errors import Unavailable
-from moonpool.kv.link import Link
 from moonpool.kv.pool import KVPool
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext, run_main
 from moonpool.rpc.server import serving
+from moonpool.sched.steps import Step
+from moonpool.streams.link import Link
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.decode.config import DecodeConfig
 from services.decode.service import contract

@@ -14,8 +14,9 @@ from benchmarks import kv_shape
 from benchmarks.kv_shape import BLOCKS, LAYOUT, TRANSFER_BYTES
 from moonpool.kv.frames import Slice
 from moonpool.kv.pool import KVPool
-from moonpool.kv.streams import OutboundTransfer, StoreWriter, TransferSender
 from moonpool.rpc.channels import Channels
+from moonpool.streams.store_writer import StoreWriter
+from moonpool.streams.transfer_client import OutboundTransfer, TransferSender
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 

@@ -25,9 +25,9 @@ from benchmarks.kv_shape import BLOCKS, TRANSFER_BYTES
 from benchmarks.limits import MEMORY_BYTES, copy_bytes_per_s, tcp_seconds
 from benchmarks.processes import Child, child, own_cpu_s, own_resident_bytes
 from moonpool.kv.pool import KVPool
-from moonpool.kv.receiving import WINDOW_BYTES
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
+from moonpool.streams.receiving import WINDOW_BYTES
 
 FRAMES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 TARGET_FRAME = 1 << 20

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from benchmarks.kvstore_shape import Memory, hello, parents
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.streams import StoreReader, StoreWriter
 from moonpool.rpc.channels import Channels
+from moonpool.streams.store_reader import StoreReader
+from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 

@@ -7,11 +7,11 @@ what is measured never reads a block. Putting a million blocks would write 8 GB:
 from pathlib import Path
 
 from benchmarks.kvstore_shape import TINY, chain, namespace_of
-from services.kvstore.blocks import BlockFormat
-from services.kvstore.catalogue import ENTRY
-from services.kvstore.index import Index, IndexChange
-from services.kvstore.records import ALIGN
-from services.kvstore.segments import segment_path
+from moonpool.kv.blocks import BlockFormat
+from services.kvstore.ssd.catalogue import ENTRY
+from services.kvstore.ssd.index import Index, IndexChange
+from services.kvstore.ssd.records import ALIGN
+from services.kvstore.ssd.segments import segment_path
 
 CHAIN_BLOCKS = 2000
 RECORD_UNITS = 2

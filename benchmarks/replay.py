@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from blake3 import blake3
 
+from moonpool.kv.blocks import NO_PARENT, BlockFormat, BlockInfo
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
-from services.kvstore.blocks import NO_PARENT, BlockFormat, BlockInfo
-from services.kvstore.policy import EvictionPolicy
+from services.kvstore.policies.policy import EvictionPolicy
 
 _FORMAT = BlockFormat(bytes(32), KVLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="float32"))
 

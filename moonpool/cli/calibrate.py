@@ -16,9 +16,9 @@ from moonpool.engine.calibration import (
     measure_decode,
     measure_prefill,
 )
-from moonpool.engine.emulation import load_profile
-from moonpool.engine.handle import start_engine
+from moonpool.engine.emulated.profile import load_profile
 from moonpool.engine.messages import EngineSpec
+from moonpool.engine.start import start_engine
 from moonpool.engine.warmup import DecodeTime, PrefillTime, StepTimer
 from moonpool.errors import ConfigError
 

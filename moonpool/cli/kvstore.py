@@ -73,7 +73,7 @@ def verify(
 
     Ends with 1 when something is wrong. A kvstore would answer the blocks named with a miss.
     """
-    from services.kvstore.verify import verify as check
+    from services.kvstore.operate.verify import verify as check
 
     with _progress("segments", hidden=as_json) as advance:
         report = check(data_dir, advance)
@@ -148,9 +148,9 @@ def advise(
     """Say how much hit share another size of this kvstore would bring, from sampled reuse distances."""
     with _store(address) as stub:
         told = stub.ReuseCurve(kvstore_pb2.ReuseCurveRequest(), timeout=CALL_TIMEOUT_S)
-    from services.kvstore.reuse import hit_share
-    from services.kvstore.reuse_picture import answer as advice
-    from services.kvstore.reuse_picture import picture as draw
+    from services.kvstore.operate.reuse import hit_share
+    from services.kvstore.operate.reuse_picture import answer as advice
+    from services.kvstore.operate.reuse_picture import picture as draw
 
     curve = [(point.bytes, point.hit_share) for point in told.points]
     now_bytes, more_bytes = told.capacity_bytes, max(1, round(more_gb * GB))

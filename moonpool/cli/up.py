@@ -13,7 +13,7 @@ from pathlib import Path
 import typer
 
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan
-from moonpool.engine.emulation import emulation_of
+from moonpool.engine.emulated.profile import emulation_of
 
 STOP_TIMEOUT_S = 60.0
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from moonpool.engine.messages import History
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_from_bytes
 from moonpool.sched.limits import check_end_tokens, check_sampling, with_defaults
 from moonpool.sched.sampling import SequenceSampling
+from moonpool.sched.steps import History
 from moonpool.v1 import kv_pb2
 
 MAX_NAME_CHARS = 256

@@ -6,14 +6,14 @@ processes behind it are in `moonpool.engine.launch`; an emulated engine can stan
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from moonpool.cost import Speeds
-from moonpool.engine.messages import EngineSpec, LayerDone, Step
+from moonpool.engine.messages import LayerDone
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
+from moonpool.sched.steps import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +77,3 @@ class Engine(Protocol):
 
     def abort(self, step_id: int) -> None:
         """Gives a step up before its next layer. May precede `run`; late calls are ignored; `run` still returns."""
-
-
-def start_engine(spec: EngineSpec, *, start_timeout_s: float = 120.0) -> AbstractAsyncContextManager[Engine]:
-    """Starts the engine's processes, or emulates them; leaving the context ends them and frees the pool.
-
-    Raises:
-        ConfigError: A value of `spec` is refused (stages, blocks, device, memory).
-        CheckpointError: The checkpoint cannot be loaded.
-        DeadlineExceeded: Not ready within `start_timeout_s`.
-        Unavailable: A worker died on its way up.
-    """
-    if spec.emulation is not None:
-        from moonpool.engine.paced import start_paced
-
-        return start_paced(spec, spec.emulation)
-    from moonpool.engine.launch import start_processes  # the protocol does not depend on its implementation
-
-    return start_processes(spec, start_timeout_s=start_timeout_s)

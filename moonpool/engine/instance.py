@@ -11,15 +11,16 @@ from collections.abc import Callable
 from typing import Protocol
 
 from moonpool.cluster import HeldKeys, JoinAgent
-from moonpool.engine.handle import Engine, start_engine
-from moonpool.engine.paced import PacedEngine
+from moonpool.engine.emulated.engine import PacedEngine
+from moonpool.engine.handle import Engine
 from moonpool.engine.plan import EngineConfig, EnginePlan, plan_engine
+from moonpool.engine.start import start_engine
 from moonpool.errors import Unavailable
-from moonpool.kv.link import Link
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import RunningServer, Service, serving
 from moonpool.sched.block_manager import BlockManager
+from moonpool.streams.link import Link
 from moonpool.telemetry.gauges import Entry, Gauges
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics

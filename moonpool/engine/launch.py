@@ -64,7 +64,7 @@ def _spawn(command: Sequence[str], pool_fd: int, env: dict[str, str]) -> tuple[s
 async def start_processes(
     spec: EngineSpec, *, start_timeout_s: float, command: Sequence[str] = WORKER
 ) -> AsyncIterator[Engine]:
-    """See `moonpool.engine.handle.start_engine`; `command` starts a worker (tests put their own in its place)."""
+    """See `moonpool.engine.start.start_engine`; `command` starts a worker (tests put their own in its place)."""
     ranges = stage_ranges(spec.layout.layers, spec.stages)
     threads = spec.threads or max(1, len(os.sched_getaffinity(0)) // spec.stages)
     spec = replace(spec, threads=threads)

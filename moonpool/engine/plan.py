@@ -23,7 +23,7 @@ from moonpool.checkpoint import (
 )
 from moonpool.config import PeerAddress, ServiceConfig
 from moonpool.engine.arrival import Arrival
-from moonpool.engine.emulation import SCHEME, Emulation, emulation_of
+from moonpool.engine.emulated.profile import SCHEME, Emulation, emulation_of
 from moonpool.engine.messages import EngineSpec
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import namespace

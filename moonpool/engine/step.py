@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.gates import Gates
-from moonpool.engine.messages import LayerDone, Step, StepDone
+from moonpool.engine.messages import LayerDone, StepDone
 from moonpool.engine.pipeline import Links
 from moonpool.errors import Unsupported
 from moonpool.kv.pool import PoolPart
@@ -19,6 +19,7 @@ from moonpool.model.batch import PackedBatch
 from moonpool.model.load import torch_dtype
 from moonpool.model.sampler import sample
 from moonpool.model.stage import StageModel
+from moonpool.sched.steps import Step
 
 
 def pool_tensor(part: PoolPart) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from moonpool.cost import Speeds
 from moonpool.engine.handle import Engine
-from moonpool.engine.messages import SampleSpec, SequenceStep, Step
+from moonpool.sched.steps import SampleSpec, SequenceStep, Step
 
 _FIRST_STEP_ID = -1000
 _LONG_TOKENS = 512

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from moonpool.engine.channel import BlockingChannel, ChannelClosed
 from moonpool.engine.gates import Gates
-from moonpool.engine.messages import AbortStep, Failed, OpenGate, Ready, Shutdown, StageSpec, Step
+from moonpool.engine.messages import AbortStep, Failed, OpenGate, Ready, Shutdown, StageSpec
 from moonpool.errors import ConfigError, MoonpoolError
+from moonpool.sched.steps import Step
 
 if TYPE_CHECKING:
     from moonpool.engine.step import StageRunner
@@ -67,7 +68,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     """Loads the stage's layers and meets the other stages.
 
     Raises:
-        MoonpoolError: What cannot be had, as `moonpool.engine.handle.start_engine` documents.
+        MoonpoolError: What cannot be had, as `moonpool.engine.start.start_engine` documents.
     """
     import torch
 

@@ -1,6 +1,6 @@
 """Which (de)serialiser a message class gets on our channels and servers.
 
-A message with a bytes field `payload` numbered 15 travels as `moonpool.kv.wire.PayloadMessage`, whose bytes are the
+A message with a bytes field `payload` numbered 15 travels as `moonpool.rpc.wire.PayloadMessage`, whose bytes are the
 very same protobuf encoding but made with fewer copies. All others are plain protobuf. One rule for both ends.
 """
 
@@ -9,6 +9,8 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+
+from moonpool.rpc import wire
 
 PAYLOAD_FIELD_NUMBER = 15
 
@@ -22,8 +24,6 @@ def has_payload(cls: type[Message]) -> bool:
 def serializer(cls: type[Message]) -> Callable[[Any], bytes]:
     """Bytes of a message (`PayloadMessage` when the class carries a payload)."""
     if has_payload(cls):
-        from moonpool.kv import wire  # here, because moonpool.kv's clients import moonpool.rpc
-
         return wire.serialize
     return cls.SerializeToString
 
@@ -31,7 +31,5 @@ def serializer(cls: type[Message]) -> Callable[[Any], bytes]:
 def deserializer(cls: type[Message]) -> Callable[[bytes], Any]:
     """The inverse of `serializer`."""
     if has_payload(cls):
-        from moonpool.kv import wire
-
         return wire.deserializer(cls)
     return cls.FromString

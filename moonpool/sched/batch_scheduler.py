@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moonpool.engine.messages import History, SequenceStep, Step
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, tokens_to_bytes
 from moonpool.sched.block_manager import BlockManager
 from moonpool.sched.sampling import SequenceSampling
+from moonpool.sched.steps import History, SequenceStep, Step
 from moonpool.v1 import kv_pb2
 
 GOES_ON = kv_pb2.FINISH_REASON_UNSPECIFIED

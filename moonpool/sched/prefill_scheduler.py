@@ -14,11 +14,11 @@ Started sequences hold the blocks of their whole prompt, waiting ones none. `rem
 from collections import deque
 from collections.abc import Iterator
 
-from moonpool.engine.messages import SequenceStep, Step
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import tokens_to_bytes
 from moonpool.sched.block_manager import BlockManager
 from moonpool.sched.prefill_sequence import Load, PlannedChunk, PrefillSequence, StepOutcome, StepPlan
+from moonpool.sched.steps import SequenceStep, Step
 
 __all__ = ["Load", "PlannedChunk", "PrefillScheduler", "PrefillSequence", "StepOutcome", "StepPlan"]
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from moonpool.engine.messages import History, Step
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.sampling import SequenceSampling
+from moonpool.sched.steps import History, Step
 
 
 class Load(Enum):

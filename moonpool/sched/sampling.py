@@ -8,7 +8,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Self
 
-from moonpool.engine.messages import SampleSpec
+from moonpool.sched.steps import SampleSpec
 from moonpool.v1 import kv_pb2
 
 

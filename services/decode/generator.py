@@ -12,9 +12,9 @@ from collections.abc import Callable
 from moonpool.cost import SpeedTracker
 from moonpool.engine.handle import Engine, StepResult
 from moonpool.errors import MoonpoolError, Unavailable
-from moonpool.kv.transfer import TransferState
-from moonpool.kv.writeback import WriteBack
 from moonpool.sched.batch_scheduler import GOES_ON, BatchScheduler, DecodeSequence, StepPlan
+from moonpool.streams.transfer import TransferState
+from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import decode_pb2, kv_pb2

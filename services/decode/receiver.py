@@ -10,10 +10,10 @@ from collections.abc import Callable
 from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
 from moonpool.kv.frames import open_frame, split_run
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.outbox import Outbox
 from moonpool.kv.pool import KVPool
-from moonpool.kv.streams import FrameReceiver
-from moonpool.kv.transfer import InboundTransfer, TransferState
+from moonpool.streams.outbox import Outbox
+from moonpool.streams.receiving import FrameReceiver
+from moonpool.streams.transfer import InboundTransfer, TransferState
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.seats import Seat, Seats

@@ -13,8 +13,8 @@ from moonpool.engine.arrival import Arrival
 from moonpool.errors import InvalidRequest, Overloaded, TransferFailed
 from moonpool.kv.keys import BlockKey, block_keys
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.transfer import InboundTransfer, TransferState
 from moonpool.sched.batch_scheduler import BatchScheduler, DecodeSequence, Reservation
+from moonpool.streams.transfer import InboundTransfer, TransferState
 from moonpool.v1 import kv_pb2
 from services.decode.steps import Subscriber
 

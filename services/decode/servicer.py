@@ -10,9 +10,9 @@ import grpc.aio
 from moonpool.cluster.instances import check_instance
 from moonpool.cost import decode_step_seconds
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, Unsupported
-from moonpool.kv.outbox import STALL_S
-from moonpool.kv.streams import check_hello
-from moonpool.kv.wire import PayloadMessage
+from moonpool.rpc.wire import PayloadMessage
+from moonpool.streams.outbox import STALL_S
+from moonpool.streams.receiving import check_hello
 from moonpool.telemetry.gauges import Gauges
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.receiver import Receiver

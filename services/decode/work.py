@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from moonpool.engine.arrival import Arrival
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, Parts, first_error
 from moonpool.errors import Overloaded, Unavailable
-from moonpool.kv.streams import StoreWriter
-from moonpool.kv.transfer import TransferState
-from moonpool.kv.writeback import WriteBack, WriteBackLimits
 from moonpool.sched.batch_scheduler import BatchScheduler
 from moonpool.sched.block_manager import BlockManager
+from moonpool.streams.store_writer import StoreWriter
+from moonpool.streams.transfer import TransferState
+from moonpool.streams.writeback import WriteBack, WriteBackLimits
 from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.decode.config import DecodeConfig

@@ -7,8 +7,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from moonpool.config import ServiceConfig, parse_address
 from moonpool.errors import ConfigError
-from services.kvstore.policy import POLICIES
-from services.kvstore.tenants import TenantRow, check_rows, read_rows
+from services.kvstore.policies.policy import POLICIES
+from services.kvstore.tenancy.tenants import TenantRow, check_rows, read_rows
 
 _MIN_SEGMENT_BYTES = 1 << 20
 _MAX_AUTO_SEGMENT_BYTES = 1 << 30

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.cluster import HeldKeys, JoinAgent
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.parts import PARTS
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service, serving
@@ -19,28 +20,27 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
 from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
 from services.kvstore.config import KVStoreConfig
-from services.kvstore.dram import DramTier
-from services.kvstore.gauges import add_gauges
-from services.kvstore.get_stream import GetParts
-from services.kvstore.layers import ReadAhead
-from services.kvstore.observe import Observer
-from services.kvstore.operations import Operations
-from services.kvstore.parts import PARTS
-from services.kvstore.pin_keeper import PinKeeper
-from services.kvstore.pins import Pins
-from services.kvstore.policy import POLICIES
-from services.kvstore.protection import Protection
-from services.kvstore.put_stream import PutParts
-from services.kvstore.recovery import DataFolder, recover
-from services.kvstore.reuse import ReuseSample
-from services.kvstore.rooms import RoomQueue
+from services.kvstore.core.store import BlockStore
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.operate.gauges import add_gauges
+from services.kvstore.operate.observe import Observer
+from services.kvstore.operate.operations import Operations
+from services.kvstore.operate.pin_keeper import PinKeeper
+from services.kvstore.operate.reuse import ReuseSample
+from services.kvstore.operate.warming import Warmer
+from services.kvstore.operate.writer import WriteBehind
+from services.kvstore.policies.policy import POLICIES
 from services.kvstore.servicer import KVStoreServicer
-from services.kvstore.ssd import SsdTier
-from services.kvstore.store import BlockStore
-from services.kvstore.tenants import DEFAULT_ROW, Account, Grants, TenantRow
-from services.kvstore.warming import Warmer
-from services.kvstore.watch import Journal, Unreported
-from services.kvstore.writer import WriteBehind
+from services.kvstore.ssd.recovery import DataFolder, recover
+from services.kvstore.ssd.tier import SsdTier
+from services.kvstore.streams.get_stream import GetParts
+from services.kvstore.streams.layers import ReadAhead
+from services.kvstore.streams.put_stream import PutParts
+from services.kvstore.streams.rooms import RoomQueue
+from services.kvstore.streams.watch import Journal, Unreported
+from services.kvstore.tenancy.pins import Pins
+from services.kvstore.tenancy.protection import Protection
+from services.kvstore.tenancy.tenants import DEFAULT_ROW, Account, Grants, TenantRow
 
 _log = get_logger(__name__)
 

@@ -9,19 +9,19 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from moonpool.kv.credits import Traffic
 from moonpool.kv.keys import BlockKey, unpack_keys
-from moonpool.kv.wire import PayloadMessage
+from moonpool.rpc.wire import PayloadMessage
+from moonpool.streams.credits import Traffic
 from moonpool.telemetry.gauges import Gauges
 from moonpool.v1 import kv_pb2, kvstore_pb2
-from services.kvstore.assembly import MAX_SESSION_BLOCKS
-from services.kvstore.get_stream import GetParts, GetStream
-from services.kvstore.operations import Operations
-from services.kvstore.pin_keeper import PinKeeper
-from services.kvstore.pins import PinLimit
-from services.kvstore.put_stream import PutParts, PutStream
-from services.kvstore.streams import KVStream, ServerContext
-from services.kvstore.watch import Journal
+from services.kvstore.core.assembly import MAX_SESSION_BLOCKS
+from services.kvstore.operate.operations import Operations
+from services.kvstore.operate.pin_keeper import PinKeeper
+from services.kvstore.streams.get_stream import GetParts, GetStream
+from services.kvstore.streams.put_stream import PutParts, PutStream
+from services.kvstore.streams.sessions import KVStream, ServerContext
+from services.kvstore.streams.watch import Journal
+from services.kvstore.tenancy.pins import PinLimit
 
 MAX_MATCH_KEYS = 1 << 17
 _NO_PAYLOAD = memoryview(b"")

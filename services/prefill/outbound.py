@@ -14,8 +14,8 @@ from moonpool.cost import SpeedTracker
 from moonpool.errors import Mismatch, TransferFailed
 from moonpool.kv.frames import Slice
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.peers import Peers
-from moonpool.kv.streams import OutboundTransfer, TransferSender
+from moonpool.streams.peers import Peers
+from moonpool.streams.transfer_client import OutboundTransfer, TransferSender
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import kv_pb2
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 from moonpool.cost import SpeedTracker, load_is_cheaper, load_seconds
 from moonpool.errors import MoonpoolError
-from moonpool.kv.credits import Traffic
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.peers import Peers
-from moonpool.kv.streams import PrefixLost, StoreReader
 from moonpool.sched.prefill_scheduler import PrefillSequence
+from moonpool.streams.credits import Traffic
+from moonpool.streams.peers import Peers
+from moonpool.streams.store_reader import PrefixLost, StoreReader
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import kv_pb2, prefill_pb2

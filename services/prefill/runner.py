@@ -14,8 +14,8 @@ from moonpool.engine.handle import Engine, StepResult
 from moonpool.engine.messages import LayerDone
 from moonpool.errors import Internal, MoonpoolError, Unavailable
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.writeback import WriteBack
 from moonpool.sched.prefill_scheduler import PlannedChunk, PrefillScheduler, PrefillSequence, StepPlan
+from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import prefill_pb2

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from moonpool.cost import SpeedTracker
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, Parts, first_error
 from moonpool.errors import Overloaded, Unavailable
-from moonpool.kv.peers import Peers
-from moonpool.kv.streams import StoreReader, StoreWriter, TransferSender
-from moonpool.kv.writeback import WriteBack, WriteBackLimits
 from moonpool.sched.block_manager import BlockManager
 from moonpool.sched.prefill_scheduler import PrefillScheduler
+from moonpool.streams.peers import Peers
+from moonpool.streams.store_reader import StoreReader
+from moonpool.streams.store_writer import StoreWriter
+from moonpool.streams.transfer_client import TransferSender
+from moonpool.streams.writeback import WriteBack, WriteBackLimits
 from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.v1 import conductor_pb2, prefill_pb2
 from services.prefill.config import PrefillConfig

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
-from moonpool.engine.messages import SampleSpec
-from moonpool.engine.paced_content import continuation, sampling_seed
+from moonpool.engine.emulated.content import continuation, sampling_seed
+from moonpool.sched.steps import SampleSpec
 from tests.integration.reference import GAP_TOLERANCE, Reference
 
 DRAW_TOLERANCE = 1e-4

@@ -20,7 +20,7 @@ from moonpool.checkpoint import load_config
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import Client, GenerateResult, SamplingParams
-from moonpool.engine.paced_content import continuation
+from moonpool.engine.emulated.content import continuation
 from moonpool.v1 import prefill_pb2, prefill_pb2_grpc
 from tests.integration.conftest import BLOCK, tokens, with_flags
 

@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from moonpool.errors import ConfigError
 from moonpool.kv.frames import Slice
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.streams import TransferSender
 from moonpool.rpc.channels import Channels
+from moonpool.streams.transfer_client import TransferSender
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from services.conductor.inbox import Inbox

@@ -18,8 +18,9 @@ from moonpool.cli.stack import ServiceProcess
 from moonpool.errors import NotFound, TransferFailed
 from moonpool.kv.keys import block_keys, chain_root, namespace
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.streams import StoreReader, StoreWriter
 from moonpool.rpc.channels import Channels
+from moonpool.streams.store_reader import StoreReader
+from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import kv_pb2
 from tests.load.frame import Outcome, Send
 from tests.load.mooncake import TraceRequest

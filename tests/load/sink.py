@@ -9,10 +9,10 @@ from typing import Any
 from moonpool.engine.plan import EnginePlan
 from moonpool.errors import MoonpoolError
 from moonpool.kv.frames import open_frame
-from moonpool.kv.outbox import Outbox
-from moonpool.kv.streams import FrameReceiver, check_hello
-from moonpool.kv.transfer import InboundTransfer, TransferState
 from moonpool.rpc.server import serving
+from moonpool.streams.outbox import Outbox
+from moonpool.streams.receiving import FrameReceiver, check_hello
+from moonpool.streams.transfer import InboundTransfer, TransferState
 from moonpool.v1 import decode_pb2, kv_pb2
 
 GENERATION = 1

@@ -22,8 +22,8 @@ from moonpool.checkpoint import load_config
 from moonpool.cli.check import Reading, wait_at_rest
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, GenerateResult, SamplingParams, Slo
-from moonpool.engine.emulation import emulation_of
-from moonpool.engine.paced_content import continuation
+from moonpool.engine.emulated.content import continuation
+from moonpool.engine.emulated.profile import emulation_of
 from moonpool.errors import Unavailable
 from tests.load.frame import Outcome, Send, Summary, open_loop, summarize
 from tests.load.mooncake import TraceRequest, generate_trace, read_trace, reusable_share, trace_path

@@ -17,15 +17,16 @@ import xxhash
 from moonpool.cost import Speeds
 from moonpool.engine.handle import StepResult
 from moonpool.engine.instance import EnginePlan, Parts
-from moonpool.engine.messages import EngineSpec, LayerDone, SequenceStep, Step
+from moonpool.engine.messages import EngineSpec, LayerDone
 from moonpool.engine.stages import stage_ranges
 from moonpool.errors import Unavailable
 from moonpool.kv.keys import block_keys, pack_keys, tokens_to_bytes
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.link import Link
 from moonpool.kv.pool import KVPool
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.server import RunningServer, serving
+from moonpool.sched.steps import SequenceStep, Step
+from moonpool.streams.link import Link
 from moonpool.telemetry.gauges import restless
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -37,7 +38,7 @@ from services.decode.work import Work as DecodeWork
 from services.prefill.config import PrefillConfig
 from services.prefill.service import contract as prefill_contract
 from services.prefill.work import Work as PrefillWork
-from tests.unit.kv.fakes import LAYOUT, NAMESPACE, ROOT
+from tests.unit.streams.fakes import LAYOUT, NAMESPACE, ROOT
 
 WAIT_S = 20.0
 LOOK_AGAIN_S = 0.05

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 VERBS = (
     *("setup", "run", "up", "down", "up-local", "down-local", "test", "test-all", "test-containers"),
-    *("check", "format", "bench", "load", "protos", "clean"),
+    *("check", "lint", "format", "bench", "load", "protos", "clean"),
 )
 
 
@@ -38,7 +38,7 @@ def test_makefile_has_every_verb() -> None:
 
 def test_ci_runs_make_test() -> None:
     """CI does what a person does."""
-    assert "\nmake test\n" in read(".ci/run")
+    assert "\nmake test\nmake lint\n" in read(".ci/run")
 
 
 def test_readme_names_the_two_commands() -> None:

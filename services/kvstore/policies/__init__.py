@@ -1,1 +1,1 @@
-"""Eviction policies, one per module; `services.kvstore.policy` has their contract and their names."""
+"""Eviction policies, one per module; `services.kvstore.policies.policy` has their contract and their names."""

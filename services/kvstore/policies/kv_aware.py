@@ -8,8 +8,8 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 
+from moonpool.kv.blocks import NO_PARENT, BlockInfo
 from moonpool.kv.keys import BlockKey
-from services.kvstore.blocks import NO_PARENT, BlockInfo
 from services.kvstore.policies.returns import ReturnRates
 
 MEMORY = 8

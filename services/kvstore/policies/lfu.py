@@ -4,8 +4,8 @@ import bisect
 import collections
 from collections.abc import Iterator, Sequence
 
+from moonpool.kv.blocks import BlockInfo
 from moonpool.kv.keys import BlockKey
-from services.kvstore.blocks import BlockInfo
 
 
 class LFU:

@@ -3,8 +3,8 @@
 import collections
 from collections.abc import Iterator, Sequence
 
+from moonpool.kv.blocks import BlockInfo
 from moonpool.kv.keys import BlockKey
-from services.kvstore.blocks import BlockInfo
 
 
 class LRU:

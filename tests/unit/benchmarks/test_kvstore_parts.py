@@ -181,7 +181,7 @@ def test_a_picture_is_svg_with_its_lines() -> None:
 
 
 def test_a_made_data_folder_is_one_that_the_store_opens(tmp_path: Path) -> None:
-    from services.kvstore.recovery import DataFolder, recover
+    from services.kvstore.ssd.recovery import DataFolder, recover
 
     assert build(tmp_path / "data", 9) == 9 * CHAIN_BLOCKS  # two segments
     folder = DataFolder(tmp_path / "data")

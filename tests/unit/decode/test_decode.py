@@ -9,12 +9,12 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from moonpool.engine.messages import Step
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed, Unavailable
 from moonpool.kv.frames import Slice
 from moonpool.kv.keys import block_keys
-from moonpool.kv.streams import TransferSender
 from moonpool.rpc.errors import from_rpc_error
+from moonpool.sched.steps import Step
+from moonpool.streams.transfer_client import TransferSender
 from moonpool.v1 import decode_pb2, kv_pb2
 from tests.unit.instances import (
     BLOCK,
@@ -27,7 +27,7 @@ from tests.unit.instances import (
     slice_of_tokens,
     spec,
 )
-from tests.unit.kv.fakes import HELLO, LAYOUT, ROOT, STORE, FakeStore, served
+from tests.unit.streams.fakes import HELLO, LAYOUT, ROOT, STORE, FakeStore, served
 
 
 async def reserve(it: Decode, sequence: kv_pb2.SequenceSpec, **fields: Any) -> kv_pb2.TransferTarget:

@@ -7,11 +7,11 @@ import pytest
 from moonpool.cost import Speeds
 from moonpool.engine import calibration
 from moonpool.engine.calibration import fit, fit_decode_profile, fit_prefill_profile, measure_decode, measure_prefill
-from moonpool.engine.emulation import step_seconds
+from moonpool.engine.emulated.profile import step_seconds
 from moonpool.engine.handle import StepResult
-from moonpool.engine.messages import Step
 from moonpool.engine.warmup import StepTimer
 from moonpool.kv.layout import KVLayout
+from moonpool.sched.steps import Step
 
 LAYOUT = KVLayout(4, 1, 4, 64, "float16")
 SPEEDS = Speeds(0.004, 3e-5, 2e-8, 0.005, 2e-4, 1e-7)

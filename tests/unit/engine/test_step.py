@@ -12,13 +12,14 @@ from torch import Tensor
 
 from moonpool.checkpoint import kv_layout, load_config
 from moonpool.engine.gates import Gates
-from moonpool.engine.messages import LayerDone, SampleSpec, SequenceStep, Step, StepDone
+from moonpool.engine.messages import LayerDone, StepDone
 from moonpool.engine.pipeline import NoLinks
 from moonpool.engine.step import StageRunner, pool_tensor
 from moonpool.errors import Unsupported
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.model.load import load_stage
+from moonpool.sched.steps import SampleSpec, SequenceStep, Step
 
 BLOCKS = 8
 GREEDY = SampleSpec()

@@ -5,10 +5,11 @@ import pytest
 
 from moonpool.cost import Speeds, decode_step_seconds, prefill_seconds
 from moonpool.engine.handle import Engine, StepResult
-from moonpool.engine.messages import LayerDone, Step
+from moonpool.engine.messages import LayerDone
 from moonpool.engine.warmup import DecodeTime, PrefillTime, fit_decode, fit_prefill, measure
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
+from moonpool.sched.steps import Step
 
 TRUE = Speeds(0.01, 1e-4, 1e-7, 0.02, 1e-3, 1e-6)
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from moonpool.checkpoint import kv_layout, load_config
-from moonpool.engine.handle import Engine, start_engine
-from moonpool.engine.messages import EngineSpec, LayerDone, SampleSpec, SequenceStep, Step
+from moonpool.engine.handle import Engine
+from moonpool.engine.messages import EngineSpec, LayerDone
 from moonpool.engine.process import ProcessEngine
+from moonpool.engine.start import start_engine
 from moonpool.errors import CheckpointError, Unavailable
 from moonpool.model.batch import PackedBatch
 from moonpool.model.load import load_stage
+from moonpool.sched.steps import SampleSpec, SequenceStep, Step
 
 BLOCKS = 16
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moonpool.kv.keys import BlockKey
-from services.kvstore.ssd import SsdTier, open_tier
+from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.helpers import RECORD, block_of, keys_of
 
 PR_SET_PDEATHSIG = 1

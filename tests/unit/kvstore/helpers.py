@@ -5,19 +5,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from moonpool.kv.blocks import NO_PARENT, BlockFormat, BlockInfo, DramBlock
 from moonpool.kv.frames import Run
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
-from services.kvstore.assembly import PutSession, PutSpec, parents_of
-from services.kvstore.blocks import NO_PARENT, BlockFormat, BlockInfo, DramBlock
-from services.kvstore.dram import DramTier
-from services.kvstore.pins import Pins
-from services.kvstore.policy import LRU
-from services.kvstore.protection import Protection
-from services.kvstore.recovery import DataFolder, recover
-from services.kvstore.ssd import SsdTier
-from services.kvstore.store import BlockStore
-from services.kvstore.tenants import Account
+from services.kvstore.core.assembly import PutSession, PutSpec, parents_of
+from services.kvstore.core.store import BlockStore
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.policies.policy import LRU
+from services.kvstore.ssd.recovery import DataFolder, recover
+from services.kvstore.ssd.tier import SsdTier
+from services.kvstore.tenancy.pins import Pins
+from services.kvstore.tenancy.protection import Protection
+from services.kvstore.tenancy.tenants import Account
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
 FORMAT = BlockFormat(b"n" * 32, LAYOUT)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.keys import BlockKey
-from services.kvstore.commit import Durability
-from services.kvstore.ssd import SsdTier, open_tier
-from services.kvstore.verify import verify
+from services.kvstore.operate.verify import verify
+from services.kvstore.ssd.commit import Durability
+from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.crasher import CAPACITY, SEGMENT, kept_keys, tenant_of
 from tests.unit.kvstore.helpers import LAYOUT, keys_of, slice_of
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from moonpool.kv.keys import BlockKey, unpack_keys
-from moonpool.kv.streams import StoreReader, StoreWriter
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.server import serving
+from moonpool.streams.store_reader import StoreReader
+from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from tests.unit.kvstore.helpers import FORMAT, LAYOUT, data_of, keys_of, slice_of

@@ -9,11 +9,11 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from moonpool.engine.messages import Step
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed, Unavailable
 from moonpool.kv.frames import Run
 from moonpool.kv.keys import block_keys
 from moonpool.rpc.errors import from_rpc_error
+from moonpool.sched.steps import Step
 from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
 from tests.unit.instances import (
     BLOCK,
@@ -28,7 +28,7 @@ from tests.unit.instances import (
     slice_of_tokens,
     spec,
 )
-from tests.unit.kv.fakes import LAYOUT, ROOT, STORE, FakeStore, served
+from tests.unit.streams.fakes import LAYOUT, ROOT, STORE, FakeStore, served
 
 
 class Story:

@@ -12,8 +12,8 @@ from moonpool.kv.keys import block_keys
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
 from tests.unit.instances import BLOCK, WAIT_S, Decode, Prefill, decoding, next_token, prefilling, prompt, spec
-from tests.unit.kv.fakes import ROOT, FakeStore
 from tests.unit.prefill.test_prefill import Story, storing
+from tests.unit.streams.fakes import ROOT, FakeStore
 
 REQUESTS = 60
 

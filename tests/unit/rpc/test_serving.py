@@ -23,10 +23,10 @@ from moonpool.errors import (
     Unavailable,
     Unsupported,
 )
-from moonpool.kv.wire import PayloadMessage
 from moonpool.rpc.channels import Channels, payload_stream, probe
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.rpc.server import RunningServer, Service, serving
+from moonpool.rpc.wire import PayloadMessage
 from moonpool.v1 import conductor_pb2, decode_pb2, decode_pb2_grpc, kv_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 DECODE = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"]

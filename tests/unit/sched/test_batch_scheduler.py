@@ -6,11 +6,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonpool.engine.messages import SequenceStep, Step
 from moonpool.errors import InvalidRequest
 from moonpool.sched.batch_scheduler import BatchScheduler, DecodeSequence, Reservation
 from moonpool.sched.block_manager import BlockManager
 from moonpool.sched.sampling import SequenceSampling
+from moonpool.sched.steps import SequenceStep, Step
 from moonpool.v1 import kv_pb2
 from tests.unit.sched.helpers import BT, decode_sequence, key, tokens
 

@@ -1,10 +1,10 @@
 import pytest
 
-from moonpool.engine.messages import Step
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import tokens_from_bytes
 from moonpool.sched.block_manager import BlockManager
 from moonpool.sched.prefill_scheduler import Load, PrefillScheduler, PrefillSequence, StepPlan
+from moonpool.sched.steps import Step
 from tests.unit.sched.helpers import BT, keys_of, prefill_sequence, tokens
 
 

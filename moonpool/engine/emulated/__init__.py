@@ -1,0 +1,1 @@
+"""The emulated engine: steps take the time of a profile and compute nothing."""

@@ -1,0 +1,122 @@
+"""What emulated KV and emulated tokens are: cheap functions of a sequence's tokens, so that wrong ones are noticed.
+
+Owns these functions and nothing else: pure, without engines, pools or time. Tests compute with them what must come out.
+
+KV of one token, K or V, one head, one layer, is 8 bytes: (pad XOR token), each byte x then replaced by a·x + b mod 256,
+with a and b the layer's and plane's own. The pad of slot t is bytes 8t..8t+7 of the extendable blake3 output of the
+parent block's key. So a block's bytes say which tokens it holds, after which whole history, of which namespace and
+tenant, and in which layer: what the block's key says, slot by slot, also while the block is not full.
+"""
+
+import sys
+from array import array
+from collections.abc import Collection, Sequence
+
+from blake3 import blake3
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from moonpool.engine.emulated.profile import SLOT_BYTES
+from moonpool.kv.keys import tokens_to_bytes
+from moonpool.kv.layout import KVLayout
+from moonpool.sched.steps import SampleSpec
+
+_TOKEN_SALT = 0x6D6F6F6E706F6F6C
+_MASK = (1 << 64) - 1
+
+
+class PacedKV:
+    """Bytes of emulated KV in one layout."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        assert layout.head_dim * layout.element_bytes == SLOT_BYTES, "not a layout of emulated KV"
+        assert not layout.scale_bytes
+        self.layout = layout
+        planes = 2 * layout.kv_heads
+        self._plane_bytes = layout.block_tokens * SLOT_BYTES
+        # a is odd, so that no two bytes become one; no two planes of up to 256 have the same a and b.
+        self._tables = [
+            [
+                bytes((x * (2 * i + 1) + 73 * i) % 256 for x in range(256))
+                for i in range(layer * planes, (layer + 1) * planes)
+            ]
+            for layer in range(layout.layers)
+        ]
+
+    def base(self, parent: bytes, token_ids: "array[int]", first_slot: int = 0) -> bytes:
+        """What all layers' slices of some slots are made of: pad XOR token, 8 bytes a slot.
+
+        Args:
+            parent: key of the block before, or the chain's root.
+            token_ids: tokens of consecutive slots of one block.
+            first_slot: the first of them.
+        """
+        size = len(token_ids) * SLOT_BYTES
+        pad = blake3(parent).digest(length=size, seek=first_slot * SLOT_BYTES)
+        wide = array("q", token_ids)
+        if sys.byteorder == "big":
+            wide.byteswap()
+        mixed = int.from_bytes(pad, "little") ^ int.from_bytes(wide.tobytes(), "little")
+        return mixed.to_bytes(size, "little")
+
+    def write(self, view: memoryview, layer: int, base: bytes, first_slot: int = 0) -> None:
+        """Writes some slots of a layer slice."""
+        begin = first_slot * SLOT_BYTES
+        for plane, table in enumerate(self._tables[layer]):
+            start = plane * self._plane_bytes + begin
+            view[start : start + len(base)] = base.translate(table)
+
+    def wrong_slot(self, view: memoryview, layer: int, base: bytes, first_slot: int = 0) -> int | None:
+        """The first of some slots that does not hold what it should in a layer slice; None when all do."""
+        begin = first_slot * SLOT_BYTES
+        for plane, table in enumerate(self._tables[layer]):
+            start = plane * self._plane_bytes + begin
+            found, wanted = bytes(view[start : start + len(base)]), base.translate(table)
+            if found != wanted:
+                at = next(i for i in range(len(base)) if found[i] != wanted[i])
+                return first_slot + at // SLOT_BYTES
+        return None
+
+
+def choose_token(
+    digest: int, vocab_size: int, reserved: Collection[int], banned: Collection[int] = (), *, seed: int = 0
+) -> int:
+    """The token that follows a history.
+
+    Args:
+        digest: `history_digest` of all tokens before it.
+        vocab_size: tokens there are.
+        reserved: never chosen.
+        banned: not chosen now.
+        seed: of the sampling; 0 = greedy.
+    """
+    assert vocab_size > len(reserved) + len(banned), "no token is left to choose"
+    state = digest ^ seed if seed else digest
+    while True:
+        state = xxh3_64_intdigest(state.to_bytes(8, "little"), seed=_TOKEN_SALT)
+        token = state % vocab_size
+        if token not in reserved and token not in banned:
+            return token
+
+
+def history_digest(token_ids: "Sequence[int] | array[int]") -> int:
+    """64-bit digest of a history; `History` of another instance, batch or chunking makes no difference."""
+    return xxh3_64_intdigest(tokens_to_bytes(token_ids))
+
+
+def sampling_seed(sample: SampleSpec) -> int:
+    """What the sampling adds to the history: nothing when greedy."""
+    if sample.temperature == 0:
+        return 0
+    return (sample.seed * 0x9E3779B97F4A7C15 + sample.sample_index + 1) & _MASK
+
+
+def continuation(
+    token_ids: Sequence[int], count: int, vocab_size: int, reserved: Collection[int] = (), *, seed: int = 0
+) -> list[int]:
+    """The right greedy answer of `count` tokens to a prompt (`seed` = `sampling_seed` where it is not greedy)."""
+    digest = xxh3_64(tokens_to_bytes(token_ids))
+    answer: list[int] = []
+    for _ in range(count):
+        answer.append(choose_token(digest.intdigest(), vocab_size, reserved, seed=seed))
+        digest.update(tokens_to_bytes(answer[-1:]))
+    return answer

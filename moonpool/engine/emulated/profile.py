@@ -1,0 +1,228 @@
+"""Profiles of emulated compute: what steps take on some hardware, read from small YAML files.
+
+Owns the files' form, the scaling of time and of KV bytes, and which step takes how long. Knows nothing of engines,
+clocks or torch. The bundled profiles lie in `profiles`; `docs/emulation.md` explains the fields.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from moonpool.cost import Speeds, decode_step_seconds, prefill_seconds
+from moonpool.errors import ConfigError
+from moonpool.kv.layout import KVLayout
+from moonpool.sched.steps import Step
+
+SCHEME = "paced:"
+"""What `--engine` begins with when compute is to be emulated; the profile's name or path follows."""
+SLOT_BYTES = 8
+"""Bytes of one token's K (or V) of one head in one layer of emulated KV."""
+KV_DTYPE = "float16"
+_SUFFIX = ".yaml"
+_FOLDER = Path(__file__).resolve().parent / "profiles"
+_PREFILL = ("base_s", "per_token_s", "per_pair_s")
+_DECODE = ("base_s", "per_sequence_s", "per_context_token_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a model takes on some hardware. Seconds and bytes are the real ones, nothing scaled."""
+
+    name: str
+    hardware: str
+    """The class of machine, in words."""
+    speeds: Speeds
+    """Rates of 0 mean: not emulated, as fast as this machine does it."""
+    token_bytes: int
+    """True bytes of KV per token over all layers."""
+    max_tokens: int
+    """Longest sequence."""
+    layers: int
+    """Layers of the emulated KV: each may stand for several of the model's."""
+    kv_heads: int = 1
+    """Heads of the emulated KV."""
+    time_scale: float = 1.0
+    """Seconds of the profile that pass in one second, unless told otherwise."""
+
+    def layout(self, block_tokens: int) -> KVLayout:
+        """Arrangement of the emulated KV: 8 bytes per token, head, layer, and K or V."""
+        return KVLayout(self.layers, self.kv_heads, SLOT_BYTES // 2, block_tokens, KV_DTYPE)
+
+    @property
+    def kv_scale(self) -> float:
+        """Emulated bytes of KV per true byte."""
+        return self.layers * self.kv_heads * 2 * SLOT_BYTES / self.token_bytes
+
+    @classmethod
+    def from_mapping(cls, data: object, source: str) -> Self:
+        """From what a YAML file holds.
+
+        Args:
+            data: the file's content.
+            source: the file, for messages.
+
+        Raises:
+            ConfigError: a field is unknown, missing or out of range; names it.
+        """
+        top = _Fields(data, source, "")
+        model, kv = top.section("model"), top.section("kv")
+        prefill, decode = top.section("prefill"), top.section("decode")
+        rates = top.section("rates", required=False)
+        speeds = Speeds(
+            **{f"prefill_{name}": prefill.number(name) for name in _PREFILL},
+            **{f"decode_{name}": decode.number(name) for name in _DECODE},
+            load_bytes_per_s=rates.number("load_bytes_per_s", 0.0),
+            transfer_bytes_per_s=rates.number("transfer_bytes_per_s", 0.0),
+        )
+        profile = cls(
+            name=top.text("name"),
+            hardware=top.text("hardware"),
+            speeds=speeds,
+            token_bytes=model.count("kv_bytes_per_token"),
+            max_tokens=model.count("max_tokens"),
+            layers=kv.count("layers"),
+            kv_heads=kv.count("kv_heads"),
+            time_scale=top.number("time_scale", 1.0),
+        )
+        for section in (top, model, kv, prefill, decode, rates):
+            section.finish()
+        if profile.time_scale <= 0:
+            raise ConfigError("time_scale", f"must be positive, is {profile.time_scale:g} ({source})")
+        return profile
+
+
+class _Fields:
+    """One mapping of a profile: every field is asked for once, what is left over is an error."""
+
+    def __init__(self, data: object, source: str, prefix: str) -> None:
+        if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+            raise ConfigError(prefix.rstrip(".") or "engine", f"must be a mapping of names to values ({source})")
+        self._left: dict[str, Any] = dict(data)
+        self._source = source
+        self._prefix = prefix
+
+    def section(self, name: str, *, required: bool = True) -> "_Fields":
+        return _Fields(self._take(name) if required else self._left.pop(name, {}), self._source, f"{name}.")
+
+    def text(self, name: str) -> str:
+        value = self._take(name)
+        if not isinstance(value, str) or not value or not value.isprintable():
+            raise self._error(name, f"must be a line of text, is {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._take(name) if default is None else self._left.pop(name, default)
+        try:  # YAML takes 1e-4, without a point, for a text
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not 0.0 <= number < math.inf:
+            raise self._error(name, f"must be a number of at least 0, is {value!r}")
+        return number
+
+    def count(self, name: str) -> int:
+        value = self._take(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self._error(name, f"must be a whole number of at least 1, is {value!r}")
+        return value
+
+    def finish(self) -> None:
+        for name in self._left:
+            raise self._error(name, "no such field")
+
+    def _take(self, name: str) -> Any:
+        if name not in self._left:
+            raise self._error(name, "is missing")
+        return self._left.pop(name)
+
+    def _error(self, name: str, message: str) -> ConfigError:
+        return ConfigError(self._prefix + name, f"{message} (profile {self._source})")
+
+
+def bundled_profiles() -> list[str]:
+    """Names of the profiles that come with Moonpool."""
+    return sorted(path.stem for path in _FOLDER.glob(f"*{_SUFFIX}"))
+
+
+def load_profile(name: str) -> Profile:
+    """Reads a bundled profile by its name, or any by its path.
+
+    Raises:
+        ConfigError: there is none, or it is wrong; names the field.
+    """
+    bundled = _FOLDER / f"{name}{_SUFFIX}"
+    path = bundled if name in bundled_profiles() else Path(name)
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        known = ", ".join(bundled_profiles())
+        raise ConfigError("engine", f"no profile {name!r}: neither bundled ({known}) nor a readable file") from error
+    except yaml.YAMLError as error:
+        raise ConfigError("engine", f"profile {name} is no YAML: {error}") from error
+    return Profile.from_mapping(data, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """How one instance emulates: its part of `EngineSpec`."""
+
+    profile: Profile
+    time_scale: float
+    """Seconds of the profile that pass in one second."""
+    decode: bool
+    """Steps are decode's: one token per sequence. Otherwise prefill's."""
+    vocab_size: int
+    reserved: frozenset[int] = field(default_factory=frozenset)
+    """Tokens that are never chosen (end tokens: an emulated answer is as long as it may be)."""
+
+    @property
+    def speeds(self) -> Speeds:
+        """The profile's speeds in this machine's seconds and emulated bytes."""
+        speeds, faster = self.profile.speeds, 1.0 / self.time_scale
+        rate = self.time_scale * self.profile.kv_scale
+        return Speeds(
+            **{f"prefill_{name}": getattr(speeds, f"prefill_{name}") * faster for name in _PREFILL},
+            **{f"decode_{name}": getattr(speeds, f"decode_{name}") * faster for name in _DECODE},
+            load_bytes_per_s=speeds.load_bytes_per_s * rate,
+            transfer_bytes_per_s=speeds.transfer_bytes_per_s * rate,
+        )
+
+    def describe(self) -> Mapping[str, str | float]:
+        """What logs and ready lines say."""
+        return {"emulated": self.profile.name, "time_scale": self.time_scale, "hardware": self.profile.hardware}
+
+
+def emulation_of(engine: str, time_scale: float) -> tuple[Profile, float] | None:
+    """What `--engine` and `--time-scale` ask for: a profile and its time scale, or None for a real engine.
+
+    Raises:
+        ConfigError: `engine` is neither "real" nor "paced:PROFILE", or a time scale is given for a real engine.
+    """
+    if engine.startswith(SCHEME):
+        profile = load_profile(engine.removeprefix(SCHEME))
+        return profile, time_scale or profile.time_scale
+    if engine != "real":
+        raise ConfigError("engine", f"must be 'real' or '{SCHEME}PROFILE', is {engine!r}")
+    if time_scale:
+        raise ConfigError("time_scale", f"only an emulated engine has one; add --engine {SCHEME}PROFILE")
+    return None
+
+
+def step_seconds(speeds: Speeds, step: Step, *, decode: bool) -> float:
+    """Seconds that a step takes: prefill's by (chunk, prefix) of each sequence, decode's by (batch, context)."""
+    sizes = [(len(sequence.token_ids) // 4, sequence.start) for sequence in step.sequences]
+    if decode:
+        return decode_step_seconds(speeds, len(sizes), sum(tokens + start for tokens, start in sizes))
+    # One step has one fixed part, however many prompts share it.
+    return speeds.prefill_base_s + sum(prefill_seconds(speeds, tokens, start, steps=0) for tokens, start in sizes)
+
+
+def load_seconds(speeds: Speeds, step: Step, token_bytes: int) -> float:
+    """Seconds that the prefix behind a step's gates takes to load; 0 where the profile has no rate for it."""
+    if not speeds.load_bytes_per_s:
+        return 0.0
+    return sum(sequence.loading_tokens for sequence in step.sequences) * token_bytes / speeds.load_bytes_per_s

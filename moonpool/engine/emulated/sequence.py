@@ -1,0 +1,195 @@
+"""One sequence's share of an emulated step: which slots are checked, which are written, and which token follows.
+
+Owns what is known of a sequence between steps: which of its blocks were found right. Knows nothing of time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from xxhash import xxh3_64
+
+from moonpool.engine.emulated.content import PacedKV, choose_token, sampling_seed
+from moonpool.engine.emulated.profile import Emulation
+from moonpool.kv.keys import BlockKey, block_keys, tokens_to_bytes
+from moonpool.kv.pool import KVPool
+from moonpool.sched.steps import History, SequenceStep
+
+AGAIN_TOKENS = 64
+"""Tokens whose KV is checked again in each step, in one layer, one piece of the prefix after the other."""
+
+
+class WrongKV(Exception):  # noqa: N818 - what was found
+    """A block does not hold what it should."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of a sequence."""
+
+    table: tuple[int, ...] = ()
+    """Its blocks in the last step."""
+    tokens: int = 0
+    """Leading tokens whose KV in these blocks was found right, or was written here."""
+    keys: list[BlockKey] = field(default_factory=list)
+    """Keys of the answer's full blocks, after those that its history has."""
+    digest: xxh3_64 = field(default_factory=xxh3_64)
+    hashed: int = 0
+    """Leading tokens that are in the digest."""
+    turn: int = 0
+    """Pieces of slices that were checked again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Consecutive slots of one block, all layers."""
+
+    block: int
+    index: int
+    """Place of the block in the sequence."""
+    first: int
+    base: bytes
+
+
+@dataclass(slots=True)
+class Share:
+    """What one step does for one sequence."""
+
+    check: list[Slots]
+    """The prefix, where it is not known to be right: checked in every layer."""
+    again: tuple[Slots, int] | None
+    """One slice that was right before, and its layer: something may have written over it since."""
+    write: list[Slots]
+    token: int | None
+
+
+class PacedSequences:
+    """The sequences of one engine."""
+
+    def __init__(self, emulation: Emulation, kv: PacedKV, pool: KVPool) -> None:
+        self._emulation = emulation
+        self._kv = kv
+        self._pool = pool
+        self._size = kv.layout.block_tokens
+        self._known: WeakKeyDictionary[History, _Known] = WeakKeyDictionary()
+        self.slices_checked = 0
+
+    def share(self, step: SequenceStep) -> Share:
+        """Prepares a step.
+
+        Raises:
+            WrongKV: tokens, keys and history contradict each other.
+        """
+        history = step.history
+        if history is None:
+            raise WrongKV("the step does not say what its sequence consists of")
+        end = step.start + len(step.token_ids) // 4
+        if tokens_to_bytes(history.token_ids[step.start : end]) != step.token_ids:
+            raise WrongKV(f"tokens {step.start} to {end} are not those of the sequence")
+        known = self._known.setdefault(history, _Known())
+        right = self._still_right(known, step)
+        check = [self._slots(history, known, step, *span) for span in self._spans(right, step.start)]
+        for slots in check:
+            self._check_key(history, slots.index)
+        again = self._again(history, known, step, right) if not check else None
+        write = [self._slots(history, known, step, *span) for span in self._spans(step.start, end)]
+        return Share(check, again, write, self._token(history, known, step, end))
+
+    def run(self, share: Share, layer: int) -> None:
+        """Checks the prefix of a layer, then writes the new slots.
+
+        Raises:
+            WrongKV: a slot does not hold what it should.
+        """
+        for slots in share.check:
+            self._check(slots, layer)
+        if share.again is not None and share.again[1] == layer:
+            self._check(share.again[0], layer)
+        for slots in share.write:
+            self._kv.write(self._pool.slice(layer, slots.block), layer, slots.base, slots.first)
+
+    def done(self, step: SequenceStep, *, aborted: bool) -> None:
+        """A step is over; of an aborted one's sequences nothing is known any more."""
+        assert step.history is not None
+        if aborted:
+            self._known.pop(step.history, None)
+            return
+        known = self._known[step.history]
+        known.table = step.block_table
+        known.tokens = step.start + len(step.token_ids) // 4
+
+    def _still_right(self, known: _Known, step: SequenceStep) -> int:
+        """Leading tokens that need no check: known to be right, in the same blocks as then."""
+        tokens = min(known.tokens, step.start)
+        blocks = -(-tokens // self._size)
+        if step.block_table[:blocks] == known.table[:blocks]:
+            return tokens
+        same = next(i for i in range(blocks) if step.block_table[i] != known.table[i])
+        return same * self._size
+
+    def _spans(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Positions [begin, end), cut at block borders."""
+        while begin < end:
+            border = min(end, (begin // self._size + 1) * self._size)
+            yield begin, border
+            begin = border
+
+    def _slots(self, history: History, known: _Known, step: SequenceStep, begin: int, end: int) -> Slots:
+        index = begin // self._size
+        base = self._kv.base(self._parent(history, known, index), history.token_ids[begin:end], begin % self._size)
+        return Slots(step.block_table[index], index, begin % self._size, base)
+
+    def _parent(self, history: History, known: _Known, index: int) -> bytes:
+        """Key of the block before the one at `index`."""
+        if index == 0:
+            return history.chain_root
+        given = len(history.keys)
+        if index <= given:
+            return history.keys[index - 1]
+        while given + len(known.keys) < index:
+            at = given + len(known.keys)
+            tokens = history.token_ids[at * self._size : (at + 1) * self._size]
+            known.keys += block_keys(self._parent(history, known, at), tokens, self._size)
+        return known.keys[index - 1 - given]
+
+    def _check_key(self, history: History, index: int) -> None:
+        """The key under which a full block was found must be that of the tokens that are attended to."""
+        if index >= len(history.keys):
+            return
+        parent = history.keys[index - 1] if index else history.chain_root
+        tokens = history.token_ids[index * self._size : (index + 1) * self._size]
+        if block_keys(parent, tokens, self._size) != [history.keys[index]]:
+            raise WrongKV(f"block {index} of the sequence has a key that is not its tokens'")
+
+    def _again(self, history: History, known: _Known, step: SequenceStep, right: int) -> tuple[Slots, int] | None:
+        size = min(AGAIN_TOKENS, self._size)
+        pieces = right // size  # block sizes are multiples of 16: a piece may end with its block, before its size
+        if not pieces:
+            return None
+        layer, begin = known.turn // pieces % self._kv.layout.layers, known.turn % pieces * size
+        known.turn += 1
+        return self._slots(history, known, step, *next(self._spans(begin, begin + size))), layer
+
+    def _check(self, slots: Slots, layer: int) -> None:
+        self.slices_checked += 1
+        wrong = self._kv.wrong_slot(self._pool.slice(layer, slots.block), layer, slots.base, slots.first)
+        if wrong is not None:
+            raise WrongKV(
+                f"block {slots.index} of the sequence (block {slots.block} of the pool) "
+                f"does not hold its tokens' KV in layer {layer}, slot {wrong}"
+            )
+
+    def _token(self, history: History, known: _Known, step: SequenceStep, end: int) -> int | None:
+        if step.sample is None:
+            return None
+        if known.hashed > end:
+            known.digest, known.hashed = xxh3_64(), 0
+        known.digest.update(tokens_to_bytes(history.token_ids[known.hashed : end]))
+        known.hashed = end
+        return choose_token(
+            known.digest.intdigest(),
+            self._emulation.vocab_size,
+            self._emulation.reserved,
+            step.sample.banned,
+            seed=sampling_seed(step.sample),
+        )

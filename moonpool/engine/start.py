@@ -1,0 +1,22 @@
+"""Starts the engine that a specification asks for: processes, or the emulated one."""
+
+from contextlib import AbstractAsyncContextManager
+
+from moonpool.engine.emulated.engine import start_paced
+from moonpool.engine.handle import Engine
+from moonpool.engine.launch import start_processes
+from moonpool.engine.messages import EngineSpec
+
+
+def start_engine(spec: EngineSpec, *, start_timeout_s: float = 120.0) -> AbstractAsyncContextManager[Engine]:
+    """Starts the engine's processes, or emulates them; leaving the context ends them and frees the pool.
+
+    Raises:
+        ConfigError: A value of `spec` is refused (stages, blocks, device, memory).
+        CheckpointError: The checkpoint cannot be loaded.
+        DeadlineExceeded: Not ready within `start_timeout_s`.
+        Unavailable: A worker died on its way up.
+    """
+    if spec.emulation is not None:
+        return start_paced(spec, spec.emulation)
+    return start_processes(spec, start_timeout_s=start_timeout_s)

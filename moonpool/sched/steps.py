@@ -1,0 +1,89 @@
+"""A step: one forward pass over a packed batch, as schedulers plan it and engines run it. Frozen and picklable."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moonpool.kv.keys import BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """Everything that one sampled token is a function of, besides the logits. Names as in the contract's Sampling."""
+
+    temperature: float = 0.0
+    """0 = greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 = all."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    """Added to the logits of single tokens."""
+    seed: int = 0
+    """Of the counter-based generator, 64 bits unsigned."""
+    sample_index: int = 0
+    position: int = 0
+    """Output position of the token to be sampled, 0 for the first."""
+    history: bytes | None = None
+    """All tokens so far (prompt, then output), little-endian int32; only when penalties are active."""
+    prompt_tokens: int = 0
+    """How many of them are the prompt's."""
+    banned: tuple[int, ...] = ()
+    """Tokens that must not be chosen (end tokens while min_tokens is not reached)."""
+
+
+def _nothing() -> None:
+    """What a history is at the other end of a channel."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class History:
+    """What a sequence consists of, for engines in this process that check what its blocks hold.
+
+    Belongs to the I/O process: it is not sent to engine processes (pickled, it is None).
+    """
+
+    chain_root: BlockKey
+    """Parent of the first block's key."""
+    token_ids: "array[int]"
+    """All tokens so far, computed or not; typecode "i". The sequence's own: it may grow between steps."""
+    keys: Sequence[BlockKey]
+    """Keys of its leading full blocks, as far as they are known."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _nothing, ()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStep:
+    """One sequence's share of a step: compute the KV of some tokens, and perhaps sample the next one."""
+
+    token_ids: bytes
+    """The tokens to compute, little-endian int32; at least one."""
+    start: int
+    """Position of the first of them = tokens whose KV is there already (or comes through the gates)."""
+    block_table: tuple[int, ...]
+    """Blocks of the sequence in the pool, in order; must cover start + number of tokens."""
+    sample: SampleSpec | None = None
+    """Set when the token after the last one is to be sampled."""
+    loading_tokens: int = field(default=0, compare=False)
+    """Tokens of the prefix that are being loaded behind the step's gates."""
+    history: History | None = field(default=None, compare=False, repr=False)
+    """The whole sequence; never leaves the I/O process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass over a packed batch."""
+
+    step_id: int
+    """Grows from step to step."""
+    sequences: tuple[SequenceStep, ...]
+    """At least one."""
+    gated: bool = False
+    """Before each layer, wait until its gate is open (the prefix's slices of that layer are loaded)."""
+    layer_events: bool = False
+    """Send `LayerDone` after each layer."""

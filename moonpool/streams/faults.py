@@ -1,0 +1,104 @@
+"""Damage to outgoing frames, on purpose: what fault storms use to show that no damaged KV is ever believed.
+
+Off unless the environment asks for it:
+
+    MOONPOOL_FAULT_CORRUPT_FRAMES   share of the frames that this process damages after their checksum was taken, 0 to 1
+    MOONPOOL_FAULT_SEED             seed of the choice (default 0)
+
+Whoever sends frames takes them from `frames_to_send`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable, Iterator, Mapping
+
+from moonpool.errors import ConfigError
+from moonpool.kv.frames import FRAME_BYTES, Slice, pack_frames
+from moonpool.kv.layout import KVLayout
+from moonpool.telemetry.logs import get_logger
+from moonpool.v1 import kv_pb2
+
+CORRUPT_FRAMES = "MOONPOOL_FAULT_CORRUPT_FRAMES"
+SEED = "MOONPOOL_FAULT_SEED"
+HEADER_SHARE = 0.3
+"""Share of the damage that is done to headers; the rest is done to payloads."""
+
+Frame = tuple[kv_pb2.FrameHeader, list[memoryview]]
+
+log = get_logger(__name__)
+
+
+class Corruptor:
+    """Damages a share of the frames that pass.
+
+    Attributes:
+        damaged: frames damaged so far.
+    """
+
+    def __init__(self, share: float, seed: int) -> None:
+        self._share = share
+        self._random = random.Random(seed)
+        self.damaged = 0
+
+    def __call__(self, frame: Frame) -> Frame:
+        """The frame, or a damaged copy; the memory that its pieces refer to stays as it is."""
+        if self._random.random() >= self._share:
+            return frame
+        if not self.damaged:
+            log.warning("frames are damaged on purpose", share=self._share, because=CORRUPT_FRAMES)
+        self.damaged += 1
+        header, pieces = frame
+        if self._random.random() < HEADER_SHARE:
+            return self._damaged_header(header), pieces
+        return header, self._damaged_payload(pieces)
+
+    def _damaged_header(self, header: kv_pb2.FrameHeader) -> kv_pb2.FrameHeader:
+        damaged = kv_pb2.FrameHeader()
+        damaged.CopyFrom(header)
+        target = self._random.choice([damaged, *damaged.runs])
+        name = self._random.choice([field.name for field in target.DESCRIPTOR.fields if field.name != "runs"])
+        setattr(target, name, getattr(target, name) ^ 1 << self._random.randrange(5))
+        return damaged
+
+    def _damaged_payload(self, pieces: list[memoryview]) -> list[memoryview]:
+        """One bit is another one, or the last byte is missing."""
+        data = bytearray(b"".join(pieces))
+        if self._random.random() < 0.2:
+            del data[-1]
+        else:
+            data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
+        return [memoryview(data)]
+
+
+def corruptor_from(environment: Mapping[str, str]) -> Corruptor | None:
+    """What the environment asks for; None for nothing.
+
+    Raises:
+        ConfigError: A variable cannot be understood.
+    """
+    share = _number(environment, CORRUPT_FRAMES, float)
+    if not 0.0 <= share <= 1.0:
+        raise ConfigError(CORRUPT_FRAMES, f"must be in [0, 1], is {share:g}")
+    return Corruptor(share, int(_number(environment, SEED, int))) if share else None
+
+
+def _number(environment: Mapping[str, str], name: str, kind: type[int] | type[float]) -> float:
+    text = environment.get(name, "") or "0"
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(name, f"must be a number, is {text!r}") from None
+
+
+corruptor = corruptor_from(os.environ)
+"""This process' own; None when nothing is to be damaged."""
+
+
+def frames_to_send(
+    session: int, generation: int, slices: Iterable[Slice], layout: KVLayout, target_bytes: int = FRAME_BYTES
+) -> Iterator[Frame]:
+    """As `pack_frames`; some of the frames are damaged when the environment asks for it."""
+    frames = pack_frames(session, generation, slices, layout, target_bytes)
+    return frames if corruptor is None else map(corruptor, frames)

@@ -1,0 +1,316 @@
+"""One connection of a multiplexed stream: the call, its one reader and one writer task, the handshake and the credits.
+
+Owns a connection from its start until it breaks, for whatever reason; then everything on it has failed. Must not know
+what sessions are for: each has a handler, which gets its messages. When to connect is `MuxStream`'s business (mux.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from moonpool.errors import Mismatch, StreamBroken, TransferFailed
+from moonpool.rpc.errors import from_rpc_error
+from moonpool.rpc.wire import Payload, PayloadMessage, payload_bytes
+from moonpool.streams.credits import ByteCredits, CreditReturn, Traffic
+from moonpool.streams.link import Link
+from moonpool.streams.outbox import Outbox
+from moonpool.v1 import kv_pb2
+
+Req = TypeVar("Req", bound=Message)
+Res = TypeVar("Res", bound=Message)
+ResIn = TypeVar("ResIn", bound=Message, contravariant=True)
+
+LINGER_S = 0.005
+"""How long credits that nobody waits for may wait for a message to go with."""
+
+_NO_PAYLOAD = memoryview(b"")
+
+
+@dataclass(slots=True)
+class StreamSpec(Generic[Req, Res]):
+    """What makes a stream this stream.
+
+    Attributes:
+        name: Who is at the other end and what for; begins error messages.
+        connect: Starts the call.
+        hello: First message sent.
+        session_of: Key of the session a message belongs to; None for none.
+        link: The process' way out; frames wait for their slots on it.
+        priority: Of frames on the link.
+        window_bytes: Payload bytes the peer may be ahead in sending; 0 when the peer sends no payloads.
+        credit: Wraps a Credit for the peer; needed with a window.
+        connect_timeout_s: Longest time from the start of the call to the peer's welcome.
+        stall_s: Longest time one write may take before the stream counts as broken.
+        silence_s: The peer is suspect when nothing was heard of it for so long while something was expected.
+    """
+
+    name: str
+    connect: Callable[[], grpc.aio.StreamStreamCall[Any, Any]]
+    hello: Req
+    session_of: Callable[[Res], Hashable]
+    link: Link | None
+    priority: int
+    window_bytes: int
+    credit: Callable[[kv_pb2.Credit], Req] | None
+    connect_timeout_s: float
+    stall_s: float
+    silence_s: float
+
+
+class SessionHandler(Protocol[ResIn]):
+    """What a session's owner does with what comes. Called from the reader task: must be quick and must not wait."""
+
+    def on_message(self, message: ResIn, payload: memoryview) -> None:
+        """A message of the session. The payload may be kept. What it raises ends this session only."""
+
+    def on_broken(self, error: Exception) -> None:
+        """The session has ended: StreamBroken, or what `on_message` raised. Nothing comes after it."""
+
+
+class MuxSession(Generic[Req, Res]):
+    """One session on a stream; ended by `close`, by its handler's failure, or with the stream."""
+
+    def __init__(self, connection: Connection[Req, Res], key: Hashable, handler: SessionHandler[Res]) -> None:
+        self.key = key
+        self.error: Exception | None = None
+        self._connection = connection
+        self._handler = handler
+
+    @property
+    def welcome(self) -> kv_pb2.StreamWelcome:
+        """What the peer said of itself when the stream began."""
+        assert self._connection.welcome is not None, "a session exists only after the handshake"
+        return self._connection.welcome
+
+    def post(self, message: Req) -> None:
+        """Sends a small message without waiting.
+
+        Raises:
+            StreamBroken: The stream has ended.
+        """
+        self._connection.outbox.post(message)
+
+    async def send(self, message: Req, payload: Payload, *, timeout_s: float) -> None:
+        """Sends a frame: waits for credits, for the link, for room, and queues its bytes.
+
+        When it returns or raises, nothing refers to the payload's memory any more. A send that raises used no credits.
+
+        Args:
+            message: The message around the frame's header.
+            payload: The frame's bytes.
+            timeout_s: Longest time of each of the three waits.
+
+        Raises:
+            StreamBroken: The stream has ended.
+            TransferFailed: A wait took too long.
+            Exception: The session has ended; whatever ended it.
+        """
+        self.check()
+        size = payload_bytes(payload)
+        connection = self._connection
+        await connection.credits.acquire(size, timeout_s=timeout_s)
+        try:
+            await connection.link_slot(size, timeout_s)
+            self.check()
+            await connection.outbox.put(message, payload, timeout_s=timeout_s)
+        except BaseException:
+            connection.credits.grant(size)
+            raise
+
+    def take_credit(self) -> int:
+        """Bytes to be handed back to the peer with the message that is sent next, which must say so."""
+        return self._connection.take_credit()
+
+    def check(self) -> None:
+        """Raises whatever ended the session, if it has ended."""
+        if self.error is not None:
+            raise self.error
+
+    def suspect(self, since: float) -> None:
+        """As MuxStream.suspect, for the session's own connection."""
+        self._connection.give_up_if_silent(since)
+
+    def close(self) -> None:
+        """Forgets the session: what still comes for it is dropped. Tells the peer nothing. Idempotent."""
+        self._connection.forget(self)
+        if self.error is None:
+            self.error = StreamBroken("the session is closed")
+
+    def deliver(self, message: Res, payload: memoryview) -> None:
+        """Hands a message to the handler; for the connection."""
+        try:
+            self._handler.on_message(message, payload)
+        except Exception as error:  # the handler's owner learns of it; other sessions go on
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Ends the session with `error` and tells the handler; for the connection and for handlers."""
+        self._connection.forget(self)
+        if self.error is None:
+            self.error = error
+            self._handler.on_broken(error)
+
+
+class Connection(Generic[Req, Res]):
+    """One call: from its start until it breaks, for whatever reason; then everything on it has failed."""
+
+    def __init__(
+        self, spec: StreamSpec[Req, Res], spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+    ) -> None:
+        """Starts nothing yet; `spawn` starts tasks that somebody waits for in the end."""
+        self.sessions: dict[Hashable, MuxSession[Req, Res]] = {}
+        self.welcome: kv_pb2.StreamWelcome | None = None
+        self.error: Exception | None = None
+        self.credits = ByteCredits(0)
+        self.outbox = Outbox()
+        self._spec = spec
+        self._spawn = spawn
+        self._returns = CreditReturn(spec.window_bytes)
+        self._ready = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
+        self._heard_at = 0.0
+        self._lingering: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """Starts the call and shakes hands."""
+        spec = self._spec
+        call = self._call = spec.connect()
+        self.outbox.post(spec.hello)
+        self._tasks = [
+            self._spawn(self._guard(self._read(call))),
+            self._spawn(self._guard(self.outbox.drain(call.write, stall_s=spec.stall_s))),
+        ]
+        try:
+            async with asyncio.timeout(spec.connect_timeout_s):
+                await self._ready.wait()
+        except TimeoutError:
+            raise StreamBroken(f"{spec.name}: no welcome within {spec.connect_timeout_s:g} s") from None
+        if self.error is not None:
+            raise self.error
+        if spec.credit is not None:
+            self.outbox.post(spec.credit(kv_pb2.Credit(bytes=spec.window_bytes)))
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way."""
+        return Traffic(self.credits.out, self._returns.pending, len(self.outbox))
+
+    async def link_slot(self, size: int, timeout_s: float) -> None:
+        """Waits for a slot on the link, if there is one."""
+        spec = self._spec
+        if spec.link is None:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await spec.link.slot(size, spec.priority)
+        except TimeoutError:
+            raise TransferFailed(f"{spec.name}: no slot on the link within {timeout_s:g} s") from None
+
+    def give_up_if_silent(self, since: float) -> None:
+        """Breaks when nothing was heard of the peer for long, of which only the time after `since` counts."""
+        silent_s = asyncio.get_running_loop().time() - max(self._heard_at, since)
+        if silent_s >= self._spec.silence_s:
+            self.break_(StreamBroken(f"{self._spec.name}: nothing heard for {silent_s:.1f} s"))
+
+    def forget(self, session: MuxSession[Req, Res]) -> None:
+        """Removes a session; with the last one, all credits go back to the peer, unless another comes soon."""
+        if self.sessions.get(session.key) is session:
+            del self.sessions[session.key]
+        if not self.sessions and self.error is None and self._returns.pending and self._lingering is None:
+            self._lingering = asyncio.get_running_loop().call_later(LINGER_S, self._idle)
+
+    def take_credit(self) -> int:
+        """All bytes that were to be handed back; whoever takes them tells the peer."""
+        return self._returns.flush()
+
+    def _idle(self) -> None:
+        self._lingering = None
+        if not self.sessions and self.error is None:
+            with contextlib.suppress(StreamBroken):  # the writer has ended and the connection is about to
+                self._give_back(self._returns.flush())
+
+    def break_(self, error: Exception) -> None:
+        """Ends the call and everything on it with `error`. Only the first time counts."""
+        if self.error is not None:
+            return
+        self.error = error
+        self.credits.close(error)
+        self.outbox.close(error)
+        if self._lingering is not None:
+            self._lingering.cancel()
+        for session in list(self.sessions.values()):
+            session.fail(error)
+        self._ready.set()
+        if self._call is not None:
+            self._call.cancel()
+        current = asyncio.current_task()
+        for task in self._tasks:
+            if task is not current:
+                task.cancel()
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        """However the reader or the writer ends, the connection is broken then."""
+        name = self._spec.name
+        try:
+            await work
+            self.break_(StreamBroken(f"{name}: ended"))
+        except asyncio.CancelledError:
+            # Ours, after a break; or gRPC's, which raises it when the peer ended the call with CANCELLED.
+            self.break_(StreamBroken(f"{name}: cancelled by the peer"))
+        except grpc.aio.AioRpcError as failure:
+            error = from_rpc_error(failure)
+            if isinstance(error, Mismatch) and self.welcome is None:
+                self.break_(error)
+            else:
+                self.break_(StreamBroken(f"{name}: {error}"))
+        except Exception as failure:
+            self.break_(StreamBroken(f"{name}: {failure!s}" if str(failure) else f"{name}: {failure!r}"))
+
+    async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            received = await call.read()
+            self._heard_at = loop.time()
+            if received is grpc.aio.EOF:
+                raise StreamBroken("ended by the peer")
+            if received is None:  # gRPC logs what a deserialiser raises, and goes on with None
+                raise StreamBroken("a message could not be decoded")
+            if isinstance(received, PayloadMessage):
+                assert isinstance(received.payload, memoryview), "received payloads are views"
+                self._dispatch(received.message, received.payload)
+            else:
+                self._dispatch(cast("Message", received), _NO_PAYLOAD)
+
+    def _dispatch(self, received: Message, payload: memoryview) -> None:
+        message = cast("Any", received)
+        kind = message.WhichOneof("message")
+        if credit_bytes := getattr(message, "credit_bytes", 0):  # not every stream's messages have it
+            self.credits.grant(credit_bytes)
+        if self.welcome is None:
+            if kind != "welcome":
+                raise StreamBroken(f"the first message is {kind}, not a welcome")
+            self.welcome = message.welcome
+            self.credits.grant(message.welcome.credit_bytes)
+            self._ready.set()
+        elif kind == "credit":
+            self.credits.grant(message.credit.bytes)
+        else:
+            session = self.sessions.get(self._spec.session_of(message))
+            if session is not None:
+                session.deliver(message, payload)
+        if payload.nbytes and self._spec.credit is not None:
+            # Also for frames of sessions that are gone or have failed: their credits are used up all the same.
+            self._give_back(self._returns.consumed(payload.nbytes, idle=not self.sessions))
+
+    def _give_back(self, nbytes: int) -> None:
+        if nbytes and self._spec.credit is not None:
+            self.outbox.post(self._spec.credit(kv_pb2.Credit(bytes=nbytes)))

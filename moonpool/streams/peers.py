@@ -1,0 +1,103 @@
+"""Clients of KV streams, one per peer: found again, left alone after a failure, closed when idle and too many.
+
+Owns the clients' lives. Must not know what they are for.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from moonpool.streams.credits import Traffic
+from moonpool.v1 import kv_pb2
+
+
+class KVClient(Protocol):
+    """What `TransferSender`, `StoreReader` and `StoreWriter` have in common."""
+
+    @property
+    def sessions(self) -> int:
+        """Open sessions."""
+        ...
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on the stream."""
+        ...
+
+    async def aclose(self) -> None:
+        """Ends the stream. Idempotent."""
+        ...
+
+
+C = TypeVar("C", bound=KVClient)
+
+
+@dataclass(slots=True)
+class _Peer(Generic[C]):
+    client: C
+    quiet_until: float = 0.0
+
+
+class Peers(Generic[C]):
+    """The clients of one process for one kind of stream.
+
+    A peer is an id at an address. Its incarnation does not matter here: clients connect again after a restart, and
+    sessions check whom they speak to.
+    """
+
+    def __init__(self, open_client: Callable[[str], C], *, max_peers: int = 64) -> None:
+        """`open_client` makes the client for an address; beyond `max_peers`, idle clients are closed, oldest first."""
+        self._open_client = open_client
+        self._max_peers = max_peers
+        self._peers: OrderedDict[tuple[str, str], _Peer[C]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    @property
+    def sessions(self) -> int:
+        """Open sessions with all peers."""
+        return sum(peer.client.sessions for peer in self._peers.values())
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on the streams to all peers."""
+        return sum((peer.client.traffic for peer in self._peers.values()), Traffic())
+
+    async def get(self, instance: kv_pb2.Instance) -> C:
+        """The client for a peer. Open a session on it before anything else is awaited."""
+        key = (instance.id, instance.address)
+        if key not in self._peers:
+            await self._close_idle(instance.id)
+        peer = self._peers.get(key)
+        if peer is None:
+            peer = self._peers[key] = _Peer(self._open_client(instance.address))
+        self._peers.move_to_end(key)
+        return peer.client
+
+    def pause(self, instance: kv_pb2.Instance, until: float) -> None:
+        """A peer has failed: it is left alone until a time on the caller's clock."""
+        peer = self._peers.get((instance.id, instance.address))
+        if peer is not None:
+            peer.quiet_until = until
+
+    def paused(self, instance: kv_pb2.Instance, now: float) -> bool:
+        """Whether a peer is left alone now."""
+        peer = self._peers.get((instance.id, instance.address))
+        return peer is not None and peer.quiet_until > now
+
+    async def aclose(self) -> None:
+        """Closes all clients. Idempotent."""
+        while self._peers:
+            await self._peers.popitem()[1].client.aclose()
+
+    async def _close_idle(self, instance_id: str) -> None:
+        """Makes room for a new peer: its clients at other addresses go, and the oldest of too many."""
+        idle = [key for key, peer in self._peers.items() if not peer.client.sessions]
+        excess = len(self._peers) + 1 - self._max_peers
+        for number, key in enumerate(idle):
+            if key[0] == instance_id or number < excess:
+                await self._peers.pop(key).client.aclose()

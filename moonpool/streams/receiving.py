@@ -1,0 +1,164 @@
+"""Server halves of KV streams: the handshake, the credits given to a sender, and frames written to a reader.
+
+Shared by decode, kvstore and prefill. Must not know what becomes of the KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from google.protobuf.message import Message
+
+from moonpool.errors import Mismatch, TransferFailed
+from moonpool.kv.frames import FRAME_BYTES, Slice
+from moonpool.kv.keys import KEY_BYTES
+from moonpool.kv.layout import KVLayout
+from moonpool.rpc.wire import payload_bytes
+from moonpool.streams.credits import ByteCredits, CreditReturn
+from moonpool.streams.faults import frames_to_send
+from moonpool.streams.link import TO_DECODE, Link
+from moonpool.streams.outbox import Outbox
+from moonpool.v1 import kv_pb2
+
+WINDOW_BYTES = 32 << 20
+
+
+def check_hello(
+    hello: kv_pb2.StreamHello, *, namespace: bytes | None = None, layout: KVLayout | None = None
+) -> KVLayout:
+    """Checks a stream's first message against what this side holds, and returns the stream's layout.
+
+    Args:
+        hello: The peer's first message.
+        namespace: The only namespace taken; None takes any.
+        layout: The only layout taken; None takes any.
+
+    Raises:
+        Mismatch: The two sides do not speak of the same KV; names the field.
+    """
+    theirs = KVLayout.from_proto(hello.layout)
+    if len(hello.namespace) != KEY_BYTES:
+        raise Mismatch("namespace", f"must have {KEY_BYTES} bytes, has {len(hello.namespace)}")
+    if layout is not None and (field := layout.difference(theirs)) is not None:
+        raise Mismatch(f"layout.{field}", f"here {getattr(layout, field)!r}, there {getattr(theirs, field)!r}")
+    if namespace is not None and namespace != hello.namespace:
+        raise Mismatch("namespace", f"here {namespace.hex()[:16]}, there {hello.namespace.hex()[:16]}")
+    return theirs
+
+
+class FrameReceiver:
+    """The credits that a receiver of frames gives on one stream.
+
+    `consumed` must be called for every frame that came, whatever became of it: a frame of an unknown session or a
+    corrupted one has used up its credits too.
+    """
+
+    def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
+        self.window_bytes = window_bytes
+        self._returns = CreditReturn(window_bytes)
+
+    def welcome(self, receiver: kv_pb2.Instance) -> kv_pb2.StreamWelcome:
+        """Answer to the peer's StreamHello."""
+        return kv_pb2.StreamWelcome(receiver=receiver, credit_bytes=self.window_bytes)
+
+    @property
+    def kept(self) -> int:
+        """Bytes dealt with and not yet handed back."""
+        return self._returns.pending
+
+    def consumed(self, nbytes: int, *, idle: bool = False) -> kv_pb2.Credit | None:
+        """Notes that `nbytes` of payload are dealt with; the Credit to send now, if any. `idle`: no session is open."""
+        returned = self._returns.consumed(nbytes, idle=idle)
+        return kv_pb2.Credit(bytes=returned) if returned else None
+
+    def idle(self) -> kv_pb2.Credit | None:
+        """The last open session has ended; the Credit to send now, if any."""
+        return self.consumed(0, idle=True)
+
+
+class FrameWriter:
+    """Writes frames of many sessions to one reader, who gives the credits.
+
+    The reader's first Credit is its window; until it comes, nothing is sent.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        layout: KVLayout,
+        wrap: Callable[[kv_pb2.FrameHeader], Message],
+        *,
+        link: Link | None = None,
+        priority: int = TO_DECODE,
+        target_bytes: int = FRAME_BYTES,
+    ) -> None:
+        """Frames leave through `outbox`, each header wrapped into the stream's own message by `wrap`."""
+        self._outbox = outbox
+        self._layout = layout
+        self._wrap = wrap
+        self._link = link
+        self._priority = priority
+        self._target_bytes = target_bytes
+        self.credits = ByteCredits(0)
+
+    def grant(self, credit: kv_pb2.Credit) -> None:
+        """Takes a Credit from the reader."""
+        self.credits.grant(credit.bytes)
+
+    async def send(self, session: int, generation: int, slices: Iterable[Slice], *, timeout_s: float) -> int:
+        """Sends slices in frames; returns the payload bytes. When it returns or raises, the slices' memory is free.
+
+        Args:
+            session: The reader's session.
+            generation: The session's generation (0 for reads).
+            slices: What to send, in order; taken one frame at a time.
+            timeout_s: Longest wait for credits, and for room, per frame.
+
+        Raises:
+            StreamBroken: The stream ended.
+            TransferFailed: The reader gave no credits for `timeout_s`.
+        """
+        sent = 0
+        for header, pieces in frames_to_send(session, generation, slices, self._layout, self._target_bytes):
+            nbytes = payload_bytes(pieces)
+            await self.credits.acquire(nbytes, timeout_s=timeout_s)
+            try:
+                if self._link is not None:
+                    async with asyncio.timeout(timeout_s):
+                        await self._link.slot(nbytes, self._priority)
+                await self._outbox.put(self._wrap(header), pieces, timeout_s=timeout_s)
+            except BaseException as error:
+                self.credits.grant(nbytes)
+                if isinstance(error, TimeoutError):
+                    raise TransferFailed(f"no slot on the link within {timeout_s:g} s") from None
+                raise
+            sent += nbytes
+        return sent
+
+    def offer(self, session: int, slices: Sequence[Slice], wrap: Callable[[kv_pb2.FrameHeader], Message]) -> bool:
+        """Sends slices that fit one frame if nothing has to be waited for, the header wrapped by `wrap`.
+
+        Returns:
+            Whether they were sent; no credits are used when not, or when it raises.
+
+        Raises:
+            StreamBroken: Too many messages wait to be written.
+        """
+        nbytes = sum(item.data.nbytes for item in slices)
+        if self._link is not None or nbytes > self._target_bytes or not self.credits.take(nbytes):
+            return False
+        unused = nbytes
+        try:
+            [(header, pieces)] = frames_to_send(session, 0, slices, self._layout, self._target_bytes)
+            sent = self._outbox.offer(wrap(header), pieces)
+            if sent:
+                unused -= payload_bytes(pieces)  # what the reader will hand back: a damaged frame may be shorter
+            return sent
+        finally:
+            if unused:
+                self.credits.grant(unused)
+
+    def close(self, error: Exception) -> None:
+        """Ends every waiting `send` with `error`."""
+        self.credits.close(error)

@@ -1,0 +1,291 @@
+"""Reads blocks from a kvstore, layer by layer: the client of its `Get` stream.
+
+Owns the reading sessions on this side. Must not know where KV goes to: callbacks take it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable, Sequence
+from itertools import count
+
+from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
+from moonpool.kv.frames import Run, open_frame, part_bytes, split_run
+from moonpool.kv.keys import pack_keys
+from moonpool.kv.layout import KVLayout
+from moonpool.rpc.channels import Channels, payload_stream
+from moonpool.streams.credits import Traffic
+from moonpool.streams.ledger import SliceLedger
+from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream
+from moonpool.streams.waiter import Waiter
+from moonpool.v1 import kv_pb2, kvstore_pb2
+
+READ_WINDOW_BYTES = 32 << 20
+
+
+class PrefixLost(TransferFailed):
+    """The store lost blocks of a prefix after whole layers of them had been handed out.
+
+    Attributes:
+        blocks: Leading blocks that are still good.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(f"the store lost blocks while they were being read; the first {blocks} are good")
+        self.args = (blocks,)
+        self.blocks = blocks
+
+
+def _get_session(message: kvstore_pb2.GetResponse) -> Hashable:
+    match message.WhichOneof("message"):
+        case "frame":
+            return message.frame.session
+        case "opened":
+            return message.opened.session
+        case "missing":
+            return message.missing.session
+        case "done":
+            return message.done.session
+    return None
+
+
+class _Read:
+    """One reading session: hands slices out as they come, layers in order."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        keys: int,
+        layers: range,
+        heads: range,
+        on_slice: Callable[[int, int, memoryview], None],
+        on_layer: Callable[[int], None],
+    ) -> None:
+        self.finished = Waiter()
+        self.blocks = keys
+        self._layout = layout
+        self._layers = layers
+        self._heads = heads
+        self._on_slice = on_slice
+        self._on_layer = on_layer
+        self._ledger: SliceLedger | None = None
+        self._next_layer = layers.start
+        self._parts: dict[tuple[int, int], bytearray] = {}
+
+    def on_message(self, message: kvstore_pb2.GetResponse, payload: memoryview) -> None:
+        match message.WhichOneof("message"):
+            case "opened":
+                self._opened(message.opened.blocks)
+                if message.opened.HasField("frame"):
+                    self._frame(message.opened.frame, payload)
+                    self._check_finished()
+            case "frame":
+                self._frame(message.frame, payload)
+            case "missing":
+                self._missing(message.missing.block)
+            case "done":
+                self._check_finished()
+
+    def on_broken(self, error: Exception) -> None:
+        self.finished.done(error)
+
+    def _check_finished(self) -> None:
+        if not self.finished.is_done:
+            raise TransferFailed(f"the store ended a read with {self._left()} slices missing")
+
+    def _opened(self, blocks: int) -> None:
+        if self._ledger is not None or blocks > self.blocks:
+            raise FrameError(f"the store opened a read of {self.blocks} blocks with {blocks}, or twice")
+        self.blocks = blocks
+        self._ledger = SliceLedger(self._layers, blocks, self._heads)
+        if not blocks:
+            self.finished.done()
+
+    def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
+        if self._ledger is None:
+            raise FrameError("a frame came before its session was opened")
+        for run, data in open_frame(header, payload, self._layout):
+            if run.valid_tokens != self._layout.block_tokens:
+                raise FrameError(f"{run}: stored blocks are full")
+            self._ledger.accept(run)
+            self._take(run, data, self._ledger)
+        self._advance(self._ledger)
+
+    def _take(self, run: Run, data: memoryview, ledger: SliceLedger) -> None:
+        whole = run.head_end - run.head_begin == len(self._heads)
+        begin = self._heads.start * self._layout.head_bytes
+        for index, offset, piece in split_run(run, data, self._layout):
+            if whole:
+                self._on_slice(run.layer, index, piece)
+                continue
+            # What is larger than a frame of a slice comes in several head ranges; those with scales never do.
+            cell = run.layer, index
+            buffer = self._parts.get(cell)
+            if buffer is None:
+                buffer = self._parts[cell] = bytearray(part_bytes(self._heads, self._layout))
+            buffer[offset - begin : offset - begin + piece.nbytes] = piece
+            if ledger.slice_complete(run.layer, index):
+                self._on_slice(run.layer, index, memoryview(self._parts.pop(cell)))
+
+    def _missing(self, block: int) -> None:
+        if self._ledger is None:
+            raise FrameError("a block went missing before its session was opened")
+        if block >= self.blocks:
+            return
+        self.blocks = block
+        self._ledger.truncate(block)
+        self._parts = {cell: part for cell, part in self._parts.items() if cell[1] < block}
+        if self._next_layer > self._layers.start:
+            raise PrefixLost(block)
+        if not block:
+            self.finished.done()
+        else:
+            self._advance(self._ledger)
+
+    def _advance(self, ledger: SliceLedger) -> None:
+        while self._next_layer < self._layers.stop and ledger.layer_complete(self._next_layer):
+            self._on_layer(self._next_layer)
+            self._next_layer += 1
+        if ledger.complete:
+            self.finished.done()
+
+    def _left(self) -> int:
+        return self._ledger.missing() if self._ledger is not None else self.blocks * len(self._layers)
+
+
+class StoreReader:
+    """One per pair of processes: everything this process reads from one kvstore, on one stream."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        address: str,
+        hello: kv_pb2.StreamHello,
+        layout: KVLayout,
+        *,
+        window_bytes: int = READ_WINDOW_BYTES,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> None:
+        """Connects when the first read begins.
+
+        Args:
+            channels: Where the channel comes from.
+            address: "host:port" of the kvstore.
+            hello: This side, and the KV it speaks of.
+            layout: Arrangement of that KV.
+            window_bytes: Payload bytes the store may be ahead.
+            connect_timeout_s: Longest wait for the store's welcome.
+        """
+        self._layout = layout
+        self._ids = count(1)
+        self._stream: MuxStream[kvstore_pb2.GetRequest, kvstore_pb2.GetResponse] = MuxStream(
+            f"KV from store {address}",
+            lambda: payload_stream(
+                channels.get(address),
+                "moonpool.v1.KVStoreService",
+                "Get",
+                kvstore_pb2.GetRequest,
+                kvstore_pb2.GetResponse,
+            )(),
+            kvstore_pb2.GetRequest(hello=hello),
+            _get_session,
+            window_bytes=window_bytes,
+            credit=lambda credit: kvstore_pb2.GetRequest(credit=credit),
+            connect_timeout_s=connect_timeout_s,
+        )
+
+    @property
+    def sessions(self) -> int:
+        """Number of reads under way."""
+        return self._stream.sessions
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on the stream."""
+        return self._stream.traffic
+
+    async def read(
+        self,
+        keys: Sequence[bytes],
+        *,
+        layers: range,
+        heads: range | None = None,
+        on_slice: Callable[[int, int, memoryview], None],
+        on_layer: Callable[[int], None],
+        timeout_s: float,
+    ) -> int:
+        """Reads the leading blocks of `keys` that the store has; returns how many that were (fewer is a miss).
+
+        Args:
+            keys: A chain's keys; their order numbers the blocks.
+            layers: Consecutive layers wanted.
+            heads: Consecutive heads wanted; None for all, as slices with scales must be read.
+            on_slice: Called once with (layer, index into keys, bytes of the wanted heads in order) for each slice; must
+                take them at once. A slice of a block at or past the returned count may have been handed out too.
+            on_layer: Called for each layer, in order, when all its slices have been handed out.
+            timeout_s: Longest time for all of it.
+
+        Neither is called after `read` has returned or raised. What they raise ends the read.
+
+        Raises:
+            InvalidRequest: The layout has no such heads, or they cannot be read apart.
+            PrefixLost: A block went missing after a layer had been handed out with it.
+            TransferFailed: It took too long, or the store ended the session early.
+            FrameError: What came was not intact, not asked for, or came twice.
+            StreamBroken: The stream has ended, or the store cannot be reached.
+            Mismatch: The store does not take this KV.
+        """
+        heads = range(self._layout.kv_heads) if heads is None else heads
+        if not keys or not layers or not heads:
+            return 0
+        self._check_heads(heads)
+        read = _Read(self._layout, len(keys), layers, heads, on_slice, on_layer)
+        number = next(self._ids)
+        began = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._read(number, read, keys, layers, heads)
+        except TimeoutError:
+            self._stream.suspect(began)
+            raise TransferFailed(f"{self._stream.name}: a read of {len(keys)} blocks took {timeout_s:g} s") from None
+        return read.blocks
+
+    def _check_heads(self, heads: range) -> None:
+        """Here, because the store would end the stream, and with it all other reads."""
+        whole = range(self._layout.kv_heads)
+        if heads.step != 1 or heads.start not in whole or heads.stop > whole.stop:
+            raise InvalidRequest("heads", f"{heads} are not among the layout's {self._layout.kv_heads}")
+        if self._layout.scale_bytes and heads != whole:
+            raise InvalidRequest("heads", "slices with scales travel whole")
+
+    async def _read(self, number: int, read: _Read, keys: Sequence[bytes], layers: range, heads: range) -> None:
+        session = await self._stream.open(number, read)
+        finished = False
+        try:
+            opening = kv_pb2.ReadOpen(
+                session=number,
+                keys=pack_keys(keys),
+                layer_begin=layers.start,
+                layer_end=layers.stop,
+                head_begin=heads.start,
+                head_end=heads.stop,
+                takes_frame=True,
+            )
+            session.post(kvstore_pb2.GetRequest(open=opening, credit_bytes=session.take_credit()))
+            await read.finished.wait()
+            finished = True
+        finally:
+            session.close()
+            if not finished:
+                self._tell_closed(session, number)
+
+    @staticmethod
+    def _tell_closed(session: MuxSession[kvstore_pb2.GetRequest, kvstore_pb2.GetResponse], number: int) -> None:
+        try:
+            session.post(kvstore_pb2.GetRequest(close=kv_pb2.ReadClose(session=number)))
+        except StreamBroken:
+            return
+
+    async def aclose(self) -> None:
+        """Ends the stream; reads under way fail. Idempotent."""
+        await self._stream.aclose()

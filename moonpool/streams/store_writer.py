@@ -1,0 +1,249 @@
+"""Writes blocks to a kvstore: the client of its `Put` stream.
+
+Owns the writing sessions on this side. Must not know where KV comes from: a callback reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed
+from moonpool.kv.frames import FRAME_BYTES, Slice
+from moonpool.kv.keys import pack_keys
+from moonpool.kv.layout import KVLayout
+from moonpool.rpc.channels import Channels, payload_stream
+from moonpool.streams.credits import Traffic
+from moonpool.streams.faults import frames_to_send
+from moonpool.streams.link import TO_STORE, Link
+from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream
+from moonpool.streams.waiter import Waiter
+from moonpool.v1 import kv_pb2, kvstore_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class PutOutcome:
+    """What became of a put: blocks the store had already, and blocks it took."""
+
+    present: int
+    stored: int
+
+
+def _put_session(message: kvstore_pb2.PutResponse) -> Hashable:
+    match message.WhichOneof("message"):
+        case "opened":
+            return message.opened.session
+        case "ack":
+            return message.ack.session
+        case "refused":
+            return message.refused.session
+    return None
+
+
+def _refusal(message: kvstore_pb2.PutRefused) -> MoonpoolError:
+    text = f"the store refused blocks: {message.reason or 'no reason given'}"
+    if message.code == "invalid_request":
+        return InvalidRequest("", text)
+    if message.code:
+        return Overloaded(text, reason=message.code, retry_after_s=message.retry_after_s)
+    return TransferFailed(text)
+
+
+class _Put:
+    """One writing session."""
+
+    def __init__(self, session: int, blocks: int) -> None:
+        self.session = session
+        self.opened = Waiter()
+        self.visible = Waiter()
+        self.missing = set(range(blocks))
+        self.present = 0
+        self.taken = False
+
+    def on_message(self, message: kvstore_pb2.PutResponse, payload: memoryview) -> None:
+        match message.WhichOneof("message"):
+            case "opened":
+                self.missing.difference_update(message.opened.present)
+                self.present = len(set(message.opened.present))
+                self.taken = message.opened.taken
+                self.opened.done()
+            case "ack":
+                self.missing.difference_update(message.ack.blocks)
+            case "refused":
+                raise _refusal(message.refused)
+        if not self.missing:
+            self.visible.done()
+
+    def on_broken(self, error: Exception) -> None:
+        self.opened.done(error)
+        self.visible.done(error)
+
+
+class StoreWriter:
+    """One per pair of processes: everything this process writes to one kvstore, on one stream."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        address: str,
+        hello: kv_pb2.StreamHello,
+        layout: KVLayout,
+        link: Link | None = None,
+        *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        frame_bytes: int = FRAME_BYTES,
+    ) -> None:
+        """Connects when the first put begins. Arguments as for TransferSender."""
+        self._layout = layout
+        self._frame_bytes = frame_bytes
+        self._ids = count(1)
+        self._stream: MuxStream[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse] = MuxStream(
+            f"KV to store {address}",
+            lambda: payload_stream(
+                channels.get(address),
+                "moonpool.v1.KVStoreService",
+                "Put",
+                kvstore_pb2.PutRequest,
+                kvstore_pb2.PutResponse,
+            )(),
+            kvstore_pb2.PutRequest(hello=hello),
+            _put_session,
+            link=link,
+            priority=TO_STORE,
+            connect_timeout_s=connect_timeout_s,
+        )
+
+    @property
+    def sessions(self) -> int:
+        """Number of puts under way."""
+        return self._stream.sessions
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on the stream."""
+        return self._stream.traffic
+
+    async def put(
+        self,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        tenant: str,
+        read: Callable[[int, int], memoryview],
+        *,
+        timeout_s: float,
+    ) -> PutOutcome:
+        """Stores full blocks; returns once all of them are VISIBLE.
+
+        Those the store has already are not sent, nor is the rest of those that another writer finishes meanwhile.
+
+        Args:
+            keys: The blocks' keys; their order numbers them.
+            parents: The key before each in its chain.
+            tenant: Whose blocks these are.
+            read: The layer slice of (layer, index into keys); its bytes must stay as they are until `put` returns.
+            timeout_s: Longest time for all of it.
+
+        Raises:
+            InvalidRequest: The store will never take these blocks.
+            Overloaded: The store has no room for them; says why and when to try again.
+            TransferFailed: The store gave up what had been sent, or it took too long.
+            StreamBroken: The stream has ended, or the store cannot be reached.
+            Mismatch: The store does not take this KV.
+        """
+        if len(keys) != len(parents):
+            raise ValueError(f"{len(keys)} keys, {len(parents)} parents")
+        if not keys:
+            return PutOutcome(0, 0)
+        began = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._put(keys, parents, tenant, read, timeout_s)
+        except TimeoutError:
+            self._stream.suspect(began)
+            raise TransferFailed(f"{self._stream.name}: a put of {len(keys)} blocks took {timeout_s:g} s") from None
+
+    async def _put(
+        self,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        tenant: str,
+        read: Callable[[int, int], memoryview],
+        timeout_s: float,
+    ) -> PutOutcome:
+        put = _Put(next(self._ids), len(keys))
+        session = await self._stream.open(put.session, put)
+        aborted = True
+        try:
+            opening = kvstore_pb2.PutOpen(
+                session=put.session,
+                keys=pack_keys(keys),
+                parent_keys=pack_keys(parents),
+                layer_begin=0,
+                layer_end=self._layout.layers,
+                head_begin=0,
+                head_end=self._layout.kv_heads,
+                tenant=tenant,
+            )
+            await self._open(session, opening, len(keys), read, timeout_s)
+            await put.opened.wait()
+            if not put.taken:
+                slices = self._slices(put.missing, read)
+                for header, pieces in frames_to_send(put.session, 0, slices, self._layout, self._frame_bytes):
+                    await session.send(kvstore_pb2.PutRequest(frame=header), pieces, timeout_s=timeout_s)
+                self._end(session, put, aborted=False)
+            aborted = False
+            if put.missing and not put.taken:
+                await put.visible.wait()
+            return PutOutcome(put.present, len(keys) - put.present)
+        finally:
+            if aborted:
+                self._end(session, put, aborted=True)
+            session.close()
+
+    async def _open(
+        self,
+        session: MuxSession[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse],
+        opening: kvstore_pb2.PutOpen,
+        blocks: int,
+        read: Callable[[int, int], memoryview],
+        timeout_s: float,
+    ) -> None:
+        """Tells the store of a session.
+
+        One that fits a frame travels whole with its opening: a round trip costs more than bytes that the store has
+        already.
+        """
+        if blocks * self._layout.block_bytes > self._frame_bytes:
+            session.post(kvstore_pb2.PutRequest(open=opening))
+            return
+        slices = self._slices(set(range(blocks)), read)
+        [(header, pieces)] = frames_to_send(opening.session, 0, slices, self._layout, self._frame_bytes)
+        opening.frame.CopyFrom(header)
+        await session.send(kvstore_pb2.PutRequest(open=opening), pieces, timeout_s=timeout_s)
+
+    def _slices(self, missing: set[int], read: Callable[[int, int], memoryview]) -> Iterator[Slice]:
+        """Groups of blocks, each layer by layer: a run fills about a frame, and blocks become visible one by one.
+
+        A block that is no longer in `missing` is left out from there on: another writer has finished it.
+        """
+        group = max(1, self._frame_bytes // self._layout.slice_bytes)
+        full = self._layout.block_tokens
+        wanted = sorted(missing)
+        for start in range(0, len(wanted), group):
+            for layer in range(self._layout.layers):
+                for index in wanted[start : start + group]:
+                    if index in missing:
+                        yield Slice(layer, index, read(layer, index), full)
+
+    @staticmethod
+    def _end(session: MuxSession[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse], put: _Put, *, aborted: bool) -> None:
+        try:
+            session.post(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=put.session, aborted=aborted)))
+        except StreamBroken as error:
+            put.on_broken(error)
+
+    async def aclose(self) -> None:
+        """Ends the stream; puts under way fail. Idempotent."""
+        await self._stream.aclose()

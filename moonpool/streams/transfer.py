@@ -1,0 +1,152 @@
+"""The receiver's state machine of one transfer. Pure: time is an argument; must not know streams or memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+from moonpool.errors import FrameError, TransferFailed
+from moonpool.kv.frames import Run
+from moonpool.kv.layout import KVLayout
+from moonpool.streams.ledger import SliceLedger
+
+
+class TransferState(Enum):
+    """Where a transfer stands. COMPLETE and FAILED are final."""
+
+    PROMISED = "promised"
+    """Room is promised; no blocks are bound, nothing may come."""
+    RECEIVING = "receiving"
+    """Blocks are bound; slices come."""
+    COMPLETE = "complete"
+    """Every slice has come."""
+    FAILED = "failed"
+    """Given up; whatever still comes is dropped."""
+
+
+class InboundTransfer:
+    """One transfer at its receiver: PROMISED -> RECEIVING -> COMPLETE, or FAILED from either of the first two.
+
+    `blocks[i]` is the pool block that takes block i of the sequence, leading held ones included. A transfer's blocks
+    may be written only between a successful `accept` and the next wait of the writing task.
+    """
+
+    def __init__(
+        self,
+        transfer_id: int,
+        generation: int,
+        layout: KVLayout,
+        blocks: Sequence[int] | None,
+        num_blocks: int,
+        held_blocks: int,
+        last_valid_tokens: int,
+        lease_s: float,
+        now: float,
+    ) -> None:
+        """Promises room.
+
+        Args:
+            transfer_id: Unique at this receiver.
+            generation: Tells this use of the id, or of the blocks, from others.
+            layout: Arrangement of what will come.
+            blocks: Pool blocks, when they are bound already; None binds them later.
+            num_blocks: Blocks of the sequence, held ones included.
+            held_blocks: Leading blocks that are here and will not be sent.
+            last_valid_tokens: Valid tokens in the last block; all others are full.
+            lease_s: The transfer expires when nothing is heard of it for so long.
+            now: Seconds on any monotonic clock.
+        """
+        if not (num_blocks >= 1 and 1 <= last_valid_tokens <= layout.block_tokens and lease_s > 0):
+            raise ValueError(f"impossible transfer: {num_blocks} blocks, {last_valid_tokens} tokens, {lease_s} s")
+        self.transfer_id = transfer_id
+        self.generation = generation
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.held_blocks = held_blocks
+        self.last_valid_tokens = last_valid_tokens
+        self.lease_s = lease_s
+        self.state = TransferState.PROMISED
+        self.reason = ""
+        self.blocks: list[int] | None = None
+        self.heard_at = now
+        self._ledger = SliceLedger(range(layout.layers), num_blocks, range(layout.kv_heads), held_blocks)
+        if blocks is not None:
+            self.bind(blocks, now)
+
+    @property
+    def done(self) -> bool:
+        """The state is final."""
+        return self.state in (TransferState.COMPLETE, TransferState.FAILED)
+
+    def matches(self, generation: int) -> bool:
+        """Whether a message of this generation speaks of this transfer."""
+        return self.generation == generation
+
+    def missing(self) -> int:
+        """Number of (layer, block) slices that have not come."""
+        return self._ledger.missing()
+
+    def bind(self, blocks: Sequence[int], now: float) -> None:
+        """Names the pool blocks; slices may come from now on. Complete at once when everything is held.
+
+        Raises:
+            TransferFailed: The transfer is not PROMISED (bound before, or failed meanwhile).
+        """
+        if self.state is not TransferState.PROMISED:
+            raise TransferFailed(f"transfer {self.transfer_id} is {self.state.value}: {self.reason or 'bound before'}")
+        if len(blocks) != self.num_blocks:
+            raise ValueError(f"transfer {self.transfer_id} needs {self.num_blocks} blocks, got {len(blocks)}")
+        self.blocks = list(blocks)
+        self.state = TransferState.COMPLETE if self._ledger.complete else TransferState.RECEIVING
+        self.touch(now)
+
+    def accept(self, run: Run, now: float) -> None:
+        """Records a run of an opened frame, before its bytes are written. Changes nothing when it raises.
+
+        Raises:
+            TransferFailed: The transfer is not RECEIVING; the bytes must be dropped.
+            FrameError: The run has come before, is not expected, or its valid tokens are not this sequence's.
+        """
+        if self.state is not TransferState.RECEIVING:
+            raise TransferFailed(
+                f"transfer {self.transfer_id} is {self.state.value}: {self.reason or 'no slices wanted'}"
+            )
+        last = run.first_block + run.block_count == self.num_blocks
+        valid_tokens = self.last_valid_tokens if last else self.layout.block_tokens
+        if run.valid_tokens != valid_tokens:
+            raise FrameError(f"{run}: the last block of the run must have {valid_tokens} valid tokens")
+        self._ledger.accept(run)
+        self.touch(now)
+        if self._ledger.complete:
+            self.state = TransferState.COMPLETE
+
+    def accept_all(self, runs: Iterable[Run], now: float) -> None:
+        """`accept` for each run of a frame; a frame that raises midway must `fail` the transfer."""
+        for run in runs:
+            self.accept(run, now)
+
+    def touch(self, now: float) -> None:
+        """Renews the lease: something was heard of the transfer."""
+        self.heard_at = max(self.heard_at, now)
+
+    def expired(self, now: float) -> bool:
+        """Nothing was heard for longer than the lease, and the transfer still waits for something."""
+        return not self.done and now - self.heard_at > self.lease_s
+
+    def fail(self, reason: str) -> None:
+        """Gives the transfer up. A final state stays as it is: a complete transfer does not fail afterwards."""
+        if not self.done:
+            self.state = TransferState.FAILED
+            self.reason = reason
+
+    def check_invariants(self) -> None:
+        """Asserts that state and record agree."""
+        self._ledger.check_invariants()
+        if self.state is TransferState.PROMISED:
+            assert self.blocks is None
+        if self.state is TransferState.RECEIVING:
+            assert self.blocks is not None
+            assert not self._ledger.complete
+        if self.state is TransferState.COMPLETE:
+            assert self.blocks is not None
+            assert self._ledger.complete

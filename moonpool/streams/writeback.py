@@ -1,0 +1,246 @@
+"""Write-back: full blocks of an engine's pool on their way to a kvstore, in the background.
+
+Owns the bounded queue of jobs and the references that keep the blocks' bytes in place until a job has ended. Must not
+know of requests, engines or schedulers: whoever submits hands over references, and `release` takes them back exactly
+once per job, whatever happens. A store that is slow, gone or full costs dropped jobs and a counter, never a request;
+each store has a queue and workers of its own, so that it costs the other stores nothing either.
+"""
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded
+from moonpool.kv.keys import BlockKey
+from moonpool.streams.credits import Traffic
+from moonpool.streams.peers import KVClient, Peers
+from moonpool.streams.store_writer import PutOutcome
+from moonpool.telemetry.logs import get_logger
+from moonpool.v1 import kv_pb2
+
+log = get_logger(__name__)
+
+MAX_PAUSE_S = 30.0
+"""Longest time for which a store that says when it will have room is left alone."""
+
+
+class Writer(KVClient, Protocol):
+    """What a job is written with; `StoreWriter` is one."""
+
+    async def put(
+        self,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        tenant: str,
+        read: Callable[[int, int], memoryview],
+        *,
+        timeout_s: float,
+    ) -> PutOutcome:
+        """Stores blocks; returns once they are visible."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WriteBackLimits:
+    """Bounds of the write-back.
+
+    Attributes:
+        blocks: blocks held for it at most, waiting and under way, counted once per store; more are dropped.
+        workers: jobs under way at once, for each store.
+        timeout_s: seconds a job may take.
+        pause_s: seconds for which a store is left alone after a job to it failed.
+    """
+
+    blocks: int
+    workers: int = 2
+    timeout_s: float = 30.0
+    pause_s: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    store: kv_pb2.Instance
+    keys: Sequence[BlockKey]
+    parents: Sequence[BlockKey]
+    tenant: str
+    blocks: Sequence[int]
+
+
+@dataclasses.dataclass(slots=True)
+class _Lane:
+    """The jobs for one store at one address; it exists while there are some."""
+
+    queue: collections.deque[_Job] = dataclasses.field(default_factory=collections.deque)
+    blocks_held: int = 0
+    workers: int = 0
+
+
+class WriteBack:
+    """Background writer of one engine instance.
+
+    Args:
+        limits: the bounds.
+        open_writer: makes the client of the store at an address.
+        slice_of: `(layer, block) -> memoryview` of the pool.
+        release: takes back one reference on each block of a job.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        limits: WriteBackLimits,
+        open_writer: Callable[[str], Writer],
+        slice_of: Callable[[int, int], memoryview],
+        release: Callable[[Sequence[int]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._limits = limits
+        self._stores: Peers[Writer] = Peers(open_writer)
+        self._slice_of = slice_of
+        self._release = release
+        self._clock = clock
+        self._lanes: dict[tuple[str, str], _Lane] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._closed = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.blocks_held = 0
+        self.blocks_stored = 0
+        self.blocks_present = 0
+        self.blocks_dropped = 0
+
+    @property
+    def sessions(self) -> int:
+        """Jobs under way at stores."""
+        return self._stores.sessions
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on the streams to all stores."""
+        return self._stores.traffic
+
+    def room(self, store: kv_pb2.Instance, blocks: int) -> int:
+        """How many of so many blocks would be taken now, the leading ones; the others are counted as dropped.
+
+        While blocks for several stores are held, each store may have an equal part, so that one that does not answer
+        leaves room for the others.
+        """
+        taken = 0
+        if not self._closed and not self._stores.paused(store, self._clock()):
+            taken = max(0, min(blocks, self._limits.blocks - self.blocks_held))
+            lane = self._lanes.get(_key(store))
+            if lane is not None:
+                taken = max(0, min(taken, self._limits.blocks // len(self._lanes) - lane.blocks_held))
+        self.blocks_dropped += blocks - taken
+        return taken
+
+    def submit(
+        self,
+        store: kv_pb2.Instance,
+        keys: Sequence[BlockKey],
+        parents: Sequence[BlockKey],
+        tenant: str,
+        blocks: Sequence[int],
+    ) -> None:
+        """Takes a job for which there is `room` now; one reference on each block passes to the write-back."""
+        assert not self._closed
+        assert len(keys) == len(parents) == len(blocks) > 0
+        lane = self._lanes.setdefault(_key(store), _Lane())
+        lane.blocks_held += len(blocks)
+        self.blocks_held += len(blocks)
+        self._idle.clear()
+        lane.queue.append(_Job(store, keys, parents, tenant, blocks))
+        self._staff(lane)
+
+    async def run(self) -> None:
+        """Works until cancelled; then every job is dropped and every stream closed."""
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                for lane in self._lanes.values():
+                    self._staff(lane)
+                try:
+                    await asyncio.Event().wait()  # until cancelled
+                finally:
+                    self._closed = True  # a group that ends takes no new tasks
+        finally:
+            for lane in list(self._lanes.values()):
+                while lane.queue:
+                    self._drop(lane.queue.popleft())
+            await self._stores.aclose()
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Waits until nothing is held any more; False when the time was over first."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _staff(self, lane: _Lane) -> None:
+        """A worker more for a lane, as long as it may have one."""
+        if self._group is not None and lane.workers < self._limits.workers:
+            lane.workers += 1
+            self._group.create_task(self._work(lane))
+
+    async def _work(self, lane: _Lane) -> None:
+        try:
+            while lane.queue:
+                await self._do(lane.queue.popleft())
+        finally:
+            lane.workers -= 1
+
+    async def _do(self, job: _Job) -> None:
+        if self._stores.paused(job.store, self._clock()):
+            self._drop(job)
+            return
+        try:
+            writer = await self._stores.get(job.store)
+            outcome = await writer.put(
+                job.keys,
+                job.parents,
+                job.tenant,
+                lambda layer, index: self._slice_of(layer, job.blocks[index]),
+                timeout_s=self._limits.timeout_s,
+            )
+            self.blocks_stored += outcome.stored
+            self.blocks_present += outcome.present
+        except MoonpoolError as error:
+            self._failed(job, error)
+            log.warning("write-back failed", store=job.store.id, blocks=len(job.blocks), reason=str(error))
+        except Exception as error:
+            # A defect here must cost stored blocks, not the engine that serves requests.
+            self._failed(job, error)
+            log.exception("write-back failed", store=job.store.id, blocks=len(job.blocks))
+        finally:
+            self._give_back(job)
+
+    def _failed(self, job: _Job, error: Exception) -> None:
+        self.blocks_dropped += len(job.blocks)
+        if isinstance(error, InvalidRequest) or getattr(error, "reason", "") == "kvstore_guaranteed":
+            return  # what is wrong with this job, or what its tenant may have, must not keep others' blocks back
+        pause_s = self._limits.pause_s
+        if isinstance(error, Overloaded):
+            pause_s = max(pause_s, min(error.retry_after_s, MAX_PAUSE_S))
+        self._stores.pause(job.store, self._clock() + pause_s)
+
+    def _drop(self, job: _Job) -> None:
+        self.blocks_dropped += len(job.blocks)
+        self._give_back(job)
+
+    def _give_back(self, job: _Job) -> None:
+        lane = self._lanes[_key(job.store)]
+        lane.blocks_held -= len(job.blocks)
+        if not lane.blocks_held:
+            del self._lanes[_key(job.store)]
+        self.blocks_held -= len(job.blocks)
+        self._release(job.blocks)
+        if not self.blocks_held:
+            self._idle.set()
+
+
+def _key(store: kv_pb2.Instance) -> tuple[str, str]:
+    """A store is an id at an address; its incarnation does not matter here."""
+    return store.id, store.address

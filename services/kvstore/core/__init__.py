@@ -1,0 +1,1 @@
+"""What the store holds, and how blocks come and are read; no I/O."""

@@ -1,0 +1,1 @@
+"""Running a store: metrics, verification, warming, write-behind."""

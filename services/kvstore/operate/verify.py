@@ -1,0 +1,196 @@
+"""Checking a data folder that no kvstore uses: every record against its checksums, and the index against the records.
+
+Owns the check and its report. Changes nothing in the folder. Everything here blocks.
+"""
+
+import dataclasses
+import fcntl
+import os
+import pathlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import lmdb
+
+from moonpool.errors import ConfigError
+from moonpool.kv.keys import BlockKey
+from services.kvstore.ssd.catalogue import Catalogue, Row, Segment
+from services.kvstore.ssd.index import Index, IndexImage, IndexLostError
+from services.kvstore.ssd.record_reader import read_record
+from services.kvstore.ssd.records import ALIGN, BadRecordError
+from services.kvstore.ssd.scan import Found
+from services.kvstore.ssd.segments import SegmentFile, list_segments, segment_path
+
+_THREADS = 4
+_MAX_FAULTS = 1000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is not as it should be.
+
+    Attributes:
+        segment: id of the segment.
+        offset: of the record in it, in bytes; None for the segment as a whole.
+        key: of the block; None for none.
+        what: what is wrong.
+    """
+
+    segment: int
+    offset: int | None
+    key: BlockKey | None
+    what: str
+
+
+@dataclasses.dataclass(slots=True)
+class VerifyReport:
+    """What a check found.
+
+    Attributes:
+        segments: files looked at.
+        records: whole records in them.
+        blocks: records that are blocks' places and intact.
+        dead: records that are not: replaced, dropped, or never committed.
+        bytes_read: of records whose checksums were computed.
+        faults: what a store would answer with a miss; the first thousand.
+        fault_count: how many there are.
+        index_error: why the index cannot be used, None when it can; a store would rebuild it from the segments.
+    """
+
+    segments: int = 0
+    records: int = 0
+    blocks: int = 0
+    dead: int = 0
+    bytes_read: int = 0
+    faults: list[Fault] = dataclasses.field(default_factory=list)
+    fault_count: int = 0
+    index_error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.fault_count and self.index_error is None
+
+    def _add(self, fault: Fault) -> None:
+        self.fault_count += 1
+        if len(self.faults) < _MAX_FAULTS:
+            self.faults.append(fault)
+
+    def _merge(self, other: "VerifyReport") -> None:
+        self.segments += other.segments
+        self.records += other.records
+        self.blocks += other.blocks
+        self.dead += other.dead
+        self.bytes_read += other.bytes_read
+        for fault in other.faults:
+            self._add(fault)
+        self.fault_count += other.fault_count - len(other.faults)
+
+
+def verify(path: pathlib.Path, on_segment: Callable[[int, int], None] = lambda done, of: None) -> VerifyReport:
+    """Checks the data folder `path`.
+
+    Args:
+        path: a data folder, as `--data-dir` names it.
+        on_segment: told how many segments are done, of how many.
+
+    Raises:
+        ConfigError: naming `data_dir`: it is none, cannot be read, or a kvstore is using it.
+    """
+    try:
+        lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError("data_dir", f"{path} holds no store: {error.strerror or error}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _verify(path, on_segment)
+    except BlockingIOError as error:
+        raise ConfigError("data_dir", f"{path} is used by another process") from error
+    except (OSError, lmdb.Error) as error:
+        raise ConfigError("data_dir", f"{path} cannot be read: {error}") from error
+    finally:
+        os.close(lock)
+
+
+def _verify(path: pathlib.Path, on_segment: Callable[[int, int], None]) -> VerifyReport:
+    folder = path / "segments"
+    files = list_segments(folder)
+    report = VerifyReport()
+    image: IndexImage | None = None
+    try:
+        index = Index(path / "index", read_only=True)
+        try:
+            image = index.load()
+        finally:
+            index.close()
+    except (IndexLostError, lmdb.Error) as error:
+        report.index_error = str(error)
+    catalogue = _catalogue(folder, files, image) if image is not None else None
+    for number in sorted(image.segments.keys() - files.keys()) if image is not None else ():
+        report._add(Fault(number, None, None, "the index names a segment that is not there"))
+
+    def check(number: int) -> VerifyReport:
+        file = SegmentFile(segment_path(folder, number), direct=True)
+        try:
+            return _check_segment(number, file, files[number], catalogue)
+        finally:
+            file.close()
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-verify") as pool:
+        for done, part in enumerate(pool.map(check, files), 1):
+            report._merge(part)
+            on_segment(done, len(files))
+    return report
+
+
+def _catalogue(folder: pathlib.Path, files: dict[int, int], image: IndexImage) -> Catalogue:
+    """What the index says, of segments that are there."""
+    catalogue = Catalogue(image.formats, image.tenants)
+    for number in files:
+        segment = Segment(number, SegmentFile(segment_path(folder, number)), image.segments.get(number, 0))
+        catalogue.load(segment, image.entries.get(number, b""))
+    for number, slot in image.dropped:
+        if number in files:
+            catalogue.bury(number, slot)
+    return catalogue
+
+
+def _check_segment(number: int, file: SegmentFile, size: int, catalogue: Catalogue | None) -> VerifyReport:
+    report = VerifyReport(segments=1)
+    named: dict[int, Row] = {}
+    if catalogue is not None:
+        segment = catalogue.segments[number]
+        named = {segment.offset(slot): catalogue.row(segment, slot) for slot in catalogue.live_slots(segment)}
+        if size < segment.size:
+            report._add(Fault(number, None, None, f"the segment has {size} bytes instead of {segment.size}"))
+    for found in file.scan():
+        report.records += 1
+        row = named.pop(found.offset, None)
+        if catalogue is not None and row is None:
+            report.dead += 1
+            continue
+        report.bytes_read += found.kind.record_bytes
+        what = _check_record(file, found, row, catalogue)
+        if what is None:
+            report.blocks += 1
+        else:
+            report._add(Fault(number, found.offset, found.key, what))
+    for offset, row in named.items():
+        report._add(Fault(number, offset, row[0], "the index names a record that is not there"))
+    return report
+
+
+def _check_record(file: SegmentFile, found: Found, row: Row | None, catalogue: Catalogue | None) -> str | None:
+    """What is wrong with a record whose header is intact; None for nothing."""
+    kind = found.kind
+    if row is not None and catalogue is not None:
+        key, _, length, block_format, tenant = row
+        if (key, length * ALIGN) != (found.key, kind.record_bytes):
+            return "the index names another block"
+        if catalogue.formats[block_format] != kind.format or catalogue.tenants[tenant] != kind.tenant:
+            return "the index names another format or tenant"
+    try:
+        read_record(file, found.key, found.offset, kind.record_bytes)
+    except (BadRecordError, OSError) as error:
+        return str(error)
+    return None

@@ -1,0 +1,1 @@
+"""The SSD tier: segment files and their index in LMDB."""

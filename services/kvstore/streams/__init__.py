@@ -1,0 +1,1 @@
+"""The streams of the contract: Put, Get and Watch."""

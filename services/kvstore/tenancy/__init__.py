@@ -1,0 +1,1 @@
+"""Tenants, quotas and pins."""

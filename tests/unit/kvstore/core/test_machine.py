@@ -1,0 +1,314 @@
+"""A store of tiny budgets against a plain model.
+
+Any order of sessions (whole, partial, abandoned, several on one block), leases, pins, tenants over their quotas,
+commits that succeed or fail, blocks that the device loses, time that passes, and crashes.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from moonpool.errors import MoonpoolError, Overloaded
+from moonpool.kv.keys import BlockKey
+from services.kvstore.core.assembly import PutSession
+from services.kvstore.core.reads import ReadLease
+from services.kvstore.tenancy.pins import Pins
+from services.kvstore.tenancy.tenants import Account, Grants, TenantRow
+from tests.unit.kvstore.helpers import (
+    BLOCK,
+    FORMAT,
+    LAYOUT,
+    RECORD,
+    Driven,
+    data_of,
+    keys_of,
+    open_ssd,
+    run_of,
+    spec_of,
+)
+
+CHAINS = {"": keys_of(6, "nobody"), "a": keys_of(5, "a"), "b": keys_of(5, "b")}
+OWNER = {key: tenant for tenant, keys in CHAINS.items() for key in keys}
+ROWS = {
+    "a": TenantRow(dram_guarantee_bytes=BLOCK, dram_quota_bytes=3 * BLOCK, ssd_quota_bytes=3 * RECORD),
+    "b": TenantRow(dram_guarantee_bytes=2 * BLOCK, pin_bytes=BLOCK),
+}
+DRAM_BLOCKS, PIN_BLOCKS = 5, 2
+CHAIN = st.sampled_from(sorted(CHAINS)).flatmap(
+    lambda tenant: st.integers(0, len(CHAINS[tenant]) - 1).flatmap(
+        lambda start: st.integers(start + 1, min(start + 2, len(CHAINS[tenant]))).map(
+            lambda end: CHAINS[tenant][start:end]
+        )
+    )
+)
+PART = st.sampled_from([(range(3), range(2)), (range(3), range(2)), (range(2), range(2)), (range(2, 3), range(2)),
+                        (range(3), range(1)), (range(3), range(1, 2))])  # fmt: skip
+Cell = tuple[int, int]
+
+
+class _Session:
+    """A writing session and what the store said about it."""
+
+    def __init__(self, chain: Sequence[BlockKey], layers: range, heads: range) -> None:
+        self.chain, self.layers, self.heads = chain, layers, heads
+        self.visible: list[int] = []
+        self.durable: list[int] = []
+        self.session: PutSession
+        self.unsent: dict[Cell, None] = {}
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """`announced` is what a watcher believes, and must be what is here; `kept` is what pins keep, which must stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.now = 0.0
+        self.ever_durable: set[BlockKey] = set()
+        self.start()
+
+    def start(self) -> None:
+        self.ssd = open_ssd(self.folder, capacity=6 * RECORD, segment=RECORD)
+        self.driven = Driven(
+            self.ssd,
+            dram_bytes=DRAM_BLOCKS * BLOCK,
+            pins=Pins(PIN_BLOCKS * BLOCK, {name: row.pin_bytes for name, row in ROWS.items()}),
+            account=Account(Grants.of(ROWS, "dram")),
+            ssd_account=Account(Grants.of(ROWS, "ssd")),
+        )
+        self.store = self.driven.store
+        self.sessions: list[_Session] = []
+        self.leases: list[ReadLease] = []
+        self.pinned: dict[tuple[str, str], tuple[Sequence[BlockKey], float]] = {}
+        self.lost: set[BlockKey] = set()
+        self.announced = set(self.store.holdings)
+        self.store.holdings.on_change.append(self.changed)
+        self.actor: str | None = None
+        self.used = dict(self.store.holdings.dram.account.used)
+
+    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+        assert not self.announced & set(stored)
+        assert self.announced >= set(removed)
+        self.announced |= set(stored)
+        self.announced -= set(removed)
+        self.lost -= set(stored)
+
+    @property
+    def kept(self) -> set[BlockKey]:
+        return {key for keys, until in self.pinned.values() if until > self.now for key in keys}
+
+    @initialize(chain=CHAIN)
+    def begin(self, chain: Sequence[BlockKey]) -> None:
+        self.put_and_commit(chain)
+
+    # Writing
+
+    @precondition(lambda self: len(self.sessions) < 3)
+    @rule(chain=CHAIN, part=PART)
+    def open_put(self, chain: Sequence[BlockKey], part: tuple[range, range]) -> None:
+        entry = _Session(chain, *part)
+        self.actor = OWNER[chain[0]]
+        try:
+            session = self.store.writes.open(
+                spec_of(chain, *part, tenant=self.actor), entry.visible.extend, entry.durable.extend, now=self.now
+            )
+        except Overloaded as error:
+            refusal: Overloaded | None = error
+        else:
+            refusal = None
+        if refusal is not None:
+            assert refusal.reason == "kvstore_guaranteed" or (refusal.reason == "kvstore_pinned" and self.kept)
+            assert refusal.retry_after_s >= 0
+        elif session is not None:
+            entry.session = session
+            assert list(session.present) == [i for i, key in enumerate(chain) if key in self.announced]
+            entry.unsent = {(i, layer): None for i in range(len(chain)) for layer in entry.layers}
+            self.sessions.append(entry)
+
+    @rule(chain=CHAIN)
+    def put_and_commit(self, chain: Sequence[BlockKey]) -> None:
+        self.actor = OWNER[chain[0]]
+        try:
+            session = self.driven.open(spec_of(chain, tenant=self.actor))
+        except Overloaded:
+            return
+        if session is not None:
+            self.store.writes.close(session)
+            self.driven.flush(chain, self.actor)
+            self.ever_durable |= set(self.ssd)
+
+    @precondition(lambda self: self.sessions)
+    @rule(pick=st.integers(0, 2), count=st.integers(1, 9))
+    def write(self, pick: int, count: int) -> None:
+        entry = self.sessions[pick % len(self.sessions)]
+        self.actor = None
+        for index, layer in list(entry.unsent)[:count]:
+            del entry.unsent[index, layer]
+            run = run_of(entry.chain[index], index, layer, entry.heads)
+            self.store.writes.write(entry.session, [run])
+        if not entry.unsent and entry.session.covers_whole_blocks:
+            assert entry.session.complete
+
+    @precondition(lambda self: self.sessions)
+    @rule(pick=st.integers(0, 2))
+    def wrong_frame(self, pick: int) -> None:
+        """What has come before, or was never declared, ends the session and nothing else."""
+        entry = self.sessions.pop(pick % len(self.sessions))
+        run, data = run_of(entry.chain[0], 0, entry.layers[0])
+        try:
+            self.store.writes.write(entry.session, [(run, data), (run, data)])
+        except MoonpoolError:
+            self.store.writes.close(entry.session)
+        else:
+            raise AssertionError
+
+    @precondition(lambda self: self.sessions)
+    @rule(pick=st.integers(0, 2))
+    def close_put(self, pick: int) -> None:
+        self.store.writes.close(self.sessions.pop(pick % len(self.sessions)).session)
+
+    # Reading
+
+    @rule(chain=CHAIN, promote=st.booleans())
+    def read(self, chain: Sequence[BlockKey], promote: bool) -> None:
+        self.actor = OWNER[chain[0]]
+        expected = self.store.holdings.match(chain)
+        assert self.driven.read(chain, promote=promote) == [data_of(key) for key in chain[:expected]]
+
+    @precondition(lambda self: len(self.leases) < 2)
+    @rule(chain=CHAIN, promote=st.booleans())
+    def open_read(self, chain: Sequence[BlockKey], promote: bool) -> None:
+        self.actor = OWNER[chain[0]]
+        self.leases.append(self.store.reads.open(chain, FORMAT, promote=promote))
+
+    @precondition(lambda self: self.leases)
+    @rule(last=st.booleans())
+    def finish_read(self, last: bool) -> None:
+        lease = self.leases.pop(-1 if last else 0)
+        for source in lease.sources:
+            data = b""
+            for layer in range(3):
+                view = source.take(layer, LAYOUT)
+                if source.reader is not None:
+                    source.reader.read(layer, view)
+                source.filled |= 1 << layer
+                data += view
+            info = source.block.info if source.block is not None else source.reader and source.reader.info
+            assert info
+            assert data == data_of(info.key)
+        self.store.reads.close(lease)
+
+    @precondition(lambda self: self.leases)
+    @rule()
+    def lose(self) -> None:
+        """The device loses blocks that are being read."""
+        lease = self.leases.pop(0)
+        for source in lease.sources:
+            if source.reader is not None:
+                self.lost.add(source.reader.key)
+                self.store.reads.lost(source)
+        self.store.reads.close(lease)
+
+    # Pins and time
+
+    @rule(chain=CHAIN, name=st.sampled_from("xy"), ttl=st.integers(1, 4))
+    def pin(self, chain: Sequence[BlockKey], name: str, ttl: int) -> None:
+        tenant = OWNER[chain[0]]
+        outcome = self.store.pin(tenant, name, chain, now=self.now, ttl_s=ttl)
+        assert outcome.blocks <= self.store.holdings.match(chain)
+        self.pinned[tenant, name] = chain[: outcome.blocks], self.now + ttl
+
+    @precondition(lambda self: self.pinned)
+    @rule(pick=st.integers(0, 5))
+    def unpin(self, pick: int) -> None:
+        place = sorted(self.pinned)[pick % len(self.pinned)]
+        del self.pinned[place]
+        self.store.pins.unpin(*place)
+
+    @rule(seconds=st.integers(1, 2))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+        self.store.pins.expire(self.now)
+
+    # The device
+
+    @rule()
+    def commit(self) -> None:
+        self.driven.flush()
+        self.ever_durable |= set(self.ssd)
+
+    @rule()
+    def commit_fails(self) -> None:
+        plan = self.store.writes.next_plan()
+        if plan is not None:
+            before = set(self.ssd)
+            self.store.writes.plan_done(OSError(5, "Input/output error"))
+            assert set(self.ssd) <= before
+
+    @precondition(lambda self: not self.leases)
+    @rule()
+    def crash(self) -> None:
+        """Everything in memory is gone, pins too; what was durable is not."""
+        here = set(self.ssd)
+        self.ssd.close()
+        self.start()
+        assert here <= set(self.ssd) <= self.ever_durable
+
+    # What always holds
+
+    @invariant()
+    def sound(self) -> None:
+        self.store.check_invariants()
+        assert self.announced == set(self.store.holdings)
+        assert +self.driven.ssd_account.used == self.ssd._books.tenant_bytes()
+
+    @invariant()
+    def pins_keep(self) -> None:
+        assert {key for key in OWNER if key in self.store.pins} == self.kept
+        assert self.kept <= self.announced | self.lost
+
+    @invariant()
+    def leases_keep(self) -> None:
+        dram = self.store.holdings.dram
+        held = [source.block for lease in self.leases for source in lease.sources if source.block is not None]
+        assert all(dram.get(block.info.key) is block for block in held)
+
+    @invariant()
+    def nobody_evicts_another_below_its_guarantee(self) -> None:
+        used = dict(self.store.holdings.dram.account.used)
+        for tenant, guarantee in (("a", BLOCK), ("b", 2 * BLOCK)):
+            before, after = self.used.get(tenant, 0), used.get(tenant, 0)
+            assert after >= min(before, guarantee) or self.actor == tenant
+        self.used = used
+
+    @invariant()
+    def writers_are_told(self) -> None:
+        for entry in self.sessions:
+            told = set(entry.visible)
+            assert len(told) == len(entry.visible)
+            assert not told & set(entry.session.present)
+            assert told | set(entry.session.present) | set(entry.session.unfinished) == set(range(len(entry.chain)))
+            assert not told & set(entry.session.unfinished)
+            assert set(entry.durable) <= told | set(entry.session.present)
+
+    def teardown(self) -> None:
+        for entry in self.sessions:
+            self.store.writes.close(entry.session)
+        for lease in self.leases:
+            self.store.reads.close(lease)
+        self.leases.clear()
+        self.driven.flush()
+        dram = self.store.holdings.dram
+        assert (dram.reserved_bytes, dram.held_bytes) == (0, 0)
+        assert dram.arena.resident_bytes - dram.arena.free_bytes == dram.block_bytes
+        self.ssd.close()
+        shutil.rmtree(self.folder)
+
+
+StoreMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None, derandomize=True)
+TestStore = StoreMachine.TestCase

@@ -1,0 +1,155 @@
+"""Memory of blocks: reuse, giving back, and that nobody's bytes change while somebody can see them."""
+
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.kvstore.dram.arena import PAGE, RESERVE_SHARE, SMALL_BYTES, Arena, slot_bytes
+
+MIB = 1 << 20
+
+
+def test_sizes_are_rounded_little() -> None:
+    assert slot_bytes(1) == 64
+    assert slot_bytes(3072) == 3072
+    assert slot_bytes(SMALL_BYTES + 1) == SMALL_BYTES + PAGE
+    assert all(slot_bytes(n) <= n * 1.0625 for n in range(SMALL_BYTES, MIB, 1013))
+
+
+def test_memory_is_used_again_and_what_lies_in_it_stays_until_then() -> None:
+    arena = Arena(4 * MIB)
+    first = arena.allocate(MIB)
+    first[:3] = b"abc"
+    del first
+    assert (arena.free_bytes, arena.live_bytes, arena.resident_bytes) == (MIB, 0, MIB)
+    second = arena.allocate(MIB)
+    assert bytes(second[:3]) == b"abc"
+    assert arena.resident_bytes == MIB
+    arena.check_invariants()
+
+
+def test_a_slot_is_not_used_again_while_a_view_of_a_view_lives() -> None:
+    arena = Arena(4 * MIB)
+    view = arena.allocate(MIB)
+    view[:] = b"x" * MIB
+    part = view[100:200].toreadonly()[:10]
+    del view
+    other = arena.allocate(MIB)
+    other[:] = b"y" * MIB
+    assert bytes(part) == b"x" * 10
+    arena.check_invariants()
+    del part
+    assert arena.free_bytes == MIB
+    third = arena.allocate(MIB)
+    assert bytes(third[:1]) == b"x"
+    assert arena.resident_bytes == 2 * MIB
+
+
+def test_another_size_takes_the_memory_of_free_slots() -> None:
+    arena = Arena(8 * MIB)
+    blocks = [arena.allocate(MIB) for _ in range(8)]
+    del blocks[0:8:2]
+    assert (arena.free_bytes, arena.returned_bytes) == (4 * MIB, 0)
+    half = [arena.allocate(MIB // 2) for _ in range(8)]
+    arena.check_invariants()
+    assert arena.live_bytes == 8 * MIB
+    assert arena.resident_bytes <= 8 * MIB + 8 * MIB // RESERVE_SHARE
+    assert arena.returned_bytes == 4 * MIB
+    del half
+    again = [arena.allocate(MIB) for _ in range(4)]
+    arena.check_invariants()
+    assert all(bytes(block[:1]) == b"\0" for block in again)  # memory that came back anew
+    assert arena.resident_bytes <= 8 * MIB + 8 * MIB // RESERVE_SHARE
+
+
+def test_a_slab_that_nobody_uses_goes_as_a_whole() -> None:
+    arena = Arena(4 * MIB)
+    blocks = [arena.allocate(MIB) for _ in range(4)]
+    mapped = arena.mapped_bytes
+    del blocks
+    other = [arena.allocate(2 * MIB) for _ in range(2)]
+    assert (arena.resident_bytes, arena.mapped_bytes) == (4 * MIB, mapped)
+    assert len(other) == 2
+    arena.check_invariants()
+
+
+def test_small_slots_share_pages_and_go_together() -> None:
+    arena = Arena(MIB)
+    small = [arena.allocate(100) for _ in range(5000)]
+    for number, view in enumerate(small):
+        view[:4] = number.to_bytes(4, "little")
+    assert [int.from_bytes(view[:4], "little") for view in small] == list(range(5000))
+    arena.check_invariants()
+    del small, view
+    large = [arena.allocate(MIB // 4) for _ in range(4)]
+    arena.check_invariants()
+    assert arena.live_bytes == arena.resident_bytes == MIB
+    assert len(large) == 4
+
+
+def test_a_use_may_end_in_another_thread() -> None:
+    arena = Arena(4 * MIB)
+    views = [arena.allocate(MIB)]
+    thread = threading.Thread(target=views.clear)
+    thread.start()
+    thread.join()
+    assert arena.free_bytes == MIB
+    arena.check_invariants()
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([64, 3000, 40_000, 65_536, 70_000, 262_144]), st.integers(0, 9)),
+        max_size=60,
+    )
+)
+def test_any_order_of_use(steps: list[tuple[int, int]]) -> None:
+    """`size` is allocated, and what lies at `victim` goes; everybody's bytes stay what they were."""
+    arena = Arena(MIB)
+    views: dict[int, tuple[memoryview, int]] = {}
+    for number, (size, victim) in enumerate(steps):
+        views.pop(victim, None)
+        if sum(len(view) for view, _ in views.values()) + size <= MIB:
+            view = arena.allocate(size)
+            view[:] = bytes([number]) * size
+            views[number % 10] = view, number
+        arena.check_invariants()
+        assert all(set(bytes(view)) == {mark} for view, mark in views.values())
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+def test_resident_memory_stays_near_the_budget_through_days_of_churn() -> None:
+    """Random sizes whose mix changes, 60 times the budget; every block is written, as blocks are."""
+    budget, rng = 192 * MIB, random.Random(7)
+    sizes = [64 << 10, 100_000, 256 << 10, 1 << 20, 1_234_567, 4 << 20]
+    source = bytes(max(sizes))
+    before = resident_bytes()
+    arena, used, peak = Arena(budget), 0, 0
+    views: list[memoryview] = []
+    for phase in range(60):
+        mix, written = rng.sample(sizes, rng.randint(1, 3)), 0
+        while written < budget:
+            size = rng.choice(mix)
+            while used + size > budget:
+                index = rng.randrange(len(views))
+                views[index], views[-1] = views[-1], views[index]
+                used -= len(views.pop())
+            view = arena.allocate(size)
+            view[:] = source[:size]
+            views.append(view)
+            used, written = used + size, written + size
+        del view
+        peak = max(peak, resident_bytes() - before)
+        arena.check_invariants()
+        assert peak <= budget * 1.15, (phase, mix)
+    print(f"resident at most {peak / budget:.3f} of the budget, {arena.mapped_bytes / budget:.1f} mapped")

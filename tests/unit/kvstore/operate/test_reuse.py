@@ -1,0 +1,131 @@
+"""The sampled hit curve beside LRU itself, and the picture of it."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from benchmarks.eviction import GENERATED, read_chains
+from benchmarks.replay import Pool
+from moonpool.errors import ConfigError
+from moonpool.kv.keys import BlockKey
+from services.kvstore.operate.reuse import ReuseSample, hit_share, in_bytes, worth
+from services.kvstore.operate.reuse_picture import answer, picture, size_text
+from services.kvstore.policies.policy import LRU
+from tests.unit.kvstore.helpers import keys_of
+
+A, B, C = keys_of(3)
+
+
+@pytest.fixture(scope="module")
+def generated() -> list[list[BlockKey]]:
+    return read_chains(GENERATED)
+
+
+def test_nothing_observed_gives_no_curve() -> None:
+    sample = ReuseSample()
+    assert sample.curve() == []
+    assert hit_share(sample.curve(), 1e12) == 0.0
+    sample.check_invariants()
+
+
+def test_distances_are_those_of_a_stack() -> None:
+    sample = ReuseSample()
+    for key in (A, A, B, C, A, B):
+        sample.observe([key])
+    sample.check_invariants()
+    # A at once: 1; A after B and C: 3; B after C and A: 3. Three of six uses are first ones.
+    assert sample.curve() == [(1, 1 / 6), (3, 3 / 6)]
+
+
+def test_a_chain_counts_as_used_tail_first() -> None:
+    sample = ReuseSample()
+    sample.observe([A, B, C])
+    sample.observe([A, B, C])
+    assert sample.curve() == [(3, 3 / 6)]
+    sample.observe([A])
+    assert hit_share(sample.curve(), 1) == 1 / 7
+
+
+def test_the_full_sample_is_exact_lru(generated: list[list[BlockKey]]) -> None:
+    sample = ReuseSample(sample_keys=1 << 20)
+    for chain in generated:
+        sample.observe(chain)
+    curve = sample.curve()
+    assert sample.rate == 1.0
+    for size in (300, 1000, 3000, 10000, 30000):
+        assert hit_share(curve, size) == pytest.approx(lru(generated, size), abs=0.004)
+
+
+def test_a_sample_of_a_tenth_is_near(generated: list[list[BlockKey]]) -> None:
+    sample = ReuseSample(sample_keys=1500)
+    for chain in generated:
+        sample.observe(chain)
+    sample.check_invariants()
+    assert sample.rate < 0.12
+    errors = [abs(hit_share(sample.curve(), size) - lru(generated, size)) for size in range(500, 12000, 500)]
+    assert sum(errors) / len(errors) < 0.012
+    assert max(errors) < 0.025
+    assert sample.uses == sum(map(len, generated))
+
+
+def lru(chains: list[list[BlockKey]], capacity: int) -> float:
+    pool = Pool(LRU(), capacity)
+    for chain in chains:
+        pool.request(chain)
+    return pool.hit_share
+
+
+def test_the_sample_is_bounded_whatever_comes() -> None:
+    sample = ReuseSample(sample_keys=16)
+    for turn in range(3):
+        for key in keys_of(500):
+            sample.observe([key])
+        sample.check_invariants()
+        assert len(sample._last_use) <= 16, turn
+    assert sample.curve()[-1][1] == pytest.approx(2 / 3, abs=0.05)
+
+
+def test_a_sample_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sample_keys"):
+        ReuseSample(0)
+
+
+def test_what_more_is_worth() -> None:
+    curve = [(10, 0.1), (20, 0.3), (40, 0.35)]
+    assert [hit_share(curve, size) for size in (9, 10, 19.9, 20, 1000)] == [0, 0.1, 0.1, 0.3, 0.35]
+    assert worth(curve, 10, 10) == pytest.approx(0.2)
+    assert worth(curve, 20, -10) == pytest.approx(-0.2)
+    assert in_bytes(curve, 1 << 20)[0] == (10 << 20, 0.1)
+
+
+def test_sizes_in_words() -> None:
+    assert [size_text(size) for size in (0, 1, 999, 1500, 2e9, 100e9, 3.5e12, 1e19)] == [
+        "0 B",
+        "1 B",
+        "999 B",
+        "1.5 KB",
+        "2 GB",
+        "100 GB",
+        "3.5 TB",
+        "1e+04 PB",
+    ]
+
+
+def test_the_picture_answers_the_question() -> None:
+    curve = [(10**9, 0.1), (2 * 10**9, 0.3), (40 * 10**9, 0.35)]
+    text = answer(curve, 10**9, 10**9)
+    assert text == "1 GB hit 10.0 %; another 1 GB would add 20.0 points; no size hits more than 35.0 %"
+    drawing = ET.fromstring(picture(curve, 10**9, 10**9))  # our own
+    texts = [element.text for element in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert text in texts
+    assert "now" in texts
+    assert "+1 GB" in texts
+    line = next(drawing.iter("{http://www.w3.org/2000/svg}polyline")).attrib["points"].split()
+    heights = [float(point.split(",")[1]) for point in line]
+    assert heights == sorted(heights, reverse=True)
+    assert len(line) == 7
+
+
+@pytest.mark.parametrize("curve", [[], [(5, 0.0)], [(5, 0.5)]])
+def test_a_picture_of_little_is_drawn_too(curve: list[tuple[int, float]]) -> None:
+    ET.fromstring(picture(curve, 5, 1))  # our own

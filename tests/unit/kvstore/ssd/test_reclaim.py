@@ -1,0 +1,289 @@
+"""Making room on the SSD tier: what goes, what is carried over, and that nothing durable is lost on the way."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonpool.kv.keys import BlockKey
+from services.kvstore.ssd.backend import WritePlan
+from services.kvstore.ssd.tier import SsdTier
+from services.kvstore.tenancy.protection import Protection
+from services.kvstore.tenancy.tenants import Account, Grants
+from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, block_of, data_of, keys_of, open_ssd
+
+KEYS = keys_of(60)
+SEGMENT = 2 * RECORD
+CAPACITY = 8 * SEGMENT  # of which half a segment is kept free for what is carried
+
+
+@contextmanager
+def tier(path: Path, capacity: int = CAPACITY, segment: int = SEGMENT) -> Iterator[SsdTier]:
+    ssd = open_ssd(path, capacity, segment)
+    try:
+        yield ssd
+    finally:
+        ssd.close()
+
+
+def put(ssd: SsdTier, keys: Sequence[BlockKey], tenant: str = "") -> WritePlan:
+    plan = ssd.plan([block_of(key, tenant) for key in keys])
+    ssd.commit(plan)
+    ssd.committed(plan)
+    ssd.check_invariants()
+    assert ssd.used_bytes <= ssd.capacity_bytes
+    return plan
+
+
+def read(ssd: SsdTier, key: BlockKey) -> bytes:
+    reader = ssd.reader(key)
+    out = bytearray(BLOCK)
+    try:
+        reader.read_layers(
+            0, [memoryview(out)[n * LAYOUT.slice_bytes : (n + 1) * LAYOUT.slice_bytes] for n in range(3)]
+        )
+    finally:
+        reader.release()
+    return bytes(out)
+
+
+def test_a_used_block_gets_a_second_chance_and_no_third(tmp_path: Path) -> None:
+    with tier(tmp_path) as ssd:
+        for key in KEYS[:14]:
+            put(ssd, [key])
+        ssd.touch([KEYS[1], KEYS[30]])
+        plan = put(ssd, [KEYS[14], KEYS[15]])
+        assert plan.removed == [KEYS[0]]
+        assert KEYS[1] in ssd
+        assert ssd.carried_bytes == RECORD
+        assert read(ssd, KEYS[2]) == data_of(KEYS[2])  # reading counts as use, also of the segment's first block
+    with tier(tmp_path) as ssd:
+        assert read(ssd, KEYS[1]) == data_of(KEYS[1])
+    with tier(tmp_path) as ssd:
+        for key in KEYS[16:40]:
+            put(ssd, [key])
+        assert KEYS[1] not in ssd
+
+
+def test_at_most_half_a_segment_is_spared_and_the_youngest_are(tmp_path: Path) -> None:
+    with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD) as ssd:
+        put(ssd, KEYS[:29])
+        ssd.touch(KEYS[:4])
+        assert put(ssd, KEYS[29:32]).removed == KEYS[:2]
+        assert {KEYS[2], KEYS[3]} <= set(ssd)
+        assert ssd.carried_bytes == 2 * RECORD
+
+
+def test_written_bytes_are_told_from_the_users(tmp_path: Path) -> None:
+    with tier(tmp_path) as ssd:
+        assert ssd.write_amplification == 1.0
+        put(ssd, KEYS[:14])
+        assert ssd.user_bytes == 14 * BLOCK
+        assert ssd.written_bytes == 14 * RECORD
+        ssd.touch([KEYS[0]])
+        put(ssd, KEYS[14:16])
+        assert ssd.written_bytes == (16 + 1) * RECORD
+        assert ssd.write_amplification == 17 * RECORD / (16 * BLOCK)
+
+
+def test_kept_blocks_stay_for_ever_and_are_there_after_a_restart(tmp_path: Path) -> None:
+    kept = {KEYS[0], KEYS[5]}
+    with tier(tmp_path) as ssd:
+        ssd.protect(lambda key, tenant, nbytes: key in kept)
+        for key in KEYS:
+            put(ssd, [key])
+        assert kept <= set(ssd)
+        assert len(ssd) >= 13
+    with tier(tmp_path) as ssd:
+        assert kept <= set(ssd)
+        assert all(read(ssd, key) == data_of(key) for key in ssd)
+
+
+def test_where_all_is_kept_new_blocks_are_refused(tmp_path: Path) -> None:
+    with tier(tmp_path) as ssd:
+        ssd.protect(lambda key, tenant, nbytes: True)
+        put(ssd, KEYS[:15])
+        plan = put(ssd, KEYS[15:20])
+        assert [block.info.key for block in plan.rejected] == KEYS[16:20]
+        plan = put(ssd, KEYS[20:22])
+        assert (len(plan.rejected), plan.removed, plan.idle) == (2, [], True)
+        assert (ssd.carried_bytes, ssd.segments) == (0, 8)
+
+
+def test_a_mostly_kept_segment_goes_after_the_others(tmp_path: Path) -> None:
+    with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD) as ssd:
+        put(ssd, KEYS[:30])
+        ssd.protect(lambda key, tenant, nbytes: key in KEYS[:3])
+        assert put(ssd, KEYS[30:33]).removed == KEYS[4:8]
+        ssd.protect(lambda key, tenant, nbytes: key in KEYS[:3] or key not in KEYS[:33])
+        assert ssd.carried_bytes == 0
+
+
+def test_a_guarantee_holds_for_all_of_a_segment_together(tmp_path: Path) -> None:
+    account = Account(Grants(guarantees={"a": 3 * RECORD}))
+    keeps = Protection(lambda key: False, account).keeps
+    with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD) as ssd:
+        ssd.protect(keeps, account)
+        put(ssd, KEYS[:4], "a")
+        put(ssd, KEYS[4:30], "b")
+        assert account.used == {"a": 4 * RECORD, "b": 26 * RECORD}
+        assert put(ssd, KEYS[30:33], "b").removed == [KEYS[0], *KEYS[4:8]]
+        assert account.used == ssd._books.tenant_bytes() == {"a": 3 * RECORD, "b": 25 * RECORD}
+        assert ssd.tenant_of(KEYS[1]) == "a"
+    again = Account(Grants(guarantees={"a": 3 * RECORD}))
+    with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD) as ssd:
+        ssd.protect(None, again)
+        assert again.used == account.used
+        assert (ssd.tenant_of(KEYS[1]), ssd.tenant_of(KEYS[9]), ssd.tenant_of(KEYS[0])) == ("a", "b", None)
+
+
+def test_a_bad_block_is_not_carried_over_but_reported(tmp_path: Path) -> None:
+    with tier(tmp_path) as ssd:
+        put(ssd, KEYS[:15])
+        ssd.protect(lambda key, tenant, nbytes: key in KEYS[:1])
+        file = tmp_path / "segments" / f"{1:016d}.seg"
+        data = bytearray(file.read_bytes())
+        data[4096] ^= 1
+        file.write_bytes(data)
+        plan = put(ssd, KEYS[15:17])
+        assert (plan.removed, plan.lost) == (KEYS[1:4], [KEYS[0]])
+        assert KEYS[0] not in ssd
+        assert ssd.lost_blocks == 1
+    (tmp_path / "index" / "data.mdb").unlink()
+    with tier(tmp_path) as ssd:  # the hole where it would have been is no obstacle
+        assert set(ssd) == set(KEYS[4:17])
+
+
+def test_a_carried_block_is_readable_all_the_time(tmp_path: Path) -> None:
+    with tier(tmp_path) as ssd:
+        put(ssd, KEYS[:15])
+        ssd.touch([KEYS[0]])
+        plan = ssd.plan([block_of(key) for key in KEYS[15:17]])
+        early = ssd.reader(KEYS[0])
+        ssd.commit(plan)
+        late = ssd.reader(KEYS[0])
+        ssd.committed(plan)
+        assert ssd.readers == 2
+        for reader in (early, late):
+            out = memoryview(bytearray(LAYOUT.slice_bytes))
+            reader.read(1, out)
+            assert out == data_of(KEYS[0])[LAYOUT.slice_bytes : 2 * LAYOUT.slice_bytes]
+            assert not ssd.drop(reader)
+            reader.release()
+        assert read(ssd, KEYS[0]) == data_of(KEYS[0])
+        ssd.check_invariants()
+
+
+def test_a_block_that_is_dropped_while_it_is_carried_stays_dropped(tmp_path: Path) -> None:
+    with tier(tmp_path) as ssd:
+        put(ssd, KEYS[:15])
+        ssd.touch([KEYS[0]])
+        plan = ssd.plan([block_of(key) for key in KEYS[15:17]])
+        reader = ssd.reader(KEYS[0])
+        ssd.commit(plan)
+        assert ssd.drop(reader)
+        reader.release()
+        ssd.committed(plan)
+        assert KEYS[0] not in ssd
+        ssd.check_invariants()
+        assert ssd.has_housekeeping
+        put(ssd, [])
+    with tier(tmp_path) as ssd:
+        assert KEYS[0] not in ssd
+
+
+@pytest.mark.parametrize("step", range(8))
+@pytest.mark.parametrize("crash", [False, True])
+def test_nothing_durable_is_lost_wherever_a_plan_breaks_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, crash: bool
+) -> None:
+    kept = {KEYS[1], KEYS[3]}
+    with tier(tmp_path) as ssd:
+        put(ssd, KEYS[:15])
+        ssd.protect(lambda key, tenant, nbytes: key in kept)
+        plan = ssd.plan([block_of(key) for key in KEYS[15:18]])
+        with monkeypatch.context() as patch:
+            steps = break_off(patch, step, crash)
+            with pytest.raises(OSError, match="broken"):
+                ssd.commit(plan)
+        assert "broken" in steps
+        if not crash:
+            ssd.failed(plan, OSError("broken"))
+            ssd.check_invariants()
+            assert set(ssd) == set(KEYS[:15]) - set(plan.removed)
+            put(ssd, KEYS[18:20])
+            assert kept <= set(ssd)
+    with tier(tmp_path) as ssd:
+        here = set(ssd)
+        assert set(KEYS[:15]) - set(plan.removed) <= here | (set() if crash else {KEYS[4], KEYS[6]})
+        assert kept <= here <= set(KEYS[:20])
+        assert all(read(ssd, key) == data_of(key) for key in here)
+        ssd.check_invariants()
+
+
+def break_off(patch: pytest.MonkeyPatch, step: int, crash: bool) -> list[str]:
+    """Lets all fail from the step on: for ever, or just that one."""
+    steps: list[str] = []
+
+    def wrap(target: str, name: str, real: Any) -> None:
+        def run(*args: Any) -> Any:
+            if len(steps) == step or (crash and len(steps) > step):
+                steps.append("broken")
+                raise OSError("broken")
+            steps.append(name)
+            return real(*args)
+
+        patch.setattr(target, run)
+
+    from services.kvstore.ssd import index, segments
+
+    for name in ("append", "sync", "truncate"):
+        wrap(f"services.kvstore.ssd.segments.SegmentFile.{name}", name, getattr(segments.SegmentFile, name))
+    wrap("services.kvstore.ssd.index.Index.commit", "commit", index.Index.commit)
+    wrap("services.kvstore.ssd.commit.sync_folder", "sync_folder", segments.sync_folder)
+    return steps
+
+
+def test_compacting_rewrites_thin_segments_and_loses_nothing(tmp_path: Path) -> None:
+    with tier(tmp_path, capacity=64 * RECORD, segment=4 * RECORD) as ssd:
+        put(ssd, KEYS[:12])
+        for key in (KEYS[0], KEYS[1], KEYS[2], KEYS[5]):
+            reader = ssd.reader(key)
+            assert ssd.drop(reader)
+            reader.release()
+        assert (ssd.used_bytes, ssd.live_bytes) == (12 * RECORD, 8 * RECORD)
+        assert ssd.compact(0.5) == 1
+        plan = put(ssd, [])
+        assert (plan.removed, plan.idle) == ([], False)
+        assert (ssd.used_bytes, ssd.carried_bytes) == (9 * RECORD, RECORD)
+        assert ssd.compact(0.8) == 1
+        put(ssd, [])
+        assert (ssd.used_bytes, ssd.live_bytes) == (8 * RECORD, 8 * RECORD)
+        assert put(ssd, []).idle
+        assert not ssd.has_housekeeping
+    with tier(tmp_path, capacity=64 * RECORD, segment=4 * RECORD) as ssd:
+        assert set(ssd) == set(KEYS[:12]) - {KEYS[0], KEYS[1], KEYS[2], KEYS[5]}
+        assert all(read(ssd, key) == data_of(key) for key in ssd)
+
+
+def test_many_wholly_kept_segments_do_not_hide_the_others(tmp_path: Path) -> None:
+    kept = set(KEYS[:40])
+    asked: list[BlockKey] = []
+
+    def keeps(key: BlockKey, tenant: str, nbytes: int) -> bool:
+        asked.append(key)
+        return key in kept
+
+    with tier(tmp_path, capacity=50 * RECORD, segment=2 * RECORD) as ssd:
+        ssd.protect(keeps)
+        put(ssd, KEYS[:48])
+        assert put(ssd, KEYS[48:50]).removed == KEYS[40:42]
+        before = len(asked)
+        assert put(ssd, KEYS[50:52]).removed == KEYS[42:44]
+        assert len(asked) - before <= 4, "segments that are wholly kept are asked about again and again"
+        kept.clear()
+        for start in range(52, 60):
+            put(ssd, [KEYS[start]])
+        assert len(ssd) >= 48

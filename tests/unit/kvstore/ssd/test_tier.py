@@ -1,0 +1,341 @@
+"""The SSD tier under a store: durable, bounded, and honest about what a device has lost."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from moonpool.errors import ConfigError
+from moonpool.kv.keys import BlockKey
+from services.kvstore.ssd.recovery import DataFolder
+from services.kvstore.ssd.tier import SsdTier
+from tests.unit.kvstore.helpers import (
+    FORMAT,
+    LAYOUT,
+    OTHER_FORMAT,
+    RECORD,
+    Driven,
+    block_of,
+    data_of,
+    keys_of,
+    open_ssd,
+)
+
+KEYS = keys_of(12)
+
+
+@contextmanager
+def store(path: Path, capacity: int = 1 << 20, segment: int = 1 << 16) -> Iterator[tuple[Driven, SsdTier]]:
+    ssd = open_ssd(path, capacity, segment)
+    try:
+        yield Driven(ssd), ssd
+    finally:
+        ssd.close()
+
+
+def segment_files(path: Path) -> list[str]:
+    return sorted(entry.name for entry in (path / "segments").iterdir())
+
+
+def flip(path: Path, position: int, segment: int = 1) -> None:
+    file = path / "segments" / f"{segment:016d}.seg"
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1
+    file.write_bytes(data)
+
+
+def test_durable_blocks_are_there_after_a_restart_byte_for_byte(tmp_path: Path) -> None:
+    with store(tmp_path) as (driven, ssd):
+        driven.flush(KEYS[:3])
+        assert driven.durable == [tuple(KEYS[:3])]
+        assert ssd.used_bytes == 3 * RECORD
+    with store(tmp_path) as (driven, ssd):
+        assert set(driven.store.holdings) == set(KEYS[:3])
+        assert driven.store.holdings.match(KEYS) == 3
+        assert driven.read(KEYS) == [data_of(key) for key in KEYS[:3]]
+        assert (driven.stored, driven.removed) == ([], [])
+        assert (ssd.segments, ssd.used_bytes) == (1, 3 * RECORD)
+        driven.flush([KEYS[3]])
+        assert segment_files(tmp_path) == ["0000000000000001.seg", "0000000000000002.seg"]
+
+
+def test_what_was_not_committed_is_not_there_and_takes_no_room(tmp_path: Path) -> None:
+    with store(tmp_path) as (driven, ssd):
+        driven.flush([KEYS[0]])
+        driven.put([KEYS[1]])
+        plan = driven.store.writes.next_plan()
+        assert plan is not None
+        append = plan.work.work.store[0]
+        append.segment.file.append([b"half a record"], append.offset)  # and then the process ends
+    with store(tmp_path) as (driven, ssd):
+        assert list(driven.store.holdings) == [KEYS[0]]
+        assert (tmp_path / "segments" / segment_files(tmp_path)[0]).stat().st_size == RECORD == ssd.used_bytes
+
+
+def test_a_segment_that_was_never_committed_is_removed(tmp_path: Path) -> None:
+    with store(tmp_path) as (driven, _):
+        driven.flush([KEYS[0]])
+    (tmp_path / "segments" / "0000000000000007.seg").write_bytes(bytes(RECORD))
+    with store(tmp_path) as (driven, _):
+        assert segment_files(tmp_path) == ["0000000000000001.seg"]
+        driven.flush([KEYS[1]])
+        assert segment_files(tmp_path) == ["0000000000000001.seg", "0000000000000008.seg"]
+
+
+@pytest.mark.parametrize("how", ["deleted", "garbage"])
+def test_a_lost_index_is_rebuilt_from_the_segments(tmp_path: Path, how: str) -> None:
+    with store(tmp_path, segment=2 * RECORD) as (driven, _):
+        driven.flush(KEYS[:5])
+    index = tmp_path / "index" / "data.mdb"
+    index.unlink() if how == "deleted" else index.write_bytes(b"\xa5" * index.stat().st_size)
+    for _ in range(2):  # the second start finds the rebuilt index
+        with store(tmp_path, segment=2 * RECORD) as (driven, ssd):
+            assert set(driven.store.holdings) == set(KEYS[:5])
+            assert driven.read(KEYS) == [data_of(key) for key in KEYS[:5]]
+            assert (ssd.segments, ssd.used_bytes) == (3, 5 * RECORD)
+
+
+def test_a_rebuild_drops_a_cut_tail(tmp_path: Path) -> None:
+    with store(tmp_path) as (driven, _):
+        driven.flush(KEYS[:3])
+    file = tmp_path / "segments" / "0000000000000001.seg"
+    file.write_bytes(file.read_bytes()[: 3 * RECORD - 10])
+    (tmp_path / "index" / "data.mdb").unlink()
+    with store(tmp_path) as (driven, ssd):
+        assert set(driven.store.holdings) == set(KEYS[:2])
+        assert ssd.used_bytes == 2 * RECORD
+        assert driven.read(KEYS) == [data_of(key) for key in KEYS[:2]]
+
+
+def test_a_cut_or_missing_segment_costs_its_blocks_only(tmp_path: Path) -> None:
+    with store(tmp_path, segment=2 * RECORD) as (driven, _):
+        driven.flush(KEYS[:6])
+    (tmp_path / "segments" / "0000000000000001.seg").unlink()
+    second = tmp_path / "segments" / "0000000000000002.seg"
+    second.write_bytes(second.read_bytes()[: RECORD + 1])
+    for _ in range(2):
+        with store(tmp_path, segment=2 * RECORD) as (driven, ssd):
+            assert set(driven.store.holdings) == {KEYS[2], KEYS[4], KEYS[5]}
+            assert driven.read([KEYS[2]]) == [data_of(KEYS[2])]
+            ssd.check_invariants()
+
+
+@pytest.mark.parametrize("position", [RECORD + 10, RECORD + 40, RECORD + 4096, RECORD + 4096 + LAYOUT.block_bytes - 1])
+def test_a_changed_byte_makes_a_miss_and_is_announced(tmp_path: Path, position: int) -> None:
+    with store(tmp_path) as (driven, _):
+        driven.flush(KEYS[:3])
+    flip(tmp_path, position)
+    with store(tmp_path) as (driven, ssd):
+        assert driven.read(KEYS[:3]) == [data_of(KEYS[0])]
+        assert driven.removed == [KEYS[1]]
+        assert driven.store.reads.bad_blocks == 1
+        assert driven.store.holdings.match(KEYS[:3]) == 1
+        assert ssd.has_housekeeping
+        driven.flush()
+        assert not ssd.has_housekeeping
+        driven.flush([KEYS[1]])
+        assert driven.stored == [KEYS[1]]
+        driven.read(KEYS[:3])
+    with store(tmp_path) as (driven, _):
+        assert driven.read(KEYS[:3]) == [data_of(key) for key in KEYS[:3]]
+
+
+def test_a_bad_block_that_was_replaced_meanwhile_is_kept(tmp_path: Path) -> None:
+    with store(tmp_path) as (driven, ssd):
+        driven.flush([KEYS[0]])
+    with store(tmp_path) as (driven, ssd):
+        first = driven.store.reads.open([KEYS[0]], FORMAT, promote=False)
+        second = driven.store.reads.open([KEYS[0]], FORMAT, promote=False)
+        driven.store.reads.lost(first.sources[0])
+        driven.store.reads.close(first)
+        driven.flush([KEYS[0]])
+        driven.store.reads.lost(second.sources[0])
+        driven.store.reads.close(second)
+        assert driven.store.reads.bad_blocks == 1
+        assert driven.store.holdings.durable(KEYS[0])
+        ssd.check_invariants()
+
+
+def test_the_budget_is_kept_by_dropping_the_oldest_segment(tmp_path: Path) -> None:
+    with store(tmp_path, capacity=4 * RECORD, segment=2 * RECORD) as (driven, ssd):
+        driven.flush(KEYS[:4])
+        for key in KEYS[:4]:
+            driven.store.holdings.dram.discard(key)
+        driven.flush([KEYS[4]])
+        assert set(ssd) == {KEYS[2], KEYS[3], KEYS[4]}
+        assert driven.removed == KEYS[:2]
+        assert ssd.used_bytes == 3 * RECORD
+        assert segment_files(tmp_path) == ["0000000000000002.seg", "0000000000000003.seg"]
+    with store(tmp_path, capacity=4 * RECORD, segment=2 * RECORD) as (driven, ssd):
+        assert set(driven.store.holdings) == {KEYS[2], KEYS[3], KEYS[4]}
+
+
+def test_a_block_that_is_still_in_dram_is_not_announced_as_removed(tmp_path: Path) -> None:
+    with store(tmp_path, capacity=2 * RECORD, segment=RECORD) as (driven, ssd):
+        driven.flush(KEYS[:2])
+        driven.flush([KEYS[2]])
+        assert set(ssd) == {KEYS[1], KEYS[2]}
+        assert driven.removed == []
+        assert driven.read([KEYS[0]]) == [data_of(KEYS[0])]
+
+
+def test_a_smaller_budget_is_reached_after_a_restart(tmp_path: Path) -> None:
+    with store(tmp_path, segment=RECORD) as (driven, _):
+        driven.flush(KEYS[:5])
+    with store(tmp_path, capacity=2 * RECORD, segment=RECORD) as (driven, ssd):
+        assert ssd.has_housekeeping
+        driven.flush()
+        assert set(driven.store.holdings) == {KEYS[3], KEYS[4]}
+        assert driven.removed == KEYS[:3]
+        assert len(segment_files(tmp_path)) == 2
+
+
+def test_nothing_is_reclaimed_under_a_reader(tmp_path: Path) -> None:
+    with store(tmp_path, capacity=2 * RECORD, segment=RECORD) as (driven, ssd):
+        driven.flush(KEYS[:2])
+    with store(tmp_path, capacity=2 * RECORD, segment=RECORD) as (driven, ssd):
+        lease = driven.store.reads.open([KEYS[0]], FORMAT, promote=False)
+        driven.flush([KEYS[2]])
+        assert set(ssd) == {KEYS[0], KEYS[2]}
+        both = driven.store.reads.open([KEYS[0]], FORMAT, promote=False), ssd.reader(KEYS[2])
+        driven.flush([KEYS[3]])
+        assert driven.store.writes.blocks_not_durable == 1
+        assert KEYS[3] in driven.store.holdings
+        assert not driven.store.holdings.durable(KEYS[3])
+        for open_lease in (lease, both[0]):
+            driven.store.reads.close(open_lease)
+        both[1].release()
+        driven.flush([KEYS[4]])
+        assert set(ssd) == {KEYS[2], KEYS[4]}
+
+
+def test_a_block_larger_than_the_budget_stays_in_dram(tmp_path: Path) -> None:
+    with store(tmp_path, capacity=RECORD - 1, segment=RECORD) as (driven, ssd):
+        driven.flush([KEYS[0]])
+        assert (len(ssd), driven.store.writes.blocks_not_durable) == (0, 1)
+        assert driven.durable == []
+        assert driven.read([KEYS[0]]) == [data_of(KEYS[0])]
+
+
+def test_a_full_device_gives_up_its_oldest_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store(tmp_path, segment=RECORD) as (driven, ssd):
+        driven.flush(KEYS[:3])
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("services.kvstore.ssd.segments.SegmentFile.append", full)
+            driven.flush([KEYS[3]])
+        assert driven.store.writes.failed_batches == 1
+        assert not driven.store.holdings.durable(KEYS[3])
+        assert KEYS[3] in driven.store.holdings
+        assert ssd.used_bytes == 2 * RECORD
+        driven.flush([KEYS[4]])
+        assert set(ssd) == {KEYS[1], KEYS[2], KEYS[4]}
+        assert driven.durable[1:] == [(KEYS[4],)]
+    with store(tmp_path, segment=RECORD) as (driven, ssd):
+        assert set(driven.store.holdings) == {KEYS[1], KEYS[2], KEYS[4]}
+
+
+def test_a_failed_index_transaction_names_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store(tmp_path) as (driven, ssd):
+        driven.flush([KEYS[0]])
+
+        def broken(*_: object) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("services.kvstore.ssd.index.Index.commit", broken)
+            driven.flush([KEYS[1]])
+        assert driven.durable == [(KEYS[0],)]
+        assert set(ssd) == {KEYS[0]}
+        driven.flush([KEYS[2]])
+        assert driven.read(KEYS[2:3]) == [data_of(KEYS[2])]
+    with store(tmp_path) as (driven, ssd):
+        assert set(driven.store.holdings) == {KEYS[0], KEYS[2]}
+        assert driven.read([KEYS[2]]) == [data_of(KEYS[2])]
+
+
+def test_the_index_names_a_record_only_after_its_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    with store(tmp_path) as (driven, _ssd):
+        for target, name in (
+            ("segments.SegmentFile", "append"),
+            ("segments.SegmentFile", "sync"),
+            ("index.Index", "commit"),
+        ):
+            note(monkeypatch, f"services.kvstore.ssd.{target}", name, steps)
+        driven.flush(KEYS[:2])
+    assert steps == ["append", "sync", "commit"]
+
+
+def note(monkeypatch: pytest.MonkeyPatch, target: str, name: str, steps: list[str]) -> None:
+    module, _, owner = target.rpartition(".")
+    real = getattr(getattr(__import__(module, fromlist=[owner]), owner), name)
+
+    def noting(*args: object) -> object:
+        steps.append(name)
+        return real(*args)
+
+    monkeypatch.setattr(f"{target}.{name}", noting)
+
+
+def test_blocks_of_another_format_are_a_miss(tmp_path: Path) -> None:
+    with store(tmp_path) as (driven, _):
+        driven.flush([KEYS[0]])
+    with store(tmp_path) as (driven, _ssd):
+        lease = driven.store.reads.open([KEYS[0]], OTHER_FORMAT, promote=True)
+        assert lease.blocks == 0
+        driven.store.reads.close(lease)
+
+
+def test_one_process_per_folder(tmp_path: Path) -> None:
+    with store(tmp_path), pytest.raises(ConfigError, match=r"data_dir: .* another process"):
+        open_ssd(tmp_path)
+    open_ssd(tmp_path).close()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError) as refusal:
+        DataFolder(tmp_path / "file" / "data")
+    assert refusal.value.field == "data_dir"
+
+
+def test_promotion_brings_blocks_back_into_dram(tmp_path: Path) -> None:
+    with store(tmp_path) as (driven, _):
+        driven.flush(KEYS[:3])
+    with store(tmp_path) as (driven, _ssd):
+        dram = driven.store.holdings.dram
+        assert driven.read(KEYS[:3], promote=True) == [data_of(key) for key in KEYS[:3]]
+        assert set(dram) == set(KEYS[:3])
+        assert driven.store.reads.promotions == 3
+        assert (driven.stored, driven.removed) == ([], [])
+        assert list(dram._policy.candidates()) == [KEYS[2], KEYS[1], KEYS[0]]
+        assert driven.read(KEYS[:3]) == [data_of(key) for key in KEYS[:3]]
+        assert (driven.store.reads.dram_hits, driven.store.reads.ssd_hits) == (3, 3)
+
+
+def test_a_bad_block_is_not_promoted(tmp_path: Path) -> None:
+    with store(tmp_path) as (driven, _):
+        driven.flush(KEYS[:2])
+    flip(tmp_path, RECORD + 4096 + LAYOUT.slice_bytes * 2)
+    with store(tmp_path) as (driven, _ssd):
+        assert driven.read(KEYS[:2], promote=True) == [data_of(KEYS[0])]
+        assert set(driven.store.holdings.dram) == {KEYS[0]}
+        assert driven.store.holdings.dram.reserved_bytes == 0
+
+
+def test_a_block_held_in_no_format_twice(tmp_path: Path) -> None:
+    block: BlockKey = KEYS[0]
+    with store(tmp_path) as (driven, ssd):
+        driven.flush([block])
+        plan = ssd.plan([block_of(KEYS[1], block_format=OTHER_FORMAT)])
+        ssd.commit(plan)
+        ssd.committed(plan)
+    with store(tmp_path) as (driven, ssd):
+        assert (ssd.format_of(block), ssd.format_of(KEYS[1])) == (FORMAT, OTHER_FORMAT)
+        assert ssd.format_of(KEYS[2]) is None

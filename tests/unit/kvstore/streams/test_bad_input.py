@@ -1,0 +1,190 @@
+"""What no proper client sends: it costs its session or its stream, nobody else, and all memory comes back."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from moonpool.kv.frames import checksum
+from moonpool.kv.keys import pack_keys
+from moonpool.rpc.server import MESSAGE_LIMIT_BYTES
+from moonpool.rpc.wire import PayloadMessage
+from moonpool.v1 import kv_pb2, kvstore_pb2
+from tests.unit.kvstore.helpers import BLOCK, LAYOUT, data_of, keys_of
+from tests.unit.kvstore.streams.test_servicer import Rig, answer, frames_of, opened_put, put_open, rig
+
+KEYS = keys_of(8)
+A, B = KEYS[:2]
+MANY = pytest.mark.parametrize("sessions", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+OPEN = 100
+
+
+async def all_back(store: Rig) -> None:
+    """Nothing is held, and the memory of unfinished blocks is free."""
+    await store.at_rest()
+    dram = store.service.store.holdings.dram
+    assert dram.arena.resident_bytes - dram.arena.free_bytes == dram.block_bytes
+    assert await store.put([B]) in ((0, 1), (1, 0))
+
+
+def frame(**changes: Any) -> tuple[kv_pb2.FrameHeader, memoryview]:
+    """The first layer of A, changed, with the checksum that makes it a proper frame again."""
+    header, pieces = frames_of([A], layers=range(1))[0]
+    payload = b"".join(pieces)
+    size = changes.pop("size", None)
+    if size is not None:
+        payload = (payload * 3)[:size]
+    for name, value in changes.items():
+        setattr(header.runs[0], name, value)
+    header.checksum = checksum(header, (memoryview(payload),))
+    return header, memoryview(payload)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"size": LAYOUT.slice_bytes - 1}, "its runs need"),
+        ({"size": LAYOUT.slice_bytes + 1}, "its runs need"),
+        ({"size": 0}, "its runs need"),
+        ({"layer": 3}, "no such layer"),
+        ({"layer": (1 << 32) - 1}, "no such layer"),
+        ({"block_count": 0}, "no blocks"),
+        ({"block_count": (1 << 32) - 1}, "its runs need"),
+        ({"first_block": 1}, "1"),
+        ({"first_block": (1 << 32) - 1}, "429"),
+        ({"block_count": 2, "size": 2 * LAYOUT.slice_bytes}, "1"),
+        ({"head_end": 3}, "no such heads"),
+        ({"valid_tokens": 15}, "only full blocks"),
+        ({"valid_tokens": 17}, "valid tokens"),
+    ],
+)
+async def test_an_improper_frame_ends_its_session(changes: dict[str, Any], says: str) -> None:
+    async with rig() as store:
+        call = await opened_put(store, [A])
+        header, payload = frame(**changes)
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), payload))
+        refused = (await answer(call)).refused
+        assert refused.session == 1
+        assert says in refused.reason
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=put_open(2, [A]))))
+        for header, pieces in frames_of([A], session=2):
+            await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
+        while not (message := await answer(call)).HasField("ack"):
+            assert message.opened.session == 2
+        assert await store.read([A]) == [data_of(A)]
+        call.cancel()
+        await all_back(store)
+
+
+async def test_a_gap_is_no_block() -> None:
+    async with rig() as store:
+        call = await opened_put(store, [A, B])
+        for layers in (range(1), range(2, 3)):
+            header, pieces = frames_of([A], layers=layers)[0]
+            await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=1))))
+        assert "before everything was sent" in (await answer(call)).refused.reason
+        assert await store.read([A]) == []
+        call.cancel()
+        await all_back(store)
+
+
+async def test_a_large_message_of_nothing_useful_is_refused() -> None:
+    async with rig() as store:
+        call = await opened_put(store, [A])
+        header, _ = frame()
+        large = memoryview(bytes(MESSAGE_LIMIT_BYTES - 1024))
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), large))
+        assert "its runs need" in (await answer(call)).refused.reason
+        call.cancel()
+        await all_back(store)
+
+
+@MANY
+async def test_so_many_writing_sessions_are_bounded_and_refused_clearly(sessions: int) -> None:
+    async with rig(max_sessions=OPEN, dram_bytes=2 * OPEN * BLOCK) as store:
+        call = store.open_stream("Put")
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(hello=store.hello())))
+        await call.read()
+        keys = keys_of(sessions, "many")
+        answers: dict[int, Any] = {}
+
+        async def read() -> None:
+            while len(answers) < sessions:
+                message = await answer(call)
+                kind = message.WhichOneof("message")
+                answers[getattr(message, kind).session] = message
+
+        reading = asyncio.ensure_future(read())
+        for session, key in enumerate(keys):
+            await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=put_open(session, [key]))))
+        async with asyncio.timeout(60):
+            await reading
+        opened = [message for message in answers.values() if message.HasField("opened")]
+        refused = [message.refused for message in answers.values() if message.HasField("refused")]
+        assert (len(opened), len(refused)) == (OPEN, sessions - OPEN)
+        assert {(each.code, each.reason) for each in refused} == {("kvstore_sessions", "too many writing sessions")}
+        assert all(each.retry_after_s > 0 for each in refused)
+        assert store.gauges()["put_sessions"] == OPEN
+        call.cancel()
+        await all_back(store)
+
+
+@MANY
+async def test_so_many_reading_sessions_are_bounded(sessions: int) -> None:
+    async with rig(max_sessions=OPEN) as store:
+        await store.put([A])
+        call = store.open_stream("Get")
+        await call.write(kvstore_pb2.GetRequest(hello=store.hello()))
+        await call.read()
+        hits, over = 0, 0
+
+        async def read() -> None:
+            nonlocal hits, over
+            while hits + over < sessions:
+                message = (await call.read()).message
+                if message.HasField("opened"):
+                    hits, over = hits + bool(message.opened.blocks), over + (not message.opened.blocks)
+
+        reading = asyncio.ensure_future(read())
+        opening: dict[str, Any] = {"keys": pack_keys([A]), "layer_end": 3, "head_end": 2}
+        for session in range(sessions):
+            await call.write(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(session=session, **opening)))
+        async with asyncio.timeout(60):
+            await reading
+        assert hits == OPEN
+        assert store.gauges()["stream_tasks"] <= 1024
+        call.cancel()
+        await all_back(store)
+
+
+async def test_from_a_writer_that_reads_no_answers_nothing_more_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers are bounded by number; what it writes beyond waits in its own buffers until it is cut off."""
+    monkeypatch.setattr("services.kvstore.streams.sessions.MAX_UNSENT", 4)
+    async with rig(max_sessions=10) as store:
+        call = store.open_stream("Put")
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(hello=store.hello())))
+        bad = PayloadMessage(kvstore_pb2.PutRequest(open=kvstore_pb2.PutOpen(session=1, keys=b"x" * 31)))
+
+        async def flood() -> None:
+            while True:
+                await call.write(bad)
+                assert store.gauges()["messages_unsent"] <= 5
+
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(flood(), 0.3)
+        call.cancel()
+        await all_back(store)
+
+
+async def test_sessions_that_are_abandoned_leave_nothing() -> None:
+    """Streams are cut in the middle of sessions, again and again; DRAM holds one session only."""
+    async with rig(dram_bytes=2 * BLOCK, room_timeout_s=10) as store:
+        for round_ in range(20):
+            call = await opened_put(store, [A, B])
+            for header, pieces in frames_of([A, B], layers=range(round_ % 3)):
+                await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
+            call.cancel()
+            await store.at_rest()
+        assert await store.read([A]) == []
+        await all_back(store)

@@ -1,0 +1,106 @@
+"""Many frames are damaged, readers leave early, and the streams stay open: no wrong byte, and every credit comes back.
+
+Streams that end take their credits with them, so a storm that ends its streams cannot see what is lost on one.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+
+from moonpool.errors import MoonpoolError
+from moonpool.kv.keys import BlockKey
+from moonpool.streams import faults
+from moonpool.streams.credits import Traffic
+from moonpool.streams.faults import Corruptor
+from moonpool.streams.store_reader import StoreReader
+from moonpool.streams.store_writer import StoreWriter
+from moonpool.telemetry.gauges import restless
+from moonpool.v1 import kvstore_pb2
+from tests.unit.kvstore.helpers import LAYOUT, keys_of, slice_of
+from tests.unit.kvstore.streams.test_servicer import Rig, rig
+
+SESSIONS = 60
+AT_ONCE = 6
+
+
+class Client:
+    """Puts chains and reads them again, sometimes only for a moment, and checks every block that it was promised."""
+
+    def __init__(self, rig: Rig, seed: int, frame_bytes: int) -> None:
+        self.writer = StoreWriter(rig.channels, rig.address, rig.hello(), LAYOUT, frame_bytes=frame_bytes)
+        self.reader = StoreReader(rig.channels, rig.address, rig.hello(), LAYOUT)
+        self.complete = self.failed = 0
+        self._random = random.Random(seed)
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.writer.traffic + self.reader.traffic
+
+    async def session(self, number: int) -> None:
+        keys = keys_of(self._random.randint(1, 5), f"damaged {number}")
+        for ask in (self._put, self._read, self._read):
+            patience_s = self._random.choice([0.001, 10, 10, 10])
+            try:
+                async with asyncio.timeout(patience_s):
+                    await ask(keys)
+                self.complete += 1
+            except (MoonpoolError, TimeoutError):
+                self.failed += 1
+
+    async def _put(self, keys: list[BlockKey]) -> None:
+        def data(layer: int, index: int) -> memoryview:
+            return memoryview(slice_of(keys[index], layer))
+
+        await self.writer.put(keys, [keys[0], *keys[:-1]], "", data, timeout_s=10)
+
+    async def _read(self, keys: list[BlockKey]) -> None:
+        got: dict[tuple[int, int], bytes] = {}
+
+        def take(layer: int, index: int, data: memoryview) -> None:
+            got[layer, index] = bytes(data)
+
+        blocks = await self.reader.read(
+            keys, layers=range(LAYOUT.layers), on_slice=take, on_layer=lambda _: None, timeout_s=10
+        )
+        for index in range(blocks):
+            for layer in range(LAYOUT.layers):
+                assert got[layer, index] == slice_of(keys[index], layer)
+
+    async def aclose(self) -> None:
+        await self.writer.aclose()
+        await self.reader.aclose()
+
+
+async def until(rig: Rig, reached: Callable[[], bool]) -> None:
+    """Every look costs a call, so that the store's own work goes on."""
+    async with asyncio.timeout(20):
+        while not reached():
+            await rig.stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest())
+
+
+@pytest.mark.parametrize("one_message", [True, False], ids=["sessions of one message", "sessions of frames"])
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_every_credit_comes_back(one_message: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    corruptor = Corruptor(0.3, seed)
+    monkeypatch.setattr(faults, "corruptor", corruptor)
+    frame_bytes = 1 << 20
+    if not one_message:
+        frame_bytes = LAYOUT.slice_bytes * 2
+        monkeypatch.setattr("services.kvstore.streams.get_stream.FRAME_BYTES", 0)
+    async with rig() as r:
+        client = Client(r, seed, frame_bytes)
+        try:
+            for first in range(0, SESSIONS, AT_ONCE):
+                async with asyncio.TaskGroup() as group:
+                    for number in range(first, first + AT_ONCE):
+                        group.create_task(client.session(number))
+            assert corruptor.damaged > SESSIONS / 2
+            assert client.complete > SESSIONS / 2
+            assert client.failed > SESSIONS / 4
+            await until(r, lambda: not restless(r.service.gauges.read()) and client.traffic == Traffic())
+            r.service.store.check_invariants()
+        finally:
+            await client.aclose()
+        await r.at_rest()

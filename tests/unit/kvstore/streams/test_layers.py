@@ -1,0 +1,193 @@
+"""Layer-major reading: order, pieces, memory, and what is lost on the way."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moonpool.errors import Overloaded
+from moonpool.kv.blocks import BlockFormat, BlockInfo, DramBlock
+from moonpool.kv.layout import KVLayout
+from services.kvstore.core.reads import ReadLease, Source
+from services.kvstore.ssd.records import BadRecordError
+from services.kvstore.streams import layers
+from services.kvstore.streams.layers import LayerReader, Lost, ReadAhead
+from tests.unit.kvstore.helpers import data_of, keys_of, slice_of
+
+SHAPE = KVLayout(layers=9, kv_heads=1, head_dim=4, block_tokens=16, dtype="float32")
+SLICE = SHAPE.slice_bytes
+FORMAT = BlockFormat(b"n" * 32, SHAPE)
+KEYS = keys_of(9)
+
+
+class FakeReader:
+    """A block on a device, some layer of which may be bad; notes what it is asked for."""
+
+    format = FORMAT
+    info: BlockInfo | None = None
+
+    def __init__(self, index: int, bad: int | None, asked: list[tuple[int, int, int]]) -> None:
+        self.key = KEYS[index]
+        self._index, self._bad, self._asked = index, bad, asked
+
+    def read(self, layer: int, out: memoryview) -> None:
+        self.read_layers(layer, [out])
+
+    def read_layers(self, first: int, outs: Sequence[memoryview]) -> None:
+        self._asked.append((self._index, first, len(outs)))
+        for layer, out in enumerate(outs, first):
+            if layer == self._bad:
+                raise BadRecordError("bad")
+            out[:] = slice_of(self.key, layer, SHAPE)
+
+    def release(self) -> None:
+        pass
+
+
+class FakeReads:
+    """Notes what was lost and which leases ended."""
+
+    def __init__(self) -> None:
+        self.lost_keys: list[bytes] = []
+        self.closed = 0
+
+    def lost(self, source: Source) -> None:
+        assert source.reader is not None
+        self.lost_keys.append(source.reader.key)
+
+    def close(self, lease: ReadLease) -> None:
+        self.closed += 1
+
+
+def source_of(index: int, kind: str, bad: int | None, asked: list[tuple[int, int, int]]) -> Source:
+    key = KEYS[index]
+    if kind == "dram":
+        info = BlockInfo(key, KEYS[0], "", FORMAT)
+        return Source(block=DramBlock(info, bytearray(data_of(key, SHAPE))))
+    source = Source(reader=FakeReader(index, bad, asked))
+    if kind == "reserved":
+        source.allocate = lambda nbytes: memoryview(bytearray(nbytes))
+    return source
+
+
+async def read(
+    sources: list[Source],
+    wanted: range,
+    *,
+    ahead: ReadAhead,
+    group_bytes: int,
+    stop_after: int = -1,
+    sent_bytes: int = SLICE,
+) -> tuple[list[tuple[int, int]], int, FakeReads, int]:
+    """Reads all, checks every byte; returns the cells in order, how many blocks came whole, and the most read ahead."""
+    reads: Any = FakeReads()
+    cells: list[tuple[int, int]] = []
+    limit, most = len(sources), 0
+    ended = asyncio.Event()
+    with ThreadPoolExecutor(3) as pool:
+        lease = ReadLease(FORMAT, sources)
+        reader = LayerReader(
+            reads, lease, wanted, pool, ahead, on_closed=ended.set, group_bytes=group_bytes, sent_bytes=sent_bytes
+        )
+        groups = 0
+        async for group in reader.groups():
+            most = max(most, ahead.out)
+            if isinstance(group, Lost):
+                assert group.block < limit
+                limit = group.block
+                continue
+            assert len(group) * sent_bytes <= max(group_bytes, sent_bytes)
+            for cell in group:
+                assert cell.block < limit
+                assert cell.data == slice_of(KEYS[cell.block], cell.layer, SHAPE)
+                cells.append((cell.layer, cell.block))
+            groups += 1
+            if groups == stop_after:
+                break
+        reader.close()
+        async with asyncio.timeout(10):
+            await ended.wait()
+    assert reads.closed == 1
+    assert ahead.out == 0
+    return cells, limit, reads, most
+
+
+BLOCK = st.tuples(st.sampled_from(["dram", "cold", "reserved"]), st.none() | st.none() | st.integers(0, 8))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    blocks=st.lists(BLOCK, min_size=1, max_size=9),
+    wanted=st.tuples(st.integers(0, 8), st.integers(1, 9)).filter(lambda pair: pair[0] < pair[1]),
+    ahead=st.sampled_from([1, 3, 10, 1000]),
+    group=st.sampled_from([1, 2, 5, 100]),
+    piece=st.sampled_from([1, 3, 8]),
+    stop_after=st.sampled_from([-1, -1, -1, 1, 3]),
+    share=st.sampled_from([1, 1, 4]),
+)
+def test_whatever_comes_is_in_order_and_whole(
+    blocks: list[tuple[str, int | None]],
+    wanted: tuple[int, int],
+    ahead: int,
+    group: int,
+    piece: int,
+    stop_after: int,
+    share: int,
+) -> None:
+    begin, end = wanted
+    asked: list[tuple[int, int, int]] = []
+    sources = [source_of(index, kind, bad, asked) for index, (kind, bad) in enumerate(blocks)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "PIECE_BYTES", piece * SLICE)
+        budget = ReadAhead(ahead * SLICE)
+        cells, limit, reads, most = asyncio.run(
+            read(
+                sources,
+                range(begin, end),
+                ahead=budget,
+                group_bytes=group * SLICE,
+                stop_after=stop_after,
+                sent_bytes=SLICE // share,
+            )
+        )
+    assert cells == sorted(cells)
+    assert most <= max(ahead, group, piece) * SLICE
+    assert all(count <= piece for _, _, count in asked)
+    if stop_after < 0:
+        bad = [n for n, (kind, at) in enumerate(blocks) if kind != "dram" and at is not None and begin <= at < end]
+        assert limit == min(bad, default=len(blocks))
+        assert {(layer, block) for layer, block in cells if block < limit} == {
+            (layer, block) for layer in range(begin, end) for block in range(limit)
+        }
+        assert limit == len(blocks) or KEYS[limit] in reads.lost_keys
+        for index, source in enumerate(sources[:limit]):
+            assert source.block is not None or source.filled == sum(1 << layer for layer in range(begin, end)), index
+
+
+async def test_bands_grow_and_are_read_in_one_piece_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "PIECE_BYTES", 4 * SLICE)
+    asked: list[tuple[int, int, int]] = []
+    sources = [source_of(index, "reserved", None, asked) for index in range(3)]
+    _, _, _, most = await read(sources, range(9), ahead=ReadAhead(1), group_bytes=3 * SLICE)
+    assert sorted(asked) == sorted((block, *band) for block in range(3) for band in ((0, 1), (1, 2), (3, 4), (7, 2)))
+    assert most == 0
+
+
+async def test_no_memory_to_read_into_ends_the_reading() -> None:
+    def none_left(nbytes: int) -> memoryview:
+        raise Overloaded("no memory", reason="memory", retry_after_s=1)
+
+    source = source_of(0, "reserved", None, [])
+    source.allocate = none_left
+    with ThreadPoolExecutor(1) as pool:
+        reads: Any = FakeReads()
+        reader = LayerReader(reads, ReadLease(FORMAT, [source]), range(9), pool, ReadAhead(1 << 20))
+        with pytest.raises(Overloaded):
+            async for _ in reader.groups():
+                pass
+        reader.close()
+        assert reads.closed == 1

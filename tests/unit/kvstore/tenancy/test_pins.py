@@ -1,0 +1,258 @@
+"""Pins: what they keep, for how long, at whose cost, and that a store full of them says so."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from moonpool.errors import InvalidRequest, Overloaded
+from moonpool.kv.keys import BlockKey
+from services.kvstore.core.store import BlockStore
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.policies.policy import LRU
+from services.kvstore.tenancy import pins as pins_module
+from services.kvstore.tenancy.pins import MAX_TTL_S, PinLimit, PinOutcome, Pins
+from tests.unit.kvstore.helpers import BLOCK, Driven, data_of, keys_of, open_ssd, spec_of
+
+KEYS = keys_of(8)
+A, B, C, D = KEYS[:4]
+
+
+def pin(
+    pins: Pins,
+    name: str,
+    keys: Sequence[BlockKey],
+    *,
+    tenant: str = "t",
+    here: Sequence[BlockKey] = KEYS,
+    now: float = 0.0,
+    ttl_s: float = 10.0,
+) -> PinOutcome:
+    outcome = pins.pin(tenant, name, keys, lambda key: 10 if key in here else None, now=now, ttl_s=ttl_s)
+    pins.check_invariants()
+    return outcome
+
+
+class Told:
+    def __init__(self, pins: Pins) -> None:
+        self.changes: list[tuple[list[BlockKey], list[BlockKey]]] = []
+        pins.on_change = lambda pinned, unpinned: self.changes.append((list(pinned), list(unpinned)))
+
+
+def test_a_pin_keeps_what_is_here_and_says_how_much() -> None:
+    pins = Pins(100)
+    assert pin(pins, "ctx", [A, B, C], here=[A, B]) == PinOutcome(2, 20, 10.0, PinLimit.ABSENT)
+    assert (A in pins, C in pins, len(pins), pins.keys, pins.nbytes, pins.next_expiry) == (True, False, 1, 2, 20, 10.0)
+    assert pin(pins, "none", [C], here=[A, B]).blocks == 0
+    assert len(pins) == 1
+
+
+def test_overlapping_pins_count_references_and_cost_once() -> None:
+    pins = Pins(100)
+    told = Told(pins)
+    pin(pins, "one", [A, B])
+    pin(pins, "two", [A, C])
+    pin(pins, "other", [A], tenant="u")
+    assert (pins.used("t"), pins.used("u"), pins.nbytes) == (30, 10, 30)
+    assert pins.unpin("t", "one")
+    assert not pins.unpin("t", "one")
+    pins.check_invariants()
+    assert (A in pins, B in pins) == (True, False)
+    assert pins.unpin("t", "two")
+    assert A in pins
+    assert pins.unpin("u", "other")
+    assert (pins.nbytes, pins.keys, pins.used("t"), pins.next_expiry) == (0, 0, 0, None)
+    assert told.changes == [([A, B], []), ([C], []), ([], [B]), ([], [C]), ([], [A])]
+    pins.check_invariants()
+
+
+def test_the_same_name_renews_and_replaces() -> None:
+    pins = Pins(30)
+    told = Told(pins)
+    pin(pins, "ctx", [A, B, C], ttl_s=5)
+    assert pin(pins, "ctx", [B, C, D], now=3, ttl_s=5) == PinOutcome(3, 30, 8, PinLimit.NONE)
+    assert told.changes == [([A, B, C], []), ([D], [A])]
+    assert pin(pins, "ctx", [D], now=3, here=[]).blocks == 0
+    assert (len(pins), pins.nbytes) == (0, 0)
+
+
+def test_pins_end_with_their_time() -> None:
+    pins = Pins(100)
+    pin(pins, "short", [A, B], ttl_s=1)
+    pin(pins, "long", [B], ttl_s=3)
+    assert pins.expire(0.99) == 0
+    assert pins.expire(1.0) == 1
+    assert (A in pins, B in pins, pins.next_expiry) == (False, True, 3.0)
+    assert pins.expire(100.0) == 1
+    assert len(pins) == 0
+    pins.check_invariants()
+
+
+def test_budgets_of_tenants_and_of_the_store() -> None:
+    pins = Pins(40, {"small": 20}, default_bytes=30)
+    assert pin(pins, "a", KEYS, tenant="small") == PinOutcome(2, 20, 10, PinLimit.TENANT_BUDGET)
+    assert pin(pins, "b", [A], tenant="small").blocks == 1  # costs nothing more
+    assert pin(pins, "a", KEYS[4:], tenant="else") == PinOutcome(2, 20, 10, PinLimit.STORE_BUDGET)
+    assert pin(pins, "a", [A, *KEYS[4:]], tenant="else") == PinOutcome(3, 30, 10, PinLimit.TENANT_BUDGET)
+    assert (pins.of_row("small"), pins.of_row("*"), pins.nbytes) == (20, 30, 40)
+
+
+def test_wrong_pins_name_their_field() -> None:
+    def field(name: str = "n", keys: Sequence[BlockKey] = (A,), ttl_s: float = 1.0, tenant: str = "") -> str:
+        with pytest.raises(InvalidRequest) as refusal:
+            pin(Pins(100), name, keys, ttl_s=ttl_s, tenant=tenant)
+        return refusal.value.field
+
+    assert field(name="") == field(name="ü" * 129) == "name"
+    assert field(keys=()) == field(keys=(A, A)) == "keys"
+    assert field(tenant="x" * 1025) == "tenant"
+    assert {field(ttl_s=ttl) for ttl in (0, -1, MAX_TTL_S * 2, float("inf"), float("nan"))} == {"ttl_s"}
+
+
+def test_there_are_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = Pins(100, max_pins=2)
+    pin(pins, "a", [A], ttl_s=4)
+    pin(pins, "b", [A])
+    with pytest.raises(Overloaded) as refusal:
+        pin(pins, "c", [A], now=1)
+    assert (refusal.value.reason, refusal.value.retry_after_s) == ("kvstore_pins", 3.0)
+    pin(pins, "b", [B], now=1)  # a known name is no new one
+    pin(pins, "c", [A], now=4)  # "a" has ended
+    monkeypatch.setattr(pins_module, "MAX_ENTRIES", 3)
+    with pytest.raises(Overloaded):
+        pin(pins, "b", [A, B, C], now=4)
+    assert pin(pins, "b", [A, B], now=4).blocks == 2
+
+
+def pinning(blocks: int, *, pin_blocks: int = 100) -> Driven:
+    driven = Driven(dram_bytes=blocks * BLOCK)
+    driven.store = BlockStore(DramTier(blocks * BLOCK, LRU(), pins=Pins(pin_blocks * BLOCK)), None, max_sessions=9)
+    driven.store.holdings.on_change.append(driven._changed)
+    return driven
+
+
+def test_pinned_blocks_are_not_evicted_and_come_back_as_young_ones() -> None:
+    driven = pinning(3)
+    driven.put([A])
+    driven.put([B])
+    assert driven.store.pin("", "ctx", [A, B, C], now=0, ttl_s=9).blocks == 2
+    driven.put([C])
+    driven.put([D])
+    assert driven.removed == [C]
+    driven.store.check_invariants()
+    assert driven.store.holdings.dram.pinned_bytes == 2 * BLOCK
+    driven.store.pins.expire(9)
+    driven.store.check_invariants()
+    driven.put([KEYS[4]])
+    assert driven.removed == [C, D]
+    driven.put(KEYS[5:7])
+    assert set(driven.removed) == {A, B, C, D}
+
+
+def test_a_put_into_a_store_full_of_pins_is_refused_at_once_and_told_when_to_come_back() -> None:
+    driven = pinning(3)
+    driven.put([A, B])
+    driven.store.pin("", "ctx", [A, B], now=0, ttl_s=9)
+    with pytest.raises(Overloaded) as refusal:
+        driven.store.writes.open(spec_of([C, D]), lambda _: None, lambda _: None, now=2)
+    assert (refusal.value.reason, refusal.value.retry_after_s) == ("kvstore_pinned", 7.0)
+    driven.put([C])  # what there is room for is taken
+    driven.put([D])
+    assert driven.removed == [C]
+    with pytest.raises(InvalidRequest):
+        driven.open(spec_of(KEYS[4:]))
+
+
+def test_the_end_of_a_pin_lets_those_in_who_wait() -> None:
+    driven = pinning(2)
+    rooms: list[int] = []
+    driven.store.holdings.on_room.append(lambda: rooms.append(1))
+    driven.put([A])
+    driven.store.pin("", "ctx", [A], now=0, ttl_s=9)
+    lease = driven.store.reads.open([A], driven.store.holdings.format_of(A), promote=False)  # type: ignore[arg-type]
+    assert driven.store.pins.unpin("", "ctx")
+    assert rooms == [1]
+    driven.store.check_invariants()
+    driven.store.reads.close(lease)
+    driven.store.check_invariants()
+
+
+def test_a_block_that_only_the_durable_tier_has_can_be_pinned_and_stays_when_it_comes_back(tmp_path: Path) -> None:
+    ssd = open_ssd(tmp_path)
+    driven = Driven(ssd, dram_bytes=2 * BLOCK)
+    driven.store.pins.budget_bytes = 10 * BLOCK
+    driven.flush([A])
+    driven.flush([B, C])
+    assert A not in driven.store.holdings.dram
+    assert driven.store.pin("", "ctx", [A], now=0, ttl_s=9).blocks == 1
+    assert driven.read([A], promote=True) == [data_of(A)]
+    assert driven.store.holdings.dram.pinned_bytes == BLOCK
+    driven.flush([D])
+    driven.flush([KEYS[4]])
+    assert A in driven.store.holdings.dram
+    ssd.close()
+
+
+class PinMachine(RuleBasedStateMachine):
+    """Against a dictionary of what each pin keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pins = Pins(5 * 10, {"t": 40})
+        self.model: dict[tuple[str, str], tuple[list[BlockKey], float]] = {}
+        self.now = 0.0
+        self.kept: set[BlockKey] = set()
+        self.pins.on_change = self.changed
+
+    def changed(self, pinned: Sequence[BlockKey], unpinned: Sequence[BlockKey]) -> None:
+        assert not self.kept & set(pinned)
+        assert self.kept >= set(unpinned)
+        self.kept = self.kept - set(unpinned) | set(pinned)
+
+    def end(self) -> None:
+        self.model = {place: pin for place, pin in self.model.items() if pin[1] > self.now}
+
+    @rule(
+        tenant=st.sampled_from("tu"), name=st.sampled_from("ab"), keys=st.permutations(KEYS), count=st.integers(1, 8),
+        ttl=st.integers(1, 5), here=st.sets(st.sampled_from(KEYS), min_size=4),
+    )  # fmt: skip
+    def pin(self, tenant: str, name: str, keys: list[BlockKey], count: int, ttl: int, here: set[BlockKey]) -> None:
+        outcome = self.pins.pin(
+            tenant, name, keys[:count], lambda key: 10 if key in here else None, now=self.now, ttl_s=ttl
+        )
+        self.end()
+        self.model.pop((tenant, name), None)
+        expected: list[BlockKey] = []
+        for key in keys[:count]:
+            mine = {k for (t, _), (ks, _) in self.model.items() if t == tenant for k in ks} | {*expected, key}
+            all_kept = {k for ks, _ in self.model.values() for k in ks} | {*expected, key}
+            if key not in here or (tenant == "t" and len(mine) > 4) or len(all_kept) > 5:
+                break
+            expected.append(key)
+        assert outcome.blocks == len(expected)
+        assert (outcome.limit is PinLimit.NONE) == (outcome.blocks == count)
+        if expected:
+            self.model[tenant, name] = expected, self.now + ttl
+
+    @rule(tenant=st.sampled_from("tu"), name=st.sampled_from("ab"))
+    def unpin(self, tenant: str, name: str) -> None:
+        assert self.pins.unpin(tenant, name) == (self.model.pop((tenant, name), None) is not None)
+
+    @rule(seconds=st.integers(0, 3))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+        self.pins.expire(self.now)
+        self.end()
+
+    @invariant()
+    def same(self) -> None:
+        self.pins.check_invariants()
+        expected = {key for keys, _ in self.model.values() for key in keys}
+        assert expected == self.kept == {key for key in KEYS if key in self.pins}
+
+
+PinMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None, derandomize=True)
+TestPinMachine = PinMachine.TestCase

@@ -1,0 +1,434 @@
+"""Writing to and reading from a store over real streams."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed
+from moonpool.kv.frames import Slice, pack_frames
+from moonpool.kv.keys import BlockKey, block_keys
+from moonpool.rpc.channels import Channels
+from moonpool.streams.store_reader import PrefixLost, StoreReader, _Read
+from moonpool.streams.store_writer import PutOutcome, StoreWriter, _Put
+from moonpool.v1 import kv_pb2, kvstore_pb2
+from tests.unit.streams.fakes import HELLO, LAYOUT, ROOT, STORE, FakeStore, content, served
+
+SLICE = LAYOUT.slice_bytes
+WIDE = dataclasses.replace(LAYOUT, kv_heads=5)
+WAIT_S = 10.0
+KEYS = block_keys(ROOT, range(16 * 5), 16)
+PARENTS = [BlockKey(ROOT), *KEYS[:-1]]
+
+
+def read_content(layer: int, index: int) -> memoryview:
+    return memoryview(content(layer, index))
+
+
+def fill(store: FakeStore, blocks: int) -> None:
+    for index in range(blocks):
+        store.blocks[KEYS[index]] = {layer: bytes(content(layer, index)) for layer in range(LAYOUT.layers)}
+
+
+@asynccontextmanager
+async def writing(store: FakeStore, **options: Any) -> AsyncIterator[StoreWriter]:
+    async with served((STORE, store)) as (channels, address):
+        writer = StoreWriter(channels, address, HELLO, LAYOUT, **options)
+        try:
+            yield writer
+            assert writer.sessions == 0
+        finally:
+            await writer.aclose()
+
+
+@asynccontextmanager
+async def reading(store: FakeStore, **options: Any) -> AsyncIterator[StoreReader]:
+    async with served((STORE, store)) as (channels, address):
+        reader = StoreReader(channels, address, HELLO, LAYOUT, **options)
+        try:
+            yield reader
+            assert reader.sessions == 0
+        finally:
+            await reader.aclose()
+
+
+class Taken:
+    """Takes what a read hands out."""
+
+    def __init__(self) -> None:
+        self.slices: dict[tuple[int, int], bytes] = {}
+        self.layers: list[int] = []
+
+    def on_slice(self, layer: int, index: int, data: memoryview) -> None:
+        assert (layer, index) not in self.slices
+        self.slices[layer, index] = bytes(data)
+
+    def on_layer(self, layer: int) -> None:
+        self.layers.append(layer)
+
+    async def read(
+        self,
+        reader: StoreReader,
+        blocks: int = 5,
+        layers: range = range(3),
+        heads: range | None = None,
+        wait_s: float = WAIT_S,
+    ) -> int:
+        return await reader.read(
+            KEYS[:blocks], layers=layers, heads=heads, on_slice=self.on_slice, on_layer=self.on_layer, timeout_s=wait_s
+        )
+
+    def check(self, blocks: int, layers: range = range(3), heads: range = range(2)) -> None:
+        assert self.layers == list(layers)
+        part = slice(heads.start * LAYOUT.head_bytes, heads.stop * LAYOUT.head_bytes)
+        wanted = {(layer, index): bytes(content(layer, index)[part]) for layer in layers for index in range(blocks)}
+        assert {cell: data for cell, data in self.slices.items() if cell[1] < blocks} == wanted
+
+
+@pytest.mark.parametrize("frame_bytes", [SLICE // 2, SLICE, 3 * SLICE, 1 << 20])
+async def test_put(frame_bytes: int) -> None:
+    store = FakeStore(window=8 * SLICE)
+    async with writing(store, frame_bytes=frame_bytes) as writer:
+        assert await writer.put(KEYS, PARENTS, "t", read_content, timeout_s=WAIT_S) == PutOutcome(0, 5)
+        await store.until(lambda: store.put_closes == [(1, False)])
+    for index, key in enumerate(KEYS):
+        assert store.blocks[key] == {layer: bytes(content(layer, index)) for layer in range(3)}
+        assert store.parents[key] == PARENTS[index]
+
+
+async def test_put_sends_only_what_is_not_there() -> None:
+    store = FakeStore()
+    fill(store, 2)
+    asked: set[int] = set()
+
+    def read(layer: int, index: int) -> memoryview:
+        asked.add(index)
+        return read_content(layer, index)
+
+    async with writing(store, frame_bytes=4 * SLICE) as writer:
+        assert await writer.put(KEYS[1:4], PARENTS[1:4], "", read, timeout_s=WAIT_S) == PutOutcome(1, 2)
+        assert asked == {1, 2}
+        asked.clear()
+        assert await writer.put(KEYS[:4], PARENTS[:4], "", read, timeout_s=WAIT_S) == PutOutcome(4, 0)
+        assert await writer.put([], [], "", read, timeout_s=WAIT_S) == PutOutcome(0, 0)
+        assert not asked
+        await store.until(lambda: not store.puts)
+        assert store.calls == 1
+    assert set(store.blocks) == set(KEYS[:4])
+
+
+@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.parametrize("there", [0, 2, 5])
+async def test_a_small_put_travels_with_its_opening(takes: bool, there: int) -> None:
+    store = FakeStore(window=8 * SLICE)
+    store.takes = takes
+    fill(store, there)
+    async with writing(store) as writer:
+        for _ in range(3):  # credits come back, however the frame was met
+            assert await writer.put(KEYS, PARENTS, "t", read_content, timeout_s=WAIT_S) == PutOutcome(there, 5 - there)
+            assert store.frames == (1 if takes or there < 5 else 0)
+            for key in KEYS[there:]:
+                del store.blocks[key]
+            store.frames = 0
+        await store.until(lambda: not store.puts)
+        assert len(store.put_closes) == (0 if takes else 3)
+
+
+async def test_what_another_writer_finishes_meanwhile_is_not_read_any_more() -> None:
+    async with writing(FakeStore(), frame_bytes=2 * SLICE) as writer:
+        missing = {0, 1, 3}
+        slices = writer._slices(missing, read_content)
+        assert [(item.layer, item.block) for item in (next(slices), next(slices))] == [(0, 0), (0, 1)]
+        missing -= {0, 3}
+        assert [(item.layer, item.block) for item in slices] == [(1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [("invalid_request", InvalidRequest), ("kvstore_pinned", Overloaded), ("", TransferFailed)],
+)
+def test_a_refusal_says_whether_to_come_again(code: str, kind: type[MoonpoolError]) -> None:
+    message = kvstore_pb2.PutRefused(session=1, reason="keys: too many", code=code, retry_after_s=3.5)
+    put = _Put(1, 2)
+    with pytest.raises(kind, match="too many") as refusal:
+        put.on_message(kvstore_pb2.PutResponse(refused=message), memoryview(b""))
+    if isinstance(refusal.value, Overloaded):
+        assert (refusal.value.reason, refusal.value.retry_after_s) == ("kvstore_pinned", 3.5)
+
+
+@pytest.mark.parametrize("when", ["open", "frame"])
+async def test_a_refused_put(when: str) -> None:
+    store = FakeStore()
+    store.refuse = when
+    async with writing(store) as writer:
+        with pytest.raises(TransferFailed, match="full"):
+            await writer.put(KEYS, PARENTS, "", read_content, timeout_s=WAIT_S)
+        store.refuse = ""
+        assert await writer.put(KEYS, PARENTS, "", read_content, timeout_s=WAIT_S) == PutOutcome(0, 5)
+        await store.until(lambda: not store.puts)
+    assert store.calls == 1
+
+
+@pytest.mark.parametrize("fault", ["mute", "acks"])
+async def test_a_put_without_answers_times_out_and_is_aborted(fault: str) -> None:
+    store = FakeStore()
+    setattr(store, fault, fault == "mute")
+    async with writing(store) as writer:
+        with pytest.raises(TransferFailed, match="took"):
+            await writer.put(KEYS, PARENTS, "", read_content, timeout_s=0.2)
+        await store.until(lambda: bool(store.put_closes))
+
+
+async def test_a_put_that_cannot_read_is_aborted() -> None:
+    store = FakeStore()
+
+    def read(layer: int, index: int) -> memoryview:
+        raise RuntimeError("no such block")
+
+    async with writing(store) as writer:
+        with pytest.raises(RuntimeError, match="no such block"):
+            await writer.put(KEYS, PARENTS, "", read, timeout_s=WAIT_S)
+        await store.until(lambda: store.put_closes == [(1, True)])
+        assert not store.puts
+
+
+async def test_a_cancelled_put_is_aborted_and_the_stream_lives() -> None:
+    store = FakeStore()
+    store.acks = False
+    async with writing(store) as writer:
+        put = asyncio.ensure_future(writer.put(KEYS, PARENTS, "", read_content, timeout_s=WAIT_S))
+        await store.until(lambda: len(store.blocks) == 5)
+        put.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await put
+        assert writer.sessions == 0
+        assert await writer.put(KEYS, PARENTS, "", read_content, timeout_s=WAIT_S) == PutOutcome(5, 0)
+        assert store.calls == 1
+
+
+async def test_a_broken_stream_fails_the_put_and_the_next_reconnects() -> None:
+    store = FakeStore()
+    store.mute = True
+    async with writing(store) as writer:
+        put = asyncio.ensure_future(writer.put(KEYS, PARENTS, "", read_content, timeout_s=WAIT_S))
+        await store.until(lambda: bool(store.parents))
+        store.break_now.set()
+        with pytest.raises(StreamBroken, match="on purpose"):
+            await put
+        store.mute = False
+        assert await writer.put(KEYS, PARENTS, "", read_content, timeout_s=WAIT_S) == PutOutcome(0, 5)
+        assert store.calls == 2
+
+
+@pytest.mark.parametrize("frame_bytes", [SLICE // 2, SLICE, 3 * SLICE, 1 << 20])
+@pytest.mark.parametrize("layers", [range(3), range(1, 2)])
+async def test_read(frame_bytes: int, layers: range) -> None:
+    store = FakeStore(frame_bytes=frame_bytes)
+    fill(store, 4)
+    async with reading(store, window_bytes=4 * SLICE) as reader:
+        taken = Taken()
+        assert await taken.read(reader, layers=layers) == 4
+        taken.check(4, layers)
+        assert len(taken.slices) == 4 * len(layers)
+        (writer,) = store.writers
+        await store.until(lambda: 3 * SLICE < writer.credits.available <= 4 * SLICE)
+
+
+@pytest.mark.parametrize("frame_bytes", [SLICE // 2, SLICE, 1 << 20])
+@pytest.mark.parametrize("heads", [range(1), range(1, 2), range(2)])
+async def test_read_some_heads(frame_bytes: int, heads: range) -> None:
+    store = FakeStore(frame_bytes=frame_bytes)
+    fill(store, 4)
+    async with reading(store, window_bytes=4 * SLICE) as reader:
+        taken = Taken()
+        assert await taken.read(reader, heads=heads, layers=range(1, 3)) == 4
+        taken.check(4, range(1, 3), heads)
+
+
+@pytest.mark.parametrize("target_bytes", [1, 2 * WIDE.head_bytes, 1 << 20])
+def test_some_heads_are_handed_out_together_however_they_come(target_bytes: int) -> None:
+    data = memoryview(bytes(index % 251 for index in range(WIDE.slice_bytes)))
+    heads = range(1, 4)
+    part = data[WIDE.head_bytes : 4 * WIDE.head_bytes]
+    taken = Taken()
+    read = _Read(WIDE, 2, range(2), heads, taken.on_slice, taken.on_layer)
+    read.on_message(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=1, blocks=2)), memoryview(b""))
+    slices = [Slice(layer, block, part, 16, heads) for layer in range(2) for block in range(2)]
+    for header, pieces in pack_frames(1, 0, slices, WIDE, target_bytes):
+        assert not read.finished.is_done
+        read.on_message(kvstore_pb2.GetResponse(frame=header), memoryview(b"".join(pieces)))
+    assert read.finished.is_done
+    assert taken.slices == {(layer, block): bytes(part) for layer in range(2) for block in range(2)}
+    assert taken.layers == [0, 1]
+
+
+@pytest.mark.parametrize(("asked", "sent"), [(range(1), range(1, 2)), (range(1, 2), range(2)), (range(1), range(2))])
+async def test_heads_that_were_not_asked_for_end_the_read(asked: range, sent: range) -> None:
+    store = FakeStore()
+    store.heads = sent
+    fill(store, 5)
+    async with reading(store) as reader:
+        with pytest.raises(FrameError, match="not expected"):
+            await Taken().read(reader, heads=asked)
+        store.heads = None
+        taken = Taken()
+        assert await taken.read(reader, heads=asked) == 5
+        taken.check(5, heads=asked)
+        assert store.calls == 1
+
+
+@pytest.mark.parametrize("heads", [range(3), range(2, 3), range(-1, 1), range(0, 2, 2)])
+async def test_heads_that_the_layout_lacks_are_refused_before_anything_is_sent(heads: range) -> None:
+    store = FakeStore()
+    async with reading(store) as reader:
+        with pytest.raises(InvalidRequest, match="heads"):
+            await Taken().read(reader, heads=heads)
+        assert await Taken().read(reader, heads=range(1, 1)) == 0
+        assert store.calls == 0
+
+
+async def test_scaled_slices_are_read_whole() -> None:
+    scaled = dataclasses.replace(LAYOUT, scale_bytes=16)
+    async with Channels() as channels:
+        reader = StoreReader(channels, "127.0.0.1:1", HELLO, scaled)
+        with pytest.raises(InvalidRequest, match="whole"):
+            await Taken().read(reader, heads=range(1))
+        await reader.aclose()
+
+
+async def test_many_reads_at_once_share_the_window() -> None:
+    store = FakeStore()
+    fill(store, 5)
+    async with reading(store, window_bytes=4 * SLICE) as reader:
+        takers = [Taken() for _ in range(6)]
+        counts = await asyncio.gather(*(taken.read(reader, blocks=index) for index, taken in enumerate(takers)))
+        assert counts == [0, 1, 2, 3, 4, 5]
+        for index, taken in enumerate(takers[1:], 1):
+            taken.check(index)
+        assert store.calls == 1
+
+
+async def test_a_miss_and_nothing_asked() -> None:
+    store = FakeStore()
+    async with reading(store) as reader:
+        taken = Taken()
+        assert await taken.read(reader) == 0
+        assert await taken.read(reader, layers=range(0)) == 0
+        assert (taken.slices, taken.layers) == ({}, [])
+
+
+async def test_a_block_missing_in_the_first_layer_makes_the_prefix_shorter() -> None:
+    store = FakeStore()
+    fill(store, 5)
+    store.lost_at = (0, 2)
+    async with reading(store) as reader:
+        taken = Taken()
+        assert await taken.read(reader) == 2
+        taken.check(2)
+        store.lost_at = (0, 0)
+        assert await Taken().read(reader) == 0
+
+
+async def test_a_block_missing_after_a_layer_was_handed_out() -> None:
+    store = FakeStore()
+    fill(store, 5)
+    store.lost_at = (1, 3)
+    async with reading(store) as reader:
+        taken = Taken()
+        with pytest.raises(PrefixLost) as caught:
+            await taken.read(reader)
+        assert caught.value.blocks == 3
+        assert taken.layers == [0]
+        await store.until(lambda: store.get_closes == [1])
+
+
+async def test_a_corrupted_frame_fails_only_its_read() -> None:
+    store = FakeStore()
+    fill(store, 5)
+    store.corrupt = True
+    async with reading(store, window_bytes=4 * SLICE) as reader:
+        for _ in range(5):  # more than the window, were the credits of bad frames lost
+            with pytest.raises(FrameError, match="checksum"):
+                await Taken().read(reader)
+        store.corrupt = False
+        taken = Taken()
+        assert await taken.read(reader) == 5
+        taken.check(5)
+        assert store.calls == 1
+
+
+async def test_a_callback_that_fails_ends_only_its_read() -> None:
+    store = FakeStore()
+    fill(store, 5)
+
+    def refuse(layer: int, index: int, data: memoryview) -> None:
+        raise RuntimeError("no room")
+
+    async with reading(store) as reader:
+        with pytest.raises(RuntimeError, match="no room"):
+            await reader.read(KEYS, layers=range(3), on_slice=refuse, on_layer=lambda _: None, timeout_s=WAIT_S)
+        assert await Taken().read(reader) == 5
+        assert store.calls == 1
+
+
+async def test_an_early_end_is_no_success() -> None:
+    store = FakeStore()
+    fill(store, 5)
+    store.done_early = True
+    async with reading(store) as reader:
+        with pytest.raises(TransferFailed, match="15 slices missing"):
+            await Taken().read(reader)
+
+
+async def test_a_read_without_answers_times_out_and_is_closed() -> None:
+    store = FakeStore()
+    store.mute = True
+    async with reading(store) as reader:
+        with pytest.raises(TransferFailed, match="took"):
+            await Taken().read(reader, wait_s=0.05)
+        await store.until(lambda: store.get_closes == [1])
+
+
+async def test_a_cancelled_read_hands_out_nothing_more() -> None:
+    store = FakeStore(frame_bytes=SLICE)
+    fill(store, 5)
+    async with reading(store, window_bytes=2 * SLICE) as reader:
+        started = asyncio.Event()
+        seen: list[int] = []
+
+        def on_slice(layer: int, index: int, data: memoryview) -> None:
+            seen.append(index)
+            started.set()
+
+        read = asyncio.ensure_future(
+            reader.read(KEYS, layers=range(3), on_slice=on_slice, on_layer=lambda _: None, timeout_s=WAIT_S)
+        )
+        await started.wait()
+        read.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await read
+        count = len(seen)
+        taken = Taken()
+        assert await taken.read(reader) == 5
+        assert len(seen) == count
+        assert store.calls == 1
+
+
+async def test_a_broken_stream_fails_the_read_and_the_next_reconnects() -> None:
+    store = FakeStore()
+    fill(store, 5)
+    store.mute = True
+    async with reading(store) as reader:
+        read = asyncio.ensure_future(Taken().read(reader))
+        await store.until(lambda: store.calls == 1)
+        store.break_now.set()
+        with pytest.raises(StreamBroken):
+            await read
+        store.mute = False
+        assert await Taken().read(reader) == 5
+        assert store.calls == 2

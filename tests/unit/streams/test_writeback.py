@@ -1,0 +1,219 @@
+"""Write-back: bounded, in the background, and every reference comes back once."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from moonpool.errors import InvalidRequest, Overloaded, StreamBroken
+from moonpool.kv.keys import BlockKey
+from moonpool.streams.credits import Traffic
+from moonpool.streams.peers import Peers
+from moonpool.streams.store_writer import PutOutcome
+from moonpool.streams.writeback import MAX_PAUSE_S, WriteBack, WriteBackLimits
+from moonpool.v1 import kv_pb2
+
+WAIT_S = 10.0
+STORE = kv_pb2.Instance(id="store", incarnation=1, address="a:1")
+
+
+def keys(*numbers: int) -> list[BlockKey]:
+    return [BlockKey(bytes([number]) * 32) for number in numbers]
+
+
+class FakeWriter:
+    """Puts wait for `go`; what they read is kept."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.error: Exception | None = None
+        self.read: list[bytes] = []
+        self.sessions = 0
+        self.traffic = Traffic()
+        self.closed = False
+
+    async def put(
+        self,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        tenant: str,
+        read: Callable[[int, int], memoryview],
+        *,
+        timeout_s: float,
+    ) -> PutOutcome:
+        self.sessions += 1
+        try:
+            await self.go.wait()
+            if self.error is not None:
+                raise self.error
+            self.read += [bytes(read(0, index)) for index in range(len(keys))]
+            return PutOutcome(1, len(keys) - 1)
+        finally:
+            self.sessions -= 1
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+class Bench:
+    def __init__(self, blocks: int = 4) -> None:
+        self.writers: dict[str, FakeWriter] = {}
+        self.released: list[int] = []
+        self.came_back = asyncio.Event()
+        self.now = 0.0
+        self.it = WriteBack(
+            WriteBackLimits(blocks, workers=1, pause_s=2.0),
+            self._open,
+            lambda layer, block: memoryview(bytes([layer, block])),
+            self._release,
+            lambda: self.now,
+        )
+
+    def _release(self, blocks: Sequence[int]) -> None:
+        self.released += blocks
+        self.came_back.set()
+
+    def _open(self, address: str) -> FakeWriter:
+        return self.writers.setdefault(address, FakeWriter())
+
+    def submit(self, blocks: Sequence[int], store: kv_pb2.Instance = STORE) -> bool:
+        blocks = blocks[: self.it.room(store, len(blocks))]
+        if blocks:
+            self.it.submit(store, keys(*blocks), keys(*blocks), "", blocks)
+        return bool(blocks)
+
+    async def settle(self) -> None:
+        assert await self.it.idle(WAIT_S)
+
+
+@asynccontextmanager
+async def running(bench: Bench) -> AsyncIterator[Bench]:
+    task = asyncio.ensure_future(bench.it.run())
+    try:
+        yield bench
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert bench.it.blocks_held == 0
+
+
+async def test_stores_and_gives_back() -> None:
+    async with running(Bench()) as bench:
+        bench._open("a:1").go.set()
+        assert bench.submit([3, 1])
+        assert bench.it.blocks_held == 2
+        await bench.settle()
+        assert bench.released == [3, 1]
+        assert bench.writers["a:1"].read == [b"\x00\x03", b"\x00\x01"]
+        assert (bench.it.blocks_stored, bench.it.blocks_present, bench.it.blocks_dropped) == (1, 1, 0)
+
+
+async def test_is_bounded_and_takes_leading_blocks() -> None:
+    async with running(Bench(blocks=3)) as bench:
+        assert bench.submit([1, 2])
+        assert bench.submit([3, 4])
+        assert not bench.submit([5])
+        assert bench.it.blocks_dropped == 2
+        bench._open("a:1").go.set()
+        await bench.settle()
+        assert sorted(bench.released) == [1, 2, 3]
+
+
+async def test_a_store_that_does_not_answer_keeps_no_other_waiting() -> None:
+    other = kv_pb2.Instance(id="other", incarnation=1, address="b:1")
+    async with running(Bench(blocks=6)) as bench:
+        bench._open("b:1").go.set()
+        assert bench.submit([1, 2])
+        assert bench.it.room(STORE, 9) == 4  # alone, it may have all
+        assert bench.submit([1, 2], other)  # the same blocks, a second copy
+        assert bench.it.room(STORE, 9) == 1
+        assert bench.it.room(other, 9) == 1
+        async with asyncio.timeout(WAIT_S):
+            await bench.came_back.wait()
+        assert bench.writers["b:1"].read == [b"\x00\x01", b"\x00\x02"]
+        assert bench.released == [1, 2]
+        bench._open("a:1").go.set()
+        await bench.settle()
+        assert bench.released == [1, 2, 1, 2]
+
+
+async def test_what_was_submitted_early_is_stored_once_it_runs() -> None:
+    bench = Bench()
+    bench._open("a:1").go.set()
+    assert bench.submit([1])
+    async with running(bench):
+        await bench.settle()
+    assert bench.released == [1]
+
+
+async def test_a_failing_store_is_left_alone_for_a_while() -> None:
+    async with running(Bench()) as bench:
+        writer = bench._open("a:1")
+        writer.go.set()
+        for error in (StreamBroken("gone"), ZeroDivisionError("a defect")):
+            writer.error = error
+            assert bench.submit([1])
+            assert bench.submit([2])  # dropped when its turn comes
+            await bench.settle()
+            assert not bench.submit([3])
+            bench.now += 2.5
+        assert bench.released == [1, 2, 1, 2]
+        assert bench.it.blocks_dropped == 6
+        writer.error = None
+        assert bench.submit([4])
+        await bench.settle()
+        assert bench.writers["a:1"].read == [b"\x00\x04"]
+
+
+async def test_a_refusal_is_not_tried_again_and_the_store_is_left_alone_as_long_as_it_says() -> None:
+    async with running(Bench()) as bench:
+        writer = bench._open("a:1")
+        writer.go.set()
+        writer.error = Overloaded("full of pins", reason="kvstore_pinned", retry_after_s=10.0)
+        assert bench.submit([1])
+        await bench.settle()
+        bench.now += 9.5
+        assert not bench.submit([2])
+        bench.now += 1.0
+        for error in (
+            InvalidRequest("keys", "more than the tenant may have"),
+            Overloaded("others are guaranteed it", reason="kvstore_guaranteed", retry_after_s=9.0),
+        ):
+            writer.error = error
+            assert bench.submit([3])  # costs that job only
+            await bench.settle()
+        writer.error = Overloaded("never", reason="kvstore_pinned", retry_after_s=1e9)
+        assert bench.submit([4])
+        await bench.settle()
+        bench.now += MAX_PAUSE_S + 0.1
+        writer.error = None
+        assert bench.submit([5])
+        await bench.settle()
+        assert bench.writers["a:1"].read == [b"\x00\x05"]
+
+
+async def test_the_end_drops_what_waits() -> None:
+    async with running(Bench()) as bench:
+        assert bench.submit([1])
+        assert bench.submit([2])
+        assert not await bench.it.idle(0.01)
+    assert sorted(bench.released) == [1, 2]
+    assert all(writer.closed for writer in bench.writers.values())
+    assert not bench.submit([3])
+
+
+async def test_peers_that_moved_or_are_too_many_are_closed() -> None:
+    made: dict[str, FakeWriter] = {}
+    peers = Peers(lambda address: made.setdefault(address, FakeWriter()), max_peers=2)
+    first = await peers.get(STORE)
+    assert await peers.get(kv_pb2.Instance(id="store", incarnation=2, address="a:1")) is first
+    first.sessions = 1
+    await peers.get(kv_pb2.Instance(id="store", incarnation=3, address="b:1"))
+    assert not first.closed  # a session is open
+    await peers.get(kv_pb2.Instance(id="other", address="c:1"))
+    assert made["b:1"].closed
+    assert len(peers) == 2
+    first.sessions = 0
+    await peers.get(kv_pb2.Instance(id="store", incarnation=4, address="d:1"))
+    assert first.closed
+    await peers.aclose()
+    assert all(writer.closed for writer in made.values())
