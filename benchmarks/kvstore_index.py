@@ -9,9 +9,11 @@ from pathlib import Path
 from benchmarks.kvstore_shape import TINY, chain, namespace_of
 from moonpool.kv.blocks import BlockFormat
 from services.kvstore.ssd.catalogue import ENTRY
+from services.kvstore.ssd.files import Files
+from services.kvstore.ssd.id_table import IdChange
 from services.kvstore.ssd.index import Index, IndexChange
 from services.kvstore.ssd.records import ALIGN
-from services.kvstore.ssd.segments import segment_path
+from services.kvstore.ssd.scan import segment_path
 
 CHAIN_BLOCKS = 2000
 RECORD_UNITS = 2
@@ -35,9 +37,10 @@ def record_bytes() -> int:
 def build(folder: Path, chains: int) -> int:
     """Makes a data folder with so many chains of `CHAIN_BLOCKS`; returns the number of blocks."""
     (folder / "segments").mkdir(parents=True)
-    index = Index(folder / "index", 256 << 20, sync=False)
+    index = Index(Files(), folder / "index", 256 << 20, sync=False)
     try:
-        index.commit(IndexChange(formats={FORMAT: BlockFormat(namespace_of(TINY), TINY)}, tenants={TENANT: ""}))
+        formats = IdChange({FORMAT: BlockFormat(namespace_of(TINY), TINY)}, frozenset())
+        index.commit(IndexChange(formats=formats, tenants=IdChange({TENANT: ""}, frozenset())))
         keys = (key for number in range(chains) for key in chain_keys(number))
         left, segment = chains * CHAIN_BLOCKS, 0
         while left:

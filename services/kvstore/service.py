@@ -6,6 +6,7 @@ visible blocks become durable, files close.
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,8 +32,8 @@ from services.kvstore.operate.warming import Warmer
 from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.policies.policy import POLICIES
 from services.kvstore.servicer import KVStoreServicer
-from services.kvstore.ssd.recovery import DataFolder, recover
-from services.kvstore.ssd.tier import SsdTier
+from services.kvstore.ssd.files import raise_open_files_limit
+from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.streams.get_stream import GetParts
 from services.kvstore.streams.layers import ReadAhead
 from services.kvstore.streams.put_stream import PutParts
@@ -48,32 +49,6 @@ MAX_WAITING_FOR_ROOM = 1024
 END_STREAMS_S = 2.0
 
 
-def open_ssd(config: KVStoreConfig) -> SsdTier | None:
-    """Blocking. The SSD tier with everything it held before; None when the configuration wants none.
-
-    Raises:
-        ConfigError: naming `data_dir`.
-    """
-    if config.data_dir is None or not config.has_ssd:
-        return None
-    folder = DataFolder(config.data_dir)
-    try:
-        recovered = recover(folder, durability=config.durability)
-    except BaseException:
-        folder.close()
-        raise
-    tier = SsdTier(folder, recovered, config.ssd_bytes, config.segment_size)
-    _log.info(
-        "ssd tier open",
-        path=str(config.data_dir),
-        blocks=len(tier),
-        bytes=tier.used_bytes,
-        rebuilt=recovered.rebuilt,
-        lost_blocks=recovered.lost_blocks,
-    )
-    return tier
-
-
 def make_dram(config: KVStoreConfig) -> DramTier:
     """The empty DRAM tier with the pins' budgets and the tenants' grants."""
     rows = config.tenants
@@ -85,6 +60,41 @@ def make_dram(config: KVStoreConfig) -> DramTier:
     )
     account = Account(Grants.of(rows, "dram"))
     return DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiers:
+    """The tiers of one store.
+
+    Attributes:
+        dram: the empty DRAM tier.
+        ssd: the SSD tier with everything it held before; None when the configuration wants none.
+        ssd_account: what tenants are granted and have on SSD.
+    """
+
+    dram: DramTier
+    ssd: SsdTier | None
+    ssd_account: Account
+
+
+def open_tiers(config: KVStoreConfig) -> Tiers:
+    """Blocking. Makes the DRAM tier, and opens the SSD tier, which keeps what the pins and guarantees say.
+
+    Raises:
+        ConfigError: naming `data_dir`.
+    """
+    dram, account = make_dram(config), Account(Grants.of(config.tenants, "ssd"))
+    if config.data_dir is None or not config.has_ssd:
+        return Tiers(dram, None, account)
+    ssd = open_tier(
+        config.data_dir,
+        config.ssd_bytes,
+        config.segment_size,
+        durability=config.durability,
+        keeps=Protection(dram.pins.__contains__, account).keeps,
+        account=account,
+    )
+    return Tiers(dram, ssd, account)
 
 
 class KVStoreService:
@@ -99,14 +109,12 @@ class KVStoreService:
         idle: set while no session is open.
     """
 
-    def __init__(self, config: KVStoreConfig, ssd: SsdTier | None, instance: kv_pb2.Instance) -> None:
+    def __init__(self, config: KVStoreConfig, tiers: Tiers, instance: kv_pb2.Instance) -> None:
         self.config = config
         self.instance = instance
-        self.ssd_account = Account(Grants.of(config.tenants, "ssd"))
-        dram = make_dram(config)
-        self.store = BlockStore(dram, ssd, max_sessions=config.max_sessions, durable_account=self.ssd_account)
-        if ssd is not None:
-            ssd.protect(Protection(dram.pins.__contains__, self.ssd_account).keeps, self.ssd_account)
+        self.ssd_account = tiers.ssd_account
+        ssd = tiers.ssd
+        self.store = BlockStore(tiers.dram, ssd, max_sessions=config.max_sessions, durable_account=tiers.ssd_account)
         self.pins = PinKeeper(self.store)
         self.ssd = ssd
         self.closing = asyncio.Event()
@@ -215,9 +223,10 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
         ConfigError: a setting cannot be used.
         Mismatch: the conductor refuses this store.
     """
-    ssd = await asyncio.to_thread(open_ssd, config)
+    raise_open_files_limit()
+    tiers = await asyncio.to_thread(open_tiers, config)
     instance = ctx.instance(kv_pb2.INSTANCE_KIND_KVSTORE, config.id, "")
-    service = KVStoreService(config, ssd, instance)
+    service = KVStoreService(config, tiers, instance)
     async with (
         service.running(),
         service.metrics.served(config.metrics_listen),

@@ -11,7 +11,7 @@ from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.parts import PARTS
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.ssd.backend import Backend
+from services.kvstore.ssd.tier import SsdTier
 
 Changed = Callable[[Sequence[BlockKey], Sequence[BlockKey]], None]
 """Told keys that are here from now on, and keys that are not here any more."""
@@ -29,7 +29,7 @@ class Holdings:
         on_room: called when DRAM may have become free.
     """
 
-    def __init__(self, dram: DramTier, backend: Backend | None) -> None:
+    def __init__(self, dram: DramTier, backend: SsdTier | None) -> None:
         self.dram = dram
         self.backend = backend
         self.on_change: list[Changed] = []

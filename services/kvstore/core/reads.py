@@ -14,7 +14,7 @@ from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from services.kvstore.core.holdings import Holdings
-from services.kvstore.ssd.backend import BlockReader
+from services.kvstore.ssd.reader import SsdReader
 
 RETRY_AFTER_S = 1.0
 
@@ -33,7 +33,7 @@ class Source:
     """
 
     block: DramBlock | None = None
-    reader: BlockReader | None = None
+    reader: SsdReader | None = None
     tenant: str = ""
     allocate: Callable[[int], memoryview] | None = None
     fill: memoryview | None = None
@@ -159,7 +159,7 @@ class Reads:
         return Source(reader=backend.reader(key), tenant=backend.tenant_of(key) or "")
 
     def lost(self, source: Source) -> None:
-        """A block could not be read: it is forgotten and announced, unless it has been replaced meanwhile."""
+        """A block was found bad: it is forgotten and announced, unless it has been replaced meanwhile."""
         assert source.reader is not None
         assert self._holdings.backend is not None
         if self._holdings.backend.drop(source.reader):

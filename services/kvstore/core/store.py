@@ -14,7 +14,7 @@ from services.kvstore.core.holdings import Holdings
 from services.kvstore.core.reads import Reads
 from services.kvstore.core.writes import Writes
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.ssd.backend import Backend
+from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.tenancy.pins import PinOutcome
 from services.kvstore.tenancy.tenants import Account
 
@@ -39,7 +39,7 @@ class BlockStore:
     def __init__(
         self,
         dram: DramTier,
-        backend: Backend | None,
+        backend: SsdTier | None,
         *,
         max_sessions: int = 1024,
         batch_bytes: int = 32 << 20,

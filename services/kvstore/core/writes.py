@@ -15,8 +15,9 @@ from moonpool.kv.blocks import DramBlock
 from moonpool.kv.frames import Run
 from services.kvstore.core.assembly import Assembler, Assembly, PutSession, PutSpec
 from services.kvstore.core.holdings import Holdings
-from services.kvstore.ssd.backend import Backend, WritePlan
+from services.kvstore.ssd.plan import WritePlan
 from services.kvstore.ssd.records import record_size
+from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.tenancy.tenants import Account
 
 Indices = Callable[[Sequence[int]], None]
@@ -186,7 +187,7 @@ class Writes:
             self._holdings.unreserve(nbytes, tenant)
 
     def next_plan(self) -> WritePlan | None:
-        """The next batch for `Backend.commit`; None when there is nothing to do, or one is under way."""
+        """The next batch for `SsdTier.commit`; None when there is nothing to do, or one is under way."""
         backend = self._holdings.backend
         if backend is None or self._committing is not None:
             return None
@@ -210,7 +211,7 @@ class Writes:
             batch.append(self._pending.popleft())
         return batch
 
-    def _within_quotas(self, backend: Backend, blocks: Sequence[DramBlock]) -> Sequence[DramBlock]:
+    def _within_quotas(self, backend: SsdTier, blocks: Sequence[DramBlock]) -> Sequence[DramBlock]:
         """Those that may be stored, older ones of their tenants going for them; the others stay here for a while."""
         account = self._durable_account
         if account is None or not account.grants.has_quotas:

@@ -15,11 +15,11 @@ import lmdb
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import BlockKey
 from services.kvstore.ssd.catalogue import Catalogue, Row, Segment
+from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.index import Index, IndexImage, IndexLostError
-from services.kvstore.ssd.record_reader import read_record
+from services.kvstore.ssd.reader import read_record
 from services.kvstore.ssd.records import ALIGN, BadRecordError
-from services.kvstore.ssd.scan import Found
-from services.kvstore.ssd.segments import SegmentFile, list_segments, segment_path
+from services.kvstore.ssd.scan import Found, list_segments, scan, segment_path
 
 _THREADS = 4
 _MAX_FAULTS = 1000
@@ -118,7 +118,7 @@ def _verify(path: pathlib.Path, on_segment: Callable[[int, int], None]) -> Verif
     report = VerifyReport()
     image: IndexImage | None = None
     try:
-        index = Index(path / "index", read_only=True)
+        index = Index(None, path / "index")
         try:
             image = index.load()
         finally:
@@ -129,17 +129,18 @@ def _verify(path: pathlib.Path, on_segment: Callable[[int, int], None]) -> Verif
     for number in sorted(image.segments.keys() - files.keys()) if image is not None else ():
         report._add(Fault(number, None, None, "the index names a segment that is not there"))
 
-    def check(number: int) -> VerifyReport:
-        file = SegmentFile(segment_path(folder, number), direct=True)
-        try:
-            return _check_segment(number, file, files[number], catalogue)
-        finally:
-            file.close()
+    reading = Files(direct=True)
 
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-verify") as pool:
-        for done, part in enumerate(pool.map(check, files), 1):
-            report._merge(part)
-            on_segment(done, len(files))
+    def check(number: int) -> VerifyReport:
+        return _check_segment(reading, segment_path(folder, number), number, files[number], catalogue)
+
+    try:
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-verify") as pool:
+            for done, part in enumerate(pool.map(check, files), 1):
+                report._merge(part)
+                on_segment(done, len(files))
+    finally:
+        reading.close_all()
     return report
 
 
@@ -147,30 +148,32 @@ def _catalogue(folder: pathlib.Path, files: dict[int, int], image: IndexImage) -
     """What the index says, of segments that are there."""
     catalogue = Catalogue(image.formats, image.tenants)
     for number in files:
-        segment = Segment(number, SegmentFile(segment_path(folder, number)), image.segments.get(number, 0))
+        segment = Segment(number, segment_path(folder, number), image.segments.get(number, 0))
         catalogue.load(segment, image.entries.get(number, b""))
     for number, slot in image.dropped:
         if number in files:
-            catalogue.bury(number, slot)
+            catalogue.mark_dead(number, slot)
     return catalogue
 
 
-def _check_segment(number: int, file: SegmentFile, size: int, catalogue: Catalogue | None) -> VerifyReport:
+def _check_segment(
+    files: Files, path: pathlib.Path, number: int, size: int, catalogue: Catalogue | None
+) -> VerifyReport:
     report = VerifyReport(segments=1)
     named: dict[int, Row] = {}
     if catalogue is not None:
         segment = catalogue.segments[number]
-        named = {segment.offset(slot): catalogue.row(segment, slot) for slot in catalogue.live_slots(segment)}
+        named = {segment.offset(slot): segment.row(slot) for slot in catalogue.live_slots(segment)}
         if size < segment.size:
             report._add(Fault(number, None, None, f"the segment has {size} bytes instead of {segment.size}"))
-    for found in file.scan():
+    for found in scan(files, path, size):
         report.records += 1
         row = named.pop(found.offset, None)
         if catalogue is not None and row is None:
             report.dead += 1
             continue
         report.bytes_read += found.kind.record_bytes
-        what = _check_record(file, found, row, catalogue)
+        what = _check_record(files, path, found, row, catalogue)
         if what is None:
             report.blocks += 1
         else:
@@ -180,7 +183,9 @@ def _check_segment(number: int, file: SegmentFile, size: int, catalogue: Catalog
     return report
 
 
-def _check_record(file: SegmentFile, found: Found, row: Row | None, catalogue: Catalogue | None) -> str | None:
+def _check_record(
+    files: Files, path: pathlib.Path, found: Found, row: Row | None, catalogue: Catalogue | None
+) -> str | None:
     """What is wrong with a record whose header is intact; None for nothing."""
     kind = found.kind
     if row is not None and catalogue is not None:
@@ -190,7 +195,7 @@ def _check_record(file: SegmentFile, found: Found, row: Row | None, catalogue: C
         if catalogue.formats[block_format] != kind.format or catalogue.tenants[tenant] != kind.tenant:
             return "the index names another format or tenant"
     try:
-        read_record(file, found.key, found.offset, kind.record_bytes)
+        read_record(files, path, found.key, found.offset, kind.record_bytes)
     except (BadRecordError, OSError) as error:
         return str(error)
     return None

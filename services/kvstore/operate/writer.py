@@ -17,8 +17,9 @@ import lmdb
 from moonpool.errors import MoonpoolError
 from moonpool.telemetry.logs import get_logger
 from services.kvstore.core.writes import Writes
-from services.kvstore.ssd.backend import Backend, WritePlan
-from services.kvstore.ssd.full_device import is_full
+from services.kvstore.ssd.device import is_full
+from services.kvstore.ssd.plan import WritePlan
+from services.kvstore.ssd.tier import SsdTier
 
 _log = get_logger(__name__)
 
@@ -52,7 +53,7 @@ class WriteBehind:
     def __init__(
         self,
         writes: Writes,
-        backend: Backend,
+        backend: SsdTier,
         *,
         retry_after_s: Sequence[float] = RETRY_AFTER_S,
         clock: Callable[[], float] = time.monotonic,

@@ -1,10 +1,9 @@
 """What the SSD tier holds, in memory: which record of which segment is which block.
 
-Owns the table of blocks and the books of bytes that follow from it, built to be small: per block one entry of a dict,
-its key, one integer and 21 bytes in arrays. Must not know of LMDB, files' contents, threads or budgets.
+Built to be small: per block one entry of a dict, its key, one integer and 21 bytes in arrays.
 
-A block's *place* is its segment's number and its *slot*, the how-manieth record of that segment it is. A slot whose key
-has its place elsewhere, or nowhere, is dead: its bytes are free once the segment goes.
+A block's *place* is its segment's number and its *slot*, the index of its record within that segment. A slot is dead
+when its key has another place, or none: its bytes are free once the segment is reclaimed.
 """
 
 import collections
@@ -12,14 +11,14 @@ import dataclasses
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 
 from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.keys import KEY_BYTES, BlockKey
 from moonpool.kv.parts import PartTable
-from services.kvstore.ssd.interned import Interned
+from services.kvstore.ssd.id_table import IdTable
 from services.kvstore.ssd.records import ALIGN
-from services.kvstore.ssd.segments import SegmentFile
 from services.kvstore.tenancy.protection import TierAccount
 
 ENTRY = struct.Struct("<32sIIII")
@@ -28,9 +27,16 @@ ENTRY = struct.Struct("<32sIIII")
 Row = tuple[BlockKey, int, int, int, int]
 """The same, unpacked."""
 
+Slot = tuple[int, int]
+"""Number of a segment, and index of a record within it."""
+
 MAX_SEGMENT_BYTES = ALIGN << 32
 _SLOT_BITS = 24
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
+
+
+def _column() -> "array[int]":
+    return array("I")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -39,34 +45,34 @@ class Segment:
 
     Attributes:
         number: its id; ascending with age.
-        file: its file.
+        path: its file.
         size: committed bytes.
         live_bytes: of records whose block has its place here.
-        readers: who reads from it; it is not reclaimed while there are any.
+        readers: readers of its records; it is not reclaimed while there are any.
         going: it is being reclaimed.
-        kept_bytes, asked_at: how much of it must stay, as was found for the plan of that number.
-        nameless: its file's name is gone; the file is closed with the last reader.
+        removed: the index has forgotten it and the file has no name; the last reader closes it.
+        kept_bytes, asked_at: how much of it must stay, as found for the plan with that number.
         keys: of the records.
         starts, lengths: where the records lie, in units of `ALIGN`.
         formats, tenants: their ids.
-        read: 1 for blocks that were used since they were written here.
+        used: 1 for blocks that were used since they were written here.
     """
 
     number: int
-    file: SegmentFile
+    path: Path
     size: int = 0
     live_bytes: int = 0
     readers: int = 0
     going: bool = False
+    removed: bool = False
     kept_bytes: int = 0
     asked_at: int = -1 << 30
-    nameless: bool = False
     keys: list[BlockKey] = dataclasses.field(default_factory=list)
-    starts: "array[int]" = dataclasses.field(default_factory=lambda: array("I"))
-    lengths: "array[int]" = dataclasses.field(default_factory=lambda: array("I"))
-    formats: "array[int]" = dataclasses.field(default_factory=lambda: array("I"))
-    tenants: "array[int]" = dataclasses.field(default_factory=lambda: array("I"))
-    read: bytearray = dataclasses.field(default_factory=bytearray)
+    starts: "array[int]" = dataclasses.field(default_factory=_column)
+    lengths: "array[int]" = dataclasses.field(default_factory=_column)
+    formats: "array[int]" = dataclasses.field(default_factory=_column)
+    tenants: "array[int]" = dataclasses.field(default_factory=_column)
+    used: bytearray = dataclasses.field(default_factory=bytearray)
 
     def offset(self, slot: int) -> int:
         """Where a record begins, in bytes."""
@@ -76,39 +82,34 @@ class Segment:
         """Length of a record."""
         return self.lengths[slot] * ALIGN
 
-    def release(self) -> None:
-        """Ends one reading."""
-        assert self.readers > 0
-        self.readers -= 1
-        if self.nameless and not self.readers:
-            self.file.close()
-
-    def drop_file(self) -> None:
-        """Its name is gone: closes the file as soon as nobody reads it."""
-        self.nameless = True
-        if not self.readers:
-            self.file.close()
+    def row(self, slot: int) -> Row:
+        """What an index holds of a record."""
+        return self.keys[slot], self.starts[slot], self.lengths[slot], self.formats[slot], self.tenants[slot]
 
 
 class Catalogue:
     """All segments and all blocks.
 
     Args:
-        formats: format id -> format.
-        tenants: tenant id -> name.
+        formats: id -> format, as the index has them.
+        tenants: id -> name, as the index has them.
+        account: told the tenant and the bytes of every record that becomes a block's place or stops being one.
 
     Attributes:
-        segments: segment id -> segment, ascending.
+        segments: by number, ascending.
         live_bytes: of all records that are blocks' places.
     """
 
-    def __init__(self, formats: Mapping[int, BlockFormat], tenants: Mapping[int, str]) -> None:
-        self.formats = Interned(formats)
-        self.tenants = Interned(tenants)
+    def __init__(
+        self, formats: Mapping[int, BlockFormat], tenants: Mapping[int, str], account: TierAccount | None = None
+    ) -> None:
+        self.formats = IdTable(formats)
+        self.tenants = IdTable(tenants)
         self.segments: dict[int, Segment] = {}
         self.live_bytes = 0
+        self._account = account
         self._places = PartTable[int]()
-        self._account: TierAccount | None = None
+        self._oldest: dict[int, int] = {}  # tenant's id -> the first segment that may have blocks of it
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._places.parts[key[0]]
@@ -120,34 +121,22 @@ class Catalogue:
         return iter(self._places)
 
     def part(self, number: int) -> Iterable[BlockKey]:
-        """Keys of one part of all blocks."""
         return self._places.parts[number]
-
-    def keep_account(self, account: TierAccount | None) -> None:
-        """From now on `account` is told of every record that comes or goes; of those that are here, at once."""
-        self._account = account
-        if account is not None:
-            for tenant, nbytes in self.tenant_bytes().items():
-                account.add(tenant, nbytes)
 
     def tenant_bytes(self) -> dict[str, int]:
         """Bytes of live records by tenant, counted anew: slow."""
         sums: collections.Counter[int] = collections.Counter()
         for segment in self.segments.values():
-            if segment.live_bytes == sum(segment.lengths) * ALIGN:  # all of them live: no need to look each one up
-                for tenant, length in zip(segment.tenants, segment.lengths, strict=True):
-                    sums[tenant] += length
-            else:
-                for slot in self.live_slots(segment):
-                    sums[segment.tenants[slot]] += segment.lengths[slot]
-        return {self.tenants[number]: length * ALIGN for number, length in sums.items()}
+            for slot in self.live_slots(segment):
+                sums[segment.tenants[slot]] += segment.nbytes(slot)
+        return {self.tenants[number]: nbytes for number, nbytes in sums.items()}
 
     def find(self, key: BlockKey) -> tuple[Segment, int] | None:
         """A block's segment and slot; None when it is not here."""
         place = self._places.parts[key[0]].get(key)
         return None if place is None else (self.segments[place >> _SLOT_BITS], place & _SLOT_MASK)
 
-    def lives(self, segment: Segment, slot: int) -> bool:
+    def is_live(self, segment: Segment, slot: int) -> bool:
         """Whether that is the place of its block."""
         key = segment.keys[slot]
         return self._places.parts[key[0]].get(key) == segment.number << _SLOT_BITS | slot
@@ -172,59 +161,77 @@ class Catalogue:
                     found, looked = [], 0
                 assert segment is not None
                 looked += 1
-                if self.lives(segment, slot):
+                if self.is_live(segment, slot):
                     found.append(segment.keys[slot])
         yield found
+
+    def oldest_of(self, tenant: str, nbytes: int, stays: Callable[[BlockKey], bool]) -> list[BlockKey]:
+        """The oldest blocks of a tenant, together at least `nbytes` of records, without those that `stays`.
+
+        They are fewer when there are no more. The search begins where the last one for the tenant found its first.
+        """
+        number = self.tenants.find(tenant)
+        found: list[BlockKey] = []
+        begin, seen = self._oldest.get(number or 0, 0), False
+        for segment in self.segments.values() if number is not None else ():
+            if segment.number < begin:
+                continue
+            for slot in self.live_slots(segment):
+                if segment.tenants[slot] != number:
+                    continue
+                if not seen:
+                    seen, self._oldest[number] = True, segment.number
+                if nbytes <= 0:
+                    return found
+                if not stays(segment.keys[slot]):
+                    found.append(segment.keys[slot])
+                    nbytes -= segment.nbytes(slot)
+        return found
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
         """Those of the blocks that are here were used."""
         for key in keys:
             place = self._places.get(key)
             if place is not None:
-                self.segments[place >> _SLOT_BITS].read[place & _SLOT_MASK] = 1
+                self.segments[place >> _SLOT_BITS].used[place & _SLOT_MASK] = 1
 
-    def add(self, segment: Segment, rows: Iterable[Row]) -> int:
-        """Records were appended to a segment; their blocks have their places there from now on.
-
-        Returns:
-            Slot of the first of them.
-        """
+    def add(self, segment: Segment, rows: Iterable[Row]) -> None:
+        """Records were appended to a segment; their blocks have their places there from now on."""
         first = len(segment.keys)
-        rows = list(rows)
-        self.formats.use(row[3] for row in rows)
-        self.tenants.use(row[4] for row in rows)
         for key, start, length, block_format, tenant in rows:
-            self.forget(key)
-            slot = len(segment.keys)
-            assert slot <= _SLOT_MASK
             segment.keys.append(key)
             segment.starts.append(start)
             segment.lengths.append(length)
             segment.formats.append(block_format)
             segment.tenants.append(tenant)
-            segment.read.append(0)
-            segment.live_bytes += length * ALIGN
-            self.live_bytes += length * ALIGN
-            self._places[key] = segment.number << _SLOT_BITS | slot
-            if self._account is not None:
-                self._account.add(self.tenants[tenant], length * ALIGN)
-        return first
+            segment.used.append(0)
+        assert len(segment.keys) <= _SLOT_MASK
+        self.formats.use(segment.formats[first:])
+        self.tenants.use(segment.tenants[first:])
+        for slot in range(first, len(segment.keys)):
+            self._place(segment, slot)
+
+    def _place(self, segment: Segment, slot: int) -> None:
+        key, nbytes = segment.keys[slot], segment.nbytes(slot)
+        self.forget(key)
+        self._places[key] = segment.number << _SLOT_BITS | slot
+        segment.live_bytes += nbytes
+        self.live_bytes += nbytes
+        if self._account is not None:
+            self._account.add(self.tenants[segment.tenants[slot]], nbytes)
 
     def load(self, segment: Segment, packed: bytes) -> None:
-        """As `add` for a new segment and packed entries, quickly; no account is kept yet.
+        """Takes in a new segment with packed entries: as `add`, quickly.
 
         Raises:
             struct.error: those are no entries.
         """
-        assert self._account is None
-        assert not segment.keys
         self.segments[segment.number] = segment
-        if not packed:
-            return
         if len(packed) % ENTRY.size:
             raise struct.error("a part of an entry")
-        keys = [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), ENTRY.size)]
-        segment.keys = keys
+        if not packed:
+            return
+        segment.keys = keys = [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), ENTRY.size)]
         numbers = array("I", packed)
         if sys.byteorder != "little":
             numbers.byteswap()
@@ -232,28 +239,26 @@ class Catalogue:
         segment.starts, segment.lengths, segment.formats, segment.tenants = (
             numbers[column::words] for column in range(first, words)
         )
-        segment.read = bytearray(len(keys))
+        segment.used = bytearray(len(keys))
         self.formats.use(segment.formats)
         self.tenants.use(segment.tenants)
         place = segment.number << _SLOT_BITS
-        if self._places.add_new(keys, range(place, place + len(keys))):
-            segment.live_bytes = sum(segment.lengths) * ALIGN
-            self.live_bytes += segment.live_bytes
-        else:
-            self._load_again(segment)
+        if not self._places.add_new(keys, range(place, place + len(keys))):
+            for slot in list(self.live_slots(segment)):  # some keys were here before, or come twice: later ones win
+                del self._places[keys[slot]]
+            for slot in range(len(keys)):
+                self._place(segment, slot)
+            return
+        segment.live_bytes = sum(segment.lengths) * ALIGN
+        self.live_bytes += segment.live_bytes
+        if self._account is not None:
+            sums: collections.Counter[int] = collections.Counter()
+            for tenant, length in zip(segment.tenants, segment.lengths, strict=True):
+                sums[tenant] += length
+            for tenant, length in sums.items():
+                self._account.add(self.tenants[tenant], length * ALIGN)
 
-    def _load_again(self, segment: Segment) -> None:
-        """Some keys come twice: one after the other, later ones win."""
-        for slot, key in enumerate(segment.keys):
-            if self.lives(segment, slot):  # the quick way came so far
-                del self._places[key]
-        for slot, key in enumerate(segment.keys):
-            self.forget(key)
-            self._places[key] = segment.number << _SLOT_BITS | slot
-            segment.live_bytes += segment.nbytes(slot)
-            self.live_bytes += segment.nbytes(slot)
-
-    def forget(self, key: BlockKey) -> tuple[Segment, int] | None:
+    def forget(self, key: BlockKey) -> Slot | None:
         """A block has no place any more; returns the one it had."""
         found = self.find(key)
         if found is None:
@@ -265,45 +270,48 @@ class Catalogue:
         del self._places[key]
         if self._account is not None:
             self._account.remove(self.tenants[segment.tenants[slot]], nbytes)
-        return found
+        return segment.number, slot
 
-    def bury(self, number: int, slot: int) -> None:
+    def mark_dead(self, number: int, slot: int) -> None:
         """A slot is dead; if it was the place of its block, the block is forgotten."""
         segment = self.segments[number]
-        if slot < len(segment.keys) and self.lives(segment, slot):
+        if slot < len(segment.keys) and self.is_live(segment, slot):
             self.forget(segment.keys[slot])
 
     def remove(self, segment: Segment) -> None:
-        """A segment is gone, with all that still had its place there; once for each."""
+        """A segment is removed, with all blocks that still have their place there; once for each."""
         for slot in list(self.live_slots(segment)):
             self.forget(segment.keys[slot])
         self.segments.pop(segment.number, None)
         self.formats.unuse(segment.formats)
         self.tenants.unuse(segment.tenants)
 
-    def row(self, segment: Segment, slot: int) -> Row:
-        """What an index holds of a record."""
-        return (
-            segment.keys[slot],
-            segment.starts[slot],
-            segment.lengths[slot],
-            segment.formats[slot],
-            segment.tenants[slot],
-        )
+    def forget_tenants(self, numbers: Iterable[int]) -> None:
+        """Nothing of the tenants with these ids is left."""
+        for number in numbers:
+            self._oldest.pop(number, None)
 
-    def check_invariants(self) -> None:
-        """Every place is a slot of its key, inside the committed part, and the bytes add up."""
+    def check_invariants(self, leaving: Iterable[Segment] = ()) -> None:
+        """Every place is a slot of its key, inside the committed part, and the bytes and the ids add up.
+
+        Args:
+            leaving: segments that are not here any more, and whose ids are in use all the same.
+        """
         for number, segment in self.segments.items():
             assert segment.number == number
+            assert segment.size
+            assert not segment.going
             assert segment.readers >= 0
             slots = list(self.live_slots(segment))
             assert segment.live_bytes == sum(segment.nbytes(slot) for slot in slots)
             assert all(segment.offset(slot) + segment.nbytes(slot) <= segment.size for slot in slots)
-            assert all(number in self.formats.by_number for number in segment.formats)
-            assert all(number in self.tenants.by_number for number in segment.tenants)
-            columns = (segment.starts, segment.lengths, segment.formats, segment.tenants, segment.read)
+            columns = (segment.starts, segment.lengths, segment.formats, segment.tenants, segment.used)
             assert all(len(column) == len(segment.keys) for column in columns)
         for key, place in self._places.items():
             assert self.segments[place >> _SLOT_BITS].keys[place & _SLOT_MASK] == key
         assert self.live_bytes == sum(segment.live_bytes for segment in self.segments.values())
         assert self.live_bytes == sum(self.tenant_bytes().values())
+        segments = [*self.segments.values(), *leaving]
+        self.formats.check_invariants(number for segment in segments for number in segment.formats)
+        self.tenants.check_invariants(number for segment in segments for number in segment.tenants)
+        assert self._oldest.keys() <= self.tenants.by_id.keys()

@@ -1,23 +1,23 @@
-"""Ways to the device that the `os` module lacks or that want care: direct reads and early write-back.
+"""Reads and writes of open files that the `os` module lacks: direct reads of any alignment, early write-back.
 
-Owns alignment, the memory that direct reads land in, and what to do where a file system has no direct reads. Must not
-know of records or segments. Everything here blocks. Why these ways: docs/adr/0004-ssd-tier.md.
+Everything here blocks. Why these ways: docs/adr/0004-ssd-tier.md.
 """
 
 import ctypes
 import errno
 import mmap
 import os
-import pathlib
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+import lmdb
+
 SECTOR = 4096
-"""What direct reads are aligned to: offset, length and memory."""
+"""Alignment of direct reads: offset, length and memory."""
 
 SCRATCH_BYTES = 2 << 20
-"""Memory of a thread that reads directly; a larger read is done in so large pieces."""
+"""Memory of a thread that reads directly; a larger read is done in pieces of this size."""
 
 HEADER_BYTES = 64 << 10
 """Headers up to this size are read without an allocation."""
@@ -27,7 +27,7 @@ _IOV_MAX = 512
 
 
 class _Scratch(threading.local):
-    """Page-aligned memory of one thread, made when it reads first."""
+    """Page-aligned memory of one thread, made at its first read."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -44,42 +44,32 @@ _header = _Scratch(HEADER_BYTES)
 
 
 def header_memory(nbytes: int) -> memoryview:
-    """This thread's memory for a header, good until it asks again."""
+    """This thread's memory for a header, valid until its next call."""
     return _header.get()[:nbytes] if nbytes <= HEADER_BYTES else memoryview(bytearray(nbytes))
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the error means that the device is full."""
+    if isinstance(error, lmdb.DiskError):
+        return True
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _is_aligned(out: memoryview) -> bool:
     return not len(out) % SECTOR and not ctypes.addressof(ctypes.c_char.from_buffer(out)) % SECTOR
 
 
-def open_direct(path: pathlib.Path) -> int:
-    """A descriptor for direct reads; -1 where the file system has none.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
-    flag = getattr(os, "O_DIRECT", 0)
-    if not flag:
-        return -1
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return -1
-        raise
-
-
 def read_direct(fd: int, outs: Sequence[memoryview], offset: int) -> int:
-    """Fills `outs`, one after the other, from `offset` on, past the page cache; any alignment will do.
+    """Fills `outs` one after the other from `offset` on, past the page cache, whatever their alignment.
 
     Returns:
-        Bytes read: fewer than wanted only where the file ends.
+        Bytes read: fewer than asked for only at the end of the file.
 
     Raises:
-        OSError: they cannot be read; EINVAL where the file system refuses direct reads after all.
+        OSError: the read failed; EINVAL where the file system has no direct reads.
     """
     if not offset % SECTOR and all(_is_aligned(out) for out in outs):
-        return read_cached(fd, outs, offset)  # no copy needed; where the file ends a count may be odd, and is the last
+        return read_cached(fd, outs, offset)  # no copy needed; only the last count, at the end of the file, is odd
     scratch = _scratch.get()
     end = offset + sum(len(out) for out in outs)
     position = offset
@@ -103,10 +93,10 @@ def read_direct(fd: int, outs: Sequence[memoryview], offset: int) -> int:
 
 
 def read_cached(fd: int, outs: Sequence[memoryview], offset: int) -> int:
-    """As `read_direct`, for a descriptor that asks for no alignment: through the page cache.
+    """As `read_direct`, through the page cache.
 
     Raises:
-        OSError: they cannot be read.
+        OSError: the read failed.
     """
     views = [out for out in outs if len(out)]
     position = offset
@@ -119,19 +109,17 @@ def read_cached(fd: int, outs: Sequence[memoryview], offset: int) -> int:
     return position - offset
 
 
-def write(fd: int, parts: Sequence[bytes | bytearray | memoryview], offset: int) -> int:
-    """Writes parts one after the other from `offset` on; returns how many bytes.
+def write(fd: int, parts: Sequence[bytes | bytearray | memoryview], offset: int) -> None:
+    """Writes parts one after the other from `offset` on.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: the write failed.
     """
     views = [memoryview(part).cast("B") for part in parts if len(part)]
-    position = offset
     while views:
-        count = os.pwritev(fd, views[:_IOV_MAX], position)
-        position += count
+        count = os.pwritev(fd, views[:_IOV_MAX], offset)
+        offset += count
         _advance(views, count)
-    return position - offset
 
 
 def _advance(views: list[memoryview], count: int) -> None:
@@ -153,6 +141,6 @@ _sync_file_range = _find_sync_file_range()
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Lets the device begin with what was written, so that a later sync waits less. Only a hint: errors are ignored."""
+    """Starts writing a range to the device, so that a later sync waits less. A hint: errors are ignored."""
     if _sync_file_range is not None:
         _sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))

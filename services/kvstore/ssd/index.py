@@ -1,29 +1,27 @@
 """The durable index: which records of which segment are blocks, in LMDB.
 
-Owns the database and its transactions. Must not know of segment files, tiers or events. Everything in it can be rebuilt
-from the segments, so whatever is wrong with it is answered by starting anew, never by guessing.
+Everything in it can be rebuilt from the segments, so whatever is wrong with it is answered by making it anew.
 
-It is kept by segment, not by block: one value holds all records that one commit appended to one segment. A commit so
-touches a page or two instead of one per block, a segment goes with a few deletions, and a million blocks load in the
-time it takes to read a table. Blocks that go alone leave a mark.
+It is kept by segment, not by block: one value holds all records that one commit appended to one segment. So a commit
+touches a page or two instead of one per block, a segment is forgotten with a few deletions, and a million blocks load
+in the time it takes to read a table. Blocks that are dropped one by one leave a mark.
 
     meta        version, ...
     segments    segment -> committed bytes
     entries     segment, first slot -> packed entries of consecutive slots
     dropped     segment, slot -> "": that slot is dead
-    formats     format id -> format
-    tenants     tenant id -> name
+    formats     id -> format
+    tenants     id -> name
 
-`open`, `load` and `close` are called while nothing else uses the index; `commit` only by the single writer thread
-(an LMDB write transaction belongs to the thread that began it).
+`load` and `close` are called while nothing else uses the index; `commit` only by the single writer thread (an LMDB
+write transaction belongs to the thread that began it).
 """
 
 import contextlib
 import dataclasses
-import pathlib
-import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 import lmdb
 from google.protobuf.message import DecodeError
@@ -33,8 +31,9 @@ from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.keys import KEY_BYTES
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
-from services.kvstore.ssd.catalogue import ENTRY
-from services.kvstore.ssd.full_device import told_by_lmdb
+from services.kvstore.ssd.catalogue import ENTRY, Slot
+from services.kvstore.ssd.files import Files, open_lmdb
+from services.kvstore.ssd.id_table import NO_CHANGE, IdChange
 
 _VERSION = b"2"
 _VERSION_KEY = b"version"
@@ -44,9 +43,15 @@ _SLOT_KEY = struct.Struct(">QI")
 _SEGMENT_SIZE = struct.Struct("<Q")
 _ID_KEY = struct.Struct(">I")
 _MAX_MAP_BYTES = 1 << 44
-
-Slot = tuple[int, int]
-"""Segment and slot."""
+MAP_BYTES = 64 << 20
+_DAMAGE = (
+    lmdb.NotFoundError,
+    lmdb.InvalidError,
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+    lmdb.IncompatibleError,
+    lmdb.VersionMismatchError,
+)
 
 
 class IndexLostError(MoonpoolError):
@@ -58,18 +63,18 @@ class IndexImage:
     """Everything the index holds.
 
     Attributes:
-        formats: format id -> format.
-        tenants: tenant id -> name.
-        segments: segment id -> committed bytes.
-        entries: segment id -> packed entries of all its slots.
+        formats: id -> format.
+        tenants: id -> name.
+        segments: number -> committed bytes.
+        entries: segment's number -> packed entries of all its slots.
         dropped: dead slots.
     """
 
-    formats: dict[int, BlockFormat]
-    tenants: dict[int, str]
-    segments: dict[int, int]
-    entries: dict[int, bytes]
-    dropped: list[Slot]
+    formats: dict[int, BlockFormat] = dataclasses.field(default_factory=dict)
+    tenants: dict[int, str] = dataclasses.field(default_factory=dict)
+    segments: dict[int, int] = dataclasses.field(default_factory=dict)
+    entries: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    dropped: list[Slot] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,90 +82,75 @@ class IndexChange:
     """What one transaction does; removals come first.
 
     Attributes:
-        removed_segments: segment ids to forget, with all of theirs.
+        removed_segments: numbers of segments to forget, with all of theirs.
         dropped: slots that are dead from now on; of segments that stay.
         entries: segment and first slot -> packed entries.
-        segments: segment id -> committed bytes.
-        formats: format id -> format.
-        tenants: tenant id -> name.
-        unused_formats, unused_tenants: ids to forget.
+        segments: number -> committed bytes.
+        formats, tenants: ids to learn and to forget.
     """
 
     removed_segments: Iterable[int] = ()
     dropped: Iterable[Slot] = ()
     entries: Mapping[Slot, bytes] = dataclasses.field(default_factory=dict)
     segments: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    formats: Mapping[int, BlockFormat] = dataclasses.field(default_factory=dict)
-    tenants: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    unused_formats: Iterable[int] = ()
-    unused_tenants: Iterable[int] = ()
+    formats: IdChange[BlockFormat] = NO_CHANGE
+    tenants: IdChange[str] = NO_CHANGE
 
 
 class Index:
-    """The LMDB environment in the folder `path`.
+    """The LMDB database in a folder.
 
     Args:
+        files: opens it and commits its transactions; None for a look, which changes and makes nothing.
         path: its folder; made if need be.
         map_bytes: size of the memory map to begin with; doubled whenever it is full.
         sync: a commit survives a loss of power; else only the death of this process.
-        read_only: for a look; nothing is made, nothing may be committed.
+        version: written into a new index, and expected of another.
 
     Raises:
         IndexLostError: the files there are not a usable LMDB database.
         OSError, lmdb.Error: the folder cannot be written.
     """
 
-    kept = True
-    """Whether what is committed can be loaded again."""
-
     def __init__(
-        self, path: pathlib.Path, map_bytes: int = 64 << 20, *, sync: bool = True, read_only: bool = False
+        self,
+        files: Files | None,
+        path: Path,
+        map_bytes: int = MAP_BYTES,
+        *,
+        sync: bool = True,
+        version: bytes = _VERSION,
     ) -> None:
-        self._path = path
-        if not read_only:
-            path.mkdir(parents=True, exist_ok=True)
+        self._files = files
+        self._version = version
         try:
-            with contextlib.nullcontext() if read_only else told_by_lmdb(path):
-                self._env = lmdb.open(
-                    str(path),
-                    map_size=map_bytes,
-                    max_dbs=8,
-                    metasync=sync,
-                    sync=sync,
-                    readonly=read_only,
-                    create=not read_only,
-                    lock=False,  # the folder's own keeps others out, and a device may be too full to map one
-                    readahead=False,
-                )
+            if files is None:
+                self._env = open_lmdb(path, map_size=map_bytes, readonly=True, create=False)
+            else:
+                self._env = files.open_index(path, map_bytes, sync=sync)
         except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
             raise IndexLostError(f"the index is not an LMDB database: {error}") from error
         try:
             self._check_size(path)
-            self._open_tables(read_only)
+            self._open_tables()
             with self._env.begin() as txn:
-                version = txn.get(_VERSION_KEY, db=self._meta)
-            if version not in (None, _VERSION):
-                raise IndexLostError(f"the index has version {version!r}")
-        except (
-            lmdb.NotFoundError,
-            lmdb.InvalidError,
-            lmdb.CorruptedError,
-            lmdb.PageNotFoundError,
-            lmdb.IncompatibleError,
-        ) as error:
+                found = txn.get(_VERSION_KEY, db=self._meta)
+            if found not in (None, version):
+                raise IndexLostError(f"the index has version {found!r}")
+        except _DAMAGE as error:
             self._env.close()
             raise IndexLostError(f"the index is damaged: {error}") from error
         except BaseException:
             self._env.close()
             raise
 
-    def _open_tables(self, read_only: bool) -> None:
-        with contextlib.nullcontext() if read_only else self._writing() as txn:  # one commit makes them all
+    def _open_tables(self) -> None:
+        with self._writing() if self._files else contextlib.nullcontext() as txn:  # one commit makes them all
             self._meta, self._segments, self._entries, self._dropped, self._formats, self._tenants = (
-                self._env.open_db(name, txn, create=not read_only) for name in _TABLES
+                self._env.open_db(name, txn, create=self._files is not None) for name in _TABLES
             )
 
-    def _check_size(self, path: pathlib.Path) -> None:
+    def _check_size(self, path: Path) -> None:
         """A cut-off file must be noticed here: touching pages behind its end would kill the process (SIGBUS)."""
         needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         present = (path / "data.mdb").stat().st_size
@@ -175,7 +165,7 @@ class Index:
         """
         try:
             with self._env.begin() as txn:
-                if txn.get(_VERSION_KEY, db=self._meta) != _VERSION:
+                if txn.get(_VERSION_KEY, db=self._meta) != self._version:
                     raise IndexLostError("the index is new")
                 return IndexImage(
                     {_ID_KEY.unpack(key)[0]: _unpack_format(value) for key, value in txn.cursor(self._formats)},
@@ -222,10 +212,9 @@ class Index:
                     raise
                 self._env.set_mapsize(size * 2)
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[lmdb.Transaction]:
-        with told_by_lmdb(self._path), self._env.begin(write=True) as txn:
-            yield txn
+    def _writing(self) -> contextlib.AbstractContextManager[lmdb.Transaction]:
+        assert self._files is not None
+        return self._files.transaction(self._env)
 
     def _apply(self, txn: lmdb.Transaction, change: IndexChange) -> None:
         for segment in change.removed_segments:
@@ -237,12 +226,12 @@ class Index:
                     cursor.delete()
         for slot in change.dropped:
             txn.put(_SLOT_KEY.pack(*slot), b"", db=self._dropped)
-        for table, unused in ((self._formats, change.unused_formats), (self._tenants, change.unused_tenants)):
+        for table, unused in ((self._formats, change.formats.unused), (self._tenants, change.tenants.unused)):
             for number in unused:
                 txn.delete(_ID_KEY.pack(number), db=table)
-        for number, block_format in change.formats.items():
+        for number, block_format in change.formats.new.items():
             txn.put(_ID_KEY.pack(number), _pack_format(block_format), db=self._formats)
-        for number, tenant in change.tenants.items():
+        for number, tenant in change.tenants.new.items():
             txn.put(_ID_KEY.pack(number), tenant.encode(), db=self._tenants)
         for segment, size in change.segments.items():
             txn.put(_SEGMENT_KEY.pack(segment), _SEGMENT_SIZE.pack(size), db=self._segments)
@@ -255,7 +244,7 @@ class Index:
         Raises:
             lmdb.Error: as `commit`.
         """
-        self._transact(lambda txn: txn.put(_VERSION_KEY, _VERSION, db=self._meta))
+        self._transact(lambda txn: txn.put(_VERSION_KEY, self._version, db=self._meta))
 
     def sync(self) -> None:
         """Blocking. Makes durable what was committed without `sync`.
@@ -263,49 +252,11 @@ class Index:
         Raises:
             lmdb.Error: it is not.
         """
-        self._env.sync(True)
+        assert self._files is not None
+        self._files.sync_index(self._env)
 
     def close(self) -> None:
-        """Closes the database."""
         self._env.close()
-
-
-class NoIndex(Index):
-    """In the place of an index for which there is no room: takes changes and keeps nothing.
-
-    Records describe themselves, so that the next start finds in the segments what this one was told.
-    """
-
-    kept = False
-
-    def __init__(self) -> None:
-        """Nothing is opened."""
-
-    def load(self) -> IndexImage:
-        """Raises IndexLostError."""
-        raise IndexLostError("there is no index")
-
-    def commit(self, change: IndexChange) -> None:
-        """Does nothing."""
-
-    def finish_rebuild(self) -> None:
-        """Does nothing."""
-
-    def sync(self) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-def remove_index(path: pathlib.Path) -> None:
-    """Deletes a closed index.
-
-    Raises:
-        OSError: it cannot be deleted.
-    """
-    if path.exists():
-        shutil.rmtree(path)
 
 
 def _pack_format(block_format: BlockFormat) -> bytes:

@@ -1,6 +1,4 @@
-"""The record format of segment files: how one block describes itself on disk.
-
-Owns the bytes of a record and nothing else; must not know of files, indexes or threads. All integers little-endian.
+"""The record format of segment files: how one block describes itself on disk. All integers are little-endian.
 
     offset  size          field
     0       8             magic "MPKVREC1"
@@ -42,7 +40,7 @@ _MAX_HEADER_BYTES = 1 << 20
 
 
 class BadRecordError(MoonpoolError):
-    """Bytes on disk are not the record, or not the slice, that they should be."""
+    """Bytes that were read are not the record, or not the slice, that they should be: the stored block is bad."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,11 +74,11 @@ class RecordHeader:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RecordKind:
-    """What many records have in common: all that their headers say but keys and checksums.
+    """What the headers of many records have in common: all but keys and checksums.
 
     Attributes:
-        format: of what kind of KV they are.
-        tenant: whose they are.
+        format: their blocks' format.
+        tenant: their blocks' tenant.
         record_bytes: size of each of them, header and padding included.
     """
 
@@ -95,11 +93,7 @@ def _align(nbytes: int) -> int:
 
 def slice_checksum(key: BlockKey, layer: int, data: memoryview) -> int:
     """Checksum of one layer's slice, tied to the block and the layer."""
-    return xxhash.xxh3_64_intdigest(data, seed=_seed(key) ^ layer)
-
-
-def _seed(key: BlockKey) -> int:
-    return int.from_bytes(key[:8], "little")
+    return xxhash.xxh3_64_intdigest(data, seed=int.from_bytes(key[:8], "little") ^ layer)
 
 
 def header_size(info: BlockInfo) -> int:
@@ -117,15 +111,21 @@ def record_size(info: BlockInfo) -> int:
     return header_size(info) + data_size(info.format)
 
 
-def pack_header(info: BlockInfo, slices: Sequence[memoryview]) -> bytes:
+def slice_checksums(key: BlockKey, data: memoryview, slice_bytes: int) -> list[int]:
+    """Checksums of all layers of a block; `data` is `[layers, slice_bytes]`."""
+    starts = range(0, len(data), slice_bytes)
+    return [slice_checksum(key, layer, data[at : at + slice_bytes]) for layer, at in enumerate(starts)]
+
+
+def pack_header(info: BlockInfo, checksums: Sequence[int]) -> bytes:
     """The header of a record.
 
     Args:
         info: the block.
-        slices: its layer slices in order, each `slice_bytes` long.
+        checksums: of its layer slices, in order.
     """
     layout = info.format.layout
-    assert len(slices) == layout.layers
+    assert len(checksums) == layout.layers
     tenant = info.tenant.encode()
     size = header_size(info)
     out = bytearray(size)
@@ -149,9 +149,7 @@ def pack_header(info: BlockInfo, slices: Sequence[memoryview]) -> bytes:
     )
     end = _FIXED.size + len(tenant)
     out[_FIXED.size : end] = tenant
-    seed = _seed(info.key)
-    sums = [xxhash.xxh3_64_intdigest(data, seed=seed ^ layer) for layer, data in enumerate(slices)]
-    struct.pack_into(f"<{len(sums)}Q", out, end, *sums)
+    struct.pack_into(f"<{len(checksums)}Q", out, end, *checksums)
     struct.pack_into("<Q", out, 8, xxhash.xxh3_64_intdigest(memoryview(out)[_HASHED_FROM:]))
     return bytes(out)
 
@@ -183,7 +181,7 @@ def _format(
     scale_bytes: int,
     version: int,
 ) -> BlockFormat:
-    """A format as headers have it; few differ, and a scan reads a million headers."""
+    """A format as headers have it, cached: few differ, and a scan reads a million headers."""
     name = dtype.rstrip(b"\0").decode("ascii")
     return BlockFormat(namespace, KVLayout(layers, kv_heads, head_dim, block_tokens, name, scale_bytes, version))
 
@@ -233,12 +231,12 @@ def unpack_header(data: bytes | bytearray) -> RecordHeader:
 
 
 def identify(data: bytes, at: int, kinds: dict[bytes, RecordKind]) -> tuple[BlockKey, RecordKind]:
-    """Verifies a header, and says whose it is and of what kind; quick for kinds that were met before.
+    """Verifies a header; its block's key, and the record's kind. Quick for kinds that were met before.
 
     Args:
         data: holds the whole header.
         at: where it begins.
-        kinds: those that were met, by the bytes that say so; filled here.
+        kinds: those met so far, by the bytes that describe them; filled here.
 
     Raises:
         BadRecordError: it is not intact.

@@ -1,116 +1,39 @@
-"""Opening a data folder: lock it, and find out what it still holds.
+"""What a data folder holds: what its index names, and what its segments hold besides. Everything here blocks.
 
-Owns the folder's arrangement and everything that is done once at start: trust the index where it agrees with the
-segment files, have it made anew from them where it is lost (rebuild.py). Must not know of budgets or eviction. All of
-it blocks.
-
-    DATA_DIR/lock          held by the one process that uses the folder
-    DATA_DIR/unsynced      holds the boot's id while blocks may not have reached the device (durability "process")
-    DATA_DIR/index/        LMDB
-    DATA_DIR/segments/     0000000000000001.seg, ...
+Records that the index does not name are read and adopted: all of them where the index is lost, else those of segments
+and ends of segments that are newer than it. Reading needs no room on the device; where there is none for an index, what
+was read is served all the same, and the next start reads it again.
 """
 
+import collections
+import contextlib
 import dataclasses
-import fcntl
-import os
-import pathlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import lmdb
 
 from moonpool.errors import ConfigError
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.catalogue import ENTRY, Catalogue, Segment
-from services.kvstore.ssd.commit import Durability
-from services.kvstore.ssd.full_device import is_full, probe
-from services.kvstore.ssd.index import Index, IndexChange, IndexImage, IndexLostError, remove_index
-from services.kvstore.ssd.rebuild import rebuild
-from services.kvstore.ssd.records import ALIGN
-from services.kvstore.ssd.segments import SegmentFile, list_segments, segment_path, sync_folder
+from services.kvstore.ssd.catalogue import ENTRY, Catalogue, Segment, Slot
+from services.kvstore.ssd.device import is_full
+from services.kvstore.ssd.files import Files
+from services.kvstore.ssd.folder import DataFolder, Durability
+from services.kvstore.ssd.index import MAP_BYTES, Index, IndexChange, IndexImage, IndexLostError
+from services.kvstore.ssd.reader import read_record
+from services.kvstore.ssd.records import ALIGN, BadRecordError, RecordKind
+from services.kvstore.ssd.scan import Found, list_segments, scan, segment_path
+from services.kvstore.tenancy.protection import TierAccount
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
-_BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
-
-
-class DataFolder:
-    """A data folder that this process alone uses.
-
-    Raises:
-        ConfigError: naming `data_dir`: it cannot be made or written, or another process has it.
-    """
-
-    def __init__(self, path: pathlib.Path) -> None:
-        self.path = path
-        self.segments = path / "segments"
-        self.index = path / "index"
-        self._lock_fd = -1
-        try:
-            self.segments.mkdir(parents=True, exist_ok=True)
-            self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._probe()
-        except BlockingIOError as error:
-            self.close()
-            raise ConfigError("data_dir", f"{path} is used by another process") from error
-        except OSError as error:
-            self.close()
-            raise ConfigError("data_dir", f"{path} cannot be used: {error.strerror or error}") from error
-
-    def _probe(self) -> None:
-        """Finds a read-only folder now rather than at the first write. A full one is good for reading."""
-        try:
-            probe(self.segments, ALIGN)
-        except OSError as error:
-            if not is_full(error):
-                raise
-            _log.warning("the device is full", path=str(self.path))
-
-    @property
-    def _mark(self) -> pathlib.Path:
-        return self.path / "unsynced"
-
-    def unsynced(self) -> str | None:
-        """The boot in which blocks were last left unsynced; None when none were, "" when it is not known."""
-        try:
-            return self._mark.read_text().strip()
-        except FileNotFoundError:
-            return None
-
-    def leave_unsynced(self) -> None:
-        """From now on blocks may not reach the device.
-
-        Raises:
-            OSError: that could not be noted.
-        """
-        if (boot := boot_id()) and self.unsynced() == boot:
-            return  # written anew it could be lost: the device may be full
-        with self._mark.open("w") as file:
-            file.write(boot)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(self.path)
-
-    def all_synced(self) -> None:
-        """Everything has reached the device.
-
-        Raises:
-            OSError: that could not be noted.
-        """
-        self._mark.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Unlocks the folder; twice does no harm."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
-
-
-def boot_id() -> str:
-    """Names this run of the machine; "" where it has no name."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
+_SCAN_THREADS = 8
+_ENTRIES_PER_VALUE = 4096
+_BYTES_PER_COMMIT = 8 << 20
+_PROGRESS_STEPS = 10
+_SPARE_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(slots=True)
@@ -118,133 +41,213 @@ class Recovered:
     """What a data folder holds.
 
     Attributes:
-        index: the open index, which agrees with the rest; a `NoIndex` when there was no room to make a lost one anew.
-        catalogue: all segments and blocks; the files are exactly these.
-        next_segment: an id that was never used.
+        index: the open index, which agrees with the rest; None when there was no room to rebuild a lost one.
+        catalogue: all segments and blocks.
+        next_segment: a number that was never used.
         durability: what commits survive from now on.
+        unsynced: what an earlier process has left unsynced may still be so.
         rebuilt: the index was lost and made anew from the segments.
-        lost_blocks: blocks that the index named and the segments do not hold.
-        unsynced: what a life before has left unsynced may still be so.
+        lost_blocks: blocks that the index names and the segments do not hold.
+        adopted_blocks: records that the index did not name.
     """
 
-    index: Index
+    index: Index | None
     catalogue: Catalogue
     next_segment: int
-    durability: Durability = "power"
-    rebuilt: bool = False
+    durability: Durability
+    unsynced: bool
+    rebuilt: bool
     lost_blocks: int = 0
-    unsynced: bool = False
+    adopted_blocks: int = 0
 
 
-def recover(folder: DataFolder, map_bytes: int = 64 << 20, *, durability: Durability = "power") -> Recovered:
+def recover(
+    folder: DataFolder, durability: Durability, account: TierAccount | None = None, map_bytes: int = MAP_BYTES
+) -> Recovered:
     """Finds what is in the folder and makes index and files agree.
 
     Args:
         folder: the locked folder.
+        durability: what commits are to survive.
+        account: told of every record.
         map_bytes: size of the index's memory map to begin with.
-        durability: what commits survive: "power", the loss of power; "process", the death of this process only.
 
     Raises:
         ConfigError: naming `data_dir`: the folder cannot be read or written.
     """
     try:
-        files = list_segments(folder.segments)
-        unsynced = _settle(folder, durability)
-        if durability == "process":
-            durability = _unsynced(folder)
-        sync = durability == "power"
+        sizes = list_segments(folder.segments)
+        durability, unsynced = folder.settle(durability)
+        update = _IndexUpdate(folder, map_bytes, sync=durability == "power", is_first_start=not sizes)
         try:
-            index, image = _load(folder, map_bytes, sync=sync)
-        except IndexLostError as error:
-            if files:
-                _log.warning("rebuilding the index from the segments", reason=str(error), segments=len(files))
-            catalogue, index = rebuild(folder.segments, files, folder.index, map_bytes, sync=sync)
-            recovered = Recovered(index, catalogue, max(files, default=0) + 1, rebuilt=bool(files))
-        else:
-            try:
-                recovered = _reconcile(folder, index, image, files, direct=sync)
-            except BaseException:
-                index.close()
-                raise
+            catalogue = Catalogue(update.image.formats, update.image.tenants, account)
+            found = Recovered(None, catalogue, 1, durability, unsynced, bool(sizes) and update.is_new)
+            _fill(found, folder, sizes, update)
+        except BaseException:
+            update.close()
+            raise
     except (OSError, lmdb.Error) as error:
         raise ConfigError("data_dir", f"{folder.path} cannot be used: {error}") from error
-    recovered.durability, recovered.unsynced = durability, unsynced
-    return recovered
+    return found
 
 
-def _settle(folder: DataFolder, durability: Durability) -> bool:
-    """Deals with what a life without syncs has left: nothing of its index can be believed after a loss of power.
+class _IndexUpdate:
+    """The index as it was found, and what it must learn, told in portions.
 
-    Returns:
-        Whether something may still be unsynced.
+    A full device is no reason not to start: a new index is given up and its room with it, an old one stays as it is.
+
+    Attributes:
+        index: the index; None once it was given up.
+        image: what it held.
+        is_new: it was lost, and is made anew.
+        error: why it was not told everything.
     """
-    boot = folder.unsynced()
-    if boot is None:
-        return False
-    if boot and boot == boot_id():
-        if durability == "process":
-            return True
-        os.sync()
-    else:
-        _log.warning("the machine was restarted before everything was synced: the index is not believed")
-        remove_index(folder.index)
-    folder.all_synced()
-    return False
+
+    def __init__(self, folder: DataFolder, map_bytes: int, *, sync: bool, is_first_start: bool) -> None:
+        self.index: Index | None = None
+        self.image = IndexImage()
+        self.is_new = False
+        self.error: Exception | None = None
+        self._folder = folder
+        self._needs_room = is_first_start
+        self._entries: dict[Slot, bytes] = {}
+        self._sizes: dict[int, int] = {}
+
+        def open_index() -> Index:
+            return Index(folder.files, folder.index, map_bytes, sync=sync)
+
+        try:
+            self._load(open_index)
+        except IndexLostError as error:
+            if not is_first_start:
+                log.warning("rebuilding the index from the segments", reason=str(error))
+            self.close()
+            self.is_new, self.index = True, None
+            folder.files.remove_folder(folder.index)
+            with self._unless_full():
+                self.index = open_index()
+
+    def _load(self, open_index: Callable[[], Index]) -> None:
+        try:
+            self.index = open_index()
+        except (OSError, lmdb.Error) as error:
+            if not is_full(error):  # opening what is whole needs no room
+                raise
+            raise IndexLostError(f"there is none: {error}") from error
+        self.image = self.index.load()
+
+    @contextlib.contextmanager
+    def _unless_full(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, lmdb.Error) as error:
+            if self._needs_room or not is_full(error):
+                raise
+            self.error = error
+            if self.is_new:
+                self.close()
+                self.index = None
+                self._folder.files.remove_folder(self._folder.index)
+
+    def add(self, segment: Segment, first: int, packed: bytes, catalogue: Catalogue) -> None:
+        """Entries of the slots of a segment from `first` on."""
+        step = _ENTRIES_PER_VALUE * ENTRY.size
+        for at in range(0, len(packed), step):
+            self._entries[segment.number, first + at // ENTRY.size] = packed[at : at + step]
+        self._sizes[segment.number] = segment.size
+        if len(self._entries) * step >= _BYTES_PER_COMMIT:
+            self._commit(catalogue, IndexChange())
+
+    def _commit(self, catalogue: Catalogue, removals: IndexChange) -> None:
+        ids = catalogue.formats.change(), catalogue.tenants.change()
+        sizes = {**removals.segments, **self._sizes}
+        if self.index is not None and self.error is None and (sizes or removals.removed_segments):
+            with self._unless_full():
+                self.index.commit(IndexChange(removals.removed_segments, removals.dropped, self._entries, sizes, *ids))
+        self._entries, self._sizes = {}, {}
+
+    def finish(self, catalogue: Catalogue, removals: IndexChange) -> None:
+        """Tells the index the rest, and declares a new one whole."""
+        ids = catalogue.formats.change(), catalogue.tenants.change()
+        self._commit(catalogue, removals)
+        if self.index is not None and self.is_new:
+            with self._unless_full():
+                self.index.finish_rebuild()
+        catalogue.formats.settle(ids[0], written=self.index is None or self.error is None)
+        catalogue.tenants.settle(ids[1], written=self.index is None or self.error is None)
+        if self.error is not None and self.is_new:
+            log.error(
+                "the device is too full for an index: all that the segments hold is served, but every start reads them "
+                "anew; free some room and start again",
+                path=str(self._folder.index),
+                needed_bytes=sum(len(one.keys) for one in catalogue.segments.values()) * ENTRY.size + _SPARE_BYTES,
+                error=str(self.error),
+            )
+        elif self.error is not None:
+            log.warning("the device is too full to update the index; the next start does", error=str(self.error))
+
+    def close(self) -> None:
+        if self.index is not None:
+            self.index.close()
 
 
-def _unsynced(folder: DataFolder) -> Durability:
-    """From now on blocks may not reach the device; where not even that can be noted, they must."""
-    try:
-        folder.leave_unsynced()
-    except OSError as error:
-        if not is_full(error):
-            raise
-        folder.all_synced()  # half a note would say that something is not
-        _log.warning("the device is too full to do without syncs: durability is power", error=str(error))
-        return "power"
-    return "process"
-
-
-def _load(folder: DataFolder, map_bytes: int, *, sync: bool) -> tuple[Index, IndexImage]:
-    """The index and what it holds.
-
-    Raises:
-        IndexLostError: it is not usable.
-        OSError, lmdb.Error: it cannot be read.
-    """
-    try:
-        index = Index(folder.index, map_bytes, sync=sync)
-    except (OSError, lmdb.Error) as error:
-        if not is_full(error):  # opening what is whole needs no room
-            raise
-        raise IndexLostError(f"there is none: {error}") from error
-    try:
-        return index, index.load()
-    except BaseException:
-        index.close()
-        raise
-
-
-def _reconcile(
-    folder: DataFolder, index: Index, image: IndexImage, files: dict[int, int], *, direct: bool
-) -> Recovered:
-    """Drops from the index what the files do not hold, and from the files what the index does not name."""
-    ends = {number: min(size, files[number]) for number, size in image.segments.items() if number in files}
-    for number, size in files.items():
-        file = SegmentFile(segment_path(folder.segments, number))
-        if number not in ends:  # never committed, or dropped just before the process ended
-            file.delete()
-        elif size > ends[number]:  # the tail was never committed
-            file.truncate(ends[number])
-            file.close()
-    catalogue = Catalogue(image.formats, image.tenants)
-    for number, end in ends.items():
-        segment = Segment(number, SegmentFile(segment_path(folder.segments, number), direct=direct), end)
-        catalogue.load(segment, image.entries.get(number, b""))
+def _fill(recovered: Recovered, folder: DataFolder, sizes: Mapping[int, int], update: _IndexUpdate) -> None:
+    """Fills the catalogue, and makes index and files agree with it."""
+    catalogue, image = recovered.catalogue, update.image
+    named = {number: min(size, sizes[number]) for number, size in image.segments.items() if number in sizes}
+    newer = {number: named.get(number, 0) for number, size in sizes.items() if size > named.get(number, 0)}
+    found = _scan(
+        folder,
+        {number: (start, sizes[number]) for number, start in newer.items()},
+        check=not update.is_new,
+        sync=recovered.durability == "power",
+    )
+    if newer and recovered.durability == "power":
+        folder.files.sync_folder(folder.segments)
+    recovered.unsynced |= bool(newer)
+    deleted, cut_bytes = 0, 0
+    for number, size in sizes.items():
+        segment = Segment(number, segment_path(folder.segments, number), named.get(number, 0))
+        known = image.entries.get(number, b"") if number in named else b""
+        records = next(found) if number in newer else ()
+        if records is None:  # it could not be read: another start may
+            records = ()
+        else:
+            segment.size = records[-1].end if records else segment.size
+            cut_bytes += size - segment.size
+            if not segment.size:
+                folder.files.unlink(segment.path)
+                deleted += 1
+            elif segment.size < size:
+                folder.files.truncate(segment.path, segment.size)
+        if not segment.size:
+            continue
+        adopted = _pack(catalogue, records)
+        catalogue.load(segment, known + adopted)
+        if adopted:
+            update.add(segment, len(known) // ENTRY.size, adopted, catalogue)
+            recovered.adopted_blocks += len(records)
+    if newer and not recovered.rebuilt:
+        log.warning(
+            "segments hold more than the index names; intact records adopted, the rest deleted",
+            segments=len(newer),
+            adopted_blocks=recovered.adopted_blocks,
+            deleted_segments=deleted,
+            deleted_bytes=cut_bytes,
+        )
     for number, slot in image.dropped:
-        if number in ends:
-            catalogue.bury(number, slot)
-    cut = [catalogue.segments[number] for number, end in ends.items() if end < image.segments[number]]
+        if number in catalogue.segments:
+            catalogue.mark_dead(number, slot)
+    update.finish(catalogue, _forget_missing(recovered, image, named))
+    recovered.index = update.index
+    recovered.next_segment = max([*sizes, *image.segments], default=0) + 1
+
+
+def _forget_missing(recovered: Recovered, image: IndexImage, named: Mapping[int, int]) -> IndexChange:
+    """Forgets blocks that the files do not hold any more; what the index must forget."""
+    catalogue = recovered.catalogue
+    cut = [catalogue.segments[number] for number, end in named.items() if end < image.segments[number] and end]
+    gone = [number for number in image.segments if not named.get(number)]
     lost = [
         (segment.number, slot)
         for segment in cut
@@ -252,18 +255,68 @@ def _reconcile(
         if segment.offset(slot) + segment.nbytes(slot) > segment.size
     ]
     for number, slot in lost:
-        catalogue.bury(number, slot)
-    gone = image.segments.keys() - ends.keys()
-    lost_blocks = len(lost) + sum(len(image.entries.get(number, b"")) // ENTRY.size for number in gone)
+        catalogue.mark_dead(number, slot)
+    recovered.lost_blocks = len(lost) + sum(len(image.entries.get(number, b"")) // ENTRY.size for number in gone)
     if cut or gone:
-        _log.warning(
-            "segments are missing or cut off; their blocks are dropped", blocks=lost_blocks, segments=len(gone)
+        log.warning(
+            "segments are missing or cut off; their blocks are dropped",
+            blocks=recovered.lost_blocks,
+            segments=len(gone),
         )
+    return IndexChange(gone, lost, segments={segment.number: segment.size for segment in cut})
+
+
+def _scan(
+    folder: DataFolder, parts: Mapping[int, tuple[int, int]], *, check: bool, sync: bool
+) -> Iterator[Sequence[Found] | None]:
+    """The records between two offsets of each segment, segment by segment; several are read at once.
+
+    None for a segment that cannot be read. With `check`, records whose data are damaged are left out. With `sync`,
+    records are on the device when they are returned: the process that wrote them may have ended before its own sync.
+    """
+
+    def read(number: int) -> list[Found] | None:
+        path, (start, end) = segment_path(folder.segments, number), parts[number]
         try:
-            sizes = {segment.number: segment.size for segment in cut}
-            index.commit(IndexChange(removed_segments=gone, dropped=lost, segments=sizes))
-        except lmdb.Error as error:
-            if not is_full(error):
-                raise
-            _log.warning("the device is too full to note that: the next start finds it again", error=str(error))
-    return Recovered(index, catalogue, max([*files, *image.segments], default=0) + 1, lost_blocks=lost_blocks)
+            found = scan(folder.files, path, end, start)
+            records = [one for one in found if not check or _is_whole(folder.files, path, one)]
+            if records and sync:
+                folder.files.sync(path)
+            return records
+        except OSError as error:
+            log.error("a segment cannot be read; it is left as it is", path=str(path), error=str(error))
+            return None
+        finally:
+            folder.files.close(path)
+
+    blocks, step = 0, max(1, len(parts) // _PROGRESS_STEPS)
+    waiting, ahead = iter(parts), collections.deque[Future[list[Found] | None]]()
+    with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="kvstore-scan") as pool:
+        for done in range(1, len(parts) + 1):
+            for number in itertools.islice(waiting, 2 * _SCAN_THREADS - len(ahead)):  # what is found takes memory
+                ahead.append(pool.submit(read, number))
+            found = ahead.popleft().result()
+            blocks += len(found or ())
+            if done % step == 0 or done == len(parts):
+                log.info("segments read", segments=done, of=len(parts), blocks=blocks)
+            yield found
+
+
+def _is_whole(files: Files, path: Path, found: Found) -> bool:
+    try:
+        read_record(files, path, found.key, found.offset, found.kind.record_bytes)
+    except BadRecordError:
+        return False
+    return True
+
+
+def _pack(catalogue: Catalogue, found: Sequence[Found]) -> bytes:
+    """Entries of records."""
+    ids: dict[RecordKind, tuple[int, int, int]] = {}
+    pack, rows = ENTRY.pack, []
+    for offset, key, kind in found:
+        if (rest := ids.get(kind)) is None:
+            names = catalogue.formats.id_of(kind.format), catalogue.tenants.id_of(kind.tenant)
+            rest = ids[kind] = (kind.record_bytes // ALIGN, *names)
+        rows.append(pack(key, offset // ALIGN, *rest))
+    return b"".join(rows)

@@ -1,7 +1,8 @@
 """The SSD tier: blocks as records in segment files, found through an index that LMDB keeps.
 
-Owns the tier as others see it: what is here, how it is read, what it forgets, how it is opened and closed. How blocks
-come and segments go is in plans.py. Must not know of DRAM, sessions, events or asyncio. Threads: see backend.py.
+Methods belong to the event loop, are quick and touch no device, but for those that say they block. Between `plan` and
+`committed` or `failed` the segment files and the index are the writer thread's (commit.py). A segment that is reclaimed
+stays readable until the plan is done: what is carried over has its place there till then.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,26 +13,27 @@ import lmdb
 from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.backend import BlockReader, WritePlan
-from services.kvstore.ssd.catalogue import Catalogue
-from services.kvstore.ssd.commit import Committer, Durability
-from services.kvstore.ssd.plans import Plans
-from services.kvstore.ssd.quota import OldestFirst
-from services.kvstore.ssd.reclaim import Keeps
-from services.kvstore.ssd.record_reader import SsdReader
-from services.kvstore.ssd.recovery import DataFolder, Recovered, recover
-from services.kvstore.ssd.segments import sync_folder
-from services.kvstore.ssd.space import Space
+from services.kvstore.ssd.catalogue import Segment, Slot
+from services.kvstore.ssd.commit import Committer
+from services.kvstore.ssd.device import is_full
+from services.kvstore.ssd.files import Files
+from services.kvstore.ssd.folder import DataFolder, Durability
+from services.kvstore.ssd.index import MAP_BYTES
+from services.kvstore.ssd.plan import Append, Victim, WritePlan, ends
+from services.kvstore.ssd.reader import SsdReader
+from services.kvstore.ssd.records import ALIGN, record_size
+from services.kvstore.ssd.recovery import Recovered, recover
+from services.kvstore.ssd.space import Keeps, Space
 from services.kvstore.tenancy.protection import TierAccount
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 MIN_LIVE_SHARE = 0.5
-"""What `compact` asks of a segment unless told otherwise."""
+"""Share of a segment that must be live, for `compact`, unless told otherwise."""
 
 
 class SsdTier:
-    """A `Backend` over segment files and LMDB.
+    """A bounded, durable set of blocks. Made by `open_tier`.
 
     Args:
         folder: the locked data folder.
@@ -39,11 +41,17 @@ class SsdTier:
         capacity_bytes: budget for the segment files together. While a segment of which much must be kept is rewritten,
             they may exceed it by what is carried.
         segment_bytes: size at which a segment is closed and the next begun; a larger record gets one of its own.
-        keeps: what must never be given up; see `protect`.
-        account: told of all records; see `protect`.
+        keeps: whether a block (key, tenant, bytes of its record) must stay; None for none.
 
     Attributes:
         durability: what its commits survive.
+        capacity_bytes: the budget.
+        indexed: there is an index; else there was no room for one, and the next start reads all segments.
+        written_bytes: records written in this process' life, headers, padding and carried ones included.
+        user_bytes: of new blocks in them.
+        carried_bytes: of carried records.
+        dropped_segments: segments that were reclaimed.
+        lost_blocks: blocks that were found bad when they were to be carried over.
     """
 
     def __init__(
@@ -52,74 +60,54 @@ class SsdTier:
         recovered: Recovered,
         capacity_bytes: int,
         segment_bytes: int,
-        *,
         keeps: Keeps | None = None,
-        account: TierAccount | None = None,
     ) -> None:
         self.durability = recovered.durability
+        self.capacity_bytes = capacity_bytes
+        self.indexed = recovered.index is not None
+        self.written_bytes = self.user_bytes = self.carried_bytes = self.dropped_segments = self.lost_blocks = 0
         self._folder = folder
+        self._files = folder.files
         self._index = recovered.index
-        self._books: Catalogue = recovered.catalogue
-        self._space = Space(
-            self._books,
-            folder.segments,
-            capacity_bytes,
-            segment_bytes,
-            recovered.next_segment,
-            direct=recovered.durability == "power",
-        )
-        self._unsynced_from = 0 if recovered.unsynced else recovered.next_segment
-        self._oldest = OldestFirst(self._books)
-        committer = Committer(recovered.index, folder.segments, recovered.durability)
-        self._plans = Plans(self._books, self._space, committer, self._oldest.forget)
-        self.protect(keeps, account)
-
-    def protect(self, keeps: Keeps | None, account: TierAccount | None = None) -> None:
-        """Says what must stay; once, before the first plan.
-
-        Args:
-            keeps: whether a block (key, tenant, bytes of its record) must stay; None for none.
-            account: told of every record that comes or goes, and of those that are here at once.
-        """
-        self._space.keeps = keeps
-        self._books.keep_account(account)
+        self._catalogue = recovered.catalogue
+        first = recovered.next_segment
+        self._space = Space(self._catalogue, folder.segments, capacity_bytes, segment_bytes, first, keeps)
+        self._committer = Committer(self._files, recovered.index, folder.segments, sync=recovered.durability == "power")
+        self._unsynced_from = 0 if recovered.unsynced else first
+        self._dead: list[Slot] = []  # the index does not know it
+        self._nameless: list[Segment] = []  # forgotten by the index; the file is not deleted yet
+        self._forgotten: list[Segment] = []  # the file may be deleted; not forgotten by the index yet
+        self._leaving: list[Segment] = []  # removed, and still being read
+        self._device_full = False
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._books
+        return key in self._catalogue
 
     def __len__(self) -> int:
-        return len(self._books)
+        return len(self._catalogue)
 
     def __iter__(self) -> Iterator[BlockKey]:
-        return iter(self._books)
+        return iter(self._catalogue)
 
     def part(self, number: int) -> Iterable[BlockKey]:
-        """Keys of the blocks in one part."""
-        return self._books.part(number)
+        """Keys of the blocks in one part (moonpool/kv/parts.py); all parts together are all of them."""
+        return self._catalogue.part(number)
 
     def newest_first(self, step: int) -> Iterator[list[BlockKey]]:
-        """Keys of the blocks, the last written first, in steps in which at most `step` records are looked at."""
-        return self._books.newest_first(step)
+        """Keys of the blocks, the last written first, in steps in which at most `step` records are looked at.
+
+        Blocks may come and go between two steps; those that come then need not be among them.
+        """
+        return self._catalogue.newest_first(step)
 
     @property
     def readers(self) -> int:
-        """Blocks that are being read, of segments that are to go too."""
-        return sum(segment.readers for segment in (*self._books.segments.values(), *self._plans.leaving))
-
-    @property
-    def indexed(self) -> bool:
-        """Whether there is an index; else there was no room for one, and the next start reads all segments."""
-        return self._index.kept
+        """Blocks that are being read, of removed segments too."""
+        return sum(segment.readers for segment in (*self._catalogue.segments.values(), *self._leaving))
 
     @property
     def segments(self) -> int:
-        """Number of segment files."""
-        return len(self._books.segments)
-
-    @property
-    def capacity_bytes(self) -> int:
-        """The budget."""
-        return self._space.capacity_bytes
+        return len(self._catalogue.segments)
 
     @property
     def used_bytes(self) -> int:
@@ -129,82 +117,70 @@ class SsdTier:
     @property
     def live_bytes(self) -> int:
         """Of `used_bytes`, those of records that are blocks' only ones."""
-        return self._books.live_bytes
+        return self._catalogue.live_bytes
 
     @property
-    def written_bytes(self) -> int:
-        """Records written, headers, padding and carried ones included."""
-        return self._plans.written_bytes
-
-    @property
-    def user_bytes(self) -> int:
-        """Of new blocks in `written_bytes`."""
-        return self._plans.user_bytes
+    def tenant_bytes(self) -> dict[str, int]:
+        """`live_bytes` by tenant, counted anew: slow."""
+        return self._catalogue.tenant_bytes()
 
     @property
     def write_amplification(self) -> float:
         """Bytes written over bytes of new blocks, in this process' life; 1.0 before the first."""
         return self.written_bytes / self.user_bytes if self.user_bytes else 1.0
 
-    @property
-    def carried_bytes(self) -> int:
-        """Of carried records."""
-        return self._plans.carried_bytes
-
-    @property
-    def dropped_segments(self) -> int:
-        """Segments that were reclaimed."""
-        return self._plans.dropped_segments
-
-    @property
-    def lost_blocks(self) -> int:
-        """Blocks that could not be read when they were to be carried over."""
-        return self._plans.lost_blocks
-
     def format_of(self, key: BlockKey) -> BlockFormat | None:
         """The block's format; None when it is not here."""
-        found = self._books.find(key)
-        return None if found is None else self._books.formats[found[0].formats[found[1]]]
+        found = self._catalogue.find(key)
+        return None if found is None else self._catalogue.formats[found[0].formats[found[1]]]
 
     def tenant_of(self, key: BlockKey) -> str | None:
-        """Whose block it is; None when it is not here."""
-        found = self._books.find(key)
-        return None if found is None else self._books.tenants[found[0].tenants[found[1]]]
+        """The block's tenant; None when it is not here."""
+        found = self._catalogue.find(key)
+        return None if found is None else self._catalogue.tenants[found[0].tenants[found[1]]]
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
+    def touch(self, keys: Iterable[BlockKey]) -> None:
         """These were used, from DRAM or from here: those that are here are worth carrying over once."""
-        self._books.touch(keys)
+        self._catalogue.touch(keys)
 
     def reader(self, key: BlockKey) -> SsdReader:
         """Begins reading a block that is here."""
-        found = self._books.find(key)
+        found = self._catalogue.find(key)
         assert found is not None
         segment, slot = found
-        segment.read[slot] = 1
-        return SsdReader(segment, slot, self._books.formats[segment.formats[slot]])
+        segment.used[slot] = 1
+        return SsdReader(self._files, segment, slot, self._catalogue.formats[segment.formats[slot]])
 
-    def drop(self, reader: BlockReader) -> bool:
-        """Forgets the record of `reader`; False when the block lies elsewhere by now."""
-        assert isinstance(reader, SsdReader)
-        if not self._books.lives(reader.segment, reader.slot):
+    def drop(self, reader: SsdReader) -> bool:
+        """Marks a bad record dead; False when the block lies elsewhere by now. Only for a `BadRecordError`."""
+        if not self._catalogue.is_live(reader.segment, reader.slot):
             return False
-        self._plans.bury(reader.key)
+        self._mark_dead(reader.key)
         return True
 
     def forget_oldest(self, tenant: str, nbytes: int, stays: Callable[[BlockKey], bool]) -> list[BlockKey]:
-        """Gives up the tenant's oldest blocks, together at least `nbytes` of records, but none that `stays`."""
-        keys = self._oldest.find(tenant, nbytes, stays)
+        """Gives up the tenant's oldest blocks, together at least `nbytes` of records, but none that `stays`.
+
+        Returns:
+            Their keys; they are not here any more.
+        """
+        keys = self._catalogue.oldest_of(tenant, nbytes, stays)
         for key in keys:
-            self._plans.bury(key)
+            self._mark_dead(key)
         return keys
+
+    def _mark_dead(self, key: BlockKey) -> None:
+        slot = self._catalogue.forget(key)
+        if slot is not None:
+            self._dead.append(slot)
 
     @property
     def has_housekeeping(self) -> bool:
-        """Whether slots or segments wait to be forgotten on disk, or the tier is over its budget."""
-        return self._plans.outstanding or self._space.has_work
+        """Whether a plan without blocks has something to do: to forget on disk, or to come back to the budget."""
+        return bool(self._dead or self._nameless or self._forgotten) or self._space.has_work
 
     def compact(self, min_live_share: float = MIN_LIVE_SHARE) -> int:
-        """Has all segments rewritten of which less than this share of a full segment is live; by the next plans.
+        """Has the next plans rewrite all segments of which less than this share of a full segment is live.
 
         Args:
             min_live_share: 0 to 1.
@@ -216,48 +192,164 @@ class SsdTier:
         return self._space.compact(min_live_share)
 
     def plan(self, blocks: Sequence[DramBlock]) -> WritePlan:
-        """Places blocks into segments; old segments make room for them."""
-        return self._plans.plan(blocks)
+        """Places blocks that are not here into segments; old segments make room for them, and go at once."""
+        victims: list[Victim] = []
+        self._space.begin()
+        full, self._device_full = self._device_full, False
+        if full:
+            self._space.give_up(sum(record_size(block.info) for block in blocks), victims)
+        taken, rejected, coming = [], [], 0
+        for block in blocks:
+            assert block.info.key not in self._catalogue
+            size = record_size(block.info)
+            if self._space.make_room(coming + size, victims):
+                taken.append(block)
+                coming += size
+            else:
+                rejected.append(block)
+        if not blocks:
+            self._space.make_room(0, victims)
+            self._space.compact_one(victims)
+        self._space.used_bytes += coming
+        carry, store = self._place(taken, victims)
+        formats, tenants = self._catalogue.formats.change(), self._catalogue.tenants.change()
+        forgotten, nameless, dead = self._forgotten, self._nameless, self._dead
+        self._forgotten, self._nameless, self._dead = [], [], []
+        return WritePlan(
+            taken, rejected, victims, forgotten, nameless, dead, formats, tenants, full=full, carry=carry, store=store
+        )
+
+    def _place(self, blocks: Sequence[DramBlock], victims: Sequence[Victim]) -> tuple[list[Append], list[Append]]:
+        """Gives every record its place. Sizes of segments change only when the plan is done."""
+        carry, store = [], []
+        sizes: dict[Segment, int] = {}
+        for victim in victims:
+            for slot in victim.carried:
+                key, _, length, *ids = victim.segment.row(slot)
+                segment, start = self._space.place(length, sizes)
+                carry.append(Append(segment, (key, start, length, ids[0], ids[1]), source=(victim.segment, slot)))
+        formats, tenants = self._catalogue.formats, self._catalogue.tenants
+        for block in blocks:
+            info, length = block.info, record_size(block.info) // ALIGN
+            segment, start = self._space.place(length, sizes)
+            row = (info.key, start, length, formats.id_of(info.format), tenants.id_of(info.tenant))
+            store.append(Append(segment, row, block=block))
+        return carry, store
 
     def commit(self, plan: WritePlan) -> None:
-        """Blocking, in the writer thread."""
-        self._plans.commit(plan)
+        """Blocking, in the writer thread. When it returns, the plan's blocks are as durable as `durability` says.
+
+        Raises:
+            OSError, lmdb.Error: it could not be done; the blocks are not durable.
+        """
+        self._committer.run(plan)
 
     def committed(self, plan: WritePlan) -> None:
-        """The plan's blocks are here from now on."""
-        self._plans.committed(plan)
+        """The plan was committed: its blocks are here from now on."""
+        self._clear(plan)
+        self._add(plan.store)
+        self.user_bytes += sum(block.info.nbytes for block in plan.blocks)
+        self._settle(plan)
 
     def failed(self, plan: WritePlan, error: BaseException) -> None:
-        """None of the plan's blocks is here."""
-        self._plans.failed(plan, error)
+        """The plan failed: none of its blocks is here. What may have been written lies behind the committed ends.
+
+        A full device gives up its oldest segment, as if the budget were smaller, and carries over only what it must.
+        """
+        if plan.cleared:
+            self._clear(plan)
+        else:
+            self._nameless += plan.nameless
+            self._forgotten += plan.forgotten
+            self._dead += plan.dead
+            for victim in plan.victims:
+                if plan.full and not victim.carried:  # its file may be deleted
+                    self._forgotten.append(self._catalogue.segments.pop(victim.segment.number))
+                    continue
+                victim.segment.going = False
+                self._dead += [(victim.segment.number, slot) for slot, _ in victim.removed]
+        if plan.unreadable is not None:
+            self._space.pass_over(plan.unreadable)
+        for segment in ends((*plan.carry, *plan.store)):
+            if not segment.size and self._catalogue.segments.pop(segment.number, None) is not None:
+                self._nameless.append(segment)
+        self._space.active = None
+        self._device_full = is_full(error)
+        self._settle(plan)
+
+    def _clear(self, plan: WritePlan) -> None:
+        """The plan's first transaction was committed."""
+        removed = plan.removed_segments
+        numbers = {segment.number for segment in removed}
+        self._dead = [slot for slot in self._dead if slot[0] not in numbers]
+        for append in plan.bad:
+            if self._is_current(append):
+                self._catalogue.forget(append.key)
+                self.lost_blocks += 1
+                plan.lost.append(append.key)
+        carried = plan.carried
+        dropped = [append.key for append in carried if not self._is_current(append)]
+        self._add(carried)
+        for key in dropped:  # a reader found it bad while it was being copied
+            self._mark_dead(key)
+        self.carried_bytes += sum(append.row[2] * ALIGN for append in carried)
+        for segment in removed:
+            self._catalogue.remove(segment)
+        self.dropped_segments += len(removed)
+        self._nameless += plan.undeleted
+        for segment in (*plan.nameless, *removed):
+            if segment not in plan.undeleted:
+                segment.removed = True
+                if not segment.readers:
+                    self._files.close_later(segment.path)
+        self._leaving = [segment for segment in (*self._leaving, *removed) if segment.readers]
+
+    def _is_current(self, append: Append) -> bool:
+        """Whether the block still has its place where it was carried over from."""
+        return append.source is not None and self._catalogue.is_live(*append.source)
+
+    def _add(self, appends: Sequence[Append]) -> None:
+        """These records are committed."""
+        for segment, size in ends(appends).items():
+            segment.size = size
+            self._catalogue.add(segment, [append.row for append in appends if append.segment is segment])
+        self.written_bytes += sum(append.row[2] * ALIGN for append in appends)
+
+    def _settle(self, plan: WritePlan) -> None:
+        self._space.recount()
+        self._catalogue.formats.settle(plan.formats, written=plan.named)
+        self._catalogue.forget_tenants(self._catalogue.tenants.settle(plan.tenants, written=plan.named))
 
     def close(self) -> None:
         """Blocking. Closes all files and unlocks the folder; what was not synced on the way is synced now."""
-        written = [segment for segment in self._books.segments.values() if segment.number >= self._unsynced_from]
         try:
             if self.durability == "process":
-                for segment in written:
-                    segment.file.sync()
-                sync_folder(self._folder.segments)
-                self._index.sync()
-                self._folder.all_synced()
+                self._sync()
         except (OSError, lmdb.Error) as error:
-            _log.error("what was written may not survive a loss of power", error=str(error))
-        for segment in (*self._books.segments.values(), *self._plans.leftovers):
-            segment.file.close()
-        self._index.close()
+            log.error("what was written may not survive a loss of power", error=str(error))
+        self.abandon()
+
+    def _sync(self) -> None:
+        for segment in self._catalogue.segments.values():
+            if segment.number >= self._unsynced_from:
+                self._files.sync(segment.path)
+        self._files.sync_folder(self._folder.segments)
+        if self._index is not None:
+            self._index.sync()
+        self._folder.all_synced()
+
+    def abandon(self) -> None:
+        """Blocking. Closes all files and unlocks the folder without bringing anything to the device."""
+        self._files.close_all()
+        if self._index is not None:
+            self._index.close()
         self._folder.close()
 
     def check_invariants(self) -> None:
-        """The books agree with each other. Only between plans."""
-        self._books.check_invariants()
-        assert self.used_bytes == sum(segment.size for segment in self._books.segments.values())
-        assert all(segment.size and not segment.going for segment in self._books.segments.values())
-        assert all(segment.readers >= 0 for segment in self._books.segments.values())
+        """Segments, places, bytes and ids agree with each other. Only between plans."""
+        self._catalogue.check_invariants(self._forgotten)
+        assert self.used_bytes == sum(segment.size for segment in self._catalogue.segments.values())
         assert self.live_bytes <= self.used_bytes
-        segments = [*self._books.segments.values(), *self._plans.unforgotten]
-        self._books.formats.check_invariants(number for segment in segments for number in segment.formats)
-        self._books.tenants.check_invariants(number for segment in segments for number in segment.tenants)
 
 
 def open_tier(
@@ -268,16 +360,40 @@ def open_tier(
     durability: Durability = "power",
     keeps: Keeps | None = None,
     account: TierAccount | None = None,
+    files: Files | None = None,
+    map_bytes: int = MAP_BYTES,
 ) -> SsdTier:
-    """Blocking. Locks a data folder and finds out what it holds; arguments as for `SsdTier` and `recover`.
+    """Blocking. Locks a data folder, finds out what it holds, and opens the tier on it.
+
+    Args:
+        path: the data folder; made if need be.
+        capacity_bytes: see `SsdTier`, as for the next.
+        segment_bytes: size of a segment.
+        keeps: what must stay.
+        durability: what commits are to survive.
+        account: told of every record that comes or goes, and of those that are here at once.
+        files: the file layer.
+        map_bytes: size of the index's memory map to begin with.
 
     Raises:
         ConfigError: naming `data_dir`: the folder cannot be used.
     """
-    folder = DataFolder(path)
+    files = files or Files(direct=durability == "power")
+    folder = DataFolder(path, files)
     try:
-        recovered = recover(folder, durability=durability)
-        return SsdTier(folder, recovered, capacity_bytes, segment_bytes, keeps=keeps, account=account)
+        recovered = recover(folder, durability, account, map_bytes)
     except BaseException:
         folder.close()
+        files.close_all()
         raise
+    tier = SsdTier(folder, recovered, capacity_bytes, segment_bytes, keeps)
+    log.info(
+        "ssd tier open",
+        path=str(path),
+        blocks=len(tier),
+        bytes=tier.used_bytes,
+        rebuilt=recovered.rebuilt,
+        lost_blocks=recovered.lost_blocks,
+        adopted_blocks=recovered.adopted_blocks,
+    )
+    return tier

@@ -18,6 +18,7 @@ from moonpool.errors import MoonpoolError
 from moonpool.kv.frames import FRAME_BYTES
 from moonpool.telemetry.logs import get_logger
 from services.kvstore.core.reads import ReadLease, Reads
+from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.streams.bands import Bad, Band, Job, Piece, read, result_of
 
 _log = get_logger(__name__)
@@ -300,8 +301,12 @@ class LayerReader:
         for block, error in bad.items():
             source = self._lease.sources[block]
             assert source.reader is not None
-            _log.warning("a stored block is bad", key=source.reader.key.hex()[:16], error=str(error))
-            self._reads.lost(source)
+            key = source.reader.key.hex()[:16]
+            if isinstance(error, BadRecordError):
+                _log.warning("a stored block is bad", key=key, error=str(error))
+                self._reads.lost(source)
+            else:
+                _log.warning("a stored block cannot be read now", key=key, error=str(error))
         self._limit = min(self._limit, *bad) if bad else self._limit
         bits = sum(1 << layer for layer in band.layers)
         for block in job.blocks:

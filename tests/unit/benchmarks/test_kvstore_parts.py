@@ -181,21 +181,16 @@ def test_a_picture_is_svg_with_its_lines() -> None:
 
 
 def test_a_made_data_folder_is_one_that_the_store_opens(tmp_path: Path) -> None:
-    from services.kvstore.ssd.recovery import DataFolder, recover
+    from services.kvstore.ssd.tier import open_tier
 
     assert build(tmp_path / "data", 9) == 9 * CHAIN_BLOCKS  # two segments
-    folder = DataFolder(tmp_path / "data")
-    try:
-        recovered = recover(folder)
-        recovered.index.close()
-        assert not recovered.rebuilt
-        assert recovered.lost_blocks == 0
-        assert len(recovered.catalogue) == 9 * CHAIN_BLOCKS
-        assert all(key in recovered.catalogue for key in chain_keys(8))
-        assert recovered.catalogue.live_bytes == 9 * CHAIN_BLOCKS * record_bytes()
-        recovered.catalogue.check_invariants()
-    finally:
-        folder.close()
+    tier = open_tier(tmp_path / "data", 1 << 40, 1 << 30)
+    assert (tier.lost_blocks, tier.indexed, tier.has_housekeeping) == (0, True, False)
+    assert len(tier) == 9 * CHAIN_BLOCKS
+    assert all(key in tier for key in chain_keys(8))
+    assert tier.live_bytes == 9 * CHAIN_BLOCKS * record_bytes()
+    tier.check_invariants()
+    tier.close()
 
 
 # Each part once, as small as it gets

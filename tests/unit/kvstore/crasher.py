@@ -1,4 +1,4 @@
-"""Writes blocks for ever into a small tier and tells what became of them; meant to be killed.
+"""Writes blocks into a small tier until it is killed, and reports what became of them.
 
 Prints "+KEY" once a block is durable, and "-KEY" before one is given up.
 """
@@ -52,8 +52,13 @@ def main() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     folder, life, durability = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     kept = kept_keys(life + 1)
-    ssd = open_tier(folder, CAPACITY, SEGMENT, durability="power" if durability == "power" else "process")
-    ssd.protect(lambda key, tenant, nbytes: key in kept)
+    ssd = open_tier(
+        folder,
+        CAPACITY,
+        SEGMENT,
+        durability="power" if durability == "power" else "process",
+        keeps=lambda key, tenant, nbytes: key in kept,
+    )
     keys = keys_of(20_000, str(life))
     for start in itertools.count(step=BATCH):
         write(ssd, keys[start : start + BATCH])

@@ -1,7 +1,7 @@
 """Blocks with known bytes, and a store driven by hand: no threads, no event loop."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,8 +13,9 @@ from services.kvstore.core.assembly import PutSession, PutSpec, parents_of
 from services.kvstore.core.store import BlockStore
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.policies.policy import LRU
-from services.kvstore.ssd.recovery import DataFolder, recover
-from services.kvstore.ssd.tier import SsdTier
+from services.kvstore.ssd.files import Files
+from services.kvstore.ssd.records import BadRecordError
+from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.tenancy.pins import Pins
 from services.kvstore.tenancy.protection import Protection
 from services.kvstore.tenancy.tenants import Account
@@ -75,13 +76,18 @@ def run_of(key: BlockKey, index: int, layer: int, heads: range = range(2)) -> tu
     return Run(layer, index, 1, heads.start, heads.stop, LAYOUT.block_tokens), memoryview(data)
 
 
-def open_ssd(path: Path, capacity: int = 1 << 20, segment: int = 1 << 16) -> SsdTier:
-    folder = DataFolder(path)
-    try:
-        return SsdTier(folder, recover(folder, map_bytes=1 << 16), capacity, segment)
-    except BaseException:
-        folder.close()
-        raise
+def open_ssd(
+    path: Path,
+    capacity: int = 1 << 20,
+    segment: int = 1 << 16,
+    *,
+    pins: Container[BlockKey] = (),
+    account: Account | None = None,
+    files: Files | None = None,
+) -> SsdTier:
+    """A tier that keeps what is in `pins` and what `account` guarantees."""
+    keeps = Protection(pins.__contains__, account).keeps
+    return open_tier(path, capacity, segment, keeps=keeps, account=account, files=files, map_bytes=1 << 16)
 
 
 class Driven:
@@ -98,8 +104,6 @@ class Driven:
         dram = DramTier(dram_bytes, LRU(), pins=pins, account=account)
         self.ssd_account = ssd_account or Account()
         self.store = BlockStore(dram, ssd, max_sessions=4, durable_account=self.ssd_account)
-        if ssd is not None:
-            ssd.protect(Protection(dram.pins.__contains__, self.ssd_account).keeps, self.ssd_account)
         self.stored: list[BlockKey] = []
         self.removed: list[BlockKey] = []
         self.visible: list[tuple[BlockKey, ...]] = []
@@ -158,8 +162,11 @@ class Driven:
                     view = source.take(layer, LAYOUT)
                     try:
                         if source.reader is not None:
-                            source.reader.read(layer, view)
-                    except Exception:
+                            source.reader.read_layers(layer, [view])
+                    except OSError:
+                        del out[index:]
+                        break
+                    except BadRecordError:
                         reads.lost(source)
                         del out[index:]
                         break
@@ -172,9 +179,9 @@ class Driven:
 
 
 @contextmanager
-def store(path: Path, segment: int = RECORD) -> Iterator[Driven]:
+def store(path: Path, segment: int = RECORD, *, files: Files | None = None) -> Iterator[Driven]:
     """A driven store over an SSD tier in a folder, closed at the end."""
-    ssd = open_ssd(path, 1 << 20, segment)
+    ssd = open_ssd(path, 1 << 20, segment, files=files)
     try:
         yield Driven(ssd)
     finally:

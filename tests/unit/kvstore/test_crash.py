@@ -9,7 +9,7 @@ import pytest
 
 from moonpool.kv.keys import BlockKey
 from services.kvstore.operate.verify import verify
-from services.kvstore.ssd.commit import Durability
+from services.kvstore.ssd.folder import Durability
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.crasher import CAPACITY, SEGMENT, kept_keys, tenant_of
 from tests.unit.kvstore.helpers import LAYOUT, keys_of, slice_of
@@ -72,7 +72,7 @@ class Lives:
             if self.durability == "power":
                 ssd.close()
             else:
-                abandon(ssd)
+                ssd.abandon()
 
     def check_block(self, ssd: SsdTier, key: BlockKey) -> None:
         outs = [memoryview(bytearray(LAYOUT.slice_bytes)) for _ in range(LAYOUT.layers)]
@@ -81,12 +81,6 @@ class Lives:
         reader.release()
         assert [bytes(out) for out in outs] == [slice_of(key, layer) for layer in range(LAYOUT.layers)]
         assert ssd.tenant_of(key) == tenant_of(key)
-
-
-def abandon(ssd: SsdTier) -> None:
-    """Unlocks the folder without bringing anything to the device."""
-    ssd._index.close()
-    ssd._folder.close()
 
 
 @pytest.mark.parametrize("durability", ["power", "process"])

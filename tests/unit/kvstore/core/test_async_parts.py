@@ -16,6 +16,7 @@ from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.streams.layers import LayerReader, Lost, ReadAhead
 from services.kvstore.streams.rooms import RoomQueue
 from services.kvstore.streams.watch import Journal, Unreported
+from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import FORMAT, LAYOUT, RECORD, Driven, data_of, in_part, keys_of, open_ssd
 
 KEYS = keys_of(6)
@@ -52,17 +53,14 @@ async def test_the_writer_makes_durable_what_is_visible(tmp_path: Path) -> None:
     ssd.close()
 
 
-async def test_a_failing_device_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driven = Driven(open_ssd(tmp_path))
+async def test_a_failing_device_stops_nothing(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    driven = Driven(open_ssd(tmp_path, files=files))
     async with writing(driven) as writer:
-
-        def broken(*_: object) -> None:
-            raise OSError(5, "Input/output error")
-
-        with monkeypatch.context() as patch:
-            patch.setattr("services.kvstore.ssd.segments.SegmentFile.sync", broken)
-            driven.put([A])
-            assert await writer.drain(10)
+        files.fail("sync", OSError(5, "Input/output error"))
+        driven.put([A])
+        assert await writer.drain(10)
+        files.mend()
         assert driven.durable == []
         driven.put([B])
         assert await writer.drain(10)

@@ -73,13 +73,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        self.ssd = open_ssd(self.folder, capacity=6 * RECORD, segment=RECORD)
+        pins = Pins(PIN_BLOCKS * BLOCK, {name: row.pin_bytes for name, row in ROWS.items()})
+        ssd_account = Account(Grants.of(ROWS, "ssd"))
+        self.ssd = open_ssd(self.folder, capacity=6 * RECORD, segment=RECORD, pins=pins, account=ssd_account)
         self.driven = Driven(
             self.ssd,
             dram_bytes=DRAM_BLOCKS * BLOCK,
-            pins=Pins(PIN_BLOCKS * BLOCK, {name: row.pin_bytes for name, row in ROWS.items()}),
+            pins=pins,
             account=Account(Grants.of(ROWS, "dram")),
-            ssd_account=Account(Grants.of(ROWS, "ssd")),
+            ssd_account=ssd_account,
         )
         self.store = self.driven.store
         self.sessions: list[_Session] = []
@@ -195,7 +197,7 @@ class StoreMachine(RuleBasedStateMachine):
             for layer in range(3):
                 view = source.take(layer, LAYOUT)
                 if source.reader is not None:
-                    source.reader.read(layer, view)
+                    source.reader.read_layers(layer, [view])
                 source.filled |= 1 << layer
                 data += view
             info = source.block.info if source.block is not None else source.reader and source.reader.info
@@ -265,7 +267,7 @@ class StoreMachine(RuleBasedStateMachine):
     def sound(self) -> None:
         self.store.check_invariants()
         assert self.announced == set(self.store.holdings)
-        assert +self.driven.ssd_account.used == self.ssd._books.tenant_bytes()
+        assert +self.driven.ssd_account.used == self.ssd.tenant_bytes
 
     @invariant()
     def pins_keep(self) -> None:

@@ -367,7 +367,7 @@ def test_a_block_that_came_back_another_way_is_not_taken_twice(tmp_path: Path) -
     source = good.sources[0]
     assert source.reader is not None
     for layer in range(LAYOUT.layers):
-        source.reader.read(layer, source.take(layer, LAYOUT))
+        source.reader.read_layers(layer, [source.take(layer, LAYOUT)])
         source.filled |= 1 << layer
         writes.write(session, [run_of(A, 0, layer)] if layer < 2 else [])
     reads.close(good)  # promotes what was thought to be lost, and the writer hears of it

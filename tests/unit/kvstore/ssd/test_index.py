@@ -3,14 +3,16 @@ from pathlib import Path
 import pytest
 
 from services.kvstore.ssd.catalogue import ENTRY
-from services.kvstore.ssd.index import Index, IndexChange, IndexLostError, remove_index
+from services.kvstore.ssd.files import Files
+from services.kvstore.ssd.id_table import IdChange
+from services.kvstore.ssd.index import Index, IndexChange, IndexLostError
 from tests.unit.kvstore.helpers import FORMAT, keys_of
 
 KEYS = keys_of(200)
 
 
-def made(path: Path) -> Index:
-    index = Index(path, 1 << 16)
+def made(path: Path, version: bytes = b"2") -> Index:
+    index = Index(Files(), path, 1 << 16, version=version)
     index.finish_rebuild()
     return index
 
@@ -25,14 +27,14 @@ def test_what_was_committed_is_there_again(tmp_path: Path) -> None:
         IndexChange(
             entries={(1, 0): entries(0, 1), (300, 0): entries(5)},
             segments={1: 16384, 300: 8192},
-            formats={7: FORMAT},
-            tenants={1: "", 2: "ü"},
+            formats=IdChange({7: FORMAT}, frozenset()),
+            tenants=IdChange({1: "", 2: "ü"}, frozenset()),
         )
     )
     index.commit(IndexChange(dropped=[(1, 0), (300, 0)]))
     index.commit(IndexChange(removed_segments=[300, 4], entries={(1, 2): entries(2)}, segments={1: 24576}))
     index.close()
-    index = Index(tmp_path / "i")
+    index = Index(Files(), tmp_path / "i")
     image = index.load()
     assert image.entries == {1: entries(0, 1, 2)}
     assert image.segments == {1: 24576}
@@ -44,8 +46,11 @@ def test_what_was_committed_is_there_again(tmp_path: Path) -> None:
 
 def test_names_are_forgotten(tmp_path: Path) -> None:
     index = made(tmp_path / "i")
-    index.commit(IndexChange(formats={1: FORMAT, 2: FORMAT}, tenants={1: "a", 2: "b", 3: "c"}))
-    index.commit(IndexChange(unused_formats=[1, 9], unused_tenants=[1, 3], tenants={4: "a"}))
+    none = frozenset[int]()
+    index.commit(
+        IndexChange(formats=IdChange({1: FORMAT, 2: FORMAT}, none), tenants=IdChange({1: "a", 2: "b", 3: "c"}, none))
+    )
+    index.commit(IndexChange(formats=IdChange({}, frozenset([1, 9])), tenants=IdChange({4: "a"}, frozenset([1, 3]))))
     image = index.load()
     assert (image.formats, image.tenants) == ({2: FORMAT}, {2: "b", 4: "a"})
     index.close()
@@ -66,9 +71,9 @@ def test_the_map_grows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", range(1700, 2101, 50))
-def test_the_map_grows_for_the_last_word_too(tmp_path: Path, count: int) -> None:
-    """Some of these leave so few pages of the map that declaring the index whole finds no room."""
-    index = Index(tmp_path / "i", 1 << 16)
+def test_the_map_grows_for_the_declaration_that_the_index_is_whole(tmp_path: Path, count: int) -> None:
+    """Some of these leave so few pages of the map that declaring the index whole needs a larger map."""
+    index = Index(Files(), tmp_path / "i", 1 << 16)
     index.commit(IndexChange(entries={(1, 0): entries(0) * count}))
     index.finish_rebuild()
     assert len(index.load().entries[1]) == count * ENTRY.size
@@ -84,26 +89,22 @@ def test_a_gap_in_the_slots_is_a_lost_index(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_index_is_lost(tmp_path: Path) -> None:
-    index = Index(tmp_path / "i")
+    index = Index(Files(), tmp_path / "i")
     index.commit(IndexChange(segments={1: 1}))
     with pytest.raises(IndexLostError, match="new"):
         index.load()
     index.close()
-    remove_index(tmp_path / "i")
-    remove_index(tmp_path / "i")
 
 
-def test_an_index_of_another_version_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("services.kvstore.ssd.index._VERSION", b"1")
-        made(tmp_path / "i").close()
+def test_an_index_of_another_version_is_lost(tmp_path: Path) -> None:
+    made(tmp_path / "i", b"1").close()
     with pytest.raises(IndexLostError, match="version"):
-        Index(tmp_path / "i")
+        Index(Files(), tmp_path / "i")
 
 
 def test_a_look_changes_nothing(tmp_path: Path) -> None:
     made(tmp_path / "i").close()
-    index = Index(tmp_path / "i", read_only=True)
+    index = Index(None, tmp_path / "i")
     assert index.load().entries == {}
     index.close()
 
@@ -118,4 +119,4 @@ def test_a_damaged_file_is_lost_and_never_touched_further(tmp_path: Path, damage
     whole = data.read_bytes()
     data.write_bytes({"garbage": b"\xa5" * len(whole), "cut": whole[: len(whole) // 2], "empty": b"x"}[damage])
     with pytest.raises(IndexLostError):
-        Index(tmp_path / "i").load()
+        Index(Files(), tmp_path / "i").load()

@@ -1,27 +1,33 @@
-"""The SSD tier against a plain model: plans that are committed, fail or are cut off by a crash at any step."""
+"""The SSD tier against a plain model: plans that are committed, fail or are cut off at any step, by a crash of the
+process or a loss of power."""
 
 import errno
+import random
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
-import lmdb
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from moonpool.kv.keys import BlockKey
-from services.kvstore.ssd import commit
-from services.kvstore.ssd.backend import WritePlan
-from services.kvstore.ssd.index import Index
-from services.kvstore.ssd.record_reader import SsdReader
-from services.kvstore.ssd.segments import SegmentFile
-from services.kvstore.ssd.tier import SsdTier
+from services.kvstore.ssd.folder import Durability
+from services.kvstore.ssd.plan import WritePlan
+from services.kvstore.ssd.reader import SsdReader
+from services.kvstore.ssd.records import BadRecordError
+from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.tenancy.protection import Protection
 from services.kvstore.tenancy.tenants import Account, Grants
-from tests.unit.kvstore.helpers import LAYOUT, RECORD, block_of, keys_of, open_ssd, slice_of
+from tests.unit.kvstore.helpers import LAYOUT, RECORD, block_of, keys_of, slice_of
+from tests.unit.kvstore.ssd.power import PowerFiles
 
 KEYS = keys_of(14)
 KEY = st.sampled_from(KEYS)
@@ -32,68 +38,54 @@ class Crash(BaseException):
     """The process ends here."""
 
 
-def full(*_: object, **__: object) -> None:
-    raise lmdb.DiskError("No space left on device")
-
-
-class Device:
-    """Lets the step number `fuse` of a commit go wrong: fails it, or ends the process, after which nothing works."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.fuse = -1
-        self.error: BaseException | None = None
-        self.dead = False
-        for owner, name in (
-            (SegmentFile, "append"),
-            (SegmentFile, "sync"),
-            (SegmentFile, "unlink"),
-            (SegmentFile, "truncate"),
-            (Index, "commit"),
-            (commit, "sync_folder"),
-        ):
-            patch.setattr(owner, name, self.step(getattr(owner, name)))
-        patch.setattr("os.fdatasync", lambda fd: None)  # no power is lost here: what was written can be read
-        patch.setattr("os.fsync", lambda fd: None)
-        opened = lmdb.open
-        patch.setattr("lmdb.open", lambda *args, **more: opened(*args, **more | {"sync": False, "metasync": False}))
-
-    def step(self, real: Any) -> Any:
-        def run(*args: Any) -> Any:
-            if self.dead:
-                raise Crash
-            self.fuse -= 1
-            if self.fuse == -1 and self.error is not None:
-                self.dead = isinstance(self.error, Crash)
-                raise self.error
-            return real(*args)
-
-        return run
-
-
 class TierMachine(RuleBasedStateMachine):
     """`model` is what must be here; `ghosts` may come back after a restart: they were removed, but not yet on disk.
 
-    When the index is lost, so is what it knew of removals: everything that was ever `written` may come back.
+    When the index or the power is lost, so is what was known of removals: all that was ever `written` may come back.
     """
+
+    durability: Durability = "power"
+    without: tuple[str, ...] = ()
+    lost = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.patch = pytest.MonkeyPatch()
-        self.device = Device(self.patch)
+        self.files = PowerFiles(self.folder, self.step, without=self.without)
+        self.fuse = -1
+        self.error: BaseException | None = None
+        self.dead = False
         self.model: dict[BlockKey, str] = {}
         self.ghosts: set[BlockKey] = set()
+        self.tails: set[BlockKey] = set()  # of plans that failed: what could not be cut off may be adopted
         self.written: set[BlockKey] = set()
         self.pinned: set[BlockKey] = set()
         self.found_anew = False
         self.start()
 
+    def step(self, name: str) -> None:
+        """Lets the step number `fuse` go wrong: fails it, or ends the process, after which nothing works."""
+        if self.dead:
+            raise Crash
+        self.fuse -= 1
+        if self.fuse == -1 and self.error is not None:
+            self.dead = isinstance(self.error, Crash)
+            raise self.error
+
     def start(self) -> None:
-        self.device.dead = False
+        self.dead, self.error = False, None
         self.readers: list[SsdReader] = []
-        self.ssd: SsdTier = open_ssd(self.folder, 16 * RECORD, 2 * RECORD)
         self.account = Account(Grants(guarantees={"a": GUARANTEE}))
-        self.ssd.protect(Protection(self.pinned.__contains__, self.account).keeps, self.account)
+        self.ssd: SsdTier = open_tier(
+            self.folder,
+            16 * RECORD,
+            2 * RECORD,
+            durability=self.durability,
+            keeps=Protection(self.pinned.__contains__, self.account).keeps,
+            account=self.account,
+            files=self.files,
+            map_bytes=1 << 16,
+        )
 
     @rule(keys=st.lists(KEY, max_size=4, unique=True), tenant=st.sampled_from(["a", "b"]))
     def put(self, keys: list[BlockKey], tenant: str) -> None:
@@ -104,22 +96,30 @@ class TierMachine(RuleBasedStateMachine):
         step=st.integers(0, 12),
         error=st.sampled_from([OSError(errno.EIO, "broken"), OSError(errno.ENOSPC, "full"), Crash()]),
         reading=st.none() | KEY,
+        seed=st.none() | st.integers(0, 99),
     )
-    def put_and_break(self, keys: list[BlockKey], step: int, error: BaseException, reading: BlockKey | None) -> None:
+    def put_and_break(
+        self, keys: list[BlockKey], step: int, error: BaseException, reading: BlockKey | None, seed: int | None
+    ) -> None:
+        """With a `seed`, the crash is one of the machine, which loses power."""
         plan = self.begin(keys, "b")
         if reading is not None and reading in self.ssd and len(self.readers) < 3:
             self.readers.append(self.ssd.reader(reading))
-        self.device.fuse, self.device.error = step, error
+        self.fuse, self.error = step, error
         try:
             self.ssd.commit(plan)
         except Crash:
-            self.restart(plan)
+            self.error = None
+            if seed is None:
+                self.restart(plan)
+            else:
+                self.lose_power(seed)
         except OSError as failure:
             self.finish(plan, failure)
         else:
             self.finish(plan, None, commit=False)
         finally:
-            self.device.error = None
+            self.error = None
 
     def begin(self, keys: list[BlockKey], tenant: str) -> WritePlan:
         used = dict(self.account.used)
@@ -136,6 +136,7 @@ class TierMachine(RuleBasedStateMachine):
     def finish(self, plan: WritePlan, error: BaseException | None, *, commit: bool = True) -> None:
         if error is not None:
             self.ssd.failed(plan, error)
+            self.tails.update(block.info.key for block in plan.blocks)
             assert not plan.lost
             return
         if commit:
@@ -149,19 +150,55 @@ class TierMachine(RuleBasedStateMachine):
     def restart(self, plan: WritePlan | None) -> None:
         """All that is in memory is gone; a plan under way is there wholly, in part, or not at all, block by block."""
         indexed = self.ssd.indexed
-        self.ssd.close()
+        self.ssd.abandon()
         coming = {block.info.key for block in plan.blocks} if plan is not None else set[BlockKey]()
         self.start()
         assert self.ssd.indexed
-        self.check_found(coming | self.ghosts if indexed else self.written)
-        self.found_anew = not indexed or (self.found_anew and self.ssd.used_bytes > self.ssd.capacity_bytes)
+        self.check_found(coming | self.ghosts | self.tails if indexed else self.written)
+        self.found_anew = not indexed or self.ssd.used_bytes > self.ssd.capacity_bytes
+
+    @rule(seed=st.integers(0, 99))
+    def lose_power(self, seed: int) -> None:
+        """What is found is intact or a miss; with durability "power" nothing that was durable is a miss."""
+        self.ssd.abandon()
+        self.files.lose_power(random.Random(seed))
+        self.files.boot += "1"
+        self.start()
+        self.found_anew = True
+        assert set(self.ssd) <= self.written
+        whole = {key for key in list(self.ssd) if self.is_whole(key)}
+        lost = set(self.model) - whole
+        type(self).lost += len(lost)
+        assert not lost or self.durability == "process", "a durable block is lost"
+        self.ghosts = self.written - whole
+        self.model = {key: self.ssd.tenant_of(key) or "" for key in whole}
+
+    def is_whole(self, key: BlockKey) -> bool:
+        """Whether a block can be read, and then is what was written; a bad one is dropped."""
+        reader = self.ssd.reader(key)
+        try:
+            self.check_read(reader)
+        except BadRecordError:
+            assert self.ssd.drop(reader)
+            return False
+        finally:
+            reader.release()
+        return True
+
+    def check_read(self, reader: SsdReader) -> None:
+        outs = [memoryview(bytearray(LAYOUT.slice_bytes)) for _ in range(LAYOUT.layers)]
+        reader.read_layers(0, outs)
+        assert [bytes(out) for out in outs] == [slice_of(reader.key, layer) for layer in range(LAYOUT.layers)]
 
     def check_found(self, more: set[BlockKey]) -> None:
-        """What must be here is; of what else may be, some."""
+        """All that must be here is, and intact; of what else may be, some."""
         here = set(self.ssd)
-        assert set(self.model) <= here <= set(self.model) | more
-        self.model = {key: self.ssd.tenant_of(key) or "" for key in here}
-        self.ghosts.clear()
+        whole = {key for key in here if self.is_whole(key)}
+        assert set(self.model) <= whole
+        assert here <= set(self.model) | more
+        self.model = {key: self.ssd.tenant_of(key) or "" for key in whole}
+        self.ghosts = here - whole
+        self.tails.clear()
 
     @rule()
     def crash(self) -> None:
@@ -171,12 +208,14 @@ class TierMachine(RuleBasedStateMachine):
     def lose_index(self, room: bool) -> None:
         """And perhaps find no room for another one."""
         self.ssd.close()
-        shutil.rmtree(self.folder / "index", ignore_errors=True)
-        with pytest.MonkeyPatch().context() as patch:
-            room = room or not any((self.folder / "segments").iterdir())  # with nothing to serve it does not start
-            if not room:
-                patch.setattr("lmdb.open", full)
+        self.files.remove_folder(self.folder / "index")
+        room = room or not any((self.folder / "segments").iterdir())  # with nothing to serve it does not start
+        if room:
             self.start()
+        else:
+            self.files.full = True
+            self.start()
+            self.files.full = False
         assert self.ssd.indexed == room
         self.check_found(self.written)
         self.found_anew = True
@@ -209,15 +248,13 @@ class TierMachine(RuleBasedStateMachine):
                 del self.model[reader.key]
                 self.ghosts.add(reader.key)
         else:
-            outs = [memoryview(bytearray(LAYOUT.slice_bytes)) for _ in range(3)]
-            reader.read_layers(0, outs)
-            assert [bytes(out) for out in outs] == [slice_of(reader.key, layer) for layer in range(3)]
+            self.check_read(reader)
         reader.release()
 
     @invariant()
     def sound(self) -> None:
         self.ssd.check_invariants()
-        self.account.check_invariants(self.ssd._books.tenant_bytes())
+        self.account.check_invariants(self.ssd.tenant_bytes)
         assert {key: self.ssd.tenant_of(key) for key in self.ssd} == self.model
         assert self.ssd.used_bytes <= self.ssd.capacity_bytes or self.found_anew
         assert self.ssd.readers == len(self.readers)
@@ -228,12 +265,47 @@ class TierMachine(RuleBasedStateMachine):
         assert self.ssd.readers == 0
         self.restart(None)
         self.ssd.close()
-        self.patch.undo()
         shutil.rmtree(self.folder)
 
 
-TierMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None, derandomize=True)
+TierMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None, derandomize=True)
 TestTier = TierMachine.TestCase
+
+
+class ProcessMachine(TierMachine):
+    """Without syncs: nothing is lost with the process, but with the power something may be."""
+
+    durability: Durability = "process"
+
+
+def test_without_syncs_a_loss_of_power_loses_blocks_and_a_crash_of_the_process_none() -> None:
+    ProcessMachine.lost = 0
+    run_state_machine_as_test(
+        ProcessMachine,
+        settings=settings(max_examples=20, stateful_step_count=25, deadline=None, derandomize=True),
+    )
+    assert ProcessMachine.lost > 0
+
+
+@pytest.mark.parametrize("missing", ["sync", "sync_folder", "index_sync"])
+def test_no_sync_can_be_left_out(missing: str, tmp_path: Path) -> None:
+    """The loss of power that the machine makes up finds each of them missing."""
+    lost = 0
+    for seed in range(40):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        files = PowerFiles(folder, without=(missing,))
+        ssd = open_tier(folder, 16 * RECORD, 2 * RECORD, files=files, map_bytes=1 << 16)
+        for key in KEYS[:4]:
+            plan = ssd.plan([block_of(key)])
+            ssd.commit(plan)
+            ssd.committed(plan)
+        ssd.abandon()
+        files.lose_power(random.Random(seed))
+        ssd = open_tier(folder, 16 * RECORD, 2 * RECORD, files=files, map_bytes=1 << 16)
+        lost += len(set(KEYS[:4]) - set(ssd))
+        ssd.abandon()
+    assert (lost > 0) == (missing != "index_sync")
 
 
 class LongTierMachine(TierMachine):

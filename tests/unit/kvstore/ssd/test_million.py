@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from services.kvstore.ssd.catalogue import ENTRY
+from services.kvstore.ssd.files import Files
+from services.kvstore.ssd.id_table import IdChange
 from services.kvstore.ssd.index import Index, IndexChange
 from services.kvstore.ssd.records import ALIGN
-from services.kvstore.ssd.segments import segment_path
+from services.kvstore.ssd.scan import segment_path
 from services.kvstore.ssd.tier import open_tier
 from tests.unit.kvstore.helpers import FORMAT
 
@@ -19,7 +21,7 @@ SEGMENTS, PER_SEGMENT, PAGES, BATCH = 64, 15_625, 17, 625
 def make(path: Path) -> None:
     """A tier whose segments are holes: opening it reads none of them."""
     (path / "segments").mkdir(parents=True)
-    index = Index(path / "index", sync=False)
+    index = Index(Files(), path / "index", sync=False)
     for number in range(1, SEGMENTS + 1):
         rows = [
             ENTRY.pack(hashlib.blake2b(b"%d.%d" % (number, n), digest_size=32).digest(), n * PAGES, PAGES, 1, 1 + n % 3)
@@ -29,7 +31,8 @@ def make(path: Path) -> None:
         index.commit(IndexChange(entries=entries, segments={number: PER_SEGMENT * PAGES * ALIGN}))
         with segment_path(path / "segments", number).open("wb") as file:
             file.truncate(PER_SEGMENT * PAGES * ALIGN)
-    index.commit(IndexChange(formats={1: FORMAT}, tenants={1: "a", 2: "b", 3: "c"}))
+    none = frozenset[int]()
+    index.commit(IndexChange(formats=IdChange({1: FORMAT}, none), tenants=IdChange({1: "a", 2: "b", 3: "c"}, none)))
     index.finish_rebuild()
     index.close()
 

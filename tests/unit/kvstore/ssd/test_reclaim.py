@@ -3,16 +3,18 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from moonpool.kv.keys import BlockKey
-from services.kvstore.ssd.backend import WritePlan
-from services.kvstore.ssd.tier import SsdTier
+from services.kvstore.ssd.files import Files
+from services.kvstore.ssd.plan import WritePlan
+from services.kvstore.ssd.space import Keeps
+from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.tenancy.protection import Protection
 from services.kvstore.tenancy.tenants import Account, Grants
-from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, block_of, data_of, keys_of, open_ssd
+from tests.unit.kvstore.faulty_files import FaultyFiles
+from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, block_of, data_of, keys_of
 
 KEYS = keys_of(60)
 SEGMENT = 2 * RECORD
@@ -20,8 +22,16 @@ CAPACITY = 8 * SEGMENT  # of which half a segment is kept free for what is carri
 
 
 @contextmanager
-def tier(path: Path, capacity: int = CAPACITY, segment: int = SEGMENT) -> Iterator[SsdTier]:
-    ssd = open_ssd(path, capacity, segment)
+def tier(
+    path: Path,
+    capacity: int = CAPACITY,
+    segment: int = SEGMENT,
+    *,
+    keeps: Keeps | None = None,
+    account: Account | None = None,
+    files: Files | None = None,
+) -> Iterator[SsdTier]:
+    ssd = open_tier(path, capacity, segment, keeps=keeps, account=account, files=files, map_bytes=1 << 16)
     try:
         yield ssd
     finally:
@@ -90,8 +100,7 @@ def test_written_bytes_are_told_from_the_users(tmp_path: Path) -> None:
 
 def test_kept_blocks_stay_for_ever_and_are_there_after_a_restart(tmp_path: Path) -> None:
     kept = {KEYS[0], KEYS[5]}
-    with tier(tmp_path) as ssd:
-        ssd.protect(lambda key, tenant, nbytes: key in kept)
+    with tier(tmp_path, keeps=lambda key, tenant, nbytes: key in kept) as ssd:
         for key in KEYS:
             put(ssd, [key])
         assert kept <= set(ssd)
@@ -102,8 +111,7 @@ def test_kept_blocks_stay_for_ever_and_are_there_after_a_restart(tmp_path: Path)
 
 
 def test_where_all_is_kept_new_blocks_are_refused(tmp_path: Path) -> None:
-    with tier(tmp_path) as ssd:
-        ssd.protect(lambda key, tenant, nbytes: True)
+    with tier(tmp_path, keeps=lambda key, tenant, nbytes: True) as ssd:
         put(ssd, KEYS[:15])
         plan = put(ssd, KEYS[15:20])
         assert [block.info.key for block in plan.rejected] == KEYS[16:20]
@@ -113,36 +121,33 @@ def test_where_all_is_kept_new_blocks_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_mostly_kept_segment_goes_after_the_others(tmp_path: Path) -> None:
-    with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD) as ssd:
+    with tier(
+        tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD, keeps=lambda key, tenant, nbytes: key in KEYS[:3]
+    ) as ssd:
         put(ssd, KEYS[:30])
-        ssd.protect(lambda key, tenant, nbytes: key in KEYS[:3])
         assert put(ssd, KEYS[30:33]).removed == KEYS[4:8]
-        ssd.protect(lambda key, tenant, nbytes: key in KEYS[:3] or key not in KEYS[:33])
         assert ssd.carried_bytes == 0
 
 
 def test_a_guarantee_holds_for_all_of_a_segment_together(tmp_path: Path) -> None:
     account = Account(Grants(guarantees={"a": 3 * RECORD}))
     keeps = Protection(lambda key: False, account).keeps
-    with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD) as ssd:
-        ssd.protect(keeps, account)
+    with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD, keeps=keeps, account=account) as ssd:
         put(ssd, KEYS[:4], "a")
         put(ssd, KEYS[4:30], "b")
         assert account.used == {"a": 4 * RECORD, "b": 26 * RECORD}
         assert put(ssd, KEYS[30:33], "b").removed == [KEYS[0], *KEYS[4:8]]
-        assert account.used == ssd._books.tenant_bytes() == {"a": 3 * RECORD, "b": 25 * RECORD}
+        assert account.used == ssd.tenant_bytes == {"a": 3 * RECORD, "b": 25 * RECORD}
         assert ssd.tenant_of(KEYS[1]) == "a"
     again = Account(Grants(guarantees={"a": 3 * RECORD}))
-    with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD) as ssd:
-        ssd.protect(None, again)
+    with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD, account=again) as ssd:
         assert again.used == account.used
         assert (ssd.tenant_of(KEYS[1]), ssd.tenant_of(KEYS[9]), ssd.tenant_of(KEYS[0])) == ("a", "b", None)
 
 
 def test_a_bad_block_is_not_carried_over_but_reported(tmp_path: Path) -> None:
-    with tier(tmp_path) as ssd:
+    with tier(tmp_path, keeps=lambda key, tenant, nbytes: key in KEYS[:1]) as ssd:
         put(ssd, KEYS[:15])
-        ssd.protect(lambda key, tenant, nbytes: key in KEYS[:1])
         file = tmp_path / "segments" / f"{1:016d}.seg"
         data = bytearray(file.read_bytes())
         data[4096] ^= 1
@@ -168,7 +173,7 @@ def test_a_carried_block_is_readable_all_the_time(tmp_path: Path) -> None:
         assert ssd.readers == 2
         for reader in (early, late):
             out = memoryview(bytearray(LAYOUT.slice_bytes))
-            reader.read(1, out)
+            reader.read_layers(1, [out])
             assert out == data_of(KEYS[0])[LAYOUT.slice_bytes : 2 * LAYOUT.slice_bytes]
             assert not ssd.drop(reader)
             reader.release()
@@ -194,21 +199,36 @@ def test_a_block_that_is_dropped_while_it_is_carried_stays_dropped(tmp_path: Pat
         assert KEYS[0] not in ssd
 
 
+class BreakingFiles(FaultyFiles):
+    """From a step on all operations fail: for ever, or just that one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = -1
+        self.ever = False
+        self.broken = 0
+
+    def step(self, name: str, path: Path | None = None) -> None:
+        if name in ("read", "unlink"):
+            return
+        self.left -= 1
+        if self.left == -1 or (self.ever and self.broken):
+            self.broken += 1
+            raise OSError("broken")
+
+
 @pytest.mark.parametrize("step", range(8))
 @pytest.mark.parametrize("crash", [False, True])
-def test_nothing_durable_is_lost_wherever_a_plan_breaks_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, crash: bool
-) -> None:
+def test_nothing_durable_is_lost_wherever_a_plan_breaks_off(tmp_path: Path, step: int, crash: bool) -> None:
     kept = {KEYS[1], KEYS[3]}
-    with tier(tmp_path) as ssd:
+    files = BreakingFiles()
+    with tier(tmp_path, keeps=lambda key, tenant, nbytes: key in kept, files=files) as ssd:
         put(ssd, KEYS[:15])
-        ssd.protect(lambda key, tenant, nbytes: key in kept)
         plan = ssd.plan([block_of(key) for key in KEYS[15:18]])
-        with monkeypatch.context() as patch:
-            steps = break_off(patch, step, crash)
-            with pytest.raises(OSError, match="broken"):
-                ssd.commit(plan)
-        assert "broken" in steps
+        files.left, files.ever = step, crash
+        with pytest.raises(OSError, match="broken"):
+            ssd.commit(plan)
+        files.left, files.broken = -1, 0
         if not crash:
             ssd.failed(plan, OSError("broken"))
             ssd.check_invariants()
@@ -221,29 +241,6 @@ def test_nothing_durable_is_lost_wherever_a_plan_breaks_off(
         assert kept <= here <= set(KEYS[:20])
         assert all(read(ssd, key) == data_of(key) for key in here)
         ssd.check_invariants()
-
-
-def break_off(patch: pytest.MonkeyPatch, step: int, crash: bool) -> list[str]:
-    """Lets all fail from the step on: for ever, or just that one."""
-    steps: list[str] = []
-
-    def wrap(target: str, name: str, real: Any) -> None:
-        def run(*args: Any) -> Any:
-            if len(steps) == step or (crash and len(steps) > step):
-                steps.append("broken")
-                raise OSError("broken")
-            steps.append(name)
-            return real(*args)
-
-        patch.setattr(target, run)
-
-    from services.kvstore.ssd import index, segments
-
-    for name in ("append", "sync", "truncate"):
-        wrap(f"services.kvstore.ssd.segments.SegmentFile.{name}", name, getattr(segments.SegmentFile, name))
-    wrap("services.kvstore.ssd.index.Index.commit", "commit", index.Index.commit)
-    wrap("services.kvstore.ssd.commit.sync_folder", "sync_folder", segments.sync_folder)
-    return steps
 
 
 def test_compacting_rewrites_thin_segments_and_loses_nothing(tmp_path: Path) -> None:
@@ -276,8 +273,7 @@ def test_many_wholly_kept_segments_do_not_hide_the_others(tmp_path: Path) -> Non
         asked.append(key)
         return key in kept
 
-    with tier(tmp_path, capacity=50 * RECORD, segment=2 * RECORD) as ssd:
-        ssd.protect(keeps)
+    with tier(tmp_path, capacity=50 * RECORD, segment=2 * RECORD, keeps=keeps) as ssd:
         put(ssd, KEYS[:48])
         assert put(ssd, KEYS[48:50]).removed == KEYS[40:42]
         before = len(asked)

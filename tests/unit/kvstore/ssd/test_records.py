@@ -1,5 +1,4 @@
 import dataclasses
-import os
 import random
 from pathlib import Path
 
@@ -7,15 +6,18 @@ import pytest
 
 from moonpool.kv.blocks import BlockFormat, BlockInfo
 from moonpool.kv.keys import BlockKey
+from services.kvstore.ssd.files import Files
+from services.kvstore.ssd.reader import read_whole
 from services.kvstore.ssd.records import (
     BadRecordError,
     header_size,
     pack_header,
     record_size,
     slice_checksum,
+    slice_checksums,
     unpack_header,
 )
-from services.kvstore.ssd.segments import SegmentFile, list_segments, segment_path
+from services.kvstore.ssd.scan import Found, list_segments, scan, segment_path
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, OTHER_FORMAT, RECORD, block_of, info_of, keys_of, slice_of
 
 KEYS = keys_of(4)
@@ -23,23 +25,30 @@ KEYS = keys_of(4)
 
 def header_of(key: bytes) -> bytes:
     block = block_of(key)  # type: ignore[arg-type]
-    return pack_header(block.info, [block.slice(layer) for layer in range(LAYOUT.layers)])
+    return pack_header(block.info, slice_checksums(block.info.key, block.data, LAYOUT.slice_bytes))
 
 
-def write_segment(path: Path, count: int = 3) -> SegmentFile:
-    file = SegmentFile(path)
+def found_in(path: Path, **pieces: int) -> list[Found]:
+    files = Files()
+    try:
+        return list(scan(files, path, path.stat().st_size, **pieces))
+    finally:
+        files.close_all()
+
+
+def write_segment(path: Path, count: int = 3) -> Files:
+    files = Files()
     for index in range(count):
         data = bytes(block_of(KEYS[index]).data)
         parts: list[bytes | bytearray | memoryview] = [header_of(KEYS[index]), data, bytes(RECORD - 4096 - BLOCK)]
-        file.append(parts, index * RECORD)
-    file.sync()
-    return file
+        files.write(path, parts, index * RECORD)
+    return files
 
 
 def test_a_header_says_everything_of_its_block() -> None:
     info = BlockInfo(KEYS[0], KEYS[1], "tenant ü", BlockFormat(b"x" * 32, LAYOUT))
     slices = [memoryview(slice_of(KEYS[0], layer)) for layer in range(LAYOUT.layers)]
-    packed = pack_header(info, slices)
+    packed = pack_header(info, [slice_checksum(KEYS[0], layer, data) for layer, data in enumerate(slices)])
     header = unpack_header(packed + b"more")
     assert header.info == info
     assert header.header_bytes == len(packed) == header_size(info) == 4096
@@ -75,49 +84,43 @@ def test_a_long_tenant_makes_a_longer_header() -> None:
     info = info_of(KEYS[0], tenant="t" * 1000)
     many = BlockFormat(FORMAT.namespace, type(LAYOUT)(500, 1, 1, 16, "float16"))
     long = BlockInfo(KEYS[0], KEYS[1], info.tenant, many)
-    packed = pack_header(long, [memoryview(b"")] * 500)
+    packed = pack_header(long, [0] * 500)
     assert len(packed) == 8192
     assert unpack_header(packed).info == long
 
 
 def test_a_scan_finds_all_records(tmp_path: Path) -> None:
-    file = write_segment(tmp_path / "s")
-    assert [(found.offset, found.key) for found in file.scan()] == [
+    write_segment(tmp_path / "s").close_all()
+    assert [(found.offset, found.key) for found in found_in(tmp_path / "s")] == [
         (0, KEYS[0]),
         (RECORD, KEYS[1]),
         (2 * RECORD, KEYS[2]),
     ]
-    file.close()
-    file.close()
 
 
 def test_a_scan_tolerates_a_cut_tail_and_goes_on_behind_a_broken_header(tmp_path: Path) -> None:
-    file = write_segment(tmp_path / "s")
-    file.truncate(3 * RECORD - 1)
-    assert [found.key for found in file.scan()] == KEYS[:2]
-    file.append([b"\xff"], 50)
-    assert [(found.offset, found.key) for found in file.scan()] == [(RECORD, KEYS[1])]
-    file.append([bytes(4096)], RECORD)
-    assert list(file.scan()) == []
-    file.delete()
-    assert not (tmp_path / "s").exists()
+    path = tmp_path / "s"
+    files = write_segment(path)
+    files.truncate(path, 3 * RECORD - 1)
+    assert [found.key for found in found_in(path)] == KEYS[:2]
+    files.write(path, [b"\xff"], 50)
+    assert [(found.offset, found.key) for found in found_in(path)] == [(RECORD, KEYS[1])]
+    files.write(path, [bytes(4096)], RECORD)
+    assert found_in(path) == []
+    files.close_all()
 
 
 def record_of(key: BlockKey, block_format: BlockFormat, tenant: str) -> bytes:
     block = block_of(key, tenant, block_format)
-    layers = range(block_format.layout.layers)
-    record = pack_header(block.info, [block.slice(layer) for layer in layers]) + bytes(block.data)
+    checksums = slice_checksums(key, block.data, block_format.layout.slice_bytes)
+    record = pack_header(block.info, checksums) + bytes(block.data)
     return record.ljust(record_size(block.info), b"\0")
 
 
 @pytest.mark.parametrize("piece", [4096, 4096 * 5, 1 << 20])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_scan_finds_what_looking_everywhere_finds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, piece: int
-) -> None:
+def test_a_scan_finds_what_looking_everywhere_finds(tmp_path: Path, seed: int, piece: int) -> None:
     """Records of several kinds, some broken, with remains between them and headers of several pages."""
-    monkeypatch.setattr("services.kvstore.ssd.scan.PIECE_BYTES", piece)
-    monkeypatch.setattr("services.kvstore.ssd.scan.SMALL_BYTES", 12 << 10)
     dice = random.Random(seed)
     deep = dataclasses.replace(LAYOUT, layers=600)
     formats = [FORMAT, OTHER_FORMAT, BlockFormat(b"w" * 32, deep), BlockFormat(b"n" * 32, deep)]
@@ -132,41 +135,40 @@ def test_a_scan_finds_what_looking_everywhere_finds(
             expected.append((len(data), key, block_format, tenant, len(record)))
         data += record + bytes(4096 * dice.choice([0, 0, 0, 1, 3]))
     (tmp_path / "s").write_bytes(data)
-    file = SegmentFile(tmp_path / "s")
-    found = [(*record[:2], record.kind.format, record.kind.tenant, record.kind.record_bytes) for record in file.scan()]
-    file.close()
+    records = found_in(tmp_path / "s", piece_bytes=piece, small_bytes=12 << 10)
+    found = [(*record[:2], record.kind.format, record.kind.tenant, record.kind.record_bytes) for record in records]
     assert (found, broken > 3) == (expected, True)
 
 
-def test_a_scan_reads_small_records_together_and_of_large_ones_the_headers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.kvstore.ssd.scan.PIECE_BYTES", 16 * RECORD)
+class CountedFiles(Files):
+    """Notes how much each read of a scan asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peeks: list[int] = []
+
+    def peek(self, path: Path, nbytes: int, offset: int) -> bytes:
+        self.peeks.append(nbytes)
+        return super().peek(path, nbytes, offset)
+
+
+def test_a_scan_reads_small_records_together_and_of_large_ones_the_headers(tmp_path: Path) -> None:
     large = BlockFormat(b"n" * 32, dataclasses.replace(LAYOUT, block_tokens=1024))
     keys = keys_of(80)
     data = b"".join(record_of(key, FORMAT, "") for key in keys[:64])
     (tmp_path / "s").write_bytes(data + b"".join(record_of(key, large, "") for key in keys[64:]))
-    reads: list[int] = []
-    pread = os.pread
-
-    def counted(fd: int, nbytes: int, offset: int) -> bytes:
-        reads.append(nbytes)
-        return pread(fd, nbytes, offset)
-
-    monkeypatch.setattr("os.pread", counted)
-    file = SegmentFile(tmp_path / "s")
-    assert [found.key for found in file.scan()] == keys
-    file.close()
-    assert reads == [16 * RECORD] * 5 + [4096] * 15
+    files = CountedFiles()
+    size = (tmp_path / "s").stat().st_size
+    assert [found.key for found in scan(files, tmp_path / "s", size, piece_bytes=16 * RECORD)] == keys
+    files.close_all()
+    assert files.peeks == [16 * RECORD] * 5 + [4096] * 15
 
 
 def test_reading_behind_the_end_is_a_bad_record(tmp_path: Path) -> None:
-    file = write_segment(tmp_path / "s", 1)
+    files = write_segment(tmp_path / "s", 1)
     with pytest.raises(BadRecordError):
-        file.read([memoryview(bytearray(10))], RECORD - 5)
-    with pytest.raises(BadRecordError):
-        file.read_header(RECORD)
-    file.close()
+        read_whole(files, tmp_path / "s", [memoryview(bytearray(10))], RECORD - 5)
+    files.close_all()
 
 
 def test_segments_are_listed_by_age_and_other_files_left_alone(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ import pytest
 
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import BlockKey
-from services.kvstore.ssd.recovery import DataFolder
+from services.kvstore.ssd.files import Files
+from services.kvstore.ssd.folder import DataFolder
 from services.kvstore.ssd.tier import SsdTier
+from tests.unit.kvstore.faulty_files import FaultyFiles, counting
 from tests.unit.kvstore.helpers import (
     FORMAT,
     LAYOUT,
@@ -27,8 +29,10 @@ KEYS = keys_of(12)
 
 
 @contextmanager
-def store(path: Path, capacity: int = 1 << 20, segment: int = 1 << 16) -> Iterator[tuple[Driven, SsdTier]]:
-    ssd = open_ssd(path, capacity, segment)
+def store(
+    path: Path, capacity: int = 1 << 20, segment: int = 1 << 16, files: Files | None = None
+) -> Iterator[tuple[Driven, SsdTier]]:
+    ssd = open_ssd(path, capacity, segment, files=files)
     try:
         yield Driven(ssd), ssd
     finally:
@@ -67,14 +71,16 @@ def test_what_was_not_committed_is_not_there_and_takes_no_room(tmp_path: Path) -
         driven.put([KEYS[1]])
         plan = driven.store.writes.next_plan()
         assert plan is not None
-        append = plan.work.work.store[0]
-        append.segment.file.append([b"half a record"], append.offset)  # and then the process ends
+        append = plan.store[0]
+        with append.segment.path.open("r+b") as file:  # and then the process ends
+            file.seek(append.offset)
+            file.write(b"half a record")
     with store(tmp_path) as (driven, ssd):
         assert list(driven.store.holdings) == [KEYS[0]]
         assert (tmp_path / "segments" / segment_files(tmp_path)[0]).stat().st_size == RECORD == ssd.used_bytes
 
 
-def test_a_segment_that_was_never_committed_is_removed(tmp_path: Path) -> None:
+def test_a_segment_that_holds_no_record_is_removed(tmp_path: Path) -> None:
     with store(tmp_path) as (driven, _):
         driven.flush([KEYS[0]])
     (tmp_path / "segments" / "0000000000000007.seg").write_bytes(bytes(RECORD))
@@ -219,16 +225,13 @@ def test_a_block_larger_than_the_budget_stays_in_dram(tmp_path: Path) -> None:
         assert driven.read([KEYS[0]]) == [data_of(KEYS[0])]
 
 
-def test_a_full_device_gives_up_its_oldest_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with store(tmp_path, segment=RECORD) as (driven, ssd):
+def test_a_full_device_gives_up_its_oldest_segment(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with store(tmp_path, segment=RECORD, files=files) as (driven, ssd):
         driven.flush(KEYS[:3])
-
-        def full(*_: object) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr("services.kvstore.ssd.segments.SegmentFile.append", full)
-            driven.flush([KEYS[3]])
+        files.fail("write", OSError(errno.ENOSPC, "No space left on device"))
+        driven.flush([KEYS[3]])
+        files.mend()
         assert driven.store.writes.failed_batches == 1
         assert not driven.store.holdings.durable(KEYS[3])
         assert KEYS[3] in driven.store.holdings
@@ -240,16 +243,13 @@ def test_a_full_device_gives_up_its_oldest_segment(tmp_path: Path, monkeypatch: 
         assert set(driven.store.holdings) == {KEYS[1], KEYS[2], KEYS[4]}
 
 
-def test_a_failed_index_transaction_names_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with store(tmp_path) as (driven, ssd):
+def test_a_failed_index_transaction_names_nothing(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with store(tmp_path, files=files) as (driven, ssd):
         driven.flush([KEYS[0]])
-
-        def broken(*_: object) -> None:
-            raise OSError(errno.EIO, "Input/output error")
-
-        with monkeypatch.context() as patch:
-            patch.setattr("services.kvstore.ssd.index.Index.commit", broken)
-            driven.flush([KEYS[1]])
+        files.fail("transaction", OSError(errno.EIO, "Input/output error"))
+        driven.flush([KEYS[1]])
+        files.mend()
         assert driven.durable == [(KEYS[0],)]
         assert set(ssd) == {KEYS[0]}
         driven.flush([KEYS[2]])
@@ -259,28 +259,12 @@ def test_a_failed_index_transaction_names_nothing(tmp_path: Path, monkeypatch: p
         assert driven.read([KEYS[2]]) == [data_of(KEYS[2])]
 
 
-def test_the_index_names_a_record_only_after_its_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[str] = []
-    with store(tmp_path) as (driven, _ssd):
-        for target, name in (
-            ("segments.SegmentFile", "append"),
-            ("segments.SegmentFile", "sync"),
-            ("index.Index", "commit"),
-        ):
-            note(monkeypatch, f"services.kvstore.ssd.{target}", name, steps)
+def test_the_index_names_a_record_only_after_its_sync(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with store(tmp_path, files=files) as (driven, _ssd):
+        done = counting(files.steps)
         driven.flush(KEYS[:2])
-    assert steps == ["append", "sync", "commit"]
-
-
-def note(monkeypatch: pytest.MonkeyPatch, target: str, name: str, steps: list[str]) -> None:
-    module, _, owner = target.rpartition(".")
-    real = getattr(getattr(__import__(module, fromlist=[owner]), owner), name)
-
-    def noting(*args: object) -> object:
-        steps.append(name)
-        return real(*args)
-
-    monkeypatch.setattr(f"{target}.{name}", noting)
+        assert [name for name, _ in done()] == ["write", "sync", "sync_folder", "transaction"]
 
 
 def test_blocks_of_another_format_are_a_miss(tmp_path: Path) -> None:
@@ -301,7 +285,7 @@ def test_one_process_per_folder(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError) as refusal:
-        DataFolder(tmp_path / "file" / "data")
+        DataFolder(tmp_path / "file" / "data", Files())
     assert refusal.value.field == "data_dir"
 
 
@@ -314,7 +298,6 @@ def test_promotion_brings_blocks_back_into_dram(tmp_path: Path) -> None:
         assert set(dram) == set(KEYS[:3])
         assert driven.store.reads.promotions == 3
         assert (driven.stored, driven.removed) == ([], [])
-        assert list(dram._policy.candidates()) == [KEYS[2], KEYS[1], KEYS[0]]
         assert driven.read(KEYS[:3]) == [data_of(key) for key in KEYS[:3]]
         assert (driven.store.reads.dram_hits, driven.store.reads.ssd_hits) == (3, 3)
 

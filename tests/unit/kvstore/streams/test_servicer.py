@@ -28,7 +28,7 @@ from moonpool.telemetry.gauges import restless
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from services.kvstore.config import KVStoreConfig
-from services.kvstore.service import KVStoreService, open_ssd
+from services.kvstore.service import KVStoreService, open_tiers
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, OTHER_FORMAT, RECORD, data_of, keys_of, slice_of
 
 KEYS = keys_of(8)
@@ -117,7 +117,7 @@ async def rig(data_dir: Path | None = None, **settings: Any) -> AsyncIterator[Ri
         data_dir=data_dir, **{"dram_bytes": 64 * BLOCK, "ssd_bytes": 1 << 20, "drain_s": 5} | settings
     )
     instance = kv_pb2.Instance(id="kvstore-0", incarnation=9, kind=kv_pb2.INSTANCE_KIND_KVSTORE)
-    service = KVStoreService(config, open_ssd(config), instance)
+    service = KVStoreService(config, open_tiers(config), instance)
     async with (
         service.running(),
         serving("127.0.0.1:0", [service.contract], grace_s=0) as server,

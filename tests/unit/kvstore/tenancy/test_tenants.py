@@ -171,8 +171,9 @@ def ssd_account(**rows: TenantRow) -> Account:
 
 
 def test_a_tenant_over_its_ssd_quota_gives_up_its_oldest(tmp_path: Path) -> None:
-    ssd = open_ssd(tmp_path, segment=2 * RECORD)
-    driven = Driven(ssd, dram_bytes=3 * BLOCK, ssd_account=ssd_account(x=TenantRow(ssd_quota_bytes=3 * RECORD)))
+    account = ssd_account(x=TenantRow(ssd_quota_bytes=3 * RECORD))
+    ssd = open_ssd(tmp_path, segment=2 * RECORD, account=account)
+    driven = Driven(ssd, dram_bytes=3 * BLOCK, ssd_account=account)
     driven.flush([A, B], "x")
     driven.flush([C], "y")
     driven.flush([D], "x")
@@ -191,8 +192,9 @@ def test_a_tenant_over_its_ssd_quota_gives_up_its_oldest(tmp_path: Path) -> None
 
 
 def test_pinned_blocks_are_not_given_up_and_what_finds_no_room_stays_in_dram(tmp_path: Path) -> None:
-    ssd = open_ssd(tmp_path)
-    driven = Driven(ssd, pins=Pins(9 * BLOCK), ssd_account=ssd_account(others=TenantRow(ssd_quota_bytes=2 * RECORD)))
+    pins, account = Pins(9 * BLOCK), ssd_account(others=TenantRow(ssd_quota_bytes=2 * RECORD))
+    ssd = open_ssd(tmp_path, pins=pins, account=account)
+    driven = Driven(ssd, pins=pins, ssd_account=account)
     driven.flush([A, B], "x")
     driven.store.pin("x", "p", [A, B], now=0, ttl_s=9)
     driven.flush([C, D], "x")
@@ -207,8 +209,9 @@ def test_pinned_blocks_are_not_given_up_and_what_finds_no_room_stays_in_dram(tmp
 
 
 def test_others_do_not_take_a_tenants_share_of_the_ssd(tmp_path: Path) -> None:
-    ssd = open_ssd(tmp_path, capacity=8 * RECORD, segment=RECORD)
-    driven = Driven(ssd, dram_bytes=2 * BLOCK, ssd_account=ssd_account(a=TenantRow(ssd_guarantee_bytes=2 * RECORD)))
+    account = ssd_account(a=TenantRow(ssd_guarantee_bytes=2 * RECORD))
+    ssd = open_ssd(tmp_path, capacity=8 * RECORD, segment=RECORD, account=account)
+    driven = Driven(ssd, dram_bytes=2 * BLOCK, ssd_account=account)
     driven.flush([A, B], "a")
     for key in KEYS[2:]:
         driven.flush([key], "x")

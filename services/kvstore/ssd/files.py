@@ -1,0 +1,345 @@
+"""The file layer of the SSD tier: its reads of segments, and every change it makes to the file system.
+
+Tests put another layer in its place, which lets operations fail or loses what was not synced. All methods block, but
+for `close_later`; reads and writes of one file from several threads are safe.
+"""
+
+import collections
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from services.kvstore.ssd import device
+
+MAX_OPEN = 512
+"""Descriptors of segments that stay open. A process may have 1,024 unless it is told otherwise."""
+
+PROBE_BYTES = 1 << 20
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_CACHED = os.O_RDONLY | os.O_CLOEXEC
+_DIRECT = _CACHED | getattr(os, "O_DIRECT", 0)
+_WRITE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+
+
+class _Descriptor:
+    """An open file; `fd` is -1 until it is opened. Not closed while it has users."""
+
+    __slots__ = ("closing", "fd", "lock", "users")
+
+    def __init__(self) -> None:
+        self.fd = -1
+        self.users = 0
+        self.closing = False
+        self.lock = threading.Lock()
+
+
+class Files:
+    """Files and folders of one data folder.
+
+    Args:
+        direct: read past the page cache where the file system can.
+        max_open: descriptors that stay open; the least recently used one is closed for the next.
+    """
+
+    def __init__(self, *, direct: bool = False, max_open: int = MAX_OPEN) -> None:
+        self._direct = direct and _DIRECT != _CACHED
+        self._max_open = max_open
+        self._lock = threading.Lock()
+        self._open: collections.OrderedDict[tuple[Path, int], _Descriptor] = collections.OrderedDict()
+        self._kept: set[Path] = set()  # files without a name: only their descriptor can still read them
+        self._closer = ThreadPoolExecutor(1, thread_name_prefix="kvstore-close")
+
+    @property
+    def open_files(self) -> int:
+        """Descriptors of segments that are open."""
+        return len(self._open)
+
+    @contextlib.contextmanager
+    def _descriptor(self, path: Path, flags: int) -> Iterator[int]:
+        with self._lock:
+            entry = self._open.setdefault((path, flags), _Descriptor())
+            self._open.move_to_end((path, flags))
+            entry.users += 1
+        try:
+            with entry.lock:
+                if entry.fd < 0:
+                    entry.fd = self.open_file(path, flags)
+            yield entry.fd
+        finally:
+            with self._lock:
+                entry.users -= 1
+                if entry.fd < 0 and not entry.users and self._open.get((path, flags)) is entry:
+                    del self._open[path, flags]
+                surplus = self._take_surplus()
+                if entry.closing and not entry.users:
+                    surplus.append(entry)
+            self._close(surplus)
+
+    def _take_surplus(self) -> list[_Descriptor]:
+        excess = len(self._open) - self._max_open
+        if excess <= 0:
+            return []
+        idle = [key for key, entry in self._open.items() if not entry.users and key[0] not in self._kept]
+        return [self._open.pop(key) for key in idle[:excess]]
+
+    def _close(self, entries: Sequence[_Descriptor]) -> None:
+        for entry in entries:
+            if entry.fd >= 0:
+                os.close(entry.fd)
+
+    def open_file(self, path: Path, flags: int) -> int:
+        """Opens a segment; the descriptor."""
+        return os.open(path, flags, 0o640)
+
+    def read(self, path: Path, outs: Sequence[memoryview], offset: int) -> int:
+        """Fills `outs` one after the other from `offset` on.
+
+        Returns:
+            Bytes read: fewer than asked for only at the end of the file.
+
+        Raises:
+            OSError: the read failed.
+        """
+        if self._direct:
+            try:
+                with self._descriptor(path, _DIRECT) as fd:
+                    return device.read_direct(fd, outs, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._direct = False  # the file system has no direct reads
+        with self._descriptor(path, _CACHED) as fd:
+            return device.read_cached(fd, outs, offset)
+
+    def peek(self, path: Path, nbytes: int, offset: int) -> bytes:
+        """Up to `nbytes` bytes, through the page cache and without reading ahead: for a walk over headers.
+
+        Raises:
+            OSError: the read failed.
+        """
+        with self._descriptor(path, _CACHED) as fd:
+            if self._direct:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            return os.pread(fd, nbytes, offset)
+
+    def write(self, path: Path, parts: Sequence[bytes | bytearray | memoryview], offset: int) -> None:
+        """Writes parts one after the other from `offset` on; makes the file if need be.
+
+        Raises:
+            OSError: the write failed.
+        """
+        with self._descriptor(path, _WRITE) as fd:
+            device.write(fd, parts, offset)
+
+    def start_writeback(self, path: Path, offset: int, nbytes: int) -> None:
+        """Lets the device begin with what was written."""
+        with self._descriptor(path, _WRITE) as fd:
+            device.start_writeback(fd, offset, nbytes)
+
+    def sync(self, path: Path) -> None:
+        """Returns once everything written to the file is on the device; its name need not be.
+
+        Raises:
+            OSError: it is not.
+        """
+        with self._descriptor(path, _WRITE) as fd:
+            os.fdatasync(fd)
+
+    def uncache(self, path: Path, offset: int, nbytes: int) -> None:
+        """Gives up page cache of a range that was synced: the DRAM tier decides what stays in memory."""
+        with self._descriptor(path, _WRITE) as fd:
+            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def truncate(self, path: Path, size: int) -> None:
+        """Cuts the file.
+
+        Raises:
+            OSError: it cannot be cut.
+        """
+        os.truncate(path, size)
+
+    def unlink(self, path: Path, *, readable: bool = False) -> None:
+        """Removes a file's name; an absent one is fine.
+
+        Args:
+            path: the file.
+            readable: it can be read on until it is closed.
+
+        Raises:
+            OSError: it cannot be removed, or not be opened to be read on.
+        """
+        if not readable:
+            self.close(path)
+        elif path not in self._kept:
+            with self._descriptor(path, _DIRECT if self._direct else _CACHED):
+                self._kept.add(path)
+        path.unlink(missing_ok=True)
+
+    def close(self, path: Path) -> None:
+        """Closes a file that nobody reads any more. Slow for a large file without a name."""
+        with self._lock:
+            self._kept.discard(path)
+            found = [self._open.pop((path, flags), None) for flags in {_CACHED, _DIRECT, _WRITE}]
+            entries = [entry for entry in found if entry is not None]
+            for entry in entries:
+                entry.closing = True
+            idle = [entry for entry in entries if not entry.users]
+        self._close(idle)
+
+    def close_later(self, path: Path) -> None:
+        """As `close`, in a thread: for the event loop."""
+        self._closer.submit(self.close, path)
+
+    def close_all(self) -> None:
+        """Closes all files."""
+        self._closer.shutdown()
+        self._closer = ThreadPoolExecutor(1, thread_name_prefix="kvstore-close")
+        for path, _ in list(self._open):
+            self.close(path)
+
+    def write_note(self, path: Path, text: str) -> None:
+        """Writes a small file and syncs it and its name.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with path.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        self.sync_folder(path.parent)
+
+    def probe(self, folder: Path, nbytes: int) -> None:
+        """Writes a file of `nbytes` bytes and deletes it.
+
+        Raises:
+            OSError: the folder cannot be written, or the device is full.
+        """
+        path = folder / "probe"
+        try:
+            path.write_bytes(bytes(nbytes))
+        finally:
+            path.unlink(missing_ok=True)
+
+    def make_folder(self, path: Path) -> None:
+        """Makes a folder and those around it, and syncs the names of new ones.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        if not path.is_dir():
+            self.make_folder(path.parent)
+            path.mkdir(exist_ok=True)
+            self.sync_folder(path.parent)
+
+    def remove_folder(self, path: Path) -> None:
+        """Deletes a folder with all that is in it, and syncs that; an absent one is fine.
+
+        Raises:
+            OSError: it cannot be deleted.
+        """
+        if path.exists():
+            shutil.rmtree(path)
+            self.sync_folder(path.parent)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Makes new and removed names in a folder durable.
+
+        Raises:
+            OSError: they are not.
+        """
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def sync_all(self) -> None:
+        """Returns once everything that any process has written is on the device."""
+        os.sync()
+
+    def boot_id(self) -> str:
+        """Names this run of the machine; "" where it has no name."""
+        try:
+            return _BOOT_ID.read_text().strip()
+        except OSError:
+            return ""
+
+    def open_index(self, path: Path, map_bytes: int, *, sync: bool) -> lmdb.Environment:
+        """Opens an LMDB database in a folder, both made if need be. LMDB syncs files, but not their names.
+
+        Args:
+            path: the folder.
+            map_bytes: size of the memory map to begin with.
+            sync: whether each transaction is synced.
+
+        Raises:
+            OSError, lmdb.Error: it cannot be opened.
+        """
+        self.make_folder(path)
+        is_new = not (path / "data.mdb").exists()
+        with self.lmdb_errors(path):
+            env = open_lmdb(path, map_size=map_bytes, metasync=sync, sync=sync)
+        if is_new:
+            self.sync_folder(path)
+        return env
+
+    @contextlib.contextmanager
+    def transaction(self, env: lmdb.Environment) -> Iterator[lmdb.Transaction]:
+        """One transaction that writes; committed at the end, unless an exception ends it.
+
+        Raises:
+            lmdb.Error: it could not be committed; DiskError when the device is full.
+        """
+        with self.lmdb_errors(Path(env.path())), env.begin(write=True) as txn:
+            yield txn
+
+    def sync_index(self, env: lmdb.Environment) -> None:
+        """Makes durable what was committed without syncs.
+
+        Raises:
+            lmdb.Error: it is not.
+        """
+        env.sync(True)
+
+    @contextlib.contextmanager
+    def lmdb_errors(self, folder: Path) -> Iterator[None]:
+        """Turns an error without a class of its own into DiskError when the device has no room.
+
+        LMDB says that a device is full only when not a byte fits. Where part of a page fits it reports an input/output
+        error, and for a quota an error that its binding has no class for.
+        """
+        try:
+            yield
+        except lmdb.Error as error:
+            if type(error) is lmdb.Error:
+                try:
+                    self.probe(folder, PROBE_BYTES)
+                except OSError as failure:
+                    if device.is_full(failure):
+                        raise lmdb.DiskError(f"{error}; {failure}") from error
+            raise
+
+
+def open_lmdb(path: Path, **settings: Any) -> lmdb.Environment:
+    """Opens an LMDB database as the index needs it, with more settings for `lmdb.open`."""
+    # lock=False: the data folder has its own lock, and a device may be too full to map a lock file.
+    return lmdb.open(str(path), max_dbs=8, lock=False, readahead=False, **settings)
+
+
+def raise_open_files_limit() -> None:
+    """Lets this process have as many open files as the system permits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # some systems do not permit what they name
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
