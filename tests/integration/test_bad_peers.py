@@ -85,7 +85,7 @@ def frame(
     )
     payload = bytes(3 * layout.slice_bytes if size is None else size)
     header.slice_hashes.extend(
-        [slice_hash(payload[: layout.slice_bytes]) ^ bad_hash] * min(3, (values | wrong)["block_count"])
+        [slice_hash(payload[: layout.slice_bytes]) ^ bad_hash] * max(1, min(3, (values | wrong)["block_count"]))
     )
     header.checksum = checksum(header) ^ bad_sum
     return decode_pb2.ReceiveKVRequest(frame=header, payload=payload)
