@@ -18,7 +18,7 @@ from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.index import Index, IndexChange
 from services.kvstore.ssd.plan import Append, WritePlan, ends
 from services.kvstore.ssd.reader import read_record
-from services.kvstore.ssd.records import ALIGN, BadRecordError, pack_header, slice_checksums
+from services.kvstore.ssd.records import ALIGN, BadRecordError, pack_header
 
 log = get_logger(__name__)
 
@@ -169,7 +169,7 @@ class Committer:
 
 
 def _record(block: DramBlock) -> list[bytes | memoryview]:
-    info, data = block.info, memoryview(block.data)
-    header = pack_header(info, slice_checksums(info.key, data, info.format.layout.slice_bytes))
+    data = memoryview(block.data)
+    header = pack_header(block.info, block.hashes)
     padding = -len(data) % ALIGN
     return [header, data, bytes(padding)] if padding else [header, data]

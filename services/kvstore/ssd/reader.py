@@ -26,13 +26,9 @@ class SsdReader:
         self._offset = segment.offset(slot)
         self._header_bytes = segment.nbytes(slot) - data_size(block_format)
         self._header: RecordHeader | None = None
+        self._hashes: dict[int, int] = {}
         self._released = False
         segment.readers += 1
-
-    @property
-    def header(self) -> RecordHeader | None:
-        """The record's header, once a slice was read."""
-        return self._header
 
     @property
     def info(self) -> BlockInfo | None:
@@ -58,7 +54,11 @@ class SsdReader:
             skipped = self._header_bytes + first * self.format.layout.slice_bytes
             read_whole(self._files, self.segment.path, outs, self._offset + skipped)
         for layer, out in enumerate(outs, first):
-            header.check_slice(layer, out)
+            self._hashes[layer] = header.check_slice(layer, out)
+
+    def hash_of(self, layer: int) -> int:
+        """The hash of a layer that was read, bound to the block."""
+        return self._hashes[layer]
 
     def _check(self, start: memoryview) -> RecordHeader:
         header = unpack_header(bytes(start))

@@ -10,6 +10,7 @@ import pytest
 
 from moonpool.kv.keys import BlockKey
 from services.kvstore.operate.warming import Warmed, Warmer
+from services.kvstore.ssd.catalogue import Segment
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.streams.layers import ReadAhead
 from tests.unit.kvstore.helpers import BLOCK, OTHER_FORMAT, RECORD, Driven, block_of, data_of, keys_of, open_ssd
@@ -53,14 +54,14 @@ def warming(driven: Driven) -> Iterator[Warmer]:
 def test_no_step_looks_at_more_than_its_bound(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with filled(tmp_path) as ssd:
         looked = 0
-        lives = ssd._books.lives
+        lives = ssd.catalogue.is_live
 
-        def counting(*place: object) -> bool:
+        def counting(segment: Segment, slot: int) -> bool:
             nonlocal looked
             looked += 1
-            return lives(*place)  # type: ignore[arg-type]
+            return lives(segment, slot)
 
-        monkeypatch.setattr(ssd._books, "lives", counting)
+        monkeypatch.setattr(ssd.catalogue, "is_live", counting)
         found: list[BlockKey] = []
         for keys in ssd.newest_first(step):
             assert len(keys) <= looked <= step
@@ -87,13 +88,13 @@ async def test_others_have_their_turn_after_each_step(tmp_path: Path, monkeypatc
     with filled(tmp_path) as ssd:
         driven = Driven(ssd)
         looked: list[int] = [0]
-        find = ssd._books.lives
+        find = ssd.catalogue.is_live
 
-        def counting(*place: object) -> bool:
+        def counting(segment: Segment, slot: int) -> bool:
             looked[-1] += 1
-            return find(*place)  # type: ignore[arg-type]
+            return find(segment, slot)
 
-        monkeypatch.setattr(ssd._books, "lives", counting)
+        monkeypatch.setattr(ssd.catalogue, "is_live", counting)
 
         async def turns() -> None:
             while True:

@@ -1,9 +1,10 @@
 """Layer-major reading: order, pieces, memory, and what is lost on the way."""
 
 import asyncio
+import errno
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from moonpool.errors import Overloaded
 from moonpool.kv.blocks import BlockFormat, BlockInfo, DramBlock
 from moonpool.kv.layout import KVLayout
 from services.kvstore.core.reads import ReadLease, Source
+from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.streams import layers
 from services.kvstore.streams.layers import LayerReader, Lost, ReadAhead
@@ -30,19 +32,22 @@ class FakeReader:
     format = FORMAT
     info: BlockInfo | None = None
 
-    def __init__(self, index: int, bad: int | None, asked: list[tuple[int, int, int]]) -> None:
+    def __init__(
+        self, index: int, bad: int | None, asked: list[tuple[int, int, int]], error: Exception | None = None
+    ) -> None:
         self.key = KEYS[index]
         self._index, self._bad, self._asked = index, bad, asked
-
-    def read(self, layer: int, out: memoryview) -> None:
-        self.read_layers(layer, [out])
+        self._error = error or BadRecordError("bad")
 
     def read_layers(self, first: int, outs: Sequence[memoryview]) -> None:
         self._asked.append((self._index, first, len(outs)))
         for layer, out in enumerate(outs, first):
             if layer == self._bad:
-                raise BadRecordError("bad")
+                raise self._error
             out[:] = slice_of(self.key, layer, SHAPE)
+
+    def hash_of(self, layer: int) -> int:
+        return layer
 
     def release(self) -> None:
         pass
@@ -67,8 +72,8 @@ def source_of(index: int, kind: str, bad: int | None, asked: list[tuple[int, int
     key = KEYS[index]
     if kind == "dram":
         info = BlockInfo(key, KEYS[0], "", FORMAT)
-        return Source(block=DramBlock(info, bytearray(data_of(key, SHAPE))))
-    source = Source(reader=FakeReader(index, bad, asked))
+        return Source(block=DramBlock(info, bytearray(data_of(key, SHAPE)), range(SHAPE.layers)))
+    source = Source(reader=cast("SsdReader", FakeReader(index, bad, asked)))
     if kind == "reserved":
         source.allocate = lambda nbytes: memoryview(bytearray(nbytes))
     return source
@@ -89,7 +94,7 @@ async def read(
     limit, most = len(sources), 0
     ended = asyncio.Event()
     with ThreadPoolExecutor(3) as pool:
-        lease = ReadLease(FORMAT, sources)
+        lease = ReadLease(FORMAT, KEYS[: len(sources)], sources)
         reader = LayerReader(
             reads, lease, wanted, pool, ahead, on_closed=ended.set, group_bytes=group_bytes, sent_bytes=sent_bytes
         )
@@ -114,6 +119,15 @@ async def read(
     assert reads.closed == 1
     assert ahead.out == 0
     return cells, limit, reads, most
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EIO])
+async def test_a_passing_error_ends_the_reading_there_and_forgets_no_block(number: int) -> None:
+    asked: list[tuple[int, int, int]] = []
+    sources = [source_of(index, "cold", None, asked) for index in range(4)]
+    sources[2].reader = cast("SsdReader", FakeReader(2, 5, asked, OSError(number, "passing")))
+    _, limit, reads, _ = await read(sources, range(9), ahead=ReadAhead(1000 * SLICE), group_bytes=100 * SLICE)
+    assert (limit, reads.lost_keys) == (2, [])
 
 
 BLOCK = st.tuples(st.sampled_from(["dram", "cold", "reserved"]), st.none() | st.none() | st.integers(0, 8))
@@ -185,7 +199,7 @@ async def test_no_memory_to_read_into_ends_the_reading() -> None:
     source.allocate = none_left
     with ThreadPoolExecutor(1) as pool:
         reads: Any = FakeReads()
-        reader = LayerReader(reads, ReadLease(FORMAT, [source]), range(9), pool, ReadAhead(1 << 20))
+        reader = LayerReader(reads, ReadLease(FORMAT, KEYS[:1], [source]), range(9), pool, ReadAhead(1 << 20))
         with pytest.raises(Overloaded):
             async for _ in reader.groups():
                 pass
