@@ -26,7 +26,7 @@ from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.tenancy.protection import Protection
 from services.kvstore.tenancy.tenants import Account, Grants
-from tests.unit.kvstore.helpers import LAYOUT, RECORD, block_of, keys_of, slice_of
+from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, data_of, keys_of, slice_of
 from tests.unit.kvstore.ssd.power import PowerFiles
 
 KEYS = keys_of(14)
@@ -306,6 +306,33 @@ def test_no_sync_can_be_left_out(missing: str, tmp_path: Path) -> None:
         lost += len(set(KEYS[:4]) - set(ssd))
         ssd.abandon()
     assert (lost > 0) == (missing != "index_sync")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_adopted_record_survives_the_next_loss_of_power(seed: int, tmp_path: Path) -> None:
+    """The process that wrote it ended before its own sync."""
+    dead, first = False, True
+
+    def step(name: str) -> None:
+        nonlocal dead, first
+        if dead or (name == "sync" and first):
+            dead, first = True, False
+            raise Crash
+
+    (tmp_path / "data").mkdir()
+    files = PowerFiles(tmp_path / "data", step)
+    ssd = open_tier(tmp_path / "data", 16 * RECORD, 4 * RECORD, files=files, map_bytes=1 << 16)
+    plan = ssd.plan([block_of(key) for key in KEYS[:3]])
+    with pytest.raises(Crash):
+        ssd.commit(plan)
+    ssd.abandon()
+    dead = False
+    for _ in range(2):
+        ssd = open_tier(tmp_path / "data", 16 * RECORD, 4 * RECORD, files=files, map_bytes=1 << 16)
+        assert set(ssd) == set(KEYS[:3])
+        assert Driven(ssd).read(KEYS[:3]) == [data_of(key) for key in KEYS[:3]]
+        ssd.abandon()
+        files.lose_power(random.Random(seed))
 
 
 class LongTierMachine(TierMachine):
