@@ -75,11 +75,9 @@ class Segment:
     used: bytearray = dataclasses.field(default_factory=bytearray)
 
     def offset(self, slot: int) -> int:
-        """Where a record begins, in bytes."""
         return self.starts[slot] * ALIGN
 
     def nbytes(self, slot: int) -> int:
-        """Length of a record."""
         return self.lengths[slot] * ALIGN
 
     def row(self, slot: int) -> Row:
@@ -221,11 +219,7 @@ class Catalogue:
             self._account.add(self.tenants[segment.tenants[slot]], nbytes)
 
     def load(self, segment: Segment, packed: bytes) -> None:
-        """Takes in a new segment with packed entries: as `add`, quickly.
-
-        Raises:
-            struct.error: those are no entries.
-        """
+        """As `add`, for a new segment and packed entries, quickly. Raises struct.error when those are no entries."""
         self.segments[segment.number] = segment
         if len(packed) % ENTRY.size:
             raise struct.error("a part of an entry")
@@ -292,11 +286,7 @@ class Catalogue:
             self._oldest.pop(number, None)
 
     def check_invariants(self, leaving: Iterable[Segment] = ()) -> None:
-        """Every place is a slot of its key, inside the committed part, and the bytes and the ids add up.
-
-        Args:
-            leaving: segments that are not here any more, and whose ids are in use all the same.
-        """
+        """Places, bytes and ids agree with each other; the ids of `leaving` segments are in use too."""
         for number, segment in self.segments.items():
             assert segment.number == number
             assert segment.size

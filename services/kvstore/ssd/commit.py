@@ -43,11 +43,7 @@ class Committer:
         self._sync = sync
 
     def run(self, plan: WritePlan) -> None:
-        """Does a plan.
-
-        Raises:
-            OSError, lmdb.Error: it could not be done; `plan.cleared` tells how far it came.
-        """
+        """Does a plan. On an error `plan.cleared` tells how far it came."""
         try:
             self._clear(plan)
             if plan.store:
@@ -79,11 +75,7 @@ class Committer:
                 plan.undeleted.append(segment)
 
     def _carry(self, append: Append, plan: WritePlan) -> None:
-        """Copies one verified record. A bad one is left out.
-
-        Raises:
-            OSError: it cannot be written, or (EAGAIN: another segment may do) not be read.
-        """
+        """Copies one verified record, but not a bad one. When it cannot be read, another segment may do: EAGAIN."""
         assert append.source is not None
         segment, slot = append.source
         try:
@@ -104,14 +96,7 @@ class Committer:
         before: Sequence[Append],
         removals: IndexChange | None = None,
     ) -> None:
-        """Syncs what was written, and names it in the index.
-
-        Args:
-            plan: for the ids that the index does not know yet.
-            appends: the records.
-            before: what the plan has appended in an earlier transaction.
-            removals: what the transaction forgets.
-        """
+        """Syncs what was written, and names it in the index; `before` was appended by an earlier transaction."""
         sizes = ends(appends)
         if self._sync:
             self._make_durable(sizes)

@@ -93,11 +93,7 @@ def read_direct(fd: int, outs: Sequence[memoryview], offset: int) -> int:
 
 
 def read_cached(fd: int, outs: Sequence[memoryview], offset: int) -> int:
-    """As `read_direct`, through the page cache.
-
-    Raises:
-        OSError: the read failed.
-    """
+    """As `read_direct`, through the page cache."""
     views = [out for out in outs if len(out)]
     position = offset
     while views:
@@ -110,11 +106,7 @@ def read_cached(fd: int, outs: Sequence[memoryview], offset: int) -> int:
 
 
 def write(fd: int, parts: Sequence[bytes | bytearray | memoryview], offset: int) -> None:
-    """Writes parts one after the other from `offset` on.
-
-    Raises:
-        OSError: the write failed.
-    """
+    """Writes parts one after the other from `offset` on."""
     views = [memoryview(part).cast("B") for part in parts if len(part)]
     while views:
         count = os.pwritev(fd, views[:_IOV_MAX], offset)

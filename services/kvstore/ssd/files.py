@@ -44,7 +44,7 @@ class _Descriptor:
 
 
 class Files:
-    """Files and folders of one data folder.
+    """Files and folders of one data folder. Failing operations raise OSError, or lmdb.Error where LMDB failed.
 
     Args:
         direct: read past the page cache where the file system can.
@@ -98,18 +98,10 @@ class Files:
                 os.close(entry.fd)
 
     def open_file(self, path: Path, flags: int) -> int:
-        """Opens a segment; the descriptor."""
         return os.open(path, flags, 0o640)
 
     def read(self, path: Path, outs: Sequence[memoryview], offset: int) -> int:
-        """Fills `outs` one after the other from `offset` on.
-
-        Returns:
-            Bytes read: fewer than asked for only at the end of the file.
-
-        Raises:
-            OSError: the read failed.
-        """
+        """Fills `outs` one after the other from `offset` on; bytes read, fewer only at the end of the file."""
         if self._direct:
             try:
                 with self._descriptor(path, _DIRECT) as fd:
@@ -122,22 +114,14 @@ class Files:
             return device.read_cached(fd, outs, offset)
 
     def peek(self, path: Path, nbytes: int, offset: int) -> bytes:
-        """Up to `nbytes` bytes, through the page cache and without reading ahead: for a walk over headers.
-
-        Raises:
-            OSError: the read failed.
-        """
+        """Up to `nbytes` bytes, through the page cache and without reading ahead: for a walk over headers."""
         with self._descriptor(path, _CACHED) as fd:
             if self._direct:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             return os.pread(fd, nbytes, offset)
 
     def write(self, path: Path, parts: Sequence[bytes | bytearray | memoryview], offset: int) -> None:
-        """Writes parts one after the other from `offset` on; makes the file if need be.
-
-        Raises:
-            OSError: the write failed.
-        """
+        """Writes parts one after the other from `offset` on; makes the file if need be."""
         with self._descriptor(path, _WRITE) as fd:
             device.write(fd, parts, offset)
 
@@ -147,11 +131,7 @@ class Files:
             device.start_writeback(fd, offset, nbytes)
 
     def sync(self, path: Path) -> None:
-        """Returns once everything written to the file is on the device; its name need not be.
-
-        Raises:
-            OSError: it is not.
-        """
+        """Returns once everything written to the file is on the device; its name need not be."""
         with self._descriptor(path, _WRITE) as fd:
             os.fdatasync(fd)
 
@@ -161,23 +141,10 @@ class Files:
             os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def truncate(self, path: Path, size: int) -> None:
-        """Cuts the file.
-
-        Raises:
-            OSError: it cannot be cut.
-        """
         os.truncate(path, size)
 
     def unlink(self, path: Path, *, readable: bool = False) -> None:
-        """Removes a file's name; an absent one is fine.
-
-        Args:
-            path: the file.
-            readable: it can be read on until it is closed.
-
-        Raises:
-            OSError: it cannot be removed, or not be opened to be read on.
-        """
+        """Removes a file's name; an absent one is fine. A `readable` file can be read on until it is closed."""
         if not readable:
             self.close(path)
         elif path not in self._kept:
@@ -208,11 +175,7 @@ class Files:
             self.close(path)
 
     def write_note(self, path: Path, text: str) -> None:
-        """Writes a small file and syncs it and its name.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Writes a small file and syncs it and its name."""
         with path.open("w") as file:
             file.write(text)
             file.flush()
@@ -220,11 +183,7 @@ class Files:
         self.sync_folder(path.parent)
 
     def probe(self, folder: Path, nbytes: int) -> None:
-        """Writes a file of `nbytes` bytes and deletes it.
-
-        Raises:
-            OSError: the folder cannot be written, or the device is full.
-        """
+        """Writes a file of `nbytes` bytes and deletes it: finds a full device or a read-only folder."""
         path = folder / "probe"
         try:
             path.write_bytes(bytes(nbytes))
@@ -232,32 +191,20 @@ class Files:
             path.unlink(missing_ok=True)
 
     def make_folder(self, path: Path) -> None:
-        """Makes a folder and those around it, and syncs the names of new ones.
-
-        Raises:
-            OSError: it cannot be made.
-        """
+        """Makes a folder and those around it, and syncs the names of new ones."""
         if not path.is_dir():
             self.make_folder(path.parent)
             path.mkdir(exist_ok=True)
             self.sync_folder(path.parent)
 
     def remove_folder(self, path: Path) -> None:
-        """Deletes a folder with all that is in it, and syncs that; an absent one is fine.
-
-        Raises:
-            OSError: it cannot be deleted.
-        """
+        """Deletes a folder with all that is in it, and syncs that; an absent one is fine."""
         if path.exists():
             shutil.rmtree(path)
             self.sync_folder(path.parent)
 
     def sync_folder(self, folder: Path) -> None:
-        """Makes new and removed names in a folder durable.
-
-        Raises:
-            OSError: they are not.
-        """
+        """Makes new and removed names in a folder durable."""
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
@@ -276,15 +223,9 @@ class Files:
             return ""
 
     def open_index(self, path: Path, map_bytes: int, *, sync: bool) -> lmdb.Environment:
-        """Opens an LMDB database in a folder, both made if need be. LMDB syncs files, but not their names.
+        """Opens an LMDB database in a folder, both made if need be; with `sync`, each transaction is synced.
 
-        Args:
-            path: the folder.
-            map_bytes: size of the memory map to begin with.
-            sync: whether each transaction is synced.
-
-        Raises:
-            OSError, lmdb.Error: it cannot be opened.
+        LMDB syncs the contents of its file, but not the file's name.
         """
         self.make_folder(path)
         is_new = not (path / "data.mdb").exists()
@@ -296,20 +237,12 @@ class Files:
 
     @contextlib.contextmanager
     def transaction(self, env: lmdb.Environment) -> Iterator[lmdb.Transaction]:
-        """One transaction that writes; committed at the end, unless an exception ends it.
-
-        Raises:
-            lmdb.Error: it could not be committed; DiskError when the device is full.
-        """
+        """One transaction that writes; committed at the end. DiskError when the device is full."""
         with self.lmdb_errors(Path(env.path())), env.begin(write=True) as txn:
             yield txn
 
     def sync_index(self, env: lmdb.Environment) -> None:
-        """Makes durable what was committed without syncs.
-
-        Raises:
-            lmdb.Error: it is not.
-        """
+        """Makes durable what was committed without syncs."""
         env.sync(True)
 
     @contextlib.contextmanager

@@ -67,14 +67,8 @@ class DataFolder:
 
         After a restart of the machine the index of a process that did not sync is worth nothing: it is deleted.
 
-        Args:
-            durability: what commits are to survive.
-
         Returns:
-            What they will survive, and whether an earlier process' blocks may still be unsynced.
-
-        Raises:
-            OSError: the folder cannot be read or written.
+            What commits will survive, and whether an earlier process' blocks may still be unsynced.
         """
         boot, now = self._noted_boot(), self.files.boot_id()
         is_same_boot = bool(boot) and boot == now
@@ -105,11 +99,7 @@ class DataFolder:
             return None
 
     def all_synced(self) -> None:
-        """Everything has reached the device.
-
-        Raises:
-            OSError: that could not be noted.
-        """
+        """Everything has reached the device."""
         self.files.unlink(self._note)
 
     def close(self) -> None:

@@ -81,15 +81,7 @@ class IdTable(Generic[Name]):
         return IdChange(new, frozenset(self._surplus))
 
     def settle(self, change: IdChange[Name], *, written: bool) -> set[int]:
-        """Forgets ids without a use, once the plan with `change` is over.
-
-        Args:
-            change: what `change` returned when the plan was made.
-            written: whether the index has it.
-
-        Returns:
-            The forgotten ids.
-        """
+        """Forgets ids without a use, once the plan with `change` is over; returns them. `written`: the index has it."""
         if written:
             self._surplus -= change.unused
             self._settled = self._last
@@ -102,7 +94,7 @@ class IdTable(Generic[Name]):
         return gone
 
     def check_invariants(self, numbers: Iterable[int]) -> None:
-        """Counts the uses anew, and checks that each used id has a name and each name one id."""
+        """Counts the uses anew; each used id has a name, and each name one id."""
         assert self._uses == collections.Counter(numbers)
         assert self._uses.keys() | self._idle == self.by_id.keys()
         assert self._ids == {name: number for number, name in self.by_id.items()}

@@ -158,11 +158,7 @@ class Index:
             raise IndexLostError(f"the index has {present} bytes instead of {needed}")
 
     def load(self) -> IndexImage:
-        """Reads everything.
-
-        Raises:
-            IndexLostError: it is empty, unfinished, of another version or damaged.
-        """
+        """Reads everything. Raises IndexLostError when it is empty, unfinished, of another version or damaged."""
         try:
             with self._env.begin() as txn:
                 if txn.get(_VERSION_KEY, db=self._meta) != self._version:
@@ -192,11 +188,7 @@ class Index:
         return {segment: b"".join(values) for segment, values in parts.items()}
 
     def commit(self, change: IndexChange) -> None:
-        """Does the change in one transaction; on any error nothing has changed.
-
-        Raises:
-            lmdb.Error: for example because the disk is full (DiskError).
-        """
+        """Does the change in one transaction; on an lmdb.Error nothing has changed."""
         self._transact(lambda txn: self._apply(txn, change))
 
     def _transact(self, do: Callable[[lmdb.Transaction], object]) -> None:
@@ -239,19 +231,11 @@ class Index:
             txn.put(_SLOT_KEY.pack(*slot), packed, db=self._entries)
 
     def finish_rebuild(self) -> None:
-        """Declares the index whole; until then `load` answers IndexLostError.
-
-        Raises:
-            lmdb.Error: as `commit`.
-        """
+        """Declares the index whole; until then `load` raises IndexLostError."""
         self._transact(lambda txn: txn.put(_VERSION_KEY, self._version, db=self._meta))
 
     def sync(self) -> None:
-        """Blocking. Makes durable what was committed without `sync`.
-
-        Raises:
-            lmdb.Error: it is not.
-        """
+        """Makes durable what was committed without `sync`."""
         assert self._files is not None
         self._files.sync_index(self._env)
 

@@ -25,12 +25,10 @@ class Append:
 
     @property
     def offset(self) -> int:
-        """Where it begins, in bytes."""
         return self.row[1] * ALIGN
 
     @property
     def end(self) -> int:
-        """Where it ends."""
         return self.offset + self.row[2] * ALIGN
 
 

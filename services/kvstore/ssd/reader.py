@@ -78,25 +78,13 @@ class SsdReader:
 
 
 def read_whole(files: Files, path: Path, outs: Sequence[memoryview], offset: int) -> None:
-    """Blocking. Fills `outs` one after the other from `offset` on.
-
-    Raises:
-        BadRecordError: the file ends before.
-        OSError: the read failed.
-    """
+    """Blocking. Fills `outs` from `offset` on. BadRecordError when the file ends before, OSError when a read fails."""
     if files.read(path, outs, offset) != sum(len(out) for out in outs):
         raise BadRecordError("the segment ends inside the record")
 
 
 def read_record(files: Files, path: Path, key: BlockKey, offset: int, nbytes: int) -> bytearray:
-    """Blocking. A whole record as it lies in its file, verified.
-
-    Args:
-        files: reads the file.
-        path: the segment.
-        key: of the block.
-        offset: where the record begins, in bytes.
-        nbytes: how long it is.
+    """Blocking. A whole record of the block `key`, as it lies in its file, verified.
 
     Raises:
         BadRecordError: it is not intact, or another block's.

@@ -66,7 +66,6 @@ class RecordHeader:
 
     @property
     def record_bytes(self) -> int:
-        """Size of the whole record, padding included."""
         return self.header_bytes + _align(self.info.nbytes)
 
     def check_slice(self, layer: int, data: memoryview) -> int:
@@ -129,24 +128,9 @@ def pack_header(info: BlockInfo, hashes: Sequence[int]) -> bytes:
     tenant = info.tenant.encode()
     size = header_size(info)
     out = bytearray(size)
-    _FIXED.pack_into(
-        out,
-        0,
-        MAGIC,
-        0,
-        size,
-        layout.layers,
-        info.key,
-        info.parent,
-        info.format.namespace,
-        layout.version,
-        layout.kv_heads,
-        layout.head_dim,
-        layout.block_tokens,
-        layout.scale_bytes,
-        layout.dtype.encode(),
-        len(tenant),
-    )
+    names = (info.key, info.parent, info.format.namespace)
+    shape = (layout.version, layout.kv_heads, layout.head_dim, layout.block_tokens, layout.scale_bytes)
+    _FIXED.pack_into(out, 0, MAGIC, 0, size, layout.layers, *names, *shape, layout.dtype.encode(), len(tenant))
     end = _FIXED.size + len(tenant)
     out[_FIXED.size : end] = tenant
     struct.pack_into(f"<{len(hashes)}Q", out, end, *hashes)
@@ -155,11 +139,7 @@ def pack_header(info: BlockInfo, hashes: Sequence[int]) -> bytes:
 
 
 def header_bytes_of(data: bytes | bytearray, at: int = 0) -> int:
-    """How long the header is that begins with the bytes from `at` on (at least 24).
-
-    Raises:
-        BadRecordError: no header begins there.
-    """
+    """Length of the header that begins at `at` (24 bytes are enough). Raises BadRecordError when none begins there."""
     if len(data) < at + _PREFIX.size:
         raise BadRecordError("too short for a record")
     magic, _, size, _ = _PREFIX.unpack_from(data, at)
@@ -171,76 +151,39 @@ def header_bytes_of(data: bytes | bytearray, at: int = 0) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _format(
-    namespace: bytes,
-    layers: int,
-    kv_heads: int,
-    head_dim: int,
-    block_tokens: int,
-    dtype: bytes,
-    scale_bytes: int,
-    version: int,
-) -> BlockFormat:
+def _format(namespace: bytes, layers: int, shape: tuple[int, ...], dtype: bytes) -> BlockFormat:
     """A format as headers have it, cached: few differ, and a scan reads a million headers."""
+    version, kv_heads, head_dim, block_tokens, scale_bytes = shape
     name = dtype.rstrip(b"\0").decode("ascii")
     return BlockFormat(namespace, KVLayout(layers, kv_heads, head_dim, block_tokens, name, scale_bytes, version))
 
 
 def unpack_header(data: bytes | bytearray) -> RecordHeader:
-    """Reads a whole header.
-
-    Args:
-        data: begins with the header; may be longer.
-
-    Raises:
-        BadRecordError: it is not intact.
-    """
+    """Reads the header that `data` begins with. Raises BadRecordError when it is not intact."""
     size = header_bytes_of(data)
     if len(data) < size:
         raise BadRecordError("the header is cut off")
     fields = _FIXED.unpack_from(data)
     if xxhash.xxh3_64_intdigest(memoryview(data)[_HASHED_FROM:size]) != fields[1]:
         raise BadRecordError("checksum of the header is wrong")
-    (
-        _,
-        _,
-        _,
-        layers,
-        key,
-        parent,
-        namespace,
-        version,
-        kv_heads,
-        head_dim,
-        block_tokens,
-        scale_bytes,
-        dtype,
-        tenant_len,
-    ) = fields
+    magic, _, _, layers, key, parent, namespace, *shape, dtype, tenant_len = fields
     sums_at = _FIXED.size + tenant_len
     if tenant_len > MAX_TENANT_BYTES or sums_at + 8 * layers > size:
         raise BadRecordError("the header's parts are larger than it")
     try:
-        shape = (layers, kv_heads, head_dim, block_tokens, dtype, scale_bytes, version)
-        block_format = _format(namespace, *shape)
+        block_format = _format(namespace, layers, tuple(shape), dtype)
         tenant = data[_FIXED.size : sums_at].decode()
     except (MoonpoolError, ValueError) as error:
         raise BadRecordError(f"the header is intact but impossible: {error}") from error
     info = BlockInfo(BlockKey(key), BlockKey(parent), tenant, block_format)
     hashes = struct.unpack_from(f"<{layers}Q", data, sums_at)
-    return RecordHeader(info, size, hashes, seeded=fields[0] == SEEDED_MAGIC)
+    return RecordHeader(info, size, hashes, seeded=magic == SEEDED_MAGIC)
 
 
 def identify(data: bytes, at: int, kinds: dict[bytes, RecordKind]) -> tuple[BlockKey, RecordKind]:
-    """Verifies a header; its block's key, and the record's kind. Quick for kinds that were met before.
+    """Verifies the header at `at`; its block's key, and the record's kind. Raises BadRecordError when it is not intact.
 
-    Args:
-        data: holds the whole header.
-        at: where it begins.
-        kinds: those met so far, by the bytes that describe them; filled here.
-
-    Raises:
-        BadRecordError: it is not intact.
+    Quick for kinds that were met before: `kinds` holds them by the bytes that describe them.
     """
     size = header_bytes_of(data, at)
     header = memoryview(data)[at : at + size]

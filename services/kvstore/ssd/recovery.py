@@ -66,12 +66,6 @@ def recover(
 ) -> Recovered:
     """Finds what is in the folder and makes index and files agree.
 
-    Args:
-        folder: the locked folder.
-        durability: what commits are to survive.
-        account: told of every record.
-        map_bytes: size of the index's memory map to begin with.
-
     Raises:
         ConfigError: naming `data_dir`: the folder cannot be read or written.
     """

@@ -26,11 +26,7 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def list_segments(folder: Path) -> dict[int, int]:
-    """Segments in a folder: number -> bytes in the file, ascending by number.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Segments in a folder: number -> bytes in the file, ascending by number."""
     with os.scandir(folder) as entries:
         found = {
             int(match[1]): entry.stat().st_size
@@ -87,17 +83,6 @@ def scan(
     """All records with intact headers that lie wholly between `start` and the file's end, `size`.
 
     Behind a broken header the search goes on at the next possible place. The data are not verified.
-
-    Args:
-        files: reads the file.
-        path: the file.
-        size: its bytes.
-        start: where to begin; a multiple of `ALIGN`.
-        piece_bytes: see `PIECE_BYTES`.
-        small_bytes: see `SMALL_BYTES`.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     pieces, kinds = _Pieces(files, path, piece_bytes), dict[bytes, RecordKind]()
     offset = start

@@ -19,24 +19,12 @@ from services.kvstore.ssd.scan import segment_path
 Keeps = Callable[[BlockKey, str, int], bool]
 """Whether a block (key, tenant, bytes of its record) must stay."""
 
-MIN_SEGMENTS = 8
-"""From so many segments on, the budget leaves room for what is carried over before its old file is deleted."""
-
-MAX_VICTIMS = 16
-"""Segments reclaimed by one plan: a store full of kept blocks must not be rewritten for one block."""
-
-SPARED_SHARE = 2
-"""At most one part in so many of what could become free of a segment is carried over for having been used."""
-
-LOOK_AT = 8
-"""Segments whose blocks are asked about for one choice, once one that may go was found."""
-
-MAX_LOOKED_AT = 64
-"""The same, while there was none."""
-
-ASK_AGAIN = 64
-"""A segment of which too much must stay is passed over in so many plans: a store full of kept blocks must not be walked
-for each block that comes."""
+MIN_SEGMENTS = 8  # from so many on, the budget leaves room for what is carried over before its old file is deleted
+MAX_VICTIMS = 16  # of one plan: a store full of kept blocks must not be rewritten for one block
+SPARED_SHARE = 2  # of what could become free, one part in so many at most is carried over for having been used
+LOOK_AT = 8  # segments that are asked about for one choice, once one that may go was found
+MAX_LOOKED_AT = 64  # the same, while there was none
+ASK_AGAIN = 64  # plans in which a segment is passed over after too much of it had to stay: asking walks all its blocks
 
 
 class Space:
@@ -77,7 +65,6 @@ class Space:
         self.recount()
 
     def begin(self) -> None:
-        """A plan is being made."""
         self._plans += 1
 
     def recount(self) -> None:
@@ -130,12 +117,9 @@ class Space:
         segment.kept_bytes, segment.asked_at = segment.size, self._plans
 
     def _reclaim(self, victims: list[Victim], spare_bytes: int, *, cheaply: bool = False) -> bool:
-        """Empties the next segment that has no readers; False if there is none. The active one comes last.
+        """Empties the next segment without readers into `victims`; False if there is none. The active one comes last.
 
-        Args:
-            victims: gets it.
-            spare_bytes: most bytes to carry over for having been used.
-            cheaply: not if most of the segment must be carried over.
+        At most `spare_bytes` are carried over for having been used; `cheaply`: not if most of it must be carried over.
         """
         segments = self._catalogue.segments.values()
         idle = [segment for segment in segments if not segment.readers and not segment.going and segment.size]
@@ -189,14 +173,7 @@ class Space:
         """Decides about every block of a segment, and forgets those that go; carried ones keep their place for now.
 
         Blocks are judged one after the other, each after the last has left the catalogue, so that a tenant's guarantee
-        holds for all together.
-
-        Args:
-            segment: what is reclaimed.
-            keeps: what must stay; None for nothing.
-            kept_bytes: how much that is. Of the rest some always goes.
-            spare_bytes: most bytes to carry over for having been used.
-            victims: gets the segment.
+        holds for all together. Beside `kept_bytes` some of it always goes.
         """
         victim = Victim(segment, [], 0, [])
         spared = self._spared(segment, min(spare_bytes, (segment.size - kept_bytes) // SPARED_SHARE))

@@ -91,7 +91,6 @@ class SsdTier:
         return iter(self.catalogue)
 
     def part(self, number: int) -> Iterable[BlockKey]:
-        """Keys of the blocks in one part (moonpool/kv/parts.py); all parts together are all of them."""
         return self.catalogue.part(number)
 
     def newest_first(self, step: int) -> Iterator[list[BlockKey]]:
@@ -131,12 +130,10 @@ class SsdTier:
         return self.written_bytes / self.user_bytes if self.user_bytes else 1.0
 
     def format_of(self, key: BlockKey) -> BlockFormat | None:
-        """The block's format; None when it is not here."""
         found = self.catalogue.find(key)
         return None if found is None else self.catalogue.formats[found[0].formats[found[1]]]
 
     def tenant_of(self, key: BlockKey) -> str | None:
-        """The block's tenant; None when it is not here."""
         found = self.catalogue.find(key)
         return None if found is None else self.catalogue.tenants[found[0].tenants[found[1]]]
 
@@ -160,11 +157,7 @@ class SsdTier:
         return True
 
     def forget_oldest(self, tenant: str, nbytes: int, stays: Callable[[BlockKey], bool]) -> list[BlockKey]:
-        """Gives up the tenant's oldest blocks, together at least `nbytes` of records, but none that `stays`.
-
-        Returns:
-            Their keys; they are not here any more.
-        """
+        """Gives up a tenant's oldest blocks, at least `nbytes` of records, but none that `stays`; their keys."""
         keys = self.catalogue.oldest_of(tenant, nbytes, stays)
         for key in keys:
             self._mark_dead(key)
@@ -181,14 +174,7 @@ class SsdTier:
         return bool(self._dead or self._nameless or self._forgotten) or self._space.has_work
 
     def compact(self, min_live_share: float = MIN_LIVE_SHARE) -> int:
-        """Has the next plans rewrite all segments of which less than this share of a full segment is live.
-
-        Args:
-            min_live_share: 0 to 1.
-
-        Returns:
-            How many segments that are. Wake whoever plans.
-        """
+        """Has the next plans rewrite segments of which less than this share (0 to 1) is live; how many those are."""
         assert 0 <= min_live_share <= 1
         return self._space.compact(min_live_share)
 
@@ -238,11 +224,7 @@ class SsdTier:
         return carry, store
 
     def commit(self, plan: WritePlan) -> None:
-        """Blocking, in the writer thread. When it returns, the plan's blocks are as durable as `durability` says.
-
-        Raises:
-            OSError, lmdb.Error: it could not be done; the blocks are not durable.
-        """
+        """Blocking, in the writer thread. The blocks are as durable as `durability` says, unless an error is raised."""
         self._committer.run(plan)
 
     def committed(self, plan: WritePlan) -> None:
@@ -364,17 +346,10 @@ def open_tier(
     files: Files | None = None,
     map_bytes: int = MAP_BYTES,
 ) -> SsdTier:
-    """Blocking. Locks a data folder, finds out what it holds, and opens the tier on it.
+    """Blocking. Locks the data folder `path`, made if need be, finds out what it holds, and opens the tier on it.
 
-    Args:
-        path: the data folder; made if need be.
-        capacity_bytes: see `SsdTier`, as for the next.
-        segment_bytes: size of a segment.
-        keeps: what must stay.
-        durability: what commits are to survive.
-        account: told of every record that comes or goes, and of those that are here at once.
-        files: the file layer.
-        map_bytes: size of the index's memory map to begin with.
+    `account` is told of every record that comes or goes, and of those that are here at once; `map_bytes` is the size of
+    the index's memory map to begin with; for the rest see `SsdTier`.
 
     Raises:
         ConfigError: naming `data_dir`: the folder cannot be used.

@@ -50,9 +50,10 @@ def info_of(key: BlockKey, tenant: str = "", block_format: BlockFormat = FORMAT)
 
 
 def block_of(key: BlockKey, tenant: str = "", block_format: BlockFormat = FORMAT) -> DramBlock:
-    layout = block_format.layout
-    hashes = [bind(slice_hash(slice_of(key, layer, layout)), key, layer) for layer in range(layout.layers)]
-    return DramBlock(info_of(key, tenant, block_format), bytearray(data_of(key, layout)), hashes)
+    layout, data = block_format.layout, bytearray(data_of(key, block_format.layout))
+    slices = [memoryview(data)[at : at + layout.slice_bytes] for at in range(0, len(data), layout.slice_bytes)]
+    hashes = [bind(slice_hash(one), key, layer) for layer, one in enumerate(slices)]
+    return DramBlock(info_of(key, tenant, block_format), data, hashes)
 
 
 def spec_of(
