@@ -1,11 +1,8 @@
-"""Pure translation between the SDK's types and the contract's messages, shared by both clients.
-
-Knows neither transports nor clocks.
-"""
+"""Pure translation between the SDK's types and the contract's messages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -16,12 +13,11 @@ from moonpool.client.types import (
     Explanation,
     FinishReason,
     GaugeValue,
+    GenerateArguments,
     GenerateResult,
     InstanceInfo,
-    Message,
     Placement,
     SamplingParams,
-    Slo,
     Timing,
     TokenEvent,
     Usage,
@@ -30,7 +26,7 @@ from moonpool.errors import InvalidRequest, StreamBroken
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 MAX_REQUEST_BYTES = 64 << 20
-"""What gRPC takes as one message, on both sides."""
+"""Largest message that gRPC takes, on both sides."""
 
 _FINISH: dict[int, FinishReason] = {
     kv_pb2.FINISH_REASON_STOP: "stop",
@@ -45,46 +41,47 @@ _KINDS: dict[int, str] = {
 }
 
 
-def generate_request(
-    *,
-    prompt: str | None,
-    token_ids: Sequence[int] | None,
-    messages: Sequence[Message] | None,
-    sampling: SamplingParams | None,
-    slo: Slo | None,
-    tenant: str,
-    model: str,
-    request_id: str,
-) -> conductor_pb2.GenerateRequest:
+def generate_request(given: GenerateArguments) -> conductor_pb2.GenerateRequest:
     """Build a request.
 
     Raises:
         InvalidRequest: not exactly one prompt was given, or a value does not fit its field; names it.
+        TypeError: an argument is not known.
     """
-    if sum(form is not None for form in (prompt, token_ids, messages)) != 1:
-        raise InvalidRequest("prompt", "exactly one of prompt, token_ids and messages must be given")
+    unknown = set(given) - set(GenerateArguments.__annotations__)
+    if unknown:
+        raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
     request = conductor_pb2.GenerateRequest()
-    for name, value in (("tenant", tenant), ("model", model), ("request_id", request_id)):
-        _assign(request, name, value)
-    if prompt is not None:
-        _assign(request, "text", prompt, "prompt")
-    elif token_ids is not None:
-        request.tokens.SetInParent()
-        _guarded("token_ids", lambda: request.tokens.token_ids.extend(token_ids))
-    elif messages is not None:
-        request.chat.SetInParent()
-        _guarded("messages", lambda: request.chat.messages.extend(map(_message, messages)))
+    for name in ("tenant", "model", "request_id"):
+        _assign(request, name, given.get(name, ""))
+    form = _set_prompt(request, given)
+    sampling, slo = given.get("sampling"), given.get("slo")
     if sampling is not None:
         request.sampling.CopyFrom(sampling_message(sampling))
-    if slo is not None:
-        for name in ("ttft_s", "tbt_s"):
-            value_s = getattr(slo, name)
-            if value_s is not None:
-                _assign(request.slo, name, value_s, f"slo.{name}")
+    for name in ("ttft_s", "tbt_s") if slo is not None else ():
+        value_s = getattr(slo, name)
+        if value_s is not None:
+            _assign(request.slo, name, value_s, f"slo.{name}")
     if request.ByteSize() > MAX_REQUEST_BYTES:
-        form = "prompt" if prompt is not None else "token_ids" if token_ids is not None else "messages"
         raise InvalidRequest(form, f"the request has {request.ByteSize()} bytes, at most {MAX_REQUEST_BYTES} are taken")
     return request
+
+
+def _set_prompt(request: conductor_pb2.GenerateRequest, given: GenerateArguments) -> str:
+    """Set the prompt in the form that was given; returns the name of the form."""
+    prompt, token_ids, messages = given.get("prompt"), given.get("token_ids"), given.get("messages")
+    if sum(form is not None for form in (prompt, token_ids, messages)) != 1:
+        raise InvalidRequest("prompt", "exactly one of prompt, token_ids and messages must be given")
+    if prompt is not None:
+        _assign(request, "text", prompt, "prompt")
+        return "prompt"
+    if token_ids is not None:
+        request.tokens.SetInParent()
+        _guarded("token_ids", lambda: request.tokens.token_ids.extend(token_ids))
+        return "token_ids"
+    request.chat.SetInParent()
+    _guarded("messages", lambda: request.chat.messages.extend(map(_message, messages or ())))
+    return "messages"
 
 
 def sampling_message(params: SamplingParams) -> kv_pb2.Sampling:
@@ -259,7 +256,7 @@ def _assign(message: Any, name: str, value: object, field: str | None = None) ->
 
 
 def _guarded(field: str, assign: Callable[[], object]) -> None:
-    """Run an assignment; what protobuf refuses (type, range) is the caller's mistake."""
+    """Run an assignment; turn what protobuf refuses (type, range) into InvalidRequest."""
     try:
         assign()
     except KeyError as error:

@@ -1,7 +1,4 @@
-"""What callers of the SDK hand in and get back: plain frozen dataclasses.
-
-Knows neither the wire nor transports. Names are those of vLLM and OpenAI where they have one.
-"""
+"""What callers of the SDK pass in and get back; names are those of vLLM and OpenAI where they have one."""
 
 from __future__ import annotations
 
@@ -68,6 +65,32 @@ class Slo:
 
     ttft_s: float | None = None
     tbt_s: float | None = None
+
+
+class GenerateArguments(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`: exactly one of `prompt`, `token_ids` and `messages`.
+
+    Attributes:
+        prompt: text, tokenised by the conductor.
+        token_ids: tokens as they are.
+        messages: a conversation; the model's chat template makes a prompt of it.
+        sampling: how tokens are chosen.
+        slo: latency limits.
+        tenant: whose request it is; tenants do not share KV.
+        model: name of the model; "" = whatever is served.
+        request_id: unique in the cluster; drawn by the conductor when "".
+        timeout_s: seconds the request may take; None = the client's.
+    """
+
+    prompt: str | None
+    token_ids: Sequence[int] | None
+    messages: Sequence[Message] | None
+    sampling: SamplingParams | None
+    slo: Slo | None
+    tenant: str
+    model: str
+    request_id: str
+    timeout_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
