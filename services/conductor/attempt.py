@@ -16,6 +16,7 @@ from typing import Self
 import grpc
 
 from moonpool.errors import Internal, MoonpoolError, StreamBroken
+from moonpool.kv.keys import KEY_BYTES
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2, prefill_pb2
@@ -182,6 +183,9 @@ class Attempt:
         if not first.loaded_tokens:
             tracker = self._claim.member.tracker
             tracker.observe_prefill(first.computed_tokens, first.local_tokens, first.prefill_s)
+        for miss in first.misses:
+            key = self._spec.block_keys[miss.block * KEY_BYTES : (miss.block + 1) * KEY_BYTES]
+            self._cluster.index.forget(miss.store.id, [key], self._plan.index_version)
         self._answer.prefilled(first)
         self.inbox.tokens(self._start, [first.token_id])
         if self._promise is not None and not self._answer.request.ends_with(first.token_id, self._start + 1):

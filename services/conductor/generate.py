@@ -217,6 +217,7 @@ class Generation:
             tokens=len(self._request.prompt) + len(self._answer.tokens),
             answer_tokens=self._answer.remaining,
             keys=keys,
+            prompt_key=self._request.prompt_key,
             now=now,
             suspects=self._suspects,
         )

@@ -31,7 +31,7 @@ class _Holder:
     """One instance's part of the index."""
 
     bit: int
-    keys: dict[bytes, None] = field(default_factory=dict)  # in order of arrival, oldest first
+    keys: dict[bytes, int] = field(default_factory=dict)  # version of the last report; oldest key first
     next_sequence: int = 0  # 0 = a snapshot is awaited
     synced: bool = False  # the snapshot was complete
 
@@ -47,6 +47,12 @@ class PrefixIndex:
         self._holders: dict[str, _Holder] = {}
         self._masks: dict[bytes, int] = {}
         self._by_bit: dict[int, str] = {}
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Messages applied so far."""
+        return self._version
 
     def __len__(self) -> int:
         """Distinct keys."""
@@ -82,6 +88,7 @@ class PrefixIndex:
             KeyError: the instance was not added.
         """
         holder = self._holders[instance_id]
+        self._version += 1
         if snapshot_begin:
             self._forget(holder, list(holder.keys))
             holder.synced = False
@@ -116,11 +123,15 @@ class PrefixIndex:
                 self._note(lengths, alive, len(keys))
         return lengths
 
-    def forget(self, instance_id: str, keys: Iterable[bytes]) -> None:
-        """Drop keys that an instance turned out not to have; its own events will tell the truth later."""
+    def forget(self, instance_id: str, keys: Iterable[bytes], version: int) -> None:
+        """Drop keys that an instance was found not to hold, until it reports them again.
+
+        Those that it reported after `version`, the state of the index that promised them, are kept. Unknown instances
+        and keys are fine.
+        """
         holder = self._holders.get(instance_id)
         if holder is not None:
-            self._forget(holder, keys)
+            self._forget(holder, [key for key in keys if holder.keys.get(key, version) <= version])
 
     def held(self, instance_id: str) -> int:
         """Keys listed for an instance; 0 for an unknown one."""
@@ -146,11 +157,11 @@ class PrefixIndex:
         assert masks == self._masks
 
     def _remember(self, holder: _Holder, keys: Iterable[bytes]) -> None:
-        masks, bit = self._masks, holder.bit
+        masks, bit, version = self._masks, holder.bit, self._version
         for key in keys:
             if key not in holder.keys:
-                holder.keys[key] = None
                 masks[key] = masks.get(key, 0) | bit
+            holder.keys[key] = version
         if len(holder.keys) > self._limit:
             # Some at once: the first key of a dict is found slowly when many before it were deleted one by one.
             spare = max(1, self._limit // 16) - 1

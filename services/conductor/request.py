@@ -58,6 +58,11 @@ class Request:
         """Tokens to generate at most."""
         return self.sampling.max_tokens
 
+    @property
+    def prompt_key(self) -> BlockKey:
+        """Hash of the whole prompt."""
+        return block_keys(self.chain_root, self.prompt, len(self.prompt))[0]
+
     def ends_with(self, token_id: int, generated: int) -> bool:
         """Tell whether `token_id`, being the `generated`-th token of the answer, is its regular end."""
         return token_id in self.end_token_ids and generated >= self.sampling.min_tokens

@@ -44,7 +44,7 @@ class ConductorServicer:
         """Wire the servicer; `set_instance` must be called before the first request."""
         self._config = config
         self._checkpoint = checkpoint
-        self._cluster = cluster
+        self.cluster = cluster
         self._tails = tails
         self._tokenizing = tokenizing
         self._spans = spans
@@ -61,7 +61,7 @@ class ConductorServicer:
         """Say who we are, once the port is known."""
         self._instance.CopyFrom(instance)
         self._joins.conductor.CopyFrom(instance)
-        self._cluster.steps.conductor.CopyFrom(instance)
+        self.cluster.steps.conductor.CopyFrom(instance)
 
     async def drain(self, limit_s: float) -> None:
         """Take no new requests, let those that run end within `limit_s`, then end them as cancelled."""
@@ -105,12 +105,12 @@ class ConductorServicer:
             self._tokenizing, read_request, message, served, request_id, lambda: secrets.randbits(64)
         )
         answer = Answer.begin(request, served, arrived)
-        generation = Generation(self._cluster, self._tails, self._config, answer, deadline, context.write)
+        generation = Generation(self.cluster, self._tails, self._config, answer, deadline, context.write)
         self._running[request_id] = generation
         await generation.run()
 
     def _served_now(self) -> Served:
-        model, layout = self._cluster.registry.model, self._cluster.registry.layout
+        model, layout = self.cluster.registry.model, self.cluster.registry.layout
         if model is None or layout is None:
             raise Unavailable("no prefill and no decode instance has joined")
         checkpoint = self._checkpoint
@@ -124,18 +124,18 @@ class ConductorServicer:
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: object) -> conductor_pb2.ExplainResponse:
         """Tell how a request was placed."""
-        return self._cluster.decisions.get(request.request_id)
+        return self.cluster.decisions.get(request.request_id)
 
     async def ClusterState(
         self, request: conductor_pb2.ClusterStateRequest, context: object
     ) -> conductor_pb2.ClusterStateResponse:
         """List the instances."""
-        registry = self._cluster.registry
+        registry = self.cluster.registry
         instances = [
             conductor_pb2.InstanceState(
                 instance=member.instance,
                 load=member.load,
-                indexed_blocks=self._cluster.index.held(member.id),
+                indexed_blocks=self.cluster.index.held(member.id),
                 total_blocks=member.total_blocks,
             )
             for member in registry
@@ -162,7 +162,7 @@ class ConductorServicer:
         return conductor_pb2.ConductorStatsResponse(instance=self._instance, gauges=self.gauges.read())
 
     def _make_gauges(self) -> Gauges:
-        cluster = self._cluster
+        cluster = self.cluster
         return Gauges(
             [
                 ("requests_running", lambda: len(self._running), 0),
@@ -185,4 +185,4 @@ class ConductorServicer:
         )
 
     def _unreported_blocks(self) -> int:
-        return sum(member.decodes.total_unreported_blocks() for member in self._cluster.registry.of_kind(DECODE))
+        return sum(member.decodes.total_unreported_blocks() for member in self.cluster.registry.of_kind(DECODE))

@@ -64,14 +64,8 @@ def weights(capacities: Mapping[str, int]) -> dict[str, float]:
     return {name: float(capacity) if capacity > 0 else usual for name, capacity in capacities.items()}
 
 
-def scores(keys: Sequence[bytes], longest: int, capacities: Mapping[str, int]) -> dict[str, float]:
-    """Return how much each store wants a chain of which the best holder has `longest` leading blocks.
-
-    The first block that nobody holds decides, the first that may be the chain's own; without one it is the last.
-    """
-    if not keys:
-        return dict.fromkeys(capacities, 0.0)
-    key = keys[min(longest, len(keys) - 1)]
+def scores(key: bytes, capacities: Mapping[str, int]) -> dict[str, float]:
+    """Return the score of each store for a key by weighted rendezvous hashing; the highest is preferred."""
     return {name: rendezvous.score(key, name, weight) for name, weight in weights(capacities).items()}
 
 

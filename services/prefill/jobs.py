@@ -48,6 +48,7 @@ class Job:
         delivery: the sending to `target`.
         load_blocks: pool blocks that a prefix is loaded into; empty when nothing is loaded.
         layers_ready: leading layers of that prefix that are there.
+        misses: blocks that a source was believed to hold and did not.
         gated_step: id of the step that follows the load layer by layer.
         stale_step: id of a step that counts for nothing; its layers are not to be sent.
         started: blocks are bound.
@@ -63,6 +64,7 @@ class Job:
     delivery: Delivery | None = None
     load_blocks: list[int] = dataclasses.field(default_factory=list)
     layers_ready: int = 0
+    misses: list[prefill_pb2.StoreMiss] = dataclasses.field(default_factory=list)
     gated_step: int | None = None
     stale_step: int | None = None
     token_at: float = 0.0

@@ -9,6 +9,7 @@ from functools import partial
 
 from moonpool.engine.handle import Engine
 from moonpool.sched.prefill_scheduler import Load, PrefillScheduler
+from moonpool.v1 import prefill_pb2
 from services.prefill.jobs import Job
 from services.prefill.prefix import PrefixLoader
 
@@ -51,9 +52,11 @@ class Loading:
         for source in job.sources:
             if self._loader.left_alone(source.instance):
                 continue
-            loaded = await self._loader.load(
+            loaded, missing = await self._loader.load(
                 source.instance, job.request_id, keys, job.load_blocks, partial(self._layer_loaded, job)
             )
+            if missing is not None:
+                job.misses.append(prefill_pb2.StoreMiss(store=source.instance, block=cached + missing))
             # Once a layer has been handed on, its blocks may be on their way: another store's copy must not be written
             # over them, it may differ in the last bit.
             if loaded or job.layers_ready:

@@ -93,7 +93,7 @@ class PrefixLoader:
         keys: Sequence[BlockKey],
         blocks: Sequence[int],
         on_layer: Callable[[int], None],
-    ) -> int:
+    ) -> tuple[int, int | None]:
         """Loads blocks into the pool; nothing is written there once it has returned or raised.
 
         Args:
@@ -104,7 +104,8 @@ class PrefixLoader:
             on_layer: told of each layer, in order, of which all blocks are there.
 
         Returns:
-            Leading blocks that are there in all layers; fewer than asked for is a miss, whatever the cause.
+            Leading blocks that are there in all layers, and the index of the first key that the store has lost; None
+            when it has all, or when the load failed for another reason.
         """
         layers, began_ns = range(self._layout.layers), time.monotonic_ns()
         last_ns, counts = began_ns, [0] * len(layers)
@@ -122,14 +123,16 @@ class PrefixLoader:
             if counts[layer] == len(keys):
                 on_layer(layer)
 
+        missing: int | None = None
         nbytes = len(keys) * self._layout.block_bytes
         timeout_s = self._timeout_s + SLACK * load_seconds(self._tracker.speeds, nbytes)
         try:
             reader = await self._stores.get(instance)
             loaded = await reader.read(keys, layers=layers, on_slice=take, on_layer=layer_done, timeout_s=timeout_s)
+            missing = loaded if loaded < len(keys) else None
         except PrefixLost as lost:
             log.info("prefix lost while loading", store=instance.id, request=request_id, reason=str(lost))
-            loaded = 0
+            loaded, missing = 0, lost.blocks
         except MoonpoolError as error:
             self.failures += 1
             self._stores.pause(instance, time.monotonic() + PAUSE_S)
@@ -138,7 +141,7 @@ class PrefixLoader:
         if loaded == len(keys):
             self._tracker.observe_load(nbytes, (time.monotonic_ns() - began_ns) / 1e9)
         self.loaded_blocks += loaded
-        return loaded
+        return loaded, missing
 
     async def aclose(self) -> None:
         """Closes all streams."""

@@ -204,6 +204,7 @@ class Runner:
             computed_tokens=sequence.num_tokens - sequence.num_cached - sequence.num_loaded,
             queue_s=sequence.first_step_at - sequence.added_at,
             prefill_s=job.token_at - sequence.first_step_at,
+            misses=job.misses,
         )
         job.tell(prefill_pb2.PrefillResponse(first_token=first))
         self._store_new_blocks(job)
