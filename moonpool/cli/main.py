@@ -73,6 +73,7 @@ def up(
     ssd_bytes: Annotated[int, typer.Option(help="Bytes of each kvstore's SSD tier.")] = 4 << 30,
     spans_dir: Annotated[Path | None, typer.Option(help="Where services record spans (Chrome trace events).")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    restart: Annotated[bool, typer.Option(help="Restart a service that ends by itself; else the stack stops.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
     """Run a local stack in the foreground, until Ctrl-C."""
@@ -87,7 +88,7 @@ def up(
             ssd_bytes=ssd_bytes, log_level=log_level, spans_dir=spans_dir,
         )  # fmt: skip
 
-    raise typer.Exit(run_up(plan, data_dir, as_json=as_json))
+    raise typer.Exit(run_up(plan, data_dir, restart=restart, as_json=as_json))
 
 
 @app.command()

@@ -1,7 +1,6 @@
 """A local stack: all four services as processes of this machine, started together and stopped together.
 
-Owns processes, their logs and their order; knows nothing of requests. `moonpool up`, `moonpool demo` and the
-integration tests run the very same class.
+`moonpool up`, `moonpool demo` and the integration tests run the same class.
 """
 
 import dataclasses
@@ -34,7 +33,7 @@ class StackPlan:
         data_dir: kvstore data and logs live below it.
         dtype: "auto", "float32", "bfloat16" or "float16".
         prefill, decode, kvstore: number of instances of each.
-        kvstore_replicas: kvstores that hold a copy of each chain.
+        kvstore_replicas: kvstores that hold a copy of each prefix.
         stages: pipeline stages of each prefill instance.
         port: the conductor's port; 0 = any free one.
         engine: "real", or "paced:PROFILE" to emulate the compute of prefill and decode.
@@ -249,9 +248,15 @@ class LocalStack:
         old = self.services[service_id]
         old.signal(signal.SIGKILL if kill else signal.SIGTERM)
         old.wait(timeout_s)
-        new = self._spawn(old.kind, service_id, old.arguments)
-        new.wait_ready(timeout_s)
+        self.spawn_again(service_id).wait_ready(timeout_s)
         self.wait_joined(timeout_s)
+
+    def spawn_again(self, service_id: str) -> ServiceProcess:
+        """Starts a service that has ended with the same arguments, without waiting for it."""
+        old = self.services[service_id]
+        # The others look for the conductor where it was, also if its port was any free one.
+        listen = ("--listen", self.address) if old.kind == "conductor" else ()
+        return self._spawn(old.kind, service_id, [*old.arguments, *listen])
 
     def stop(self, drain_s: float = 20.0) -> dict[str, int]:
         """Drains and stops everything, the conductor first, so that no new request comes.

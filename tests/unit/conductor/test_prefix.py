@@ -1,7 +1,5 @@
 """What the conductor tells engines of kvstores, and what it learns from a miss."""
 
-
-
 from moonpool.client import (
     SamplingParams,
 )

@@ -1,6 +1,5 @@
 """What is wrong with a request is named, before any engine hears of it."""
 
-
 import pytest
 
 from moonpool.client import (

@@ -1,4 +1,4 @@
-"""A store that has lost blocks: the request is served all the same, and the first token says which block was missing."""
+"""A store that has lost blocks: the request is served, and the first token says which block was missing."""
 
 import asyncio
 
