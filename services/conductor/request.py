@@ -1,6 +1,6 @@
-"""From a client's message to a request in the domain: every field checked, every default set.
+"""From a client's message to a valid request: every field checked, every default set.
 
-Owns what is valid. It tokenises, hence is meant to run on a worker thread; it knows neither grpc nor instances.
+Tokenises the prompt, so it runs on a worker thread.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _read_prompt(message: conductor_pb2.GenerateRequest, served: Served) -> arra
             field = "prompt"
             _require(field, message.text != "", "must not be empty")
             _check_chars(field, len(message.text), served)
-            tokens = array("i", served.tokenizer.encode(message.text))
+            tokens = _encode(field, message.text, served, add_special=True)
         case "tokens":
             field = "token_ids"
             _check_length(field, len(message.tokens.token_ids), served)
@@ -157,7 +157,7 @@ def _read_prompt(message: conductor_pb2.GenerateRequest, served: Served) -> arra
             _require(field, 0 < len(message.chat.messages) <= served.max_tokens, f"1 to {served.max_tokens} turns")
             _check_chars(field, sum(len(turn.role) + len(turn.content) for turn in message.chat.messages), served)
             turns = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
-            tokens = array("i", served.tokenizer.apply_chat_template(turns))
+            tokens = _encode(field, served.tokenizer.render_chat(turns), served, add_special=False)
         case _:
             raise InvalidRequest("prompt", "one of text, tokens and chat must be set")
     _check_length(field, len(tokens), served)
@@ -172,8 +172,15 @@ def _check_length(field: str, tokens: int, served: Served) -> None:
     _require(field, tokens < served.max_tokens, f"the prompt has {tokens} tokens; {room}")
 
 
+def _encode(field: str, text: str, served: Served, *, add_special: bool) -> array[int]:
+    """Tokenise a text; one that is too long is refused before it costs more than one that is not."""
+    longer = served.tokenizer.is_longer(text, served.max_tokens)
+    _require(field, not longer, f"the prompt has more than {served.max_tokens} tokens, the model's length")
+    return array("i", served.tokenizer.encode(text, add_special))
+
+
 def _check_chars(field: str, chars: int, served: Served) -> None:
-    """Refuse text that must be too long before it is tokenised, which takes about a second per million characters."""
+    """Refuse text that is too long whatever its tokens are, before it is looked at."""
     limit = served.max_tokens * served.tokenizer.longest_token_chars
     _require(field, chars <= limit, f"{chars} characters make more than {served.max_tokens} tokens, the model's length")
 
