@@ -21,7 +21,7 @@ from moonpool.errors import ConfigError, Unavailable
 
 LOG_TAIL_LINES = 25
 DRAIN_S = 8.0
-"""How long a service of the stack may finish what runs."""
+"""Seconds that a service has to finish its requests."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class StackPlan:
         port: the conductor's port; 0 = any free one.
         engine: "real", or "paced:PROFILE" to emulate the compute of prefill and decode.
         time_scale: seconds of the emulated profile that pass in one second; 0 = the profile's own.
-        threads: compute threads of each engine process; 0 = all cores shared out among them, at least one.
+        threads: compute threads of each engine process; 0 = an equal share of the cores, at least one.
         block_tokens: tokens per KV block.
         kv_bytes: bytes of KV pool of each engine instance.
         dram_bytes: bytes of each kvstore's DRAM tier.
@@ -76,10 +76,7 @@ class StackPlan:
 
 
 class ServiceProcess:
-    """One service as a child process: its ready line, its log, its end.
-
-    The child is told to die with this process, so that even a killed parent leaves nothing behind.
-    """
+    """One service as a child process. It dies with this process, so that a killed parent leaves no child."""
 
     def __init__(self, kind: str, service_id: str, arguments: Sequence[str], log_path: Path) -> None:
         self.kind = kind
@@ -223,7 +220,7 @@ class LocalStack:
         return self.address
 
     def wait_joined(self, timeout_s: float) -> None:
-        """Waits until the conductor knows every instance of the plan.
+        """Waits until every instance has joined the conductor.
 
         Raises:
             Unavailable: an instance ended, or the time is over.
@@ -244,7 +241,7 @@ class LocalStack:
                 pause.wait(0.05)
 
     def restart(self, service_id: str, *, kill: bool = False, timeout_s: float = 60.0) -> None:
-        """Stops one member (gently or by SIGKILL) and starts it anew under the same id, waiting until it has joined."""
+        """Stops one member (by SIGTERM or SIGKILL), starts it again under its id, and waits until it has joined."""
         old = self.services[service_id]
         old.signal(signal.SIGKILL if kill else signal.SIGTERM)
         old.wait(timeout_s)

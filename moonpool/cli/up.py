@@ -45,7 +45,7 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, restart:
     Args:
         plan: makes the stack's plan for a data folder.
         data_dir: data folder; None = a temporary one.
-        restart: start a service anew that ends by itself; otherwise its end stops the stack.
+        restart: start a service again that ends by itself; otherwise its end stops the stack.
         as_json: print JSON lines.
 
     Returns:

@@ -61,7 +61,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """What is expected of latency, seconds; None = no limit. What cannot be kept is refused with `Overloaded`."""
+    """Latency limits, seconds; None = no limit. A request that would miss one is refused with `Overloaded`."""
 
     ttft_s: float | None = None
     tbt_s: float | None = None
@@ -192,7 +192,7 @@ class ClusterState:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What one prefill instance was predicted to take, seconds; `excluded` says why it was left out."""
+    """Predicted seconds of one prefill instance; `excluded` says why it was left out."""
 
     instance: str
     local_blocks: int

@@ -1,7 +1,4 @@
-"""One request's answer as it grows: tokens, text, the end, and what was measured on the way.
-
-Owns when an answer ends. Knows neither instances nor clocks: times are arguments.
-"""
+"""One request's answer as it grows: tokens, text, finish reason and measured times. Times are arguments."""
 
 from __future__ import annotations
 

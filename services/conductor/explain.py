@@ -1,4 +1,4 @@
-"""How the last requests were placed, for `Explain`. Pure; bounded: the oldest decision is forgotten first."""
+"""How the last requests were placed, for `Explain`; the oldest decision is dropped first."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""The prefix index: which instance holds which KV blocks, as far as their events have told.
+"""The prefix index: which instance holds which KV blocks, as far as its events say.
 
-A replica of the instances' own truth: it follows sequence numbers, asks for a resync when one is missing, and drops
-what it doubts, because doubt is a cache miss. Pure: no grpc, asyncio, clock or randomness; knows instances by id only.
+Follows each instance's sequence numbers and asks for a resync when one is missing; doubtful keys are dropped, as that
+is only a cache miss. Pure; knows instances by id.
 
-Each key maps to a bit mask of instances, so that one walk along a chain yields the longest consecutive prefix of all
-instances at once.
+Each key maps to a bit mask of instances, so one walk along a chain gives the longest prefix of every instance.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from itertools import islice
 
 
 class Applied(Enum):
-    """What became of an event message."""
+    """Result of an event message."""
 
     DONE = auto()
-    """It is in the index."""
+    """The index has it."""
     RESYNC = auto()
     """A message before it is missing; the instance's keys were dropped and a snapshot is wanted."""
     IGNORED = auto()
@@ -59,7 +58,7 @@ class PrefixIndex:
         return len(self._masks)
 
     def add_instance(self, instance_id: str) -> None:
-        """Make room for an instance; its first message must begin a snapshot. An earlier one of that id is dropped."""
+        """Add an instance, empty; its first message must begin a snapshot. An earlier one of that id is removed."""
         self.remove_instance(instance_id)
         position = next(i for i in range(len(self._by_bit) + 1) if 1 << i not in self._by_bit)
         self._by_bit[1 << position] = instance_id
@@ -139,7 +138,7 @@ class PrefixIndex:
         return len(holder.keys) if holder is not None else 0
 
     def synced(self, instance_id: str) -> bool:
-        """Tell whether an instance's snapshot is complete and no message was missed since."""
+        """Whether an instance's snapshot is complete and no message was missed since."""
         holder = self._holders.get(instance_id)
         return holder is not None and holder.synced
 
@@ -163,7 +162,7 @@ class PrefixIndex:
                 masks[key] = masks.get(key, 0) | bit
             holder.keys[key] = version
         if len(holder.keys) > self._limit:
-            # Some at once: the first key of a dict is found slowly when many before it were deleted one by one.
+            # Several at once: finding the first key of a dict is slow after many were deleted before it.
             spare = max(1, self._limit // 16) - 1
             surplus = min(len(holder.keys) - self._limit + spare, len(holder.keys))
             self._forget(holder, list(islice(holder.keys, surplus)))

@@ -1,7 +1,4 @@
-"""The conductor's side of Join: one stream per instance, from its hello to its loss.
-
-Owns liveness (an instance silent for three heartbeats is lost) and orders. What a report means is `Cluster`'s business.
-"""
+"""The conductor's side of Join: one stream per instance; one that is silent for three heartbeats is lost."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.cluster import Cluster
 from services.conductor.registry import Member
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 _Context = grpc.aio.ServicerContext[conductor_pb2.JoinRequest, conductor_pb2.JoinResponse]
 
@@ -30,7 +27,7 @@ class JoinServer:
     """Serves the Join streams of all instances."""
 
     def __init__(self, cluster: Cluster, heartbeat_s: float) -> None:
-        """Wire the server; `conductor` must be set before the first instance joins."""
+        """`conductor` must be filled in before the first instance joins."""
         self.conductor = kv_pb2.Instance(kind=kv_pb2.INSTANCE_KIND_CONDUCTOR)
         self._cluster = cluster
         self._heartbeat_s = heartbeat_s
@@ -38,7 +35,7 @@ class JoinServer:
         self._clock = time.monotonic
 
     def stop(self) -> None:
-        """End all streams: the conductor is leaving, instances look for the next one."""
+        """End all streams, because the conductor stops."""
         self._stopping.set()
 
     async def serve(self, context: _Context) -> None:
@@ -46,16 +43,16 @@ class JoinServer:
 
         Raises:
             InvalidRequest: no proper hello came.
-            Mismatch: it serves something else, or another process took its name.
-            Unavailable: it cannot be reached at the address it tells.
+            Mismatch: it serves another model, or another process joined under its id.
+            Unavailable: it cannot be reached at its address.
             DeadlineExceeded: it was silent for three heartbeats.
         """
         hello = await self._hello(context)
         self._cluster.registry.check(hello)
         await probe(hello.instance.address, PROBE_TIMEOUT_S)
         member = self._cluster.join(hello, self._clock())
-        log = _log.bind(instance=member.id, address=member.instance.address)
-        log.info("joined", **({"emulated": hello.model.emulated} if hello.model.emulated else {}))
+        member_log = log.bind(instance=member.id, address=member.instance.address)
+        member_log.info("joined", **({"emulated": hello.model.emulated} if hello.model.emulated else {}))
         lost = False
         try:
             welcome = conductor_pb2.JoinWelcome(conductor=self.conductor, heartbeat_s=self._heartbeat_s)
@@ -66,7 +63,7 @@ class JoinServer:
             raise
         finally:
             self._cluster.leave(member, lost=lost)
-            log.warning("lost") if lost else log.info("left")
+            member_log.warning("lost") if lost else member_log.info("left")
 
     async def _hello(self, context: _Context) -> conductor_pb2.JoinHello:
         first = await self._next(context, HELLO_TIMEOUT_S)
@@ -84,11 +81,11 @@ class JoinServer:
                     self._cluster.report(member, message.load, self._clock())
                 case "events":
                     if self._cluster.events(member, message.events):
-                        _log.warning("resync", instance=member.id, sequence=message.events.sequence)
+                        log.warning("resync", instance=member.id, sequence=message.events.sequence)
                         resync = conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder())
                         await context.write(resync)
                 case other:
-                    raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
+                    raise InvalidRequest("message", f"{other or 'nothing'} is not expected after the hello")
 
     async def _next(self, context: _Context, timeout_s: float) -> conductor_pb2.JoinRequest | None:
         """Return the next message, or None when the stream or the conductor has ended.

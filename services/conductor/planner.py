@@ -1,7 +1,4 @@
-"""From what the conductor knows to a plan for one request: views of registry and index, fed to placement.
-
-Owns the translation of loads, in-flight counters and index matches into placement's views. Pure: time is an argument.
-"""
+"""Plans one request: turns loads, counters and index matches into placement's views. Time is an argument."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ from services.conductor.registry import DECODE, KVSTORE, PREFILL, Member, Regist
 from services.conductor.stores import Forks, StoreView, by_reading, choose_write_back, scores
 
 EXPECTED_ANSWER_TOKENS = 256
-"""Answers are mostly shorter than what they may be; decode instances are compared for at most so many tokens."""
+"""Answers are mostly shorter than their limit; decode instances are compared for at most so many tokens."""
 
 MAX_OTHER_SOURCES = 2
-"""Stores that a prefix may be loaded from should the chosen one fail."""
+"""Further stores to load a prefix from if the chosen one fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +58,7 @@ class Plan:
 
 
 class Planner:
-    """Plans requests; reads registry and index, changes neither; remembers where chains part."""
+    """Plans requests from registry and index, which it only reads; remembers where chains fork."""
 
     def __init__(
         self, registry: Registry, index: PrefixIndex, balancing_threshold: float, kvstore_replicas: int = 1
@@ -91,7 +88,7 @@ class Planner:
             keys: of all full blocks of `tokens`.
             prompt_key: hash of the prompt, which decides on the store when there is no full block.
             now: seconds of the clock that in-flight counters use.
-            suspects: ids of instances that failed this request before; used only when nobody else is left.
+            suspects: ids of instances that failed this request before; used only when no other is left.
 
         Raises:
             Unavailable: no prefill or no decode instance takes requests.
@@ -143,7 +140,7 @@ class Planner:
         ]
 
     def _write_back(self, keys: Sequence[bytes], stores: Sequence[StoreView]) -> tuple[StoreView, ...]:
-        """The stores that shall hold the chain: also without a full block in the prompt, as the answer has some."""
+        """The stores that shall hold the chain, also for a prompt without a full block: its answer may fill some."""
         longest = max((store.blocks for store in stores), default=0)
         parts = len(stores) > self._replicas and 0 < longest < len(keys)  # else there is nothing to decide
         shared = parts and self._forks.shared(keys[longest - 1], keys[longest])
@@ -172,7 +169,7 @@ class Planner:
 
     def _prefill_view(self, member: Member, held: dict[str, int], now: float, suspects: Collection[str]) -> PrefillView:
         speeds = member.tracker.speeds
-        # What others placed there shows only in reports, what we placed just now only in our own counters.
+        # Requests of other conductors show only in reports, our latest ones only in our own counters.
         reported = speeds.prefill_per_token_s * member.load.queued_tokens
         return PrefillView(
             id=member.id,

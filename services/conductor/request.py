@@ -127,7 +127,7 @@ def read_request(
 
 
 def _check_envelope(message: conductor_pb2.GenerateRequest, served: Served) -> None:
-    # A newer client's field, left out in silence, would be an answer to another question.
+    # Ignoring a newer client's field would answer another request than the one asked.
     for field, part in (("", message), ("sampling", message.sampling), ("slo", message.slo)):
         unknown = UnknownFieldSet(part)
         if len(unknown):
@@ -137,7 +137,7 @@ def _check_envelope(message: conductor_pb2.GenerateRequest, served: Served) -> N
     _require("request_id", printable, f"printable characters other than {ATTEMPT_MARK!r} only")
     _require("tenant", len(message.tenant) <= MAX_TENANT_CHARS, f"at most {MAX_TENANT_CHARS} characters")
     _require("model", message.model in ("", served.name), f"only {served.name!r} is served, not {message.model!r}")
-    _require("from_position", message.from_position == 0, "taking up a broken stream is not supported yet")
+    _require("from_position", message.from_position == 0, "resuming a stream is not supported yet")
 
 
 def _read_prompt(message: conductor_pb2.GenerateRequest, served: Served) -> array[int]:

@@ -1,4 +1,4 @@
-"""ConductorService: the contract's messages to the domain and back. Method names are the contract's."""
+"""ConductorService: translates between the contract's messages and the domain."""
 
 # ruff: noqa: N802
 
@@ -18,7 +18,7 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor import admission
 from services.conductor.answer import Answer
 from services.conductor.checkpoint import Checkpoint
-from services.conductor.cluster import Cluster, Tails
+from services.conductor.cluster import BackgroundTasks, Cluster
 from services.conductor.config import ConductorConfig
 from services.conductor.generate import Generation
 from services.conductor.join import JoinServer
@@ -37,15 +37,15 @@ class ConductorServicer:
         config: ConductorConfig,
         checkpoint: Checkpoint,
         cluster: Cluster,
-        tails: Tails,
+        background: BackgroundTasks,
         tokenizing: ThreadPoolExecutor,
         spans: Recorder,
     ) -> None:
-        """Wire the servicer; `set_instance` must be called before the first request."""
+        """`set_instance` must be called before the first request."""
         self._config = config
         self._checkpoint = checkpoint
         self.cluster = cluster
-        self._tails = tails
+        self._background = background
         self._tokenizing = tokenizing
         self._spans = spans
         self._joins = JoinServer(cluster, config.heartbeat_s)
@@ -58,7 +58,7 @@ class ConductorServicer:
         self.gauges = self._make_gauges()
 
     def set_instance(self, instance: kv_pb2.Instance) -> None:
-        """Say who we are, once the port is known."""
+        """Fill in this conductor's address, once the port is known."""
         self._instance.CopyFrom(instance)
         self._joins.conductor.CopyFrom(instance)
         self.cluster.steps.conductor.CopyFrom(instance)
@@ -105,7 +105,7 @@ class ConductorServicer:
             self._tokenizing, read_request, message, served, request_id, lambda: secrets.randbits(64)
         )
         answer = Answer.begin(request, served, arrived)
-        generation = Generation(self.cluster, self._tails, self._config, answer, deadline, context.write)
+        generation = Generation(self.cluster, self._background, self._config, answer, deadline, context.write)
         self._running[request_id] = generation
         await generation.run()
 
@@ -123,7 +123,7 @@ class ConductorServicer:
         await self._joins.serve(context)
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: object) -> conductor_pb2.ExplainResponse:
-        """Tell how a request was placed."""
+        """Return how a request was placed."""
         return self.cluster.decisions.get(request.request_id)
 
     async def ClusterState(
@@ -158,7 +158,7 @@ class ConductorServicer:
     async def ConductorStats(
         self, request: conductor_pb2.ConductorStatsRequest, context: object
     ) -> conductor_pb2.ConductorStatsResponse:
-        """Everything the conductor holds."""
+        """Return all gauges."""
         return conductor_pb2.ConductorStatsResponse(instance=self._instance, gauges=self.gauges.read())
 
     def _make_gauges(self) -> Gauges:
@@ -172,7 +172,7 @@ class ConductorServicer:
                 ("decodes_in_flight", lambda: sum([len(m.decodes) for m in cluster.registry.of_kind(DECODE)]), 0),
                 ("loads_in_flight", lambda: sum([len(m.loads) for m in cluster.registry.of_kind(KVSTORE)]), 0),
                 ("watched_instances", lambda: cluster.watched, 0),
-                ("tails", lambda: len(self._tails), 0),
+                ("background_tasks", lambda: len(self._background), 0),
                 ("steps_messages_unsent", lambda: cluster.steps.unsent, 0),
                 ("looking_for_room", cluster.room_queue.locked, 0),
                 ("decode_blocks_unreported", lambda: self._unreported_blocks(), 0),

@@ -66,7 +66,7 @@ class CountingBackend:
 
 
 def test_a_text_that_is_far_too_long_is_not_tokenised_to_its_end() -> None:
-    backend = CountingBackend()
+    backend: Any = CountingBackend()
     tokenizer = Tokenizer(backend, None)
     assert tokenizer.is_longer("x = foo(y)\n" * 400_000, 1000)
     assert backend.chars <= 20_000

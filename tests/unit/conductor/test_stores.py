@@ -197,7 +197,7 @@ def test_reads_of_a_hot_chain_spread_over_its_copies() -> None:
         plan = world.plan(keys)
         assert {view.id for view in plan.sources} == set(pair)
         source = world.registry.get(plan.prefill.kvstore)
-        claims.append(Claim.stake(prefill, f"r{number}", 1.0, 0.0, source))
+        claims.append(Claim.take(prefill, f"r{number}", 1.0, 0.0, source))
         read[plan.prefill.kvstore] += 1
     assert read == dict.fromkeys(pair, 5)
     for claim in claims:
