@@ -25,7 +25,7 @@ from moonpool.client.types import (
 from moonpool.errors import InvalidRequest, StreamBroken
 from moonpool.v1 import conductor_pb2, kv_pb2
 
-MAX_REQUEST_BYTES = 64 << 20
+MAX_REQUEST_BYTES = 8 << 20
 """Largest message that gRPC takes, on both sides."""
 
 _FINISH: dict[int, FinishReason] = {
