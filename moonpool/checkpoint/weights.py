@@ -28,7 +28,6 @@ class TensorInfo:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         count = 1
         for size in self.shape:
             count *= size

@@ -100,7 +100,6 @@ class ServiceProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._process.pid
 
     @property

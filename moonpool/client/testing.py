@@ -63,15 +63,12 @@ class FakeConductor:
         self.gauges = pb.ConductorStatsResponse()
 
     def client(self, *, timeout_s: float = 10.0, connect_timeout_s: float = 0.0) -> Client:
-        """Return a blocking client of this conductor."""
         return Client(transport=_FakeTransport(self), timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
 
     def async_client(self, *, timeout_s: float = 10.0, connect_timeout_s: float = 0.0) -> AsyncClient:
-        """Return an asyncio client of this conductor."""
         return AsyncClient(transport=_FakeTransport(self), timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
 
     def begin(self, request: pb.GenerateRequest, timeout_s: float) -> FakeCall:
-        """Begin a request."""
         self.requests.append(request)
         self.timeouts_s.append(timeout_s)
         return FakeCall(self, request, iter(self._script(request)))

@@ -111,7 +111,6 @@ class Collector:
     """Makes events and finally the result of a stream's messages, and checks that no token is lost or doubled."""
 
     def __init__(self) -> None:
-        """Start with nothing received."""
         self.result: GenerateResult | None = None
         """The whole answer, once it has ended."""
         self.request_id = ""

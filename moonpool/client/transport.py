@@ -92,19 +92,15 @@ class GrpcTransport:
         self._channel: grpc.aio.Channel | None = None
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> Call:
-        """Begin a request."""
         return _GrpcCall(self._stub().Generate(request, timeout=timeout_s))
 
     async def explain(self, request: pb.ExplainRequest, timeout_s: float) -> pb.ExplainResponse:
-        """Ask how a request was placed."""
         return await _answer(self._stub().Explain(request, timeout=timeout_s))
 
     async def cluster_state(self, request: pb.ClusterStateRequest, timeout_s: float) -> pb.ClusterStateResponse:
-        """Ask for the cluster's picture."""
         return await _answer(self._stub().ClusterState(request, timeout=timeout_s))
 
     async def stats(self, request: pb.ConductorStatsRequest, timeout_s: float) -> pb.ConductorStatsResponse:
-        """Ask for the conductor's gauges."""
         return await _answer(self._stub().ConductorStats(request, timeout=timeout_s))
 
     async def aclose(self) -> None:

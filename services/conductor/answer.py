@@ -31,12 +31,11 @@ class Answer:
 
     @classmethod
     def begin(cls, request: Request, served: Served, arrived: float) -> Answer:
-        """Start an empty answer."""
         return cls(request, AnswerText(request, served), arrived)
 
     @property
     def remaining(self) -> int:
-        """Tokens still to come at most."""
+        """Largest number of tokens still to come."""
         return self.request.max_tokens - len(self.tokens)
 
     def prefilled(self, first: prefill_pb2.FirstToken) -> None:

@@ -33,7 +33,6 @@ class Cluster:
     """Everything the conductor knows of its instances."""
 
     def __init__(self, config: ConductorConfig, served: ServedModel, channels: Channels) -> None:
-        """Start without members."""
         self.channels = channels
         self.registry = Registry(served)
         self.index = PrefixIndex(config.max_index_keys)
@@ -80,7 +79,6 @@ class Cluster:
         return self.registry.get(member.id) is member
 
     def report(self, member: Member, load: conductor_pb2.LoadReport, now: float) -> None:
-        """Take a load report."""
         self.registry.report(member, load, now)
         self._note_change()
 
@@ -131,12 +129,10 @@ class BackgroundTasks:
     """Tasks that outlive their request, each for a bounded time; closed together."""
 
     def __init__(self, limit_s: float = 5.0) -> None:
-        """Cancel each task after `limit_s` seconds."""
         self._limit_s = limit_s
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        """Running tasks."""
         return len(self._tasks)
 
     def adopt(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:

@@ -39,7 +39,6 @@ class PrefixIndex:
     """Key -> instances, bounded per instance: beyond the bound an instance's oldest keys are forgotten."""
 
     def __init__(self, max_keys_per_instance: int = 4_000_000) -> None:
-        """Start empty."""
         if max_keys_per_instance < 1:
             raise ValueError("max_keys_per_instance must be positive")
         self._limit = max_keys_per_instance

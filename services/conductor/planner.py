@@ -63,7 +63,6 @@ class Planner:
     def __init__(
         self, registry: Registry, index: PrefixIndex, balancing_threshold: float, kvstore_replicas: int = 1
     ) -> None:
-        """Wire the planner."""
         self._registry = registry
         self._index = index
         self._threshold = balancing_threshold

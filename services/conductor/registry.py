@@ -61,7 +61,6 @@ class Registry:
     """The members, at most one per instance id: the last that joined."""
 
     def __init__(self, served: ServedModel) -> None:
-        """Start without members."""
         self._served = served
         self._members: dict[str, Member] = {}
         self._model: conductor_pb2.ModelInfo | None = None
@@ -159,7 +158,6 @@ class Registry:
         return True
 
     def report(self, member: Member, load: conductor_pb2.LoadReport, now: float) -> None:
-        """Take a member's load report."""
         member.load = load
         member.last_heard = now
         member.decodes.reported()

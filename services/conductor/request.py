@@ -60,7 +60,6 @@ class Request:
 
     @property
     def prompt_key(self) -> BlockKey:
-        """Hash of the whole prompt."""
         return block_keys(self.chain_root, self.prompt, len(self.prompt))[0]
 
     def ends_with(self, token_id: int, generated: int) -> bool:

@@ -76,7 +76,6 @@ class ConductorServicer:
         self._joins.stop()
 
     async def Generate(self, request: conductor_pb2.GenerateRequest, context: _GenerateContext) -> None:
-        """Serve one request."""
         arrived = time.monotonic()
         request_id = request.request_id or secrets.token_hex(8)
         if self._draining:
@@ -119,7 +118,6 @@ class ConductorServicer:
         )
 
     async def Join(self, request_iterator: object, context: _JoinContext) -> None:
-        """Follow one instance."""
         await self._joins.serve(context)
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: object) -> conductor_pb2.ExplainResponse:
@@ -158,7 +156,6 @@ class ConductorServicer:
     async def ConductorStats(
         self, request: conductor_pb2.ConductorStatsRequest, context: object
     ) -> conductor_pb2.ConductorStatsResponse:
-        """Return all gauges."""
         return conductor_pb2.ConductorStatsResponse(instance=self._instance, gauges=self.gauges.read())
 
     def _make_gauges(self) -> Gauges:

@@ -82,7 +82,6 @@ class Forks:
         self._followers: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Blocks remembered."""
         return len(self._followers)
 
     def shared(self, block: bytes, follower: bytes) -> bool:
