@@ -83,6 +83,8 @@ def test_what_is_asked_reaches_the_conductor(dial: Dial) -> None:
         ({"prompt": "a", "token_ids": [1]}, "prompt"),
         ({"token_ids": [1 << 40]}, "token_ids"),
         ({"token_ids": ["a"]}, "token_ids"),
+        ({"prompt": "x" * (9 << 20)}, "prompt"),
+        ({"messages": [{"role": "user", "content": "x" * (9 << 20)}]}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages"),
         ({"prompt": "a", "sampling": SamplingParams(max_tokens=1 << 40)}, "sampling.max_tokens"),

@@ -29,6 +29,8 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
         ({"token_ids": [5] * 512}, "token_ids"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": "x" * 1_000_000}, "prompt"),
+        ({"prompt": "a b c d " * 1000}, "prompt"),
+        ({"messages": [{"role": "user", "content": "a b c d " * 1000}]}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": ""}] * 600}, "messages"),
         ({"model": "other"}, "model"),
