@@ -1,4 +1,7 @@
-"""The conductor's side of Join: one stream per instance; one that is silent for three heartbeats is lost."""
+"""The conductor's side of Join: one stream per instance, from its hello to its loss.
+
+Owns liveness (an instance silent for three heartbeats is lost) and orders. What a report means is `Cluster`'s business.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.cluster import Cluster
 from services.conductor.registry import Member
 
-log = get_logger(__name__)
+_log = get_logger(__name__)
 
 _Context = grpc.aio.ServicerContext[conductor_pb2.JoinRequest, conductor_pb2.JoinResponse]
 
@@ -27,7 +30,7 @@ class JoinServer:
     """Serves the Join streams of all instances."""
 
     def __init__(self, cluster: Cluster, heartbeat_s: float) -> None:
-        """`conductor` must be filled in before the first instance joins."""
+        """Wire the server; `conductor` must be set before the first instance joins."""
         self.conductor = kv_pb2.Instance(kind=kv_pb2.INSTANCE_KIND_CONDUCTOR)
         self._cluster = cluster
         self._heartbeat_s = heartbeat_s
@@ -35,7 +38,7 @@ class JoinServer:
         self._clock = time.monotonic
 
     def stop(self) -> None:
-        """End all streams, because the conductor stops."""
+        """End all streams: the conductor is leaving, instances look for the next one."""
         self._stopping.set()
 
     async def serve(self, context: _Context) -> None:
@@ -43,16 +46,16 @@ class JoinServer:
 
         Raises:
             InvalidRequest: no proper hello came.
-            Mismatch: it serves another model, or another process joined under its id.
-            Unavailable: it cannot be reached at its address.
+            Mismatch: it serves something else, or another process took its name.
+            Unavailable: it cannot be reached at the address it tells.
             DeadlineExceeded: it was silent for three heartbeats.
         """
         hello = await self._hello(context)
         self._cluster.registry.check(hello)
         await probe(hello.instance.address, PROBE_TIMEOUT_S)
         member = self._cluster.join(hello, self._clock())
-        member_log = log.bind(instance=member.id, address=member.instance.address)
-        member_log.info("joined", **({"emulated": hello.model.emulated} if hello.model.emulated else {}))
+        log = _log.bind(instance=member.id, address=member.instance.address)
+        log.info("joined", **({"emulated": hello.model.emulated} if hello.model.emulated else {}))
         lost = False
         try:
             welcome = conductor_pb2.JoinWelcome(conductor=self.conductor, heartbeat_s=self._heartbeat_s)
@@ -63,7 +66,7 @@ class JoinServer:
             raise
         finally:
             self._cluster.leave(member, lost=lost)
-            member_log.warning("lost") if lost else member_log.info("left")
+            log.warning("lost") if lost else log.info("left")
 
     async def _hello(self, context: _Context) -> conductor_pb2.JoinHello:
         first = await self._next(context, HELLO_TIMEOUT_S)
@@ -81,11 +84,11 @@ class JoinServer:
                     self._cluster.report(member, message.load, self._clock())
                 case "events":
                     if self._cluster.events(member, message.events):
-                        log.warning("resync", instance=member.id, sequence=message.events.sequence)
+                        _log.warning("resync", instance=member.id, sequence=message.events.sequence)
                         resync = conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder())
                         await context.write(resync)
                 case other:
-                    raise InvalidRequest("message", f"{other or 'nothing'} is not expected after the hello")
+                    raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
     async def _next(self, context: _Context, timeout_s: float) -> conductor_pb2.JoinRequest | None:
         """Return the next message, or None when the stream or the conductor has ended.

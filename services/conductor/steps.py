@@ -1,8 +1,8 @@
 """The conductor's end of `Steps`: one multiplexed stream per decode instance, for all sequences that run there.
 
-A sequence's tokens go to its `Inbox`; when a stream breaks, all its sequences fail with StreamBroken and the next
-sequence opens a new one. One task per stream writes: grpc.aio cancels the whole call when a waiting write is cancelled,
-and the end of one request must not end the others.
+Owns the streams' life. A sequence's tokens go to its `Inbox`; when a stream breaks, all its sequences fail with
+StreamBroken and the next sequence opens a new one. Writing is done by one task per stream: grpc.aio cancels the whole
+call when a waiting write is cancelled, and one request's end must not be every request's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from services.conductor.inbox import Inbox
 
-log = get_logger(__name__)
+_log = get_logger(__name__)
 
 _StepsCall = grpc.aio.StreamStreamCall[decode_pb2.StepsRequest, decode_pb2.StepsResponse]
 
 QUEUE_MESSAGES = 8192
-"""Starts and cancels waiting to be written; beyond it the decode instance does not read at all."""
+"""Starts and cancels waiting to be written; a decode instance that lets them grow beyond it does not read at all."""
 WRITE_TIMEOUT_S = 10.0
 
 
@@ -54,7 +54,7 @@ class StepsStream:
 
     @property
     def unsent(self) -> int:
-        """Starts and cancels that wait to be written; 0 when the stream is broken."""
+        """Starts and cancels that wait to be written; those of a broken stream wait for nothing any more."""
         return self._outgoing.qsize() if self._task is not None and not self._task.done() else 0
 
     def subscribe(self, sequence_id: str, inbox: Inbox) -> None:
@@ -67,7 +67,7 @@ class StepsStream:
         self._inboxes.pop(sequence_id, None)
 
     def start(self, sequence_id: str, target: kv_pb2.TransferTarget, first_token_id: int) -> None:
-        """Tell decode the first token; with it the sequence may join the batch."""
+        """Tell decode the first token, with which the sequence may join the batch."""
         start = decode_pb2.StartSequence(
             request_id=sequence_id,
             transfer_id=target.transfer_id,
@@ -119,7 +119,7 @@ class StepsStream:
         except (TimeoutError, asyncio.InvalidStateError):
             error = StreamBroken(f"{self.decode.id} does not read its Steps stream")
         except Exception as defect:
-            log.error("steps stream failed", decode=self.decode.id, exc_info=defect)
+            _log.error("steps stream failed", decode=self.decode.id, exc_info=defect)
         finally:
             for half in halves:
                 half.cancel()
@@ -132,7 +132,7 @@ class StepsStream:
         for inbox in inboxes.values():
             inbox.fail(error)
         if inboxes:
-            log.warning("steps stream broken", decode=self.decode.id, sequences=len(inboxes), error=str(error))
+            _log.warning("steps stream broken", decode=self.decode.id, sequences=len(inboxes), error=str(error))
         self._on_idle_break(self)
 
     async def _write(self, call: _StepsCall, outgoing: asyncio.Queue[decode_pb2.StepsRequest]) -> None:
@@ -189,13 +189,13 @@ class StepsPool:
         return self._streams[key]
 
     def left(self, decode: kv_pb2.Instance) -> None:
-        """Note that the instance has left in order: its sequences may end, an idle stream is closed."""
+        """The instance has left the cluster in order: sequences on it may end, an idle stream is ended."""
         stream = self._streams.get((decode.id, decode.incarnation))
         if stream is not None and not len(stream):
             stream.fail(StreamBroken(f"{decode.id} has left"))
 
     def lost(self, decode: kv_pb2.Instance) -> None:
-        """Note that the instance is lost: its sequences fail now."""
+        """The instance is silent: its sequences fail now."""
         stream = self._streams.get((decode.id, decode.incarnation))
         if stream is not None:
             stream.fail(StreamBroken(f"{decode.id} is lost"))
