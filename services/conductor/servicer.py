@@ -118,6 +118,7 @@ class ConductorServicer:
         )
 
     async def Join(self, request_iterator: object, context: _JoinContext) -> None:
+        """Follow one instance."""
         await self._joins.serve(context)
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: object) -> conductor_pb2.ExplainResponse:
