@@ -62,7 +62,7 @@ def up(
     kvstore: Annotated[int, typer.Option(min=0, help="kvstore instances.")] = 1,
     kvstore_replicas: Annotated[int, typer.Option(min=1, max=8, help="kvstores that hold a copy of each chain.")] = 1,
     stages: Annotated[int, typer.Option(min=1, help="Pipeline stages of each prefill instance.")] = 1,
-    engine: Annotated[str, typer.Option(help="real, or paced:PROFILE to emulate compute.")] = "real",
+    engine: Annotated[str, typer.Option(help="real, or emulated:PROFILE to emulate compute.")] = "real",
     time_scale: Annotated[float, typer.Option(min=0, help="Emulated seconds per second; 0 = the profile's own.")] = 0.0,
     data_dir: Annotated[Path | None, typer.Option(help="Keeps store and logs; default: a temporary folder.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="The conductor's port; 0 = any free.")] = 50051,
@@ -158,7 +158,7 @@ def calibrate(
     threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0 = all cores.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Steps of each size; the quickest counts.")] = 5,
 ) -> None:
-    """Measure a model on this machine and write a profile for `--engine paced:FILE`."""
+    """Measure a model on this machine and write a profile for `--engine emulated:FILE`."""
     from moonpool.cli.calibrate import run_calibrate
 
     run_calibrate(model or bundled_model(), out, name=name, hardware=hardware, dtype=dtype, threads=threads,

@@ -37,7 +37,7 @@ class StackPlan:
         kvstore_replicas: kvstores that hold a copy of each chain.
         stages: pipeline stages of each prefill instance.
         port: the conductor's port; 0 = any free one.
-        engine: "real", or "paced:PROFILE" to emulate the compute of prefill and decode.
+        engine: "real", or "emulated:PROFILE" to emulate the compute of prefill and decode.
         time_scale: seconds of the emulated profile that pass in one second; 0 = the profile's own.
         threads: compute threads of each engine process; 0 = all cores shared out among them, at least one.
         block_tokens: tokens per KV block.

@@ -23,7 +23,7 @@ from moonpool.checkpoint import (
 )
 from moonpool.config import PeerAddress, ServiceConfig
 from moonpool.engine.arrival import Arrival
-from moonpool.engine.emulated.profile import SCHEME, Emulation, emulation_of
+from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, emulated_profile
 from moonpool.engine.messages import EngineSpec
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import namespace
@@ -134,9 +134,11 @@ def plan_engine(config: EngineConfig, *, stages: int = 1, decode: bool = False) 
     """
     folder: Path = resolve(config.model)
     model = load_config(folder)
-    paced = emulation_of(config.engine, config.time_scale)
-    if paced is not None:
-        return _plan_emulated(config, folder, model, stages, Emulation(*paced, decode, model.vocab_size, _ends(model)))
+    emulated = emulated_profile(config.engine, config.time_scale)
+    if emulated is not None:
+        return _plan_emulated(
+            config, folder, model, stages, EmulatedCompute(*emulated, decode, model.vocab_size, _ends(model))
+        )
     dtype = resolve_dtype(model, config.dtype)
     layout = kv_layout(model, dtype, config.block_tokens)
     longest = min(config.max_tokens or model.max_position_embeddings, model.max_position_embeddings)
@@ -155,10 +157,10 @@ def plan_engine(config: EngineConfig, *, stages: int = 1, decode: bool = False) 
 
 
 def _plan_emulated(
-    config: EngineConfig, folder: Path, model: ModelConfig, stages: int, emulation: Emulation
+    config: EngineConfig, folder: Path, model: ModelConfig, stages: int, emulated: EmulatedCompute
 ) -> EnginePlan:
     """The checkpoint lends its name and its tokens; KV and lengths are the profile's."""
-    profile = emulation.profile
+    profile = emulated.profile
     if config.dtype != "auto":
         raise ConfigError("dtype", f"emulated compute has none of its own; leave it 'auto', not {config.dtype!r}")
     if config.deterministic:
@@ -171,7 +173,7 @@ def _plan_emulated(
         blocks=_blocks(config, layout),
         stages=stages,
         max_tokens=min(config.max_tokens or profile.max_tokens, profile.max_tokens),
-        emulation=emulation,
+        emulated=emulated,
     )
     # Never the fingerprint of real weights; the same for all who emulate the same, whatever their time scale.
     return _plan(config, model, spec, blake3(b"moonpool emulated kv v1\0" + profile.name.encode()).digest())
@@ -185,11 +187,11 @@ def _plan(config: EngineConfig, model: ModelConfig, spec: EngineSpec, fingerprin
         config_hash=config_hash(model),
         vocab_size=model.vocab_size,
         max_tokens=spec.max_tokens,
-        emulated=spec.emulation.profile.name if spec.emulation is not None else "",
+        emulated=spec.emulated.profile.name if spec.emulated is not None else "",
     )
     rate = config.link_rate
-    if spec.emulation is not None:
-        rate = rate or spec.emulation.speeds.transfer_bytes_per_s or None
+    if spec.emulated is not None:
+        rate = rate or spec.emulated.speeds.transfer_bytes_per_s or None
     return EnginePlan(spec, info, model.vocab_size, spec.max_tokens, rate)
 
 

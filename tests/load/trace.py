@@ -23,7 +23,7 @@ from moonpool.cli.check import Reading, wait_at_rest
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, GenerateResult, SamplingParams, Slo
 from moonpool.engine.emulated.content import continuation
-from moonpool.engine.emulated.profile import emulation_of
+from moonpool.engine.emulated.profile import emulated_profile
 from moonpool.errors import Unavailable
 from tests.load.frame import Outcome, Send, Summary, open_loop, summarize
 from tests.load.mooncake import TraceRequest, generate_trace, read_trace, reusable_share, trace_path
@@ -40,7 +40,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=200, help="first requests of the trace; 0 = all")
     parser.add_argument("--seed", type=int, default=0, help="of the generated trace")
     parser.add_argument("--rate", type=float, default=2.0, help="requests per profile second of the generated trace")
-    parser.add_argument("--engine", default="paced:llama-70b-a800")
+    parser.add_argument("--engine", default="emulated:llama-70b-a800")
     parser.add_argument("--time-scale", type=float, default=1.0, help="seconds of trace and profile in one second")
     parser.add_argument("--prefill", type=int, default=8)
     parser.add_argument("--decode", type=int, default=8)
@@ -145,7 +145,7 @@ class Report:
     """What an unlimited cache without delay would reach, in blocks of 512 tokens."""
     placed_anew: int
     late_share: float
-    """Seconds that steps were late, by which the emulation is slower than its profile, of their time."""
+    """Seconds that steps were late, by which emulated compute is slower than its profile, of their time."""
     wrong_answers: int
     not_at_rest: str
     prefills: dict[str, int]
@@ -185,9 +185,9 @@ async def load(address: str, trace: Sequence[TraceRequest], scale: float, slo: S
 
 def replay(options: argparse.Namespace, plan: StackPlan, trace: Sequence[TraceRequest], source: str) -> Report:
     """Starts the stack, replays, checks, stops."""
-    paced = emulation_of(plan.engine, plan.time_scale)
-    assert paced is not None, "only emulated engines follow a trace's time scale"
-    profile, scale = paced
+    found = emulated_profile(plan.engine, plan.time_scale)
+    assert found is not None, "only emulated engines follow a trace's time scale"
+    profile, scale = found
     limits = {"ttft_slo_s": options.ttft_slo_s / scale, "tpot_slo_s": options.tpot_slo_s / scale}
     slo = Slo(ttft_s=limits["ttft_slo_s"]) if options.refuse else Slo()
     with LocalStack(plan) as stack:
@@ -254,7 +254,7 @@ def show(report: Report) -> None:
     print(f"rate      {summary.requests_per_s:.3f} requests/s, {summary.tokens_per_s:.1f} tokens/s")
     print(f"hit rate  {report.hit_rate:.1%} of prompt tokens (unlimited cache {report.reusable_share:.1%})")
     print(f"errors    {summary.errors or 'none'}; placed anew {report.placed_anew}; wrong {report.wrong_answers}")
-    print(f"pace      steps {report.late_share:.1%} late")
+    print(f"late      steps {report.late_share:.1%} late")
     print(f"prefill   {report.prefills}\ndecode    {report.decodes}")
     used = ", ".join(f"{kind} {seconds:.1f}" for kind, seconds in report.cpu_s.items())
     print(f"machine   {report.processes} processes, {report.resident_mb:.0f} MB resident; CPU s: {used}")

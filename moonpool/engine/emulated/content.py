@@ -24,7 +24,7 @@ _TOKEN_SALT = 0x6D6F6F6E706F6F6C
 _MASK = (1 << 64) - 1
 
 
-class PacedKV:
+class EmulatedKV:
     """Bytes of emulated KV in one layout."""
 
     def __init__(self, layout: KVLayout) -> None:

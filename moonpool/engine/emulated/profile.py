@@ -17,8 +17,9 @@ from moonpool.errors import ConfigError
 from moonpool.kv.layout import KVLayout
 from moonpool.sched.steps import Step
 
-SCHEME = "paced:"
+SCHEME = "emulated:"
 """What `--engine` begins with when compute is to be emulated; the profile's name or path follows."""
+_FORMER_SCHEME = "paced:"
 SLOT_BYTES = 8
 """Bytes of one token's K (or V) of one head in one layer of emulated KV."""
 KV_DTYPE = "float16"
@@ -167,7 +168,7 @@ def load_profile(name: str) -> Profile:
 
 
 @dataclass(frozen=True, slots=True)
-class Emulation:
+class EmulatedCompute:
     """How one instance emulates: its part of `EngineSpec`."""
 
     profile: Profile
@@ -196,12 +197,14 @@ class Emulation:
         return {"emulated": self.profile.name, "time_scale": self.time_scale, "hardware": self.profile.hardware}
 
 
-def emulation_of(engine: str, time_scale: float) -> tuple[Profile, float] | None:
+def emulated_profile(engine: str, time_scale: float) -> tuple[Profile, float] | None:
     """What `--engine` and `--time-scale` ask for: a profile and its time scale, or None for a real engine.
 
     Raises:
-        ConfigError: `engine` is neither "real" nor "paced:PROFILE", or a time scale is given for a real engine.
+        ConfigError: `engine` is neither "real" nor "emulated:PROFILE", or a time scale is given for a real engine.
     """
+    if engine.startswith(_FORMER_SCHEME):
+        raise ConfigError("engine", f"'{_FORMER_SCHEME}PROFILE' is now called '{SCHEME}PROFILE'")
     if engine.startswith(SCHEME):
         profile = load_profile(engine.removeprefix(SCHEME))
         return profile, time_scale or profile.time_scale

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 from xxhash import xxh3_64
 
-from moonpool.engine.emulated.content import PacedKV, choose_token, sampling_seed
-from moonpool.engine.emulated.profile import Emulation
+from moonpool.engine.emulated.content import EmulatedKV, choose_token, sampling_seed
+from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.kv.keys import BlockKey, block_keys, tokens_to_bytes
 from moonpool.kv.pool import KVPool
 from moonpool.sched.steps import History, SequenceStep
@@ -63,11 +63,11 @@ class Share:
     token: int | None
 
 
-class PacedSequences:
+class EmulatedSequences:
     """The sequences of one engine."""
 
-    def __init__(self, emulation: Emulation, kv: PacedKV, pool: KVPool) -> None:
-        self._emulation = emulation
+    def __init__(self, emulated: EmulatedCompute, kv: EmulatedKV, pool: KVPool) -> None:
+        self._emulated = emulated
         self._kv = kv
         self._pool = pool
         self._size = kv.layout.block_tokens
@@ -188,8 +188,8 @@ class PacedSequences:
         known.hashed = end
         return choose_token(
             known.digest.intdigest(),
-            self._emulation.vocab_size,
-            self._emulation.reserved,
+            self._emulated.vocab_size,
+            self._emulated.reserved,
             step.sample.banned,
             seed=sampling_seed(step.sample),
         )

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from moonpool.cost import Speeds
-from moonpool.engine.emulated import engine as paced
-from moonpool.engine.emulated.content import PacedKV, continuation
-from moonpool.engine.emulated.engine import PacedEngine, start_paced
-from moonpool.engine.emulated.profile import Emulation, Profile
+from moonpool.engine.emulated import engine as engine_module
+from moonpool.engine.emulated.content import EmulatedKV, continuation
+from moonpool.engine.emulated.engine import EmulatedEngine, start_emulated
+from moonpool.engine.emulated.profile import EmulatedCompute, Profile
 from moonpool.engine.handle import Engine, StepResult
 from moonpool.engine.messages import EngineSpec, LayerDone
 from moonpool.engine.start import start_engine
@@ -79,8 +79,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(paced, "_now", clock.time)
-    monkeypatch.setattr(paced, "_sleep", clock.sleep)
+    monkeypatch.setattr(engine_module, "_now", clock.time)
+    monkeypatch.setattr(engine_module, "_sleep", clock.sleep)
     return clock
 
 
@@ -92,16 +92,16 @@ def spec_of(*, decode: bool = False, stages: int = 1, scale: float = 1.0, gate_t
         blocks=16,
         stages=stages,
         gate_timeout_s=gate_timeout_s,
-        emulation=Emulation(PROFILE, scale, decode, VOCAB, frozenset({1})),
+        emulated=EmulatedCompute(PROFILE, scale, decode, VOCAB, frozenset({1})),
     )
 
 
 @asynccontextmanager
-async def engine_of(spec: EngineSpec | None = None) -> AsyncIterator[PacedEngine]:
+async def engine_of(spec: EngineSpec | None = None) -> AsyncIterator[EmulatedEngine]:
     spec = spec or spec_of(scale=1e6)
-    assert spec.emulation is not None
-    async with start_paced(spec, spec.emulation) as engine:
-        assert isinstance(engine, PacedEngine)
+    assert spec.emulated is not None
+    async with start_emulated(spec, spec.emulated) as engine:
+        assert isinstance(engine, EmulatedEngine)
         yield engine
 
 
@@ -123,14 +123,14 @@ def slices(engine: Engine, table: tuple[int, ...]) -> list[bytes]:
 async def test_is_an_engine() -> None:
     async with start_engine(spec_of()) as engine:
         assert isinstance(engine, Engine)
-        assert isinstance(engine, PacedEngine)
+        assert isinstance(engine, EmulatedEngine)
         assert (engine.blocks, engine.stages, engine.layout.token_bytes) == (16, 1, LAYERS * 16)
         assert engine.speeds == SPEEDS
 
 
 def test_content_is_what_it_was() -> None:
     """Stored emulated KV outlives a release; these bytes may change with the namespace only."""
-    kv = PacedKV(PROFILE.layout(BT))
+    kv = EmulatedKV(PROFILE.layout(BT))
     base = kv.base(bytes(32), array("i", [1, 2]))
     # The blake3 hash of 32 zero bytes is 2ada83c1819a5372 dae1238fc1ded123 ...
     assert base.hex() == "2bda83c1819a5372d8e1238fc1ded123"
@@ -179,7 +179,7 @@ async def test_decode_takes_the_time_of_batch_and_context(clock: Clock) -> None:
         assert list(result.sampled) == continuation([3] * 7, 1, VOCAB, {1}) + continuation([4] * 11, 1, VOCAB, {1})
 
 
-async def fill(engine: PacedEngine, clock: Clock, what: list[tuple[History, tuple[int, ...]]]) -> None:
+async def fill(engine: EmulatedEngine, clock: Clock, what: list[tuple[History, tuple[int, ...]]]) -> None:
     """Puts all but the last token of sequences into the pool."""
     for number, (of, table) in enumerate(what):
         step = Step(number, (part(of, 0, len(of.token_ids) - 1, table),))
@@ -192,7 +192,7 @@ async def test_lateness_is_made_up_for_or_counted(clock: Clock, monkeypatch: pyt
     async def sleep(seconds: float) -> None:
         clock.now += seconds + late
 
-    monkeypatch.setattr(paced, "_sleep", sleep)
+    monkeypatch.setattr(engine_module, "_sleep", sleep)
     async with engine_of(spec_of()) as engine:
         ends = []
         for number in range(3):
@@ -413,7 +413,7 @@ def slices_of(tokens: list[int]) -> Callable[[int], bytes]:
     """What the first block of a sequence holds."""
 
     def at(layer: int) -> bytes:
-        kv = PacedKV(PROFILE.layout(BT))
+        kv = EmulatedKV(PROFILE.layout(BT))
         view = memoryview(bytearray(kv.layout.slice_bytes))
         kv.write(view, layer, kv.base(ROOT, array("i", tokens)))
         return bytes(view)

@@ -8,10 +8,10 @@ import yaml
 
 from moonpool.cost import Speeds, decode_step_seconds, prefill_seconds
 from moonpool.engine.emulated.profile import (
-    Emulation,
+    EmulatedCompute,
     Profile,
     bundled_profiles,
-    emulation_of,
+    emulated_profile,
     load_profile,
     load_seconds,
     step_seconds,
@@ -122,13 +122,13 @@ def test_the_papers_figures() -> None:
         assert 128 * decode_step_seconds(speeds, 1, tokens) == pytest.approx(decode, rel=0.01)
 
 
-def emulation(*, scale: float = 2.0, decode: bool = False) -> Emulation:
-    return Emulation(Profile.from_mapping(FIELDS, "x"), scale, decode, 300)
+def compute(*, scale: float = 2.0, decode: bool = False) -> EmulatedCompute:
+    return EmulatedCompute(Profile.from_mapping(FIELDS, "x"), scale, decode, 300)
 
 
 def test_scaling_of_time_and_bytes() -> None:
     """Twice as fast: half the seconds; rates in emulated bytes, 128 for 6400, twice as many a second."""
-    assert emulation().speeds == Speeds(0.25, 5e-4, 0.0, 0.125, 0.005, 0.0005, 256.0, 128.0)
+    assert compute().speeds == Speeds(0.25, 5e-4, 0.0, 0.125, 0.005, 0.0005, 256.0, 128.0)
 
 
 def test_step_times() -> None:
@@ -144,15 +144,17 @@ def test_step_times() -> None:
 
 
 def test_what_flags_ask_for() -> None:
-    assert emulation_of("real", 0.0) is None
-    found = emulation_of("paced:llama-70b-a800", 0.0)
+    assert emulated_profile("real", 0.0) is None
+    found = emulated_profile("emulated:llama-70b-a800", 0.0)
     assert found is not None
     assert (found[0].name, found[1]) == ("llama-70b-a800", 1.0)
-    assert emulation_of("paced:llama-70b-a800", 8.0) == (found[0], 8.0)
+    assert emulated_profile("emulated:llama-70b-a800", 8.0) == (found[0], 8.0)
     with pytest.raises(ConfigError, match="engine"):
-        emulation_of("fast", 0.0)
+        emulated_profile("fast", 0.0)
+    with pytest.raises(ConfigError, match=r"engine.*'emulated:PROFILE'"):
+        emulated_profile("paced:llama-70b-a800", 0.0)
     with pytest.raises(ConfigError, match="time_scale"):
-        emulation_of("real", 2.0)
+        emulated_profile("real", 2.0)
 
 
 def test_plan_of_an_emulated_instance(tmp_path: Path) -> None:
@@ -161,11 +163,11 @@ def test_plan_of_an_emulated_instance(tmp_path: Path) -> None:
     folder.mkdir()
     write_config(folder)
     profile.write_text(yaml.safe_dump(FIELDS))
-    flags = {"engine": f"paced:{profile}", "kv_bytes": 1 << 20}
+    flags = {"engine": f"emulated:{profile}", "kv_bytes": 1 << 20}
     plan = plan_engine(config(folder, **flags), stages=2, decode=True)
-    assert plan.spec.emulation is not None
-    assert plan.spec.emulation == Emulation(
-        load_profile(str(profile)), 2.0, True, plan.vocab_size, plan.spec.emulation.reserved
+    assert plan.spec.emulated is not None
+    assert plan.spec.emulated == EmulatedCompute(
+        load_profile(str(profile)), 2.0, True, plan.vocab_size, plan.spec.emulated.reserved
     )
     assert (plan.max_tokens, plan.model.max_tokens, plan.model.emulated) == (100_000, 100_000, "x")
     assert (plan.spec.blocks, plan.spec.stages) == ((1 << 20) // (128 * 64), 2)
@@ -173,9 +175,9 @@ def test_plan_of_an_emulated_instance(tmp_path: Path) -> None:
     assert plan_engine(config(folder, **flags, link_bytes_per_s=5.0)).link_rate == 5.0
     assert plan_engine(config(folder, **flags, time_scale=9.0)).namespace == plan.namespace
     assert plan_engine(config(folder, **flags, max_tokens=77)).max_tokens == 77
-    other = plan_engine(config(folder, engine="paced:llama-70b-a800"))
+    other = plan_engine(config(folder, engine="emulated:llama-70b-a800"))
     assert other.namespace != plan.namespace
     with pytest.raises(ConfigError, match="dtype"):
         plan_engine(config(folder, **flags, dtype="float32"))
     with pytest.raises(ConfigError, match="kv_bytes"):
-        plan_engine(config(folder, engine=f"paced:{profile}", kv_bytes=10))
+        plan_engine(config(folder, engine=f"emulated:{profile}", kv_bytes=10))

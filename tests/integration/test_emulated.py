@@ -70,7 +70,7 @@ def up(
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
     """`moonpool up` with so many prefill and decode instances, emulated, and its ready line."""
     monkeypatch.setitem(ENVIRONMENT, "XDG_RUNTIME_DIR", str(tmp_path))
-    flags = ["--engine", "paced:llama-70b-a800", "--time-scale", "20", "--prefill", str(each), "--decode", str(each)]
+    flags = ["--engine", "emulated:llama-70b-a800", "--time-scale", "20", "--prefill", str(each), "--decode", str(each)]
     command = [*CLI, "up", *flags, "--port", "0", "--data-dir", str(tmp_path / "data"), "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     try:
@@ -115,7 +115,7 @@ def test_up(up: tuple[subprocess.Popen[str], dict[str, object]], each: int, tmp_
 
 
 def test_a_wrong_profile_is_named() -> None:
-    done = moonpool("up", "--engine", "paced:nonsense")
+    done = moonpool("up", "--engine", "emulated:nonsense")
     assert done.returncode == 2
     assert "nonsense" in done.stderr
     assert "llama-70b-a800" in done.stderr  # what there is
