@@ -68,7 +68,7 @@ def up(
     port: Annotated[int, typer.Option(min=0, max=65535, help="The conductor's port; 0 = any free.")] = 50051,
     threads: Annotated[int, typer.Option(min=0, help="Threads of each engine process; 0 = cores shared out.")] = 0,
     block_tokens: Annotated[int, typer.Option(help="Tokens per KV block.")] = 64,
-    kv_bytes: Annotated[int, typer.Option(help="Bytes of KV pool of each engine instance.")] = 256 << 20,
+    kv_bytes: Annotated[int, typer.Option(help="Bytes of each KV pool; 0 = 256 MiB, or the emulated hardware's.")] = 0,
     dram_bytes: Annotated[int, typer.Option(help="Bytes of each kvstore's DRAM tier.")] = 256 << 20,
     ssd_bytes: Annotated[int, typer.Option(help="Bytes of each kvstore's SSD tier.")] = 4 << 30,
     spans_dir: Annotated[Path | None, typer.Option(help="Where services record spans (Chrome trace events).")] = None,

@@ -30,6 +30,8 @@ from moonpool.kv.keys import namespace
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import conductor_pb2, kv_pb2
 
+DEFAULT_KV_BYTES = 256 << 20
+"""Bytes of the KV pool, unless told otherwise."""
 WRITE_BACK_SHARE = 4
 """Write-back holds this part of the pool at most, unless told otherwise."""
 
@@ -51,7 +53,11 @@ class EngineConfig(ServiceConfig):
         "auto", description="element type of weights and KV; auto = the checkpoint's own"
     )
     block_tokens: int = Field(64, ge=16, multiple_of=16, description="tokens per KV block; one size in the cluster")
-    kv_bytes: int = Field(256 << 20, gt=0, description="bytes of the KV pool")
+    kv_bytes: int = Field(
+        0,
+        ge=0,
+        description="bytes of the KV pool; 0 = 256 MiB, or what emulated hardware holds beside its weights",
+    )
     blocks: int = Field(0, ge=0, description="blocks of the KV pool; 0 = as many as --kv-bytes hold")
     threads: int = Field(0, ge=0, description="compute threads of each engine process; 0 = all cores shared out")
     deterministic: bool = Field(
@@ -146,7 +152,7 @@ def plan_engine(config: EngineConfig, *, stages: int = 1, decode: bool = False) 
         checkpoint=str(folder),
         dtype=dtype,
         layout=layout,
-        blocks=_blocks(config, layout),
+        blocks=_blocks(config, layout, DEFAULT_KV_BYTES),
         stages=stages,
         threads=config.threads,
         device=config.device,
@@ -170,7 +176,7 @@ def _plan_emulated(
         checkpoint=str(folder),
         dtype=layout.dtype,
         layout=layout,
-        blocks=_blocks(config, layout),
+        blocks=_blocks(config, layout, int((profile.pool_bytes or DEFAULT_KV_BYTES) * profile.kv_scale)),
         stages=stages,
         max_tokens=min(config.max_tokens or profile.max_tokens, profile.max_tokens),
         emulated=emulated,
@@ -195,10 +201,11 @@ def _plan(config: EngineConfig, model: ModelConfig, spec: EngineSpec, fingerprin
     return EnginePlan(spec, info, model.vocab_size, spec.max_tokens, rate)
 
 
-def _blocks(config: EngineConfig, layout: KVLayout) -> int:
-    blocks = config.blocks or config.kv_bytes // layout.block_bytes
+def _blocks(config: EngineConfig, layout: KVLayout, default_bytes: int) -> int:
+    kv_bytes = config.kv_bytes or default_bytes
+    blocks = config.blocks or kv_bytes // layout.block_bytes
     if blocks < 1:
-        raise ConfigError("kv_bytes", f"{config.kv_bytes} bytes hold no block of {layout.block_bytes} bytes")
+        raise ConfigError("kv_bytes", f"{kv_bytes} bytes hold no block of {layout.block_bytes} bytes")
     return blocks
 
 

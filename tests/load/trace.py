@@ -47,7 +47,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kvstore", type=int, default=1)
     parser.add_argument("--block-tokens", type=int, default=512, help="tokens per KV block; traces have 512")
     parser.add_argument("--step-tokens", type=int, default=4096, help="prompt tokens of one prefill step")
-    parser.add_argument("--kv-bytes", type=int, default=256 << 20, help="emulated bytes of each instance's pool")
+    parser.add_argument(
+        "--kv-bytes", type=int, default=0, help="emulated bytes of each pool; 0 = what the hardware holds"
+    )
     parser.add_argument("--dram-bytes", type=int, default=1 << 30, help="emulated bytes of each kvstore's DRAM")
     parser.add_argument("--ttft-slo-s", type=float, default=30.0, help="profile seconds, for goodput")
     parser.add_argument("--tpot-slo-s", type=float, default=0.1, help="profile seconds, for goodput")
