@@ -156,7 +156,7 @@ def calibrate(
     hardware: Annotated[str, typer.Option(help="The class of machine, in words.")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0 = all cores.")] = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Steps of each size; the quickest counts.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Steps of each size; the median counts.")] = 5,
 ) -> None:
     """Measure a model on this machine and write a profile for `--engine emulated:FILE`."""
     from moonpool.cli.calibrate import run_calibrate
