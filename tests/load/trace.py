@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import statistics
 import sys
 import tempfile
 from collections import Counter
@@ -95,6 +96,7 @@ class Answers:
     cached_tokens: int = 0
     wrong: list[str] = field(default_factory=list)
     placed_anew: int = 0
+    ttft_over_predicted: list[float] = field(default_factory=list)
     prefills: Counter[str] = field(default_factory=Counter)
     decodes: Counter[str] = field(default_factory=Counter)
 
@@ -105,6 +107,8 @@ class Answers:
         self.prompt_tokens += result.usage.prompt_tokens
         self.cached_tokens += result.usage.cached_tokens
         self.placed_anew += len(result.placements) - 1
+        if result.placement.predicted_ttft_s:
+            self.ttft_over_predicted.append(result.timing.ttft_s / result.placement.predicted_ttft_s)
         self.prefills[result.placement.prefill] += 1
         self.decodes[result.placement.decode or "none"] += 1
 
@@ -146,8 +150,10 @@ class Report:
     reusable_share: float
     """What an unlimited cache without delay would reach, in blocks of 512 tokens."""
     placed_anew: int
+    ttft_over_predicted: float
+    """Measured TTFT over the conductor's prediction, median."""
     late_share: float
-    """Seconds that steps were late, by which emulated compute is slower than its profile, of their time."""
+    """Seconds that steps ended late, as a share of the seconds of all steps."""
     wrong_answers: int
     not_at_rest: str
     prefills: dict[str, int]
@@ -211,6 +217,7 @@ def replay(options: argparse.Namespace, plan: StackPlan, trace: Sequence[TraceRe
         hit_rate=answers.cached_tokens / max(1, answers.prompt_tokens),
         reusable_share=reusable_share(trace),
         placed_anew=answers.placed_anew,
+        ttft_over_predicted=statistics.median(answers.ttft_over_predicted or [0.0]),
         late_share=_total(readings, "emulated_late_seconds") / steps if steps else 0.0,
         wrong_answers=len(answers.wrong),
         not_at_rest=held,
@@ -256,7 +263,8 @@ def show(report: Report) -> None:
     print(f"rate      {summary.requests_per_s:.3f} requests/s, {summary.tokens_per_s:.1f} tokens/s")
     print(f"hit rate  {report.hit_rate:.1%} of prompt tokens (unlimited cache {report.reusable_share:.1%})")
     print(f"errors    {summary.errors or 'none'}; placed anew {report.placed_anew}; wrong {report.wrong_answers}")
-    print(f"late      steps {report.late_share:.1%} late")
+    print(f"TTFT      {report.ttft_over_predicted:.2f} of the predicted one at the median")
+    print(f"late      {report.late_share:.1%} of the time of all steps")
     print(f"prefill   {report.prefills}\ndecode    {report.decodes}")
     used = ", ".join(f"{kind} {seconds:.1f}" for kind, seconds in report.cpu_s.items())
     print(f"machine   {report.processes} processes, {report.resident_mb:.0f} MB resident; CPU s: {used}")
