@@ -14,7 +14,7 @@ import typer
 
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan
 from moonpool.cli.supervisor import Supervisor
-from moonpool.engine.emulated.profile import emulation_of
+from moonpool.engine.emulated.profile import emulated_profile
 from moonpool.errors import Unavailable
 
 STOP_TIMEOUT_S = 60.0
@@ -64,7 +64,7 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, restart:
 
     with _data_folder(data_dir) as folder:
         planned = plan(folder)
-        ready, note = _emulation(planned)
+        ready, note = _emulated(planned)
         stack = LocalStack(planned, on_ready=on_ready)
         state = state_file()
         with stack:
@@ -83,12 +83,12 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, restart:
     return 1 if lost or bad else 0
 
 
-def _emulation(plan: StackPlan) -> tuple[dict[str, object], str]:
+def _emulated(plan: StackPlan) -> tuple[dict[str, object], str]:
     """Additions to the ready line when compute is emulated, as JSON fields and as text."""
-    paced = emulation_of(plan.engine, plan.time_scale)
-    if paced is None:
+    found = emulated_profile(plan.engine, plan.time_scale)
+    if found is None:
         return {}, ""
-    profile, scale = paced
+    profile, scale = found
     text = f"compute is emulated as {profile.name}: {profile.hardware}"
     return {"emulated": profile.name, "time_scale": scale}, f" ({text}; time scale {scale:g})"
 
