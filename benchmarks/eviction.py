@@ -2,8 +2,8 @@
 
 `python -m benchmarks.eviction` compares all policies on every trace there is: the public conversation trace where
 `--trace FILE` or the environment names it, the shipped trace, and three generated ones. The hit share is that of all
-block references in one pool; a request's hits stop at its first miss. Only full blocks are referred to, as a store holds
-no others; `--blocks all` counts the part-filled last block of a request too. A replay is deterministic.
+block references in one pool; a request's hits stop at its first miss. Only full blocks are counted, as a store holds no
+others; with `--blocks all` the part-filled last block of each request is counted too. A replay is deterministic.
 """
 
 import argparse

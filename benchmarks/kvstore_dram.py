@@ -81,6 +81,7 @@ async def size_rows(
     raw(far, client.memory, nbytes)  # its far end touches its memory after it has begun to listen
     puts: list[tuple[Sample, Sample]] = []
     gets: list[tuple[Sample, Sample]] = []
+    client.memory.clear_target()
     for run in range(options.runs):
         writing, reading, total = sessions(client, run, nbytes)
         puts.append((await ours(store, writing, total), raw(far, client.memory, total)))

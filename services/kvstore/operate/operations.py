@@ -13,7 +13,7 @@ from services.kvstore.ssd.tier import MIN_LIVE_SHARE, SsdTier
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operations:
-    """The operations of one store; `ssd` and `writer` are None without an SSD tier; `capacity_bytes` is of both tiers."""
+    """The operations of one store; `ssd` and `writer` are None without an SSD tier. `capacity_bytes` is of both."""
 
     store: BlockStore
     ssd: SsdTier | None

@@ -60,8 +60,9 @@ class _Tally:
 class ReturnRates:
     """Rates of return of `kinds` classes of blocks.
 
-    Classes are numbered from 0. Marked blocks of a class have a class of their own, numbered `kinds` higher. Class 0 is for blocks of which nothing is known yet: they are ranked with the best class. What the mark is worth is
-    learnt for each class; with little evidence, from all classes together.
+    Classes are numbered from 0. Marked blocks of a class have a class of their own, numbered `kinds` higher; with
+    little evidence on it, the mark counts for what it is worth in all classes together. Class 0 is for blocks of which
+    nothing is known yet: they are ranked with the best class.
 
     Attributes:
         sample: (time of the last use, class) of the keys that are followed.
