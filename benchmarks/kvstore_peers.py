@@ -21,7 +21,7 @@ FLOOR = "grpc"
 BATCHES = (1, 16)
 STORE_BYTES = 1 << 30
 WARM_FROM_BYTES = 32 << 20
-"""Stretches from so many bytes on begin with memory that was touched; small trials need not care."""
+"""Stretches of at least this size begin with memory that was touched."""
 MIN_OPERATIONS = 4
 MAX_OPERATIONS = 1000
 BETTER = "the better of the peers"

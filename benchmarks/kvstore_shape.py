@@ -20,7 +20,7 @@ _KEY_BYTES = 32
 
 
 def layout_of(block_bytes: int) -> KVLayout:
-    """Blocks of so many bytes.
+    """The layout of blocks of `block_bytes`.
 
     Raises:
         ValueError: not a multiple of a slice.

@@ -72,7 +72,7 @@ async def get_seconds(address: str, memory: Memory, seed: int, blocks: int) -> f
     """Seconds until all chains have been read.
 
     Raises:
-        RuntimeError: what was read is not what was put.
+        RuntimeError: the data read differs from the data put.
     """
     memory.clear_target()
     async with connected(address, LAYOUT, memory) as client:
@@ -82,7 +82,7 @@ async def get_seconds(address: str, memory: Memory, seed: int, blocks: int) -> f
         )
         seconds = time.perf_counter() - begin
     if wrong := memory.differs(min(blocks, MEMORY_BYTES // LAYOUT.block_bytes), LAYOUT.block_bytes):
-        raise RuntimeError(f"{wrong} blocks that were read are not what was put")
+        raise RuntimeError(f"{wrong} blocks that were read differ from those put")
     return seconds
 
 
@@ -133,7 +133,7 @@ async def get_cold(folder: Path, memory: Memory, seed: int, blocks: int) -> floa
 
 
 def blocks_bytes(blocks: int) -> int:
-    """Bytes of so many records on disk."""
+    """Bytes of `blocks` records on disk."""
     return blocks * (LAYOUT.block_bytes + HEADER_BYTES)
 
 

@@ -1,7 +1,7 @@
 """LRU's hit share at every store size, estimated from the reuse distances of a sample of the keys.
 
 A key's reuse distance is the number of different keys used since its last use, itself included: LRU finds the key in a
-store of at least so many blocks. The sample and the adjustment of its estimate are those of fixed-size SHARDS
+store of at least that many blocks. The sample and the adjustment of its estimate are those of fixed-size SHARDS
 (Waldspurger, Park, Garthwaite, Ahmad, FAST'15): distances and uses in the sample stand for 1 / rate as many.
 """
 

@@ -85,7 +85,7 @@ async def test_advise(tmp_path: Path) -> None:
         await read(address, KEYS)
         advised = json.loads((await cli("advise", address, "--more-gb", "1", "--json")).stdout)
         assert advised["references"] == 8
-        assert advised["points"][-1]["hit_share"] == 0.5  # the first reading found blocks that nobody had asked for
+        assert advised["points"][-1]["hit_share"] == 0.5  # the first reading counts as misses
         assert advised["points"][-1]["bytes"] >= BYTES
         assert advised["with_more"] == advised["now"] == 0.5  # all of them fit as it is
         drawn = tmp_path / "curve.svg"

@@ -227,7 +227,7 @@ def test_kv_aware_classifies_a_chain_by_its_latest_growth() -> None:
     store(policy, "xy", behind="d")
     turn = growth(2, continued=True)
     assert kinds(policy, "abcdexy") == [turn] * 4 + [first + TAIL, turn, turn + TAIL]
-    store(policy, "z", behind="y")  # nobody read y: the same request went on
+    store(policy, "z", behind="y")  # y was not read: the same request went on
     turn = growth(3, continued=True)
     assert kinds(policy, "axyz") == [turn] * 3 + [turn + TAIL]
 
