@@ -17,7 +17,7 @@ from benchmarks.kvstore_match import percentile
 from benchmarks.kvstore_peers import BETTER, FLOOR, TARGET, name_of, operations, rows_of
 from benchmarks.kvstore_picture import picture
 from benchmarks.kvstore_shape import BLOCK_SIZES, Memory, chain, layout_of, parents, root_of, split
-from benchmarks.kvstore_ssd import Figures
+from benchmarks.kvstore_ssd import MIN_BLOCKS, TIMES_PUT, Figures, blocks_bytes, put_sustained
 from benchmarks.page import page
 
 KIB = 1 << 10
@@ -255,6 +255,13 @@ def test_the_dram_part_measures_and_checks() -> None:
     measured = [row for row in rows if isinstance(row, Row)]
     assert [row.target for row in measured] == [0.5, None, 0.5, None]
     assert all(row.value > 0 for row in measured)
+
+
+@pytest.mark.slow
+async def test_a_sustained_put_moves_three_times_what_its_tier_holds(tmp_path: Path) -> None:
+    assert await put_sustained(tmp_path / "data", Memory(1 << 20), 1, MIN_BLOCKS) > 0
+    kept = sum(path.stat().st_size for path in (tmp_path / "data" / "segments").iterdir())
+    assert 0 < TIMES_PUT * kept <= blocks_bytes(MIN_BLOCKS)
 
 
 @pytest.mark.slow
