@@ -5,9 +5,8 @@ Knows neither transports nor clocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 from moonpool.client.types import (
@@ -26,6 +25,7 @@ from moonpool.client.types import (
     TokenEvent,
     Usage,
 )
+from moonpool.contracts import assign, sampling_to_proto
 from moonpool.errors import InvalidRequest, StreamBroken
 from moonpool.v1 import conductor_pb2, kv_pb2
 
@@ -70,12 +70,12 @@ def generate_request(
         _assign(request, "text", prompt, "prompt")
     elif token_ids is not None:
         request.tokens.SetInParent()
-        _guarded("token_ids", lambda: request.tokens.token_ids.extend(token_ids))
+        assign("token_ids", lambda: request.tokens.token_ids.extend(token_ids))
     elif messages is not None:
         request.chat.SetInParent()
-        _guarded("messages", lambda: request.chat.messages.extend(map(_message, messages)))
+        assign("messages", lambda: request.chat.messages.extend(map(_message, messages)))
     if sampling is not None:
-        request.sampling.CopyFrom(sampling_message(sampling))
+        request.sampling.CopyFrom(sampling_to_proto(sampling))
     if slo is not None:
         for name in ("ttft_s", "tbt_s"):
             value_s = getattr(slo, name)
@@ -85,29 +85,6 @@ def generate_request(
         form = "prompt" if prompt is not None else "token_ids" if token_ids is not None else "messages"
         raise InvalidRequest(form, f"the request has {request.ByteSize()} bytes, at most {MAX_REQUEST_BYTES} are taken")
     return request
-
-
-def sampling_message(params: SamplingParams) -> kv_pb2.Sampling:
-    """Build the contract's sampling parameters; None stays unset.
-
-    Raises:
-        InvalidRequest: a value does not fit its field; names it.
-    """
-    sampling = kv_pb2.Sampling()
-    for parameter in fields(params):
-        name, value = parameter.name, getattr(params, parameter.name)
-        if value is None:
-            continue
-        if name == "stop":
-            stops = [value] if isinstance(value, str) else value
-            _guarded("sampling.stop", partial(sampling.stop.extend, stops))
-        elif name == "stop_token_ids":
-            _guarded("sampling.stop_token_ids", partial(sampling.stop_token_ids.extend, value))
-        elif name == "logit_bias":
-            _guarded("sampling.logit_bias", partial(sampling.logit_bias.update, value))
-        else:
-            _assign(sampling, name, value, f"sampling.{name}")
-    return sampling
 
 
 class Collector:
@@ -255,14 +232,4 @@ def _copy(cls: Any, message: Any) -> Any:
 
 
 def _assign(message: Any, name: str, value: object, field: str | None = None) -> None:
-    _guarded(field or name, lambda: setattr(message, name, value))
-
-
-def _guarded(field: str, assign: Callable[[], object]) -> None:
-    """Run an assignment; what protobuf refuses (type, range) is the caller's mistake."""
-    try:
-        assign()
-    except KeyError as error:
-        raise InvalidRequest(field, f"{error} is missing") from None
-    except (TypeError, ValueError, UnicodeError) as error:
-        raise InvalidRequest(field, str(error)) from None
+    assign(field or name, lambda: setattr(message, name, value))

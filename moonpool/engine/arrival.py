@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from moonpool.contracts import sampling_from_proto
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_from_bytes
-from moonpool.sched.limits import check_end_tokens, check_sampling, with_defaults
+from moonpool.sampling import check_end_tokens
 from moonpool.sched.sampling import SequenceSampling
 from moonpool.sched.steps import History
 from moonpool.v1 import kv_pb2
@@ -62,13 +63,14 @@ class Arrival:
         keys = block_keys(root, tokens, block_tokens)
         if spec.block_keys != pack_keys(keys):
             raise InvalidRequest("sequence.block_keys", f"are not the {len(keys)} keys of these tokens")
-        sampling = with_defaults(spec.sampling)
-        check_sampling(sampling, vocab_size, "sequence.sampling")
+        params = sampling_from_proto(spec.sampling)
+        params.check(vocab_size, "sequence.sampling")
         if len(spec.end_token_ids) > vocab_size:
             raise InvalidRequest("sequence.end_token_ids", f"at most {vocab_size} tokens")
-        ends = frozenset(spec.end_token_ids) | frozenset(sampling.stop_token_ids)
-        check_end_tokens(ends, sampling.min_tokens, vocab_size, "sequence.end_token_ids")
-        return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, SequenceSampling.from_proto(spec))
+        ends = frozenset(spec.end_token_ids).union(params.stop_token_ids)
+        check_end_tokens(ends, params.min_tokens, vocab_size, "sequence.end_token_ids")
+        sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids)
+        return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, sampling)
 
     def history(self, token_ids: "array[int] | None" = None) -> History:
         """For engines that check what blocks hold; `token_ids` = the array that grows with the answer, if one does."""

@@ -5,34 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moonpool.kv.keys import BlockKey
-
-
-@dataclass(frozen=True, slots=True)
-class SampleSpec:
-    """Everything that one sampled token is a function of, besides the logits. Names as in the contract's Sampling."""
-
-    temperature: float = 0.0
-    """0 = greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 = all."""
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    """Added to the logits of single tokens."""
-    seed: int = 0
-    """Of the counter-based generator, 64 bits unsigned."""
-    sample_index: int = 0
-    position: int = 0
-    """Output position of the token to be sampled, 0 for the first."""
-    history: bytes | None = None
-    """All tokens so far (prompt, then output), little-endian int32; only when penalties are active."""
-    prompt_tokens: int = 0
-    """How many of them are the prompt's."""
-    banned: tuple[int, ...] = ()
-    """Tokens that must not be chosen (end tokens while min_tokens is not reached)."""
+from moonpool.sampling import SampleSpec
 
 
 def _nothing() -> None:

@@ -19,7 +19,8 @@ from moonpool.errors import Unsupported
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.model.load import load_stage
-from moonpool.sched.steps import SampleSpec, SequenceStep, Step
+from moonpool.sampling import SampleSpec
+from moonpool.sched.steps import SequenceStep, Step
 
 BLOCKS = 8
 GREEDY = SampleSpec()

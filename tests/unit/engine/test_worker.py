@@ -17,7 +17,8 @@ from moonpool.engine.start import start_engine
 from moonpool.errors import CheckpointError, Unavailable
 from moonpool.model.batch import PackedBatch
 from moonpool.model.load import load_stage
-from moonpool.sched.steps import SampleSpec, SequenceStep, Step
+from moonpool.sampling import SampleSpec
+from moonpool.sched.steps import SequenceStep, Step
 
 BLOCKS = 16
 

@@ -20,7 +20,8 @@ from moonpool.engine.messages import EngineSpec, LayerDone
 from moonpool.engine.start import start_engine
 from moonpool.errors import Internal, Unavailable
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, tokens_to_bytes
-from moonpool.sched.steps import History, SampleSpec, SequenceStep, Step
+from moonpool.sampling import SampleSpec
+from moonpool.sched.steps import History, SequenceStep, Step
 
 BT = 16
 LAYERS = 4
