@@ -50,7 +50,7 @@ class DecodeSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class DecodeStep:
     """What the engine is to run next."""
 
     step: Step
@@ -118,7 +118,7 @@ class BatchScheduler:
         self._waiting: deque[DecodeSequence] = deque()
         self._running: list[DecodeSequence] = []
         self._sequences: dict[str, DecodeSequence] = {}
-        self._plan: StepPlan | None = None
+        self._plan: DecodeStep | None = None
         self._next_step_id = 1
 
     # --- promises --------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class BatchScheduler:
         return sum(len(sequence.token_ids) for sequence in self._sequences.values())
 
     @property
-    def step_in_flight(self) -> StepPlan | None:
+    def step_in_flight(self) -> DecodeStep | None:
         """The step that is running."""
         return self._plan
 
@@ -240,7 +240,7 @@ class BatchScheduler:
         self._drop(sequence)
         return sequence
 
-    def plan(self) -> StepPlan | None:
+    def plan(self) -> DecodeStep | None:
         """The next step: one token for each sequence of the batch. None when a step is running or nobody waits."""
         if self._plan is not None:
             return None
@@ -252,7 +252,7 @@ class BatchScheduler:
             sequence.in_flight = True
         step = Step(self._next_step_id, tuple(self._step_of(sequence) for sequence in self._running))
         self._next_step_id += 1
-        self._plan = StepPlan(step, tuple(self._running))
+        self._plan = DecodeStep(step, tuple(self._running))
         return self._plan
 
     def step_done(self, sampled: Sequence[int | None], *, aborted: bool = False) -> StepOutcome:

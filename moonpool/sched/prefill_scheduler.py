@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import tokens_to_bytes
 from moonpool.sched.block_manager import BlockManager
-from moonpool.sched.prefill_sequence import Load, PlannedChunk, PrefillSequence, StepOutcome, StepPlan
+from moonpool.sched.prefill_sequence import Load, PlannedChunk, PrefillSequence, PrefillStep, StepOutcome
 from moonpool.sched.steps import SequenceStep, Step
 
-__all__ = ["Load", "PlannedChunk", "PrefillScheduler", "PrefillSequence", "StepOutcome", "StepPlan"]
+__all__ = ["Load", "PlannedChunk", "PrefillScheduler", "PrefillSequence", "PrefillStep", "StepOutcome"]
 
 
 class PrefillScheduler:
@@ -60,7 +60,7 @@ class PrefillScheduler:
         self._waiting: deque[PrefillSequence] = deque()
         self._started: dict[str, PrefillSequence] = {}  # in the order of starting; until removed
         self._sequences: dict[str, PrefillSequence] = {}
-        self._in_flight: dict[int, StepPlan] = {}
+        self._in_flight: dict[int, PrefillStep] = {}
         self._next_step_id = 1
 
     # --- the queue -------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class PrefillScheduler:
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
-    def plan(self, now: float) -> StepPlan | None:
+    def plan(self, now: float) -> PrefillStep | None:
         """The next step, or None when nothing can be computed now or `stages` steps are in flight."""
         if len(self._in_flight) >= self.stages:
             return None
@@ -252,7 +252,7 @@ class PrefillScheduler:
         if not chunks:
             return None
         step = Step(self._next_step_id, tuple(self._step_of(c) for c in chunks), gated, self.layer_events)
-        plan = StepPlan(step, tuple(chunks))
+        plan = PrefillStep(step, tuple(chunks))
         self._next_step_id += 1
         self._in_flight[step.step_id] = plan
         return plan

@@ -93,7 +93,7 @@ class PlannedChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class PrefillStep:
     """What the engine is to run next."""
 
     step: Step

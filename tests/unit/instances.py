@@ -16,7 +16,7 @@ import xxhash
 
 from moonpool.cost import Speeds
 from moonpool.engine.handle import StepResult
-from moonpool.engine.instance import EnginePlan, Parts
+from moonpool.engine.instance import EngineSetup, InstanceContext
 from moonpool.engine.messages import EngineSpec, LayerDone
 from moonpool.engine.stages import stage_ranges
 from moonpool.errors import Unavailable
@@ -33,11 +33,11 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
 from services.decode.config import DecodeConfig
+from services.decode.instance import DecodeInstance
 from services.decode.service import contract as decode_contract
-from services.decode.work import Work as DecodeWork
 from services.prefill.config import PrefillConfig
+from services.prefill.instance import PrefillInstance
 from services.prefill.service import contract as prefill_contract
-from services.prefill.work import Work as PrefillWork
 from tests.unit.streams.fakes import LAYOUT, NAMESPACE, ROOT
 
 WAIT_S = 20.0
@@ -224,8 +224,8 @@ class FakeEngine:
 class Instance:
     """One instance under test: its work, its engine, and a way to wait for what it does."""
 
-    def __init__(self, work: Any, engine: FakeEngine, instance: kv_pb2.Instance, channels: Channels) -> None:
-        self.work = work
+    def __init__(self, service: Any, engine: FakeEngine, instance: kv_pb2.Instance, channels: Channels) -> None:
+        self.service = service
         self.engine = engine
         self.instance = instance
         self.channels = channels
@@ -243,7 +243,7 @@ class Instance:
     @property
     def restless(self) -> dict[str, tuple[float, float]]:
         """Gauges that are not at rest."""
-        return restless(self.work.gauges().read())
+        return restless(self.service.gauges().read())
 
     async def rest(self) -> None:
         """Waits until everything reserved has come back, and checks that it has."""
@@ -251,13 +251,13 @@ class Instance:
             await self.until(lambda: not self.restless)
         except TimeoutError:
             raise AssertionError(f"{self.instance.id} is not at rest: {self.restless}") from None
-        self.work.scheduler.check_invariants()
+        self.service.scheduler.check_invariants()
 
 
 class Decode(Instance):
     """A decode instance."""
 
-    work: DecodeWork
+    service: DecodeInstance
 
     @property
     def stub(self) -> Any:
@@ -268,7 +268,7 @@ class Decode(Instance):
 class Prefill(Instance):
     """A prefill instance."""
 
-    work: PrefillWork
+    service: PrefillInstance
 
     @property
     def stub(self) -> Any:
@@ -285,15 +285,15 @@ def _parts(
     rate: float | None = None,
     spans: Recorder,
     max_tokens: int = 512,
-) -> Parts:
+) -> InstanceContext:
     layout = engine.layout
-    plan = EnginePlan(
+    plan = EngineSetup(
         EngineSpec("checkpoint", layout.dtype, layout, engine.blocks, engine.stages),
         conductor_pb2.ModelInfo(name="fake", namespace=NAMESPACE, layout=layout.to_proto()),
         256,
         max_tokens,
     )
-    return Parts(plan, engine, channels, Link(rate), instance, spans, poke)
+    return InstanceContext(plan, engine, channels, Link(rate), instance, spans, poke)
 
 
 @asynccontextmanager
@@ -302,7 +302,7 @@ async def _running(it: Instance, contract: Any, ended: Callable[[], None]) -> As
 
     async def run() -> None:
         try:
-            await it.work.run()
+            await it.service.run()
         except Unavailable as error:
             it.death = error
         finally:
@@ -329,10 +329,10 @@ async def decoding(
     async with Channels() as channels:
         engine, recorder = FakeEngine(blocks), Recorder("decode-0", spans)
         it = Decode(None, engine, instance, channels)
-        it.work = DecodeWork(
+        it.service = DecodeInstance(
             _parts(engine, channels, instance, it.changed.set, spans=recorder, max_tokens=max_tokens), config
         )
-        async with _running(it, decode_contract(it.work), it.changed.set):
+        async with _running(it, decode_contract(it.service), it.changed.set):
             yield it
             await it.rest()
         recorder.close()
@@ -350,8 +350,10 @@ async def prefilling(
     async with Channels() as channels:
         engine, recorder = FakeEngine(blocks, stages=stages), Recorder("prefill-0", spans)
         it = Prefill(None, engine, instance, channels)
-        it.work = PrefillWork(_parts(engine, channels, instance, it.changed.set, rate=rate, spans=recorder), config)
-        async with _running(it, prefill_contract(it.work), it.changed.set):
+        it.service = PrefillInstance(
+            _parts(engine, channels, instance, it.changed.set, rate=rate, spans=recorder), config
+        )
+        async with _running(it, prefill_contract(it.service), it.changed.set):
             yield it
             await it.rest()
         recorder.close()

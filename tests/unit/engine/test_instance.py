@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moonpool.engine import instance
-from moonpool.engine.instance import EngineConfig, Parts, plan_engine, run_instance
+from moonpool.engine.instance import EngineConfig, InstanceContext, engine_setup, run_instance
 from moonpool.engine.messages import EngineSpec
 from moonpool.errors import ConfigError, MoonpoolError, Unavailable
 from moonpool.errors import Mismatch as MismatchError
@@ -45,23 +45,23 @@ def config(folder: Path, **settings: Any) -> AnyConfig:
 
 
 def test_plan(folder: Path) -> None:
-    plan = plan_engine(config(folder, kv_bytes=10 << 16, dtype="float32"), stages=2)
+    plan = engine_setup(config(folder, kv_bytes=10 << 16, dtype="float32"), stages=2)
     assert plan.layout.block_bytes == 2 * 2 * 2 * 16 * 16 * 4
     assert plan.spec.blocks == (10 << 16) // plan.layout.block_bytes
     assert (plan.spec.stages, plan.spec.dtype, plan.max_tokens, plan.vocab_size) == (2, "float32", 4096, 300)
     assert plan.model.name == "small-model"
     assert len(plan.namespace) == len(plan.model.config_hash) == 32
-    assert plan_engine(config(folder)).namespace != plan.namespace  # another dtype, other KV
-    assert plan_engine(config(folder, blocks=7, max_tokens=99)).spec.blocks == 7
-    assert plan_engine(config(folder, max_tokens=99)).max_tokens == 99
+    assert engine_setup(config(folder)).namespace != plan.namespace  # another dtype, other KV
+    assert engine_setup(config(folder, blocks=7, max_tokens=99)).spec.blocks == 7
+    assert engine_setup(config(folder, max_tokens=99)).max_tokens == 99
     with pytest.raises(ConfigError, match="kv_bytes"):
-        plan_engine(config(folder, kv_bytes=100))
+        engine_setup(config(folder, kv_bytes=100))
 
 
 def test_other_weights_are_another_namespace(folder: Path) -> None:
-    before = plan_engine(config(folder)).namespace
+    before = engine_setup(config(folder)).namespace
     write_weights(folder / "model.safetensors", {"x": ("F32", [1], b"1235")})
-    assert plan_engine(config(folder)).namespace != before
+    assert engine_setup(config(folder)).namespace != before
 
 
 class FakeConductor:
@@ -89,7 +89,7 @@ class FakeConductor:
 class Idle:
     """A service without requests."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: InstanceContext) -> None:
         self.parts = parts
         self.manager = BlockManager(parts.engine.blocks)
         self.draining = False
@@ -124,7 +124,7 @@ class Life:
         self.context = ProcessContext("x-0", Recorder("x-0", None), self.out)
         self.task: asyncio.Task[None] | None = None
 
-    def build(self, parts: Parts) -> tuple[Idle, Service]:
+    def build(self, parts: InstanceContext) -> tuple[Idle, Service]:
         self.service = Idle(parts)
         return self.service, (decode_pb2.DESCRIPTOR.services_by_name["DecodeService"], object())
 

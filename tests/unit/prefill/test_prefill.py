@@ -81,19 +81,19 @@ async def promised(decode: Decode, sequence: kv_pb2.SequenceSpec) -> kv_pb2.Tran
 
 
 def assert_arrived(decode: Decode, tokens: list[int]) -> None:
-    """The one seat's blocks hold exactly the prompt's KV."""
-    (seat,) = decode.work.seats
-    assert seat.complete
+    """The one request's blocks hold exactly the prompt's KV."""
+    (request,) = decode.service.requests
+    assert request.complete
     for index in range(LAYOUT.blocks_for(len(tokens))):
         for layer in range(LAYOUT.layers):
-            assert bytes(decode.engine.pool.slice(layer, seat.block_table[index])) == bytes(
+            assert bytes(decode.engine.pool.slice(layer, request.block_table[index])) == bytes(
                 slice_of_tokens(tokens, index, layer)
             ), (layer, index)
 
 
 def dismiss(decode: Decode) -> None:
-    for seat in decode.work.seats:
-        decode.work.generator.end(seat, "not wanted")
+    for request in decode.service.requests:
+        decode.service.loop.end(request, "not wanted")
 
 
 def hold(it: Prefill, layer: int = 0) -> tuple[asyncio.Event, asyncio.Event]:
@@ -138,8 +138,8 @@ async def test_computes_and_streams(length: int, stages: int, tmp_path: Path) ->
         assert story.finished.sent_bytes == LAYOUT.blocks_for(length) * LAYOUT.block_bytes
         assert_arrived(decode, tokens)
         await it.rest()
-        assert it.work.manager.num_cached == length // BLOCK
-        assert set(it.work.manager.keys()) == set(block_keys(ROOT, tokens, BLOCK))
+        assert it.service.manager.num_cached == length // BLOCK
+        assert set(it.service.manager.keys()) == set(block_keys(ROOT, tokens, BLOCK))
         dismiss(decode)
     chunks = -(-length // (2 * BLOCK))
     assert len(read_spans(tmp_path / "spans", "step")) == chunks
@@ -156,15 +156,15 @@ async def test_a_layer_leaves_while_the_next_waits() -> None:
         reached, go = hold(it, layer=1)
         sequence = spec("a", tokens)
         target = await promised(decode, sequence)
-        (seat,) = decode.work.seats
-        accept, first_layer = seat.transfer.accept, asyncio.Event()
+        (request,) = decode.service.requests
+        accept, first_layer = request.transfer.accept, asyncio.Event()
 
         def accepting(run: Run, now: float) -> None:
             accept(run, now)
-            if seat.transfer.missing() == 2 * (LAYOUT.layers - 1):
+            if request.transfer.missing() == 2 * (LAYOUT.layers - 1):
                 first_layer.set()
 
-        seat.transfer.accept = accepting  # type: ignore[method-assign]
+        request.transfer.accept = accepting  # type: ignore[method-assign]
         story = await begin(it, sequence, target=target)
         await reached.wait()
         await asyncio.wait_for(first_layer.wait(), WAIT_S)
@@ -182,8 +182,8 @@ async def test_first_token_waits_for_no_transfer() -> None:
         sequence = spec("a", tokens)
         story = await begin(it, sequence, target=await promised(decode, sequence))
         await story.told()
-        (seat,) = decode.work.seats
-        assert not seat.complete
+        (request,) = decode.service.requests
+        assert not request.complete
         assert await story.read() == "finished"
         assert story.finished is not None
         assert story.finished.transfer_tail_s > 0
@@ -245,7 +245,7 @@ async def test_loads_from_the_store(tmp_path: Path) -> None:
         assert (first.local_tokens, first.loaded_tokens, first.computed_tokens) == (0, 4 * BLOCK, 3)
         assert_arrived(decode, tokens)
         await it.rest()
-        assert set(it.work.manager.keys()) == set(block_keys(ROOT, tokens, BLOCK))
+        assert set(it.service.manager.keys()) == set(block_keys(ROOT, tokens, BLOCK))
         dismiss(decode)
     loads = read_spans(tmp_path / "spans", "kv.load")
     assert [span["args"]["layer"] for span in loads] == list(range(LAYOUT.layers))
@@ -339,11 +339,11 @@ async def test_store_does_not_give_what_it_has(fault: str) -> None:
         assert_arrived(decode, tokens)
         dismiss(decode)
         failed = fault not in ("fewer", "nothing")
-        assert it.work.loader.failures == failed
+        assert it.service.loader.failures == failed
         if failed:  # and it is left alone for a while
             again = prompt(3 * BLOCK + 3, 7)
             await (await begin(it, spec("b", again, max_tokens=1), source=source(place, 3))).to_the_end()
-            assert it.work.loader.failures == 1
+            assert it.service.loader.failures == 1
 
 
 @pytest.mark.parametrize("fault", ["mute", "refused", "nothing", "midway"])
@@ -376,16 +376,16 @@ async def test_another_store_serves_what_the_first_does_not(fault: str) -> None:
         if fault in ("mute", "refused"):  # the first one is left alone for a while
             again = await begin(it, spec("b", tokens, max_tokens=1), source=source(place, 4))
             await again.to_the_end()
-            assert it.work.loader.failures == 1
+            assert it.service.loader.failures == 1
 
 
 async def test_loads_only_where_it_is_cheaper() -> None:
     """Loading a block is predicted to take longer than computing it: it is computed."""
     tokens = prompt(2 * BLOCK + 3)
     async with storing(tokens) as (store, place), prefilling() as it:
-        it.work._tracker.observe_load(1, 3600.0)
+        it.service.tracker.observe_load(1, 3600.0)
         for _ in range(60):
-            it.work._tracker.observe_load(1, 3600.0)
+            it.service.tracker.observe_load(1, 3600.0)
         first = await (await begin(it, spec("a", tokens, max_tokens=1), source=source(place, 2))).to_the_end()
         assert first.token_id == next_token(tokens)
         assert first.loaded_tokens == 0
@@ -426,7 +426,7 @@ async def test_every_copy_is_filled_up_from_what_its_store_holds() -> None:
         assert set(store.blocks) == set(other.blocks) == set(keys)
         assert store.parents == {keys[2]: keys[1], keys[3]: keys[2]}
         assert other.parents == {keys[1]: keys[0], **store.parents}
-        assert it.work.write_back.blocks_stored == 5
+        assert it.service.write_back.blocks_stored == 5
         story = await begin(it, spec("b", tokens, max_tokens=1), write_back=new, write_back_held=0)
         assert (await story.to_the_end()).local_tokens == 4 * BLOCK
         await it.rest()
@@ -451,11 +451,11 @@ async def test_write_back_is_bounded() -> None:
         store.acks = False
         for number in range(3):
             await (await begin(it, spec("a", prompt(2 * BLOCK, number), max_tokens=1), write_back=place)).to_the_end()
-        assert it.work.write_back.blocks_held == 2
-        assert it.work.write_back.blocks_dropped == 4
+        assert it.service.write_back.blocks_held == 2
+        assert it.service.write_back.blocks_dropped == 4
         store.break_now.set()
         await it.rest()
-        assert it.work.write_back.blocks_dropped == 6
+        assert it.service.write_back.blocks_dropped == 6
 
 
 async def test_many_at_once() -> None:
@@ -476,9 +476,9 @@ async def test_cancel_while_waiting() -> None:
         first = await begin(it, spec("a", prompt(4 * BLOCK), max_tokens=1))
         await reached.wait()
         second = await begin(it, spec("b", prompt(2 * BLOCK, 1), max_tokens=1))
-        assert it.work.scheduler.num_waiting == 1
+        assert it.service.scheduler.num_waiting == 1
         second.call.cancel()
-        await it.until(lambda: it.work.runner.jobs == 1)
+        await it.until(lambda: it.service.runner.jobs == 1)
         go.set()
         await first.to_the_end()
 
@@ -491,11 +491,11 @@ async def test_cancel_in_a_step() -> None:
         sequence = spec("a", tokens)
         story = await begin(it, sequence, target=await promised(decode, sequence))
         await reached.wait()
-        await decode.until(lambda: any(seat.block_table for seat in decode.work.seats))
+        await decode.until(lambda: any(request.block_table for request in decode.service.requests))
         story.call.cancel()
-        await it.until(lambda: it.work.runner.jobs == 0)
-        assert it.work.manager.num_used == 4
-        assert it.work.senders.sessions == 0
+        await it.until(lambda: it.service.runner.jobs == 0)
+        assert it.service.manager.num_used == 4
+        assert it.service.senders.sessions == 0
         go.set()
         await it.rest()
         assert len(it.engine.steps) == 1
@@ -514,7 +514,7 @@ async def test_cancel_while_loading() -> None:
         target = await promised(decode, sequence)
         story = await begin(it, sequence, target=target, source=source(place, 4))
         await reached.wait()
-        await decode.until(lambda: any(seat.block_table for seat in decode.work.seats))
+        await decode.until(lambda: any(request.block_table for request in decode.service.requests))
         assert it.engine.steps[0].gated
         story.call.cancel()
         await it.rest()
@@ -547,8 +547,8 @@ async def test_cancel_while_sending() -> None:
         sequence = spec("a", tokens)
         story = await begin(it, sequence, target=await promised(decode, sequence))
         await story.told()
-        await decode.until(lambda: any(seat.block_table for seat in decode.work.seats))
-        assert it.work.manager.num_used == 4
+        await decode.until(lambda: any(request.block_table for request in decode.service.requests))
+        assert it.service.manager.num_used == 4
         story.call.cancel()
         await it.rest()
         await decode.rest()
@@ -594,7 +594,7 @@ async def test_decode_gives_up_midway() -> None:
         sequence = spec("a", tokens)
         story = await begin(it, sequence, target=await promised(decode, sequence))
         await reached.wait()
-        await decode.until(lambda: any(seat.block_table for seat in decode.work.seats))
+        await decode.until(lambda: any(request.block_table for request in decode.service.requests))
         dismiss(decode)
         go.set()
         with pytest.raises((TransferFailed, StreamBroken), match="not wanted"):
@@ -622,7 +622,7 @@ async def test_decode_stops_in_the_middle() -> None:
         async with decoding() as decode:
             story = await begin(it, sequence, target=await promised(decode, sequence))
             await reached.wait()
-            await decode.until(lambda: any(seat.block_table for seat in decode.work.seats))
+            await decode.until(lambda: any(request.block_table for request in decode.service.requests))
             dismiss(decode)
         go.set()
         with pytest.raises((TransferFailed, StreamBroken)):
@@ -646,7 +646,7 @@ async def test_engine_dies() -> None:
         await it.until(lambda: it.death is not None)
         with pytest.raises(Unavailable, match="out of memory"):
             await begin(it, spec("late", prompt(BLOCK), max_tokens=1))
-        it.work.scheduler.step_done(1, aborted=True)  # a dead engine is quiet
+        it.service.scheduler.step_done(1, aborted=True)  # a dead engine is quiet
 
 
 # --- the door ---------------------------------------------------------------------------------------------------------
@@ -686,13 +686,13 @@ async def test_queue_is_bounded_and_drains() -> None:
         with pytest.raises(Overloaded) as refused:
             await begin(it, spec("b", prompt(BLOCK), max_tokens=1))
         assert refused.value.reason == "queue_full"
-        load = it.work.load()
+        load = it.service.load()
         assert (load.running, load.waiting, load.queued_tokens) == (1, 0, BLOCK)
-        it.work.drain()
-        assert it.work.load().draining
+        it.service.drain()
+        assert it.service.load().draining
         with pytest.raises(Unavailable, match="draining"):
             await begin(it, spec("b", prompt(BLOCK), max_tokens=1))
-        drained = asyncio.ensure_future(it.work.drained())
+        drained = asyncio.ensure_future(it.service.drained())
         go.set()
         await story.to_the_end()
         await asyncio.wait_for(drained, WAIT_S)

@@ -37,17 +37,17 @@ class Storm:
         request = prefill_pb2.PrefillRequest(sequence=sequence, source=source, write_back=self.place)
         target = None
         if plan != "alone":
-            reserved = await self.decode.stub.Reserve(decode_pb2.ReserveRequest(sequence=sequence), timeout=WAIT_S)
-            target = reserved.target
+            answer = await self.decode.stub.Reserve(decode_pb2.ReserveRequest(sequence=sequence), timeout=WAIT_S)
+            target = answer.target
             request.target.CopyFrom(target)
         story = Story(self.it, request)
         try:
             await self.live(story, plan, patience, target, tokens)
         finally:
             story.call.cancel()
-            seat = target and self.decode.work.seats.get(target.transfer_id, target.generation)
-            if seat:
-                self.decode.work.generator.end(seat, "over")
+            reserved = target and self.decode.service.requests.get(target.transfer_id, target.generation)
+            if reserved:
+                self.decode.service.loop.end(reserved, "over")
 
     async def live(
         self, story: Story, plan: str, patience: int, target: kv_pb2.TransferTarget | None, tokens: list[int]
@@ -59,11 +59,11 @@ class Storm:
             for _ in range(patience):
                 await asyncio.sleep(0)
             assert target is not None
-            seat = self.decode.work.seats.get(target.transfer_id, target.generation)
+            request = self.decode.service.requests.get(target.transfer_id, target.generation)
             if plan == "leave":
                 return
-            if seat is not None:
-                self.decode.work.generator.end(seat, "changed its mind")
+            if request is not None:
+                self.decode.service.loop.end(request, "changed its mind")
         first = await story.told()
         assert first.token_id == next_token(tokens)
         if plan != "leave after the token":

@@ -3,7 +3,7 @@ from collections.abc import Callable
 
 import pytest
 
-from moonpool.engine.arrival import Arrival
+from moonpool.engine.incoming import IncomingRequest
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.v1 import kv_pb2
@@ -27,18 +27,18 @@ def spec() -> kv_pb2.SequenceSpec:
     )
 
 
-def arrive(message: kv_pb2.SequenceSpec) -> Arrival:
-    return Arrival.from_proto(
+def arrive(message: kv_pb2.SequenceSpec) -> IncomingRequest:
+    return IncomingRequest.from_proto(
         message, namespace=NAMESPACE, block_tokens=BLOCK, vocab_size=VOCABULARY, max_tokens=LENGTH
     )
 
 
 def test_unpacks() -> None:
-    arrival = arrive(spec())
-    assert (arrival.request_id, arrival.token_ids, arrival.tenant) == ("r", TOKENS, "me")
-    assert (list(arrival.keys), arrival.chain_root) == (KEYS, ROOT)
-    assert arrival.parents() == [ROOT, KEYS[0]]
-    assert (arrival.sampling.prompt_tokens, arrival.sampling.end_token_ids) == (30, frozenset({1}))
+    incoming = arrive(spec())
+    assert (incoming.request_id, incoming.token_ids, incoming.tenant) == ("r", TOKENS, "me")
+    assert (list(incoming.keys), incoming.chain_root) == (KEYS, ROOT)
+    assert incoming.parents() == [ROOT, KEYS[0]]
+    assert (incoming.sampling.prompt_tokens, incoming.sampling.end_token_ids) == (30, frozenset({1}))
 
 
 WRONG: list[tuple[str, Callable[[kv_pb2.SequenceSpec], object]]] = [

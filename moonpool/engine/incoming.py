@@ -1,6 +1,6 @@
-"""A sequence as it arrives at an engine instance: the contract's `SequenceSpec`, checked and unpacked.
+"""A request as it comes to an engine instance: the contract's `SequenceSpec`, checked and unpacked.
 
-Owns which specifications are refused. An engine process must never meet a token it has no row for.
+What passes here is safe to compute: every token id is one the model has.
 """
 
 from array import array
@@ -20,8 +20,8 @@ MAX_NAME_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A checked sequence.
+class IncomingRequest:
+    """A checked request.
 
     Attributes:
         request_id: of the request.
@@ -43,7 +43,7 @@ class Arrival:
     def from_proto(
         cls, spec: kv_pb2.SequenceSpec, *, namespace: bytes, block_tokens: int, vocab_size: int, max_tokens: int
     ) -> Self:
-        """From the contract. The keys are computed anew: what is kept under a wrong one would be a wrong answer later.
+        """From the contract. Keys are computed here: a block under a wrong key would be a wrong answer later.
 
         Raises:
             InvalidRequest: naming the field at fault.
