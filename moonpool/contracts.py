@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from moonpool.errors import InvalidRequest
-from moonpool.sampling import SamplingParams
+from moonpool.sampling import ITEM_LIMITS, SamplingParams
 from moonpool.v1 import kv_pb2
 
 
@@ -24,8 +24,15 @@ def sampling_to_proto(params: SamplingParams, field_prefix: str = "sampling") ->
     return message
 
 
-def sampling_from_proto(message: kv_pb2.Sampling) -> SamplingParams:
-    """Sampling parameters from the contract; what is unset gets its default. Nothing is checked."""
+def sampling_from_proto(message: kv_pb2.Sampling, field_prefix: str = "sampling") -> SamplingParams:
+    """Sampling parameters from the contract; what is unset gets its default. Values are not checked.
+
+    Raises:
+        InvalidRequest: a list has too many items to be worth unpacking; names it as "FIELD_PREFIX.NAME".
+    """
+    for name, limit in ITEM_LIMITS.items():
+        if len(getattr(message, name)) > limit:
+            raise InvalidRequest(f"{field_prefix}.{name}", f"at most {limit}")
     return SamplingParams(**{field.name: _plain(value) for field, value in message.ListFields()})
 
 

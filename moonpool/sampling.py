@@ -50,15 +50,15 @@ class SamplingParams:
     """Subtracted from a token's logit for each time it was generated."""
     repetition_penalty: float = 1.0
     """Divides positive, multiplies negative logits of tokens in prompt or answer."""
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] = field(default=(), metadata={"max_items": MAX_STOPS})
     """The answer ends before any of these texts; a single text stands for a list of one."""
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] = field(default=(), metadata={"max_items": MAX_STOP_TOKENS})
     """The answer ends with any of these tokens."""
     ignore_eos: bool = False
     """The model's end tokens do not end the answer."""
     seed: int | None = None
     """Seed of the sampling, 64 bits unsigned; drawn by the server and reported in the result when None."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"max_items": MAX_LOGIT_BIASES})
     """Added to the logits of single tokens."""
     logprobs: int | None = None
     """Not supported yet."""
@@ -90,6 +90,8 @@ class SamplingParams:
             InvalidRequest: names the first field that is wrong, as "FIELD_PREFIX.NAME".
         """
         require = partial(_require, field_prefix)
+        for name, limit in ITEM_LIMITS.items():
+            require(name, len(getattr(self, name)) <= limit, f"at most {limit}")
         self._check_lengths(require)
         self._check_numbers(require)
         self._check_tokens(require, vocab_size)
@@ -101,7 +103,6 @@ class SamplingParams:
         require("max_tokens", self.max_tokens >= 1, "must be at least 1")
         require("min_tokens", self.min_tokens >= 0, "must not be negative")
         require("min_tokens", self.min_tokens <= self.max_tokens, "must not exceed max_tokens")
-        require("stop", len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} texts")
         for stop in self.stop:
             require("stop", 0 < len(stop) <= MAX_STOP_CHARS, f"each needs 1 to {MAX_STOP_CHARS} characters")
 
@@ -119,9 +120,7 @@ class SamplingParams:
     def _check_tokens(self, require: partial[None], vocab_size: int) -> None:
         known = f"token ids must be in [0, {vocab_size})"
         stops, biases = self.stop_token_ids, self.logit_bias
-        require("stop_token_ids", len(stops) <= MAX_STOP_TOKENS, f"at most {MAX_STOP_TOKENS} tokens")
         require("stop_token_ids", all(0 <= token < vocab_size for token in stops), known)
-        require("logit_bias", len(biases) <= MAX_LOGIT_BIASES, f"at most {MAX_LOGIT_BIASES} tokens")
         require("logit_bias", all(0 <= token < vocab_size for token in biases), known)
         bounds = f"must be in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]"
         require("logit_bias", all(abs(bias) <= MAX_LOGIT_BIAS for bias in biases.values()), bounds)
@@ -151,6 +150,10 @@ def _restore(*values: object) -> SamplingParams:
     return params
 
 
+ITEM_LIMITS: dict[str, int] = {
+    f.name: f.metadata["max_items"] for f in fields(SamplingParams) if "max_items" in f.metadata
+}
+"""Most items of a list or mapping."""
 _DEFAULTS: dict[str, Any] = {
     f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(SamplingParams)
 }

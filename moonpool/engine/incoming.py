@@ -17,6 +17,8 @@ from moonpool.sched.steps import History
 from moonpool.v1 import kv_pb2
 
 MAX_NAME_CHARS = 256
+MAX_END_TOKENS = 4096
+TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,16 @@ class IncomingRequest:
         """
         _check_name("sequence.request_id", spec.request_id, least=1)
         _check_name("sequence.tenant", spec.tenant, least=0)
+        # Sizes come first: what is refused for its size is neither copied nor unpacked.
+        if not TOKEN_BYTES <= len(spec.token_ids) <= TOKEN_BYTES * max_tokens:
+            raise InvalidRequest("sequence.token_ids", f"must be 1 to {max_tokens} tokens")
+        if len(spec.end_token_ids) > min(vocab_size, MAX_END_TOKENS):
+            raise InvalidRequest("sequence.end_token_ids", f"at most {min(vocab_size, MAX_END_TOKENS)} tokens")
+        params = sampling_from_proto(spec.sampling, "sequence.sampling")
+        params.check(vocab_size, "sequence.sampling")
+        ends = frozenset(spec.end_token_ids).union(params.stop_token_ids)
+        check_end_tokens(ends, params.min_tokens, vocab_size, "sequence.end_token_ids")
         tokens = tokens_from_bytes(spec.token_ids, "sequence.token_ids")
-        if not 1 <= len(tokens) <= max_tokens:
-            raise InvalidRequest("sequence.token_ids", f"must be 1 to {max_tokens} tokens, are {len(tokens)}")
         if not 0 <= min(tokens) <= max(tokens) < vocab_size:
             raise InvalidRequest("sequence.token_ids", f"must be in [0, {vocab_size})")
         if not 1 <= spec.prompt_tokens <= len(tokens):
@@ -63,12 +72,6 @@ class IncomingRequest:
         keys = block_keys(root, tokens, block_tokens)
         if spec.block_keys != pack_keys(keys):
             raise InvalidRequest("sequence.block_keys", f"are not the {len(keys)} keys of these tokens")
-        params = sampling_from_proto(spec.sampling)
-        params.check(vocab_size, "sequence.sampling")
-        if len(spec.end_token_ids) > vocab_size:
-            raise InvalidRequest("sequence.end_token_ids", f"at most {vocab_size} tokens")
-        ends = frozenset(spec.end_token_ids).union(params.stop_token_ids)
-        check_end_tokens(ends, params.min_tokens, vocab_size, "sequence.end_token_ids")
         sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids)
         return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, sampling)
 

@@ -181,7 +181,7 @@ class RequestTable:
         return min(heard) + self.lease_s if heard else None
 
     def count(self, *states: TransferState) -> int:
-        """RequestTable that are not generating and whose transfer is in one of these states."""
+        """Requests that are not generating and whose transfer is in one of these states."""
         return sum(request.sequence is None and request.transfer.state in states for request in self)
 
     def check_invariants(self) -> None:

@@ -22,7 +22,7 @@ from moonpool.telemetry.gauges import Gauges
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 from tests.unit.checkpoint.folder import write_config, write_weights
-from tests.unit.instances import FakeEngine
+from tests.unit.fakes.engine import FakeEngine
 
 WAIT_S = 20.0
 

@@ -133,7 +133,7 @@ async def test_a_cancelled_caller_does_not_stop_the_step() -> None:
         with pytest.raises(Internal, match="one more"):
             await engine.run(step(2, WORK))
         engine.abort(1)
-        await engine._flights[1].future
+        await engine.idle()
         assert (await engine.run(step(3, WORK))).sampled == (WORK,)
 
 

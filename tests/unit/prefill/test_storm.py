@@ -11,8 +11,9 @@ from moonpool.errors import MoonpoolError
 from moonpool.kv.keys import block_keys
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
-from tests.unit.instances import BLOCK, WAIT_S, Decode, Prefill, decoding, next_token, prefilling, prompt, spec
-from tests.unit.prefill.test_prefill import Story, storing
+from tests.unit.fakes.engine import next_token
+from tests.unit.instances import BLOCK, WAIT_S, Decode, Prefill, decoding, prefilling, prompt, spec
+from tests.unit.prefill.calls import PrefillCall, storing
 from tests.unit.streams.fakes import ROOT, FakeStore
 
 REQUESTS = 60
@@ -40,7 +41,7 @@ class Storm:
             answer = await self.decode.stub.Reserve(decode_pb2.ReserveRequest(sequence=sequence), timeout=WAIT_S)
             target = answer.target
             request.target.CopyFrom(target)
-        story = Story(self.it, request)
+        story = PrefillCall(self.it, request)
         try:
             await self.live(story, plan, patience, target, tokens)
         finally:
@@ -50,7 +51,7 @@ class Storm:
                 self.decode.service.loop.end(reserved, "over")
 
     async def live(
-        self, story: Story, plan: str, patience: int, target: kv_pb2.TransferTarget | None, tokens: list[int]
+        self, story: PrefillCall, plan: str, patience: int, target: kv_pb2.TransferTarget | None, tokens: list[int]
     ) -> None:
         if plan == "leave at once":
             return
@@ -64,7 +65,7 @@ class Storm:
                 return
             if request is not None:
                 self.decode.service.loop.end(request, "changed its mind")
-        first = await story.told()
+        first = await story.first_token()
         assert first.token_id == next_token(tokens)
         if plan != "leave after the token":
             await story.to_the_end()
