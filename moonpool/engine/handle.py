@@ -1,7 +1,7 @@
 """The I/O process's view of an engine: run steps, open gates, abort, and learn of its death.
 
-Owns the `Engine` protocol that services are written against. Knows nothing of torch, gRPC or requests. Engine
-processes behind it are in `moonpool.engine.launch`; an emulated engine can stand behind the same protocol.
+Services are written against the `Engine` protocol. Behind it are engine processes (`moonpool.engine.launch`) or an
+emulated engine.
 """
 
 import asyncio

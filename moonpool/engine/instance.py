@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from moonpool.cluster import HeldKeys, JoinAgent
@@ -102,8 +103,9 @@ async def run_instance(
     build: Callable[[InstanceContext], tuple[EngineService, Service]],
     *,
     stages: int = 1,
+    start: Callable[..., AbstractAsyncContextManager[Engine]] = start_engine,
 ) -> None:
-    """Runs one engine instance until it is told to stop.
+    """Runs one engine instance until it is told to stop; `start` starts its engine.
 
     Raises:
         ConfigError: a setting is refused.
@@ -118,7 +120,7 @@ async def run_instance(
         context.spans.instant("engine.emulated", **setup.spec.emulation.describe())
     async with contextlib.AsyncExitStack() as stack:
         channels = await stack.enter_async_context(Channels())
-        engine = await stack.enter_async_context(start_engine(setup.spec, start_timeout_s=config.start_timeout_s))
+        engine = await stack.enter_async_context(start(setup.spec, start_timeout_s=config.start_timeout_s))
         changed = asyncio.Event()
         instance = context.instance(kind, config.id, "")
         link = Link(setup.link_rate)

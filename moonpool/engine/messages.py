@@ -1,9 +1,7 @@
-"""What travels between an I/O process and its engine processes: frozen, picklable, free of torch.
-
-Owns the vocabulary of the local channel. Knows nothing of how messages are carried, of requests, or of gRPC.
+"""Messages between an I/O process and its engine processes: frozen, picklable, free of torch.
 
 A *step* is one forward pass over a packed batch of sequences, run by all stages in the order in which steps were sent.
-Its way: `Step` to every stage; each stage answers `LayerDone` per layer (when asked for) and one `StepDone`; the last
+`Step` goes to every stage; each stage answers `LayerDone` per layer (when asked for) and one `StepDone`; the last
 stage's `StepDone` carries the sampled tokens. `OpenGate` and `AbortStep` may come at any time in between, even before
 the step has begun, and are ignored once it is done. Step ids grow from step to step.
 """

@@ -1,9 +1,7 @@
 """Decode's continuous batching: which sequences get their next token in the next step.
 
-Owns the batch, the queue before it and the promises of blocks. Knows nothing of transfers, streams or time.
-
-Room is accounted for in three states: *promised* (a number, bound to no block), *bound* (allocated, KV is coming), and
-in the batch. A sequence is promised the blocks for its longest possible life, so a running one never lacks a block.
+A sequence's blocks are first *promised* (a number), then *bound* (allocated, its KV is coming), then in the batch. The
+promise covers the longest possible sequence, so a running one never lacks a block.
 """
 
 from array import array
@@ -98,14 +96,14 @@ class BatchScheduler:
     """The batch of one decode instance.
 
     Sequences that have ended (finished or removed) are the caller's again, blocks included: it registers, writes back
-    and releases them when whoever reads them is quiet.
+    and releases them when nothing reads them any more.
     """
 
     def __init__(self, blocks: BlockManager, *, block_tokens: int, max_batch: int, max_tokens: int) -> None:
         """Plans over `blocks`.
 
         Args:
-            blocks: Of the instance's pool. Nobody else may allocate or acquire past `bind` and `reserve`.
+            blocks: Of the instance's pool. All allocation and acquiring goes through `bind` and `reserve`.
             block_tokens: Tokens in a block.
             max_batch: Sequences in a step at most.
             max_tokens: Longest sequence the model takes, prompt and output.
@@ -241,7 +239,7 @@ class BatchScheduler:
         return sequence
 
     def plan(self) -> DecodeStep | None:
-        """The next step: one token for each sequence of the batch. None when a step is running or nobody waits."""
+        """The next step: one token for each sequence of the batch. None when a step is running or no sequence waits."""
         if self._plan is not None:
             return None
         while self._waiting and len(self._running) < self.max_batch:

@@ -1,9 +1,9 @@
 """Which tokens of which prompts the next prefill step computes.
 
-Owns the queue, the sequences' progress and the binding of blocks. Knows nothing of how KV is loaded, computed or sent:
-it is told (`load_started`, `layer_ready`, `load_complete`, `load_failed`, `step_done`) and it answers with plans.
+It plans steps; the caller loads, computes and sends, and reports progress (`load_started`, `layer_ready`,
+`load_complete`, `load_failed`, `step_done`).
 
-A sequence's way:
+A sequence's states:
 
     add -> waiting -> start_next -> started -> plan ... step_done -> finished -> remove
                                       |  load_started -> LOADING -> layer_ready -> GATED -> load_complete -> IDLE
@@ -39,7 +39,7 @@ class PrefillScheduler:
         """Plans over `blocks`.
 
         Args:
-            blocks: Of the instance's pool; shared with whoever else refers to blocks.
+            blocks: Of the instance's pool; shared with others that hold references.
             block_tokens: Tokens in a block.
             step_tokens: Tokens computed by one step at most.
             stages: Steps in flight at most.
@@ -139,7 +139,7 @@ class PrefillScheduler:
         The caller's loader and senders must be quiet: they write and read the blocks that are released here.
 
         Returns:
-            Whether it is gone already; an unknown one is.
+            Whether it is removed already; True for an unknown one.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None:
@@ -187,7 +187,7 @@ class PrefillScheduler:
     def load_broken(self, request_id: str) -> int | None:
         """The running load is going to fail: nothing of the sequence is planned until `load_failed`.
 
-        For a caller who has to see to it first that nobody reads blocks which will be computed anew. Without effect
+        For a caller that must first wait until the blocks to be recomputed are not read any more. Without effect
         when no load is running. The loader must be quiet.
 
         Returns:
@@ -344,7 +344,7 @@ class PrefillScheduler:
             self.blocks.register(sequence.block_table[index], sequence.keys[index])
 
     def _rewind(self, sequence: PrefillSequence) -> None:
-        """What is in flight counts for nothing; goes on from what is there when the last of it is done."""
+        """Discards the chunks in flight; planning goes on when the last of them is done."""
         sequence.num_scheduled = sequence.num_computed
         sequence.stale = sequence.in_flight > 0
 

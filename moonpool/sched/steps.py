@@ -9,7 +9,7 @@ from moonpool.sampling import SampleSpec
 
 
 def _nothing() -> None:
-    """What a history is at the other end of a channel."""
+    """The value of a `History` at the other end of a channel: None."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -32,7 +32,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class SequenceStep:
-    """One sequence's share of a step: compute the KV of some tokens, and perhaps sample the next one."""
+    """One sequence's share of a step: compute the KV of some tokens, and sample the next one if wanted."""
 
     token_ids: bytes
     """The tokens to compute, little-endian int32; at least one."""

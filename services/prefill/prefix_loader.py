@@ -178,7 +178,7 @@ class PrefixLoader:
             store: the kvstore.
             job: whose blocks they are.
             keys: of the blocks, in the order of `job.load_blocks`.
-            on_layer: called for each layer, in order, of which all blocks are there.
+            on_layer: called in order for each layer whose blocks have all come.
 
         Returns:
             Leading blocks that are there in all layers; fewer than asked for is a miss, whatever the cause.

@@ -1,6 +1,5 @@
 """Requests that are refused."""
 
-
 import pytest
 
 from moonpool.errors import InvalidRequest, Overloaded

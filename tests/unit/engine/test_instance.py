@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from moonpool.engine import instance
 from moonpool.engine.instance import EngineConfig, InstanceContext, engine_setup, run_instance
 from moonpool.engine.messages import EngineSpec
 from moonpool.errors import ConfigError, MoonpoolError, Unavailable
@@ -89,9 +88,9 @@ class FakeConductor:
 class Idle:
     """A service without requests."""
 
-    def __init__(self, parts: InstanceContext) -> None:
-        self.parts = parts
-        self.manager = BlockManager(parts.engine.blocks)
+    def __init__(self, shared: InstanceContext) -> None:
+        self.shared = shared
+        self.manager = BlockManager(shared.engine.blocks)
         self.draining = False
         self.finish = asyncio.Event()
         self.ran = False
@@ -124,13 +123,13 @@ class Life:
         self.context = ProcessContext("x-0", Recorder("x-0", None), self.out)
         self.task: asyncio.Task[None] | None = None
 
-    def build(self, parts: InstanceContext) -> tuple[Idle, Service]:
-        self.service = Idle(parts)
+    def build(self, shared: InstanceContext) -> tuple[Idle, Service]:
+        self.service = Idle(shared)
         return self.service, (decode_pb2.DESCRIPTOR.services_by_name["DecodeService"], object())
 
 
 @asynccontextmanager
-async def living(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Life]:
+async def living(folder: Path, **settings: Any) -> AsyncIterator[Life]:
     life = Life()
 
     @asynccontextmanager
@@ -139,12 +138,13 @@ async def living(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any)
         yield life.engine
         life.engine.pool.close()
 
-    monkeypatch.setattr(instance, "start_engine", start)
     descriptor = conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
     async with serving("127.0.0.1:0", [(descriptor, life.conductor)], grace_s=0.1) as server:
         settings = {"blocks": 4, "conductor": server.address, **settings}
-        work = run_instance(life.context, config(folder, **settings), kv_pb2.INSTANCE_KIND_DECODE, life.build)
-        life.task = asyncio.ensure_future(work)
+        running = run_instance(
+            life.context, config(folder, **settings), kv_pb2.INSTANCE_KIND_DECODE, life.build, start=start
+        )
+        life.task = asyncio.ensure_future(running)
         try:
             yield life
         finally:
@@ -152,9 +152,9 @@ async def living(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any)
             await asyncio.gather(life.task, return_exceptions=True)
 
 
-async def test_joins_serves_and_drains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_joins_serves_and_drains(folder: Path) -> None:
     """While it drains it stays joined and says so; then it leaves."""
-    async with living(folder, monkeypatch) as life:
+    async with living(folder) as life:
         await asyncio.wait_for(life.conductor.joined.wait(), WAIT_S)
         hello, service = life.conductor.hello, life.service
         assert hello is not None
@@ -174,8 +174,8 @@ async def test_joins_serves_and_drains(folder: Path, monkeypatch: pytest.MonkeyP
         await asyncio.wait_for(life.task, WAIT_S)
 
 
-async def test_dies_with_its_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with living(folder, monkeypatch) as life:
+async def test_dies_with_its_engine(folder: Path) -> None:
+    async with living(folder) as life:
         await asyncio.wait_for(life.conductor.joined.wait(), WAIT_S)
         assert life.engine is not None
         assert life.task is not None
@@ -184,17 +184,17 @@ async def test_dies_with_its_engine(folder: Path, monkeypatch: pytest.MonkeyPatc
             await asyncio.wait_for(life.task, WAIT_S)
 
 
-async def test_ends_when_the_conductor_serves_something_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with living(folder, monkeypatch) as life:
+async def test_ends_when_the_conductor_serves_something_else(folder: Path) -> None:
+    async with living(folder) as life:
         life.conductor.refusal = MismatchError("layout.dtype", "float32 here")
         assert life.task is not None
         with pytest.raises(MismatchError, match=r"layout\.dtype"):
             await asyncio.wait_for(life.task, WAIT_S)
 
 
-async def test_drain_ends_in_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_drain_ends_in_time(folder: Path) -> None:
     """Requests that do not end are given up."""
-    async with living(folder, monkeypatch, drain_s=0.05) as life, Channels():
+    async with living(folder, drain_s=0.05) as life, Channels():
         await asyncio.wait_for(life.conductor.joined.wait(), WAIT_S)
         life.context.stopping.set()
         assert life.task is not None
