@@ -49,8 +49,11 @@ def open_fds() -> set[tuple[str, str]]:
     return found
 
 
-def rendezvous_folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("moonpool-engine-*"))
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of temporary files, for this test alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
 
 
 @asynccontextmanager
@@ -64,10 +67,10 @@ async def started(engine_spec: EngineSpec) -> AsyncIterator[ProcessEngine]:
             os.kill(pid, 0)
 
 
-async def test_steps_run_and_everything_is_gone_afterwards() -> None:
-    fds, folders = open_fds(), rendezvous_folders()
+async def test_steps_run_and_nothing_is_left_afterwards(temporary: Path) -> None:
+    fds = open_fds()
     async with started(spec(stages=2)) as engine:
-        assert rendezvous_folders() <= folders
+        assert not list(temporary.iterdir())
         assert (engine.stages, engine.blocks, engine.layout, len(engine.pool.parts)) == (2, 2, LAYOUT, 2)
         layers: list[LayerDone] = []
         result = await engine.run(step(1, WORK, 20, layer_events=True), on_layer=layers.append)
