@@ -11,7 +11,7 @@ import pytest
 
 from moonpool.engine.instance import EngineConfig, InstanceContext, engine_setup, run_instance
 from moonpool.engine.messages import EngineSpec
-from moonpool.errors import ConfigError, MoonpoolError, Unavailable
+from moonpool.errors import ConfigError, Unavailable
 from moonpool.errors import Mismatch as MismatchError
 from moonpool.rpc.channels import Channels, probe
 from moonpool.rpc.process import ProcessContext
@@ -21,6 +21,7 @@ from moonpool.telemetry.gauges import Gauges
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 from tests.unit.checkpoint.folder import write_config, write_weights
+from tests.unit.fakes.conductor import FakeConductor
 from tests.unit.fakes.engine import FakeEngine
 
 WAIT_S = 20.0
@@ -61,28 +62,6 @@ def test_other_weights_are_another_namespace(folder: Path) -> None:
     before = engine_setup(config(folder)).namespace
     write_weights(folder / "model.safetensors", {"x": ("F32", [1], b"1235")})
     assert engine_setup(config(folder)).namespace != before
-
-
-class FakeConductor:
-    """Remembers who joined and what they reported."""
-
-    def __init__(self) -> None:
-        self.hello: conductor_pb2.JoinHello | None = None
-        self.loads: list[conductor_pb2.LoadReport] = []
-        self.refusal: MoonpoolError | None = None
-        self.joined = asyncio.Event()
-
-    async def Join(self, requests: Any, context: Any) -> None:
-        async for request in requests:
-            if request.HasField("hello"):
-                if self.refusal is not None:
-                    raise self.refusal
-                self.hello = request.hello
-                welcome = conductor_pb2.JoinWelcome(heartbeat_s=0.5)
-                await context.write(conductor_pb2.JoinResponse(welcome=welcome))
-            elif request.HasField("load"):
-                self.loads.append(request.load)
-                self.joined.set()
 
 
 class Idle:
@@ -155,7 +134,7 @@ async def living(folder: Path, **settings: Any) -> AsyncIterator[Life]:
 async def test_joins_serves_and_drains(folder: Path) -> None:
     """While it drains it stays joined and says so; then it leaves."""
     async with living(folder) as life:
-        await asyncio.wait_for(life.conductor.joined.wait(), WAIT_S)
+        await asyncio.wait_for(life.conductor.has_load.wait(), WAIT_S)
         hello, service = life.conductor.hello, life.service
         assert hello is not None
         assert service is not None
@@ -163,10 +142,10 @@ async def test_joins_serves_and_drains(folder: Path) -> None:
         assert (hello.instance.id, hello.instance.incarnation) == ("x-0", life.context.incarnation)
         assert (hello.total_blocks, hello.model.name) == (4, "small-model")
         await probe(hello.instance.address, WAIT_S)
-        life.conductor.joined.clear()
+        life.conductor.has_load.clear()
         life.context.stopping.set()
-        await asyncio.wait_for(life.conductor.joined.wait(), WAIT_S)
-        assert life.conductor.loads[-1].draining
+        await asyncio.wait_for(life.conductor.has_load.wait(), WAIT_S)
+        assert life.conductor.draining
         with pytest.raises(Unavailable):
             await probe(hello.instance.address, WAIT_S)
         service.finish.set()
@@ -176,7 +155,7 @@ async def test_joins_serves_and_drains(folder: Path) -> None:
 
 async def test_dies_with_its_engine(folder: Path) -> None:
     async with living(folder) as life:
-        await asyncio.wait_for(life.conductor.joined.wait(), WAIT_S)
+        await asyncio.wait_for(life.conductor.has_load.wait(), WAIT_S)
         assert life.engine is not None
         assert life.task is not None
         life.engine.fail("killed")
@@ -195,7 +174,7 @@ async def test_ends_when_the_conductor_serves_something_else(folder: Path) -> No
 async def test_drain_ends_in_time(folder: Path) -> None:
     """Requests that do not end are given up."""
     async with living(folder, drain_s=0.05) as life, Channels():
-        await asyncio.wait_for(life.conductor.joined.wait(), WAIT_S)
+        await asyncio.wait_for(life.conductor.has_load.wait(), WAIT_S)
         life.context.stopping.set()
         assert life.task is not None
         await asyncio.wait_for(life.task, WAIT_S)
