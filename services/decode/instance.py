@@ -49,7 +49,7 @@ class DecodeInstance:
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             lambda address: StoreWriter(context.channels, address, context.hello(), layout, context.link),
-            engine.pool.slice,
+            engine.pool.read,
             self._written_back,
             time.monotonic,
         )

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
-from moonpool.kv.frames import open_frame, split_run
+from moonpool.kv.frames import split_run
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.streams.outbox import Outbox
@@ -136,11 +136,10 @@ class Receiver:
 
     def _write(self, request: DecodeRequest, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
         try:
-            for run, data in open_frame(header, payload, self._layout):
+            for run, data, hashes in request.transfer.opener.open(header, payload):
                 request.transfer.accept(run, time.monotonic())
-                for index, offset, piece in split_run(run, data, self._layout):
-                    target = self._pool.slice(run.layer, request.block_table[index])
-                    target[offset : offset + piece.nbytes] = piece
+                for (index, _, piece), value in zip(split_run(run, data, self._layout), hashes, strict=True):
+                    self._pool.write(run.layer, request.block_table[index], piece, value)
         except (FrameError, TransferFailed) as error:
             log.warning("bad frame", sender=self._sender.id, request=request.incoming.request_id, reason=str(error))
             if request.complete:  # all slices had come before the bad one

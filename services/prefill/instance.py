@@ -72,7 +72,7 @@ class PrefillInstance:
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             lambda address: StoreWriter(context.channels, address, context.hello(), layout, context.link),
-            engine.pool.slice,
+            engine.pool.read,
             self._written_back,
             time.monotonic,
         )
@@ -110,7 +110,7 @@ class PrefillInstance:
                 sequence.num_tokens,
                 self.layout,
                 lambda: sequence.block_table,
-                self._context.engine.pool.slice,
+                self._context.engine.pool.read,
                 self.senders,
                 self.tracker,
                 self._context.spans,

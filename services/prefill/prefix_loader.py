@@ -10,6 +10,7 @@ from functools import partial
 from moonpool.cost import SpeedTracker, load_is_cheaper, load_seconds
 from moonpool.engine.handle import Engine
 from moonpool.errors import MoonpoolError
+from moonpool.kv.frames import DamagedSliceError
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.prefill_scheduler import Load, PrefillScheduler
 from moonpool.streams.credits import Traffic
@@ -186,8 +187,8 @@ class PrefixLoader:
         layers, began_ns = range(self._layout.layers), time.monotonic_ns()
         last_ns, counts = began_ns, [0] * len(layers)
 
-        def take(layer: int, index: int, data: memoryview) -> None:
-            self._engine.pool.slice(layer, job.load_blocks[index])[:] = data
+        def take(layer: int, index: int, data: memoryview, value: int) -> None:
+            self._engine.pool.write(layer, job.load_blocks[index], data, value)
             counts[layer] += 1
 
         def layer_done(layer: int) -> None:
@@ -206,6 +207,9 @@ class PrefixLoader:
             loaded = await reader.read(keys, layers=layers, on_slice=take, on_layer=layer_done, timeout_s=timeout_s)
         except PrefixLost as lost:
             log.info("prefix lost while loading", store=store.id, request=job.request_id, reason=str(lost))
+            loaded = 0
+        except DamagedSliceError as damaged:
+            log.warning("damaged slice while loading", store=store.id, request=job.request_id, reason=str(damaged))
             loaded = 0
         except MoonpoolError as error:
             self.failures += 1

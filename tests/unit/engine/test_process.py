@@ -49,6 +49,10 @@ def open_fds() -> set[tuple[str, str]]:
     return found
 
 
+def is_empty(folder: Path) -> bool:
+    return not list(folder.iterdir())
+
+
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of temporary files, for this test alone."""
@@ -70,7 +74,7 @@ async def started(engine_spec: EngineSpec) -> AsyncIterator[ProcessEngine]:
 async def test_steps_run_and_nothing_is_left_afterwards(temporary: Path) -> None:
     fds = open_fds()
     async with started(spec(stages=2)) as engine:
-        assert not list(temporary.iterdir())
+        assert is_empty(temporary)
         assert (engine.stages, engine.blocks, engine.layout, len(engine.pool.parts)) == (2, 2, LAYOUT, 2)
         layers: list[LayerDone] = []
         result = await engine.run(step(1, WORK, 20, layer_events=True), on_layer=layers.append)

@@ -17,7 +17,7 @@ from moonpool.engine.stages import stage_ranges
 from moonpool.errors import Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.sched.steps import SequenceStep, Step
+from moonpool.sched.steps import SequenceStep, Step, finished_blocks
 from tests.unit.streams.fakes import LAYOUT
 
 
@@ -136,6 +136,8 @@ class FakeEngine:
                 began_ns = time.monotonic_ns()
                 for sequence, digest in zip(step.sequences, digests, strict=True):
                     self._compute(sequence, layer, digest)
+                for block, valid_tokens in finished_blocks(step, self.layout.block_tokens):
+                    self.pool.seal(layer, block, valid_tokens)
                 if on_layer is not None and step.layer_events:
                     on_layer(LayerDone(step.step_id, layer, began_ns, time.monotonic_ns()))
                 await asyncio.sleep(0)
