@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from moonpool.cluster import HeldKeys, JoinAgent
-from moonpool.engine.emulated.engine import PacedEngine
+from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.handle import Engine
 from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
 from moonpool.engine.start import start_engine
@@ -62,8 +62,8 @@ class InstanceContext:
         )
 
     def engine_gauges(self) -> list[Entry]:
-        """Whether compute is emulated, and if so, how well the pace is kept."""
-        own = self.engine.gauges() if isinstance(self.engine, PacedEngine) else []
+        """Whether compute is emulated, and if so, how late its steps are."""
+        own = self.engine.gauges() if isinstance(self.engine, EmulatedEngine) else []
         return [("emulated", lambda: float(bool(self.setup.model.emulated)), None), *own]
 
 
@@ -116,8 +116,8 @@ async def run_instance(
     decode = kind == kv_pb2.INSTANCE_KIND_DECODE
     setup = await asyncio.to_thread(engine_setup, config, stages=stages, decode=decode)
     log.info("starting engine", model=setup.model.name, dtype=setup.spec.dtype, blocks=setup.spec.blocks, stages=stages)
-    if setup.spec.emulation is not None:
-        context.spans.instant("engine.emulated", **setup.spec.emulation.describe())
+    if setup.spec.emulated is not None:
+        context.spans.instant("engine.emulated", **setup.spec.emulated.describe())
     async with contextlib.AsyncExitStack() as stack:
         channels = await stack.enter_async_context(Channels())
         engine = await stack.enter_async_context(start(setup.spec, start_timeout_s=config.start_timeout_s))
