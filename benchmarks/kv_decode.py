@@ -10,15 +10,14 @@ from collections.abc import Callable
 
 from benchmarks.kv_shape import LAYOUT, NAMESPACE, VOCAB_SIZE
 from moonpool.cost import Speeds
-from moonpool.engine.handle import StepResult
 from moonpool.engine.instance import EngineSetup, InstanceContext
-from moonpool.engine.messages import EngineSpec, LayerDone
+from moonpool.engine.messages import EngineSpec
 from moonpool.errors import Unavailable
 from moonpool.kv.pool import KVPool
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext, run_main
 from moonpool.rpc.server import serving
-from moonpool.sched.steps import Step
+from moonpool.sched.steps import LayerDone, Step, StepResult
 from moonpool.streams.link import Link
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.decode.config import DecodeConfig

@@ -6,28 +6,12 @@ emulated engine.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from moonpool.cost import Speeds
-from moonpool.engine.messages import LayerDone
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.sched.steps import Step
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step came to, when all stages are done with it and its blocks are quiet."""
-
-    sampled: tuple[int | None, ...]
-    """One entry per sequence of the step, None where nothing was to be sampled; () when aborted."""
-    aborted: bool
-    """Some layer was not computed: KV of the step's tokens is not to be used."""
-    start_ns: int
-    """First stage's beginning, time.monotonic_ns."""
-    end_ns: int
-    """Last stage's end."""
+from moonpool.sched.steps import LayerDone, Step, StepResult
 
 
 @runtime_checkable

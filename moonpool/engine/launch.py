@@ -18,10 +18,10 @@ from moonpool.engine.channel import AsyncChannel
 from moonpool.engine.handle import Engine
 from moonpool.engine.messages import EngineSpec, StageSpec
 from moonpool.engine.process import ProcessEngine, Worker
-from moonpool.engine.stages import stage_ranges
 from moonpool.engine.warmup import measure
 from moonpool.errors import DeadlineExceeded
 from moonpool.kv.pool import KVPool
+from moonpool.sched.stages import stage_ranges
 
 WORKER = (sys.executable, "-m", "moonpool.engine.worker")
 

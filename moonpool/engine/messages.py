@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.kv.layout import KVLayout
-from moonpool.sched.steps import Step
+from moonpool.sched.steps import LayerDone, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +43,6 @@ class EngineSpec:
     """Time a few steps at start to learn `Engine.speeds`; off, the speeds are all defaults (tests)."""
     emulated: EmulatedCompute | None = None
     """Set when compute is emulated: then there is no engine process, and nothing is read of the checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerDone:
-    """The step's KV of one layer is in the pool."""
-
-    step_id: int
-    layer: int
-    """Index in the model."""
-    start_ns: int
-    """When its computation began (after the gate), time.monotonic_ns."""
-    end_ns: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 import moonpool.errors
 from moonpool.cost import Speeds
 from moonpool.engine.channel import AsyncChannel, ChannelClosed
-from moonpool.engine.handle import StepResult
-from moonpool.engine.messages import AbortStep, EngineSpec, Failed, LayerDone, OpenGate, Ready, Shutdown, StepDone
+from moonpool.engine.messages import AbortStep, EngineSpec, Failed, OpenGate, Ready, Shutdown, StepDone
 from moonpool.errors import Internal, MoonpoolError, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.sched.steps import Step
+from moonpool.sched.steps import LayerDone, Step, StepResult
 
 _SHUTDOWN_S = 5.0
 _REAP_S = 2.0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.gates import Gates
-from moonpool.engine.messages import LayerDone, StepDone
+from moonpool.engine.messages import StepDone
 from moonpool.engine.pipeline import Links
 from moonpool.errors import Unsupported
 from moonpool.kv.pool import PoolPart
@@ -16,7 +16,7 @@ from moonpool.model.batch import PackedBatch
 from moonpool.model.load import torch_dtype
 from moonpool.model.sampler import sample
 from moonpool.model.stage import StageModel
-from moonpool.sched.steps import Step, finished_blocks
+from moonpool.sched.steps import LayerDone, Step, finished_blocks
 
 
 def pool_tensor(part: PoolPart) -> Tensor:

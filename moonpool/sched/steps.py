@@ -1,4 +1,7 @@
-"""A step: one forward pass over a packed batch, as schedulers plan it and engines run it. Frozen and picklable."""
+"""A step: one forward pass over a packed batch, as schedulers plan it and engines run it, and its results.
+
+Frozen and picklable.
+"""
 
 from array import array
 from collections.abc import Sequence
@@ -75,3 +78,29 @@ def finished_blocks(step: Step, block_tokens: int) -> list[tuple[int, int]]:
         if end % block_tokens and step.layer_events and sequence.sample is not None:
             found[sequence.block_table[last]] = end % block_tokens
     return list(found.items())
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDone:
+    """The step's KV of one layer is in the pool."""
+
+    step_id: int
+    layer: int
+    """Index in the model."""
+    start_ns: int
+    """When its computation began (after the gate), time.monotonic_ns."""
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step came to, when all stages are done with it and its blocks are quiet."""
+
+    sampled: tuple[int | None, ...]
+    """One entry per sequence of the step, None where nothing was to be sampled; () when aborted."""
+    aborted: bool
+    """Some layer was not computed: KV of the step's tokens is not to be used."""
+    start_ns: int
+    """First stage's beginning, time.monotonic_ns."""
+    end_ns: int
+    """Last stage's end."""

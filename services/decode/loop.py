@@ -6,9 +6,10 @@ from array import array
 from collections.abc import Callable
 
 from moonpool.cost import SpeedTracker
-from moonpool.engine.handle import Engine, StepResult
+from moonpool.engine.handle import Engine
 from moonpool.errors import MoonpoolError, Unavailable
 from moonpool.sched.batch_scheduler import GOES_ON, BatchScheduler, DecodeSequence, DecodeStep
+from moonpool.sched.steps import StepResult
 from moonpool.streams.transfer import TransferState
 from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from functools import partial
 
 from moonpool.cost import SpeedTracker, prefill_seconds
-from moonpool.engine.handle import Engine, StepResult
-from moonpool.engine.messages import LayerDone
+from moonpool.engine.handle import Engine
 from moonpool.errors import Internal, MoonpoolError, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.sched.prefill_scheduler import PlannedChunk, PrefillScheduler, PrefillSequence, PrefillStep
+from moonpool.sched.steps import LayerDone, StepResult
 from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.spans import Recorder

@@ -18,11 +18,11 @@ import uvloop
 
 from moonpool.engine.handle import Engine
 from moonpool.engine.launch import start_processes
-from moonpool.engine.messages import EngineSpec, LayerDone
+from moonpool.engine.messages import EngineSpec
 from moonpool.engine.process import ProcessEngine
 from moonpool.errors import ConfigError, DeadlineExceeded, Internal, Unavailable, UnsupportedModel
 from moonpool.kv.layout import KVLayout
-from moonpool.sched.steps import SequenceStep, Step
+from moonpool.sched.steps import LayerDone, SequenceStep, Step
 
 FAKE = (sys.executable, "-m", "tests.unit.engine.fake_worker")
 LAYOUT = KVLayout(layers=4, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32")

@@ -11,13 +11,11 @@ from typing import Any
 import xxhash
 
 from moonpool.cost import Speeds
-from moonpool.engine.handle import StepResult
-from moonpool.engine.messages import LayerDone
-from moonpool.engine.stages import stage_ranges
 from moonpool.errors import Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.sched.steps import SequenceStep, Step, finished_blocks
+from moonpool.sched.stages import stage_ranges
+from moonpool.sched.steps import LayerDone, SequenceStep, Step, StepResult, finished_blocks
 from tests.unit.streams.fakes import LAYOUT
 
 
