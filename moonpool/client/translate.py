@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 from moonpool.client.types import (
@@ -17,11 +16,11 @@ from moonpool.client.types import (
     GenerateResult,
     InstanceInfo,
     Placement,
-    SamplingParams,
     Timing,
     TokenEvent,
     Usage,
 )
+from moonpool.contracts import assign, sampling_to_proto
 from moonpool.errors import InvalidRequest, StreamBroken
 from moonpool.v1 import conductor_pb2, kv_pb2
 
@@ -57,7 +56,7 @@ def generate_request(given: GenerateArguments) -> conductor_pb2.GenerateRequest:
     form = _set_prompt(request, given)
     sampling, slo = given.get("sampling"), given.get("slo")
     if sampling is not None:
-        request.sampling.CopyFrom(sampling_message(sampling))
+        request.sampling.CopyFrom(sampling_to_proto(sampling))
     for name in ("ttft_s", "tbt_s") if slo is not None else ():
         value_s = getattr(slo, name)
         if value_s is not None:
@@ -77,34 +76,11 @@ def _set_prompt(request: conductor_pb2.GenerateRequest, given: GenerateArguments
         return "prompt"
     if token_ids is not None:
         request.tokens.SetInParent()
-        _guarded("token_ids", lambda: request.tokens.token_ids.extend(token_ids))
+        assign("token_ids", lambda: request.tokens.token_ids.extend(token_ids))
         return "token_ids"
     request.chat.SetInParent()
-    _guarded("messages", lambda: request.chat.messages.extend(map(_message, messages or ())))
+    assign("messages", lambda: request.chat.messages.extend(map(_message, messages or ())))
     return "messages"
-
-
-def sampling_message(params: SamplingParams) -> kv_pb2.Sampling:
-    """Build the contract's sampling parameters; None stays unset.
-
-    Raises:
-        InvalidRequest: a value does not fit its field; names it.
-    """
-    sampling = kv_pb2.Sampling()
-    for parameter in fields(params):
-        name, value = parameter.name, getattr(params, parameter.name)
-        if value is None:
-            continue
-        if name == "stop":
-            stops = [value] if isinstance(value, str) else value
-            _guarded("sampling.stop", partial(sampling.stop.extend, stops))
-        elif name == "stop_token_ids":
-            _guarded("sampling.stop_token_ids", partial(sampling.stop_token_ids.extend, value))
-        elif name == "logit_bias":
-            _guarded("sampling.logit_bias", partial(sampling.logit_bias.update, value))
-        else:
-            _assign(sampling, name, value, f"sampling.{name}")
-    return sampling
 
 
 class Collector:
@@ -251,14 +227,4 @@ def _copy(cls: Any, message: Any) -> Any:
 
 
 def _assign(message: Any, name: str, value: object, field: str | None = None) -> None:
-    _guarded(field or name, lambda: setattr(message, name, value))
-
-
-def _guarded(field: str, assign: Callable[[], object]) -> None:
-    """Run an assignment; turn what protobuf refuses (type, range) into InvalidRequest."""
-    try:
-        assign()
-    except KeyError as error:
-        raise InvalidRequest(field, f"{error} is missing") from None
-    except (TypeError, ValueError, UnicodeError) as error:
-        raise InvalidRequest(field, str(error)) from None
+    assign(field or name, lambda: setattr(message, name, value))

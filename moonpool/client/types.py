@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, TypedDict
+
+from moonpool.sampling import SamplingParams as SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -14,49 +16,6 @@ class Message(TypedDict):
 
     role: str
     content: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How tokens are chosen. None = the server's default, which the comment names.
-
-    An unsupported or impossible value is refused by the server with `InvalidRequest`, which names the field.
-    """
-
-    max_tokens: int | None = None
-    """Tokens to generate at most (128); cut to what the model's length leaves."""
-    min_tokens: int = 0
-    """No end token is chosen before so many tokens."""
-    temperature: float | None = None
-    """0 = greedy (1.0)."""
-    top_p: float | None = None
-    """Smallest set of most likely tokens whose probability reaches it (1.0 = all)."""
-    top_k: int = 0
-    """Number of most likely tokens considered; 0 = all."""
-    min_p: float = 0.0
-    """Least probability relative to the most likely token."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logit of each token generated already."""
-    frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time it was generated."""
-    repetition_penalty: float | None = None
-    """Divides positive, multiplies negative logits of tokens in prompt or answer (1.0)."""
-    stop: str | Sequence[str] = ()
-    """The answer ends before any of these texts."""
-    stop_token_ids: Sequence[int] = ()
-    """The answer ends with any of these tokens."""
-    ignore_eos: bool = False
-    """The model's end tokens do not end the answer."""
-    seed: int | None = None
-    """Seed of the sampling; drawn by the server and told in the result when None."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of single tokens."""
-    logprobs: int | None = None
-    """Not supported yet."""
-    n: int | None = None
-    """Only 1 is supported yet."""
-    response_format: str = ""
-    """Not supported yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

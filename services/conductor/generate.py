@@ -163,7 +163,7 @@ class Generation:
             request_id=self._request.id,
             placement=self._placement,
             prompt_tokens=len(self._request.prompt),
-            seed=self._request.sampling.seed,
+            seed=self._request.sampling.seed or 0,
         )
         await self._emit(conductor_pb2.GenerateResponse(placed=placed))
 

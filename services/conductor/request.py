@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from moonpool.checkpoint import ModelConfig, Tokenizer
+from moonpool.contracts import sampling_from_proto, sampling_to_proto
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.kv.layout import KVLayout
-from moonpool.sched.limits import check_end_tokens, check_sampling, with_defaults
+from moonpool.sampling import SamplingParams, check_end_tokens
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.admission import Slo
 
@@ -40,12 +41,12 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A valid request. `sampling` has every field set; `end_token_ids` end the generation."""
+    """A valid request. `sampling` has a seed; `end_token_ids` end the generation."""
 
     id: str
     tenant: str
     prompt: array[int]
-    sampling: kv_pb2.Sampling
+    sampling: SamplingParams
     stops: tuple[str, ...]
     end_token_ids: tuple[int, ...]
     slo: Slo
@@ -83,7 +84,7 @@ class Request:
             token_ids=tokens_to_bytes(self.prompt + generated),
             prompt_tokens=len(self.prompt),
             block_keys=pack_keys(keys),
-            sampling=self.sampling,
+            sampling=sampling_to_proto(self.sampling),
             end_token_ids=self.end_token_ids,
             tenant=self.tenant,
             chain_root=self.chain_root,
@@ -186,15 +187,17 @@ def _check_chars(field: str, chars: int, served: Served) -> None:
 
 def _read_sampling(
     given: kv_pb2.Sampling, served: Served, prompt_tokens: int, draw_seed: Callable[[], int]
-) -> kv_pb2.Sampling:
-    """Return the parameters with all defaults set; `max_tokens` is cut to what the model's length leaves."""
-    sampling = with_defaults(given)
-    if not given.HasField("seed"):
-        sampling.seed = draw_seed()
-    check_sampling(sampling, served.config.vocab_size)
-    sampling.max_tokens = min(sampling.max_tokens, served.max_tokens - prompt_tokens)
-    sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
-    return sampling
+) -> SamplingParams:
+    """Return the checked parameters with a seed; `max_tokens` is cut to what the model's length leaves."""
+    params = sampling_from_proto(given)
+    params.check(served.config.vocab_size)
+    max_tokens = min(params.max_tokens, served.max_tokens - prompt_tokens)
+    return replace(
+        params,
+        seed=draw_seed() if params.seed is None else params.seed,
+        max_tokens=max_tokens,
+        min_tokens=min(params.min_tokens, max_tokens),
+    )
 
 
 def _read_slo(slo: conductor_pb2.Slo) -> Slo:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moonpool.cluster import JoinAgent
+from moonpool.contracts import sampling_from_proto
 from moonpool.errors import MoonpoolError, Overloaded
 from moonpool.kv.keys import tokens_from_bytes
 from moonpool.kv.layout import KVLayout
@@ -213,7 +214,7 @@ class ScriptedDecode(FakeMember):
             reason = kv_pb2.FINISH_REASON_UNSPECIFIED
             if tokens[-1] in spec.end_token_ids:
                 reason = kv_pb2.FINISH_REASON_STOP
-            elif position + 1 == spec.sampling.max_tokens:
+            elif position + 1 == sampling_from_proto(spec.sampling).max_tokens:
                 reason = kv_pb2.FINISH_REASON_LENGTH
             message = decode_pb2.SequenceTokens(
                 request_id=start.request_id, position=position, token_ids=[tokens[-1]], finish_reason=reason

@@ -6,7 +6,8 @@ import pytest
 
 from moonpool.kv.keys import block_keys
 from moonpool.v1 import kv_pb2, prefill_pb2
-from tests.unit.instances import BLOCK, WAIT_S, prefilling, prompt, slice_of_tokens, spec
+from tests.unit.fakes.engine import slice_of_tokens
+from tests.unit.instances import BLOCK, WAIT_S, prefilling, prompt, spec
 from tests.unit.streams.fakes import LAYOUT, ROOT, STORE, FakeStore, served
 
 TOKENS = prompt(4 * BLOCK + 3)
