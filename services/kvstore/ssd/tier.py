@@ -46,7 +46,6 @@ class SsdTier:
     Attributes:
         durability: what its commits survive.
         capacity_bytes: the budget.
-        catalogue: what is where.
         indexed: there is an index; else there was no room for one, and the next start reads all segments.
         written_bytes: records written in this process' life, headers, padding and carried ones included.
         user_bytes: of new blocks in them.
@@ -70,9 +69,9 @@ class SsdTier:
         self._folder = folder
         self._files = folder.files
         self._index = recovered.index
-        self.catalogue = recovered.catalogue
+        self._catalogue = recovered.catalogue
         first = recovered.next_segment
-        self._space = Space(self.catalogue, folder.segments, capacity_bytes, segment_bytes, first, keeps)
+        self._space = Space(self._catalogue, folder.segments, capacity_bytes, segment_bytes, first, keeps)
         self._committer = Committer(self._files, recovered.index, folder.segments, sync=recovered.durability == "power")
         self._unsynced_from = 0 if recovered.unsynced else first
         self._dead: list[Slot] = []  # the index does not know it
@@ -82,32 +81,32 @@ class SsdTier:
         self._device_full = False
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self.catalogue
+        return key in self._catalogue
 
     def __len__(self) -> int:
-        return len(self.catalogue)
+        return len(self._catalogue)
 
     def __iter__(self) -> Iterator[BlockKey]:
-        return iter(self.catalogue)
+        return iter(self._catalogue)
 
     def part(self, number: int) -> Iterable[BlockKey]:
-        return self.catalogue.part(number)
+        return self._catalogue.part(number)
 
     def newest_first(self, step: int) -> Iterator[list[BlockKey]]:
         """Keys of the blocks, the last written first, in steps in which at most `step` records are looked at.
 
         Blocks may come and go between two steps; those that come then need not be among them.
         """
-        return self.catalogue.newest_first(step)
+        return self._catalogue.newest_first(step)
 
     @property
     def readers(self) -> int:
         """Blocks that are being read, of removed segments too."""
-        return sum(segment.readers for segment in (*self.catalogue.segments.values(), *self._leaving))
+        return sum(segment.readers for segment in (*self._catalogue.segments.values(), *self._leaving))
 
     @property
     def segments(self) -> int:
-        return len(self.catalogue.segments)
+        return len(self._catalogue.segments)
 
     @property
     def used_bytes(self) -> int:
@@ -117,12 +116,12 @@ class SsdTier:
     @property
     def live_bytes(self) -> int:
         """Of `used_bytes`, those of records that are blocks' only ones."""
-        return self.catalogue.live_bytes
+        return self._catalogue.live_bytes
 
     @property
     def tenant_bytes(self) -> dict[str, int]:
         """`live_bytes` by tenant, counted anew: slow."""
-        return self.catalogue.tenant_bytes()
+        return self._catalogue.tenant_bytes()
 
     @property
     def write_amplification(self) -> float:
@@ -130,41 +129,41 @@ class SsdTier:
         return self.written_bytes / self.user_bytes if self.user_bytes else 1.0
 
     def format_of(self, key: BlockKey) -> BlockFormat | None:
-        found = self.catalogue.find(key)
-        return None if found is None else self.catalogue.formats[found[0].formats[found[1]]]
+        found = self._catalogue.find(key)
+        return None if found is None else self._catalogue.formats[found[0].formats[found[1]]]
 
     def tenant_of(self, key: BlockKey) -> str | None:
-        found = self.catalogue.find(key)
-        return None if found is None else self.catalogue.tenants[found[0].tenants[found[1]]]
+        found = self._catalogue.find(key)
+        return None if found is None else self._catalogue.tenants[found[0].tenants[found[1]]]
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
         """These were used, from DRAM or from here: those that are here are worth carrying over once."""
-        self.catalogue.touch(keys)
+        self._catalogue.touch(keys)
 
     def reader(self, key: BlockKey) -> SsdReader:
         """Begins reading a block that is here."""
-        found = self.catalogue.find(key)
+        found = self._catalogue.find(key)
         assert found is not None
         segment, slot = found
         segment.used[slot] = 1
-        return SsdReader(self._files, segment, slot, self.catalogue.formats[segment.formats[slot]])
+        return SsdReader(self._files, segment, slot, self._catalogue.formats[segment.formats[slot]])
 
     def drop(self, reader: SsdReader) -> bool:
         """Marks a bad record dead; False when the block lies elsewhere by now. Only for a `BadRecordError`."""
-        if not self.catalogue.is_live(reader.segment, reader.slot):
+        if not self._catalogue.is_live(reader.segment, reader.slot):
             return False
         self._mark_dead(reader.key)
         return True
 
     def forget_oldest(self, tenant: str, nbytes: int, stays: Callable[[BlockKey], bool]) -> list[BlockKey]:
         """Gives up a tenant's oldest blocks, at least `nbytes` of records, but none that `stays`; their keys."""
-        keys = self.catalogue.oldest_of(tenant, nbytes, stays)
+        keys = self._catalogue.oldest_of(tenant, nbytes, stays)
         for key in keys:
             self._mark_dead(key)
         return keys
 
     def _mark_dead(self, key: BlockKey) -> None:
-        slot = self.catalogue.forget(key)
+        slot = self._catalogue.forget(key)
         if slot is not None:
             self._dead.append(slot)
 
@@ -187,7 +186,7 @@ class SsdTier:
             self._space.give_up(sum(record_size(block.info) for block in blocks), victims)
         taken, rejected, coming = [], [], 0
         for block in blocks:
-            assert block.info.key not in self.catalogue
+            assert block.info.key not in self._catalogue
             size = record_size(block.info)
             if self._space.make_room(coming + size, victims):
                 taken.append(block)
@@ -199,7 +198,7 @@ class SsdTier:
             self._space.compact_one(victims)
         self._space.used_bytes += coming
         carry, store = self._place(taken, victims)
-        formats, tenants = self.catalogue.formats.change(), self.catalogue.tenants.change()
+        formats, tenants = self._catalogue.formats.change(), self._catalogue.tenants.change()
         forgotten, nameless, dead = self._forgotten, self._nameless, self._dead
         self._forgotten, self._nameless, self._dead = [], [], []
         return WritePlan(
@@ -215,7 +214,7 @@ class SsdTier:
                 key, _, length, *ids = victim.segment.row(slot)
                 segment, start = self._space.place(length, sizes)
                 carry.append(Append(segment, (key, start, length, ids[0], ids[1]), source=(victim.segment, slot)))
-        formats, tenants = self.catalogue.formats, self.catalogue.tenants
+        formats, tenants = self._catalogue.formats, self._catalogue.tenants
         for block in blocks:
             info, length = block.info, record_size(block.info) // ALIGN
             segment, start = self._space.place(length, sizes)
@@ -247,14 +246,14 @@ class SsdTier:
             self._dead += plan.dead
             for victim in plan.victims:
                 if plan.full and not victim.carried:  # its file may be deleted
-                    self._forgotten.append(self.catalogue.segments.pop(victim.segment.number))
+                    self._forgotten.append(self._catalogue.segments.pop(victim.segment.number))
                     continue
                 victim.segment.going = False
                 self._dead += [(victim.segment.number, slot) for slot, _ in victim.removed]
         if plan.unreadable is not None:
             self._space.pass_over(plan.unreadable)
         for segment in ends((*plan.carry, *plan.store)):
-            if not segment.size and self.catalogue.segments.pop(segment.number, None) is not None:
+            if not segment.size and self._catalogue.segments.pop(segment.number, None) is not None:
                 self._nameless.append(segment)
         self._space.active = None
         self._device_full = is_full(error)
@@ -267,7 +266,7 @@ class SsdTier:
         self._dead = [slot for slot in self._dead if slot[0] not in numbers]
         for append in plan.bad:
             if self._is_current(append):
-                self.catalogue.forget(append.key)
+                self._catalogue.forget(append.key)
                 self.lost_blocks += 1
                 plan.lost.append(append.key)
         carried = plan.carried
@@ -277,7 +276,7 @@ class SsdTier:
             self._mark_dead(key)
         self.carried_bytes += sum(append.row[2] * ALIGN for append in carried)
         for segment in removed:
-            self.catalogue.remove(segment)
+            self._catalogue.remove(segment)
         self.dropped_segments += len(removed)
         self._nameless += plan.undeleted
         for segment in (*plan.nameless, *removed):
@@ -289,19 +288,19 @@ class SsdTier:
 
     def _is_current(self, append: Append) -> bool:
         """Whether the block still has its place where it was carried over from."""
-        return append.source is not None and self.catalogue.is_live(*append.source)
+        return append.source is not None and self._catalogue.is_live(*append.source)
 
     def _add(self, appends: Sequence[Append]) -> None:
         """These records are committed."""
         for segment, size in ends(appends).items():
             segment.size = size
-            self.catalogue.add(segment, [append.row for append in appends if append.segment is segment])
+            self._catalogue.add(segment, [append.row for append in appends if append.segment is segment])
         self.written_bytes += sum(append.row[2] * ALIGN for append in appends)
 
     def _settle(self, plan: WritePlan) -> None:
         self._space.recount()
-        self.catalogue.formats.settle(plan.formats, written=plan.named)
-        self.catalogue.forget_tenants(self.catalogue.tenants.settle(plan.tenants, written=plan.named))
+        self._catalogue.formats.settle(plan.formats, written=plan.named)
+        self._catalogue.forget_tenants(self._catalogue.tenants.settle(plan.tenants, written=plan.named))
 
     def close(self) -> None:
         """Blocking. Closes all files and unlocks the folder; what was not synced on the way is synced now."""
@@ -313,7 +312,7 @@ class SsdTier:
         self.abandon()
 
     def _sync(self) -> None:
-        for segment in self.catalogue.segments.values():
+        for segment in self._catalogue.segments.values():
             if segment.number >= self._unsynced_from:
                 self._files.sync(segment.path)
         self._files.sync_folder(self._folder.segments)
@@ -330,8 +329,8 @@ class SsdTier:
 
     def check_invariants(self) -> None:
         """Segments, places, bytes and ids agree with each other. Only between plans."""
-        self.catalogue.check_invariants(self._forgotten)
-        assert self.used_bytes == sum(segment.size for segment in self.catalogue.segments.values())
+        self._catalogue.check_invariants(self._forgotten)
+        assert self.used_bytes == sum(segment.size for segment in self._catalogue.segments.values())
         assert self.live_bytes <= self.used_bytes
 
 
