@@ -153,7 +153,7 @@ class Files:
         path.unlink(missing_ok=True)
 
     def close(self, path: Path) -> None:
-        """Closes a file that nobody reads any more. Slow for a large file without a name."""
+        """Closes a file that has no readers. Slow for a large file without a name."""
         with self._lock:
             self._kept.discard(path)
             found = [self._open.pop((path, flags), None) for flags in {_CACHED, _DIRECT, _WRITE}]

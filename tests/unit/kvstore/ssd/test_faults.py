@@ -92,7 +92,7 @@ async def test_a_full_device_gives_up_as_much_as_a_batch_needs(tmp_path: Path) -
         assert set(ssd_of(driven)) == set(KEYS[3:9])
 
 
-async def test_a_device_that_stays_full_makes_nobody_wait_twice(tmp_path: Path) -> None:
+async def test_on_a_device_that_stays_full_only_the_first_batch_is_tried_again(tmp_path: Path) -> None:
     files = FaultyFiles()
     with store(tmp_path, files=files) as driven:
         backend = ssd_of(driven)

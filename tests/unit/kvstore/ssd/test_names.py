@@ -16,7 +16,7 @@ from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, info_of, keys_of, open_ssd
 
 KEYS = keys_of(64)
-SLOTS = 8  # records that the tier has room for, and so the most names that can be borne
+SLOTS = 8  # records that the tier has room for, and so the most names in use
 
 
 def tenant(number: int) -> str:
