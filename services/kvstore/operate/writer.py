@@ -32,7 +32,7 @@ REPEAT_S = 60.0
 _Kind = tuple[type[Exception], int | None]
 """What went wrong, not where: with the next file it is the same trouble."""
 
-_MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM)
+_MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 """So may a full device: the next plan makes room. What a device says when it is broken or read-only does not pass."""
 
 

@@ -107,7 +107,7 @@ class Catalogue:
         self.live_bytes = 0
         self._account = account
         self._places = PartTable[int]()
-        self._oldest: dict[int, int] = {}  # tenant's id -> the first segment that may have blocks of it
+        self._oldest: dict[str, int] = {}  # tenant -> the first segment that may have blocks of it
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._places.parts[key[0]]
@@ -168,17 +168,16 @@ class Catalogue:
 
         They are fewer when there are no more. The search begins where the last one for the tenant found its first.
         """
-        number = self.tenants.find(tenant)
         found: list[BlockKey] = []
-        begin, seen = self._oldest.get(number or 0, 0), False
-        for segment in self.segments.values() if number is not None else ():
+        begin, seen = self._oldest.get(tenant, 0), False
+        for segment in self.segments.values():
             if segment.number < begin:
                 continue
             for slot in self.live_slots(segment):
-                if segment.tenants[slot] != number:
+                if self.tenants[segment.tenants[slot]] != tenant:
                     continue
                 if not seen:
-                    seen, self._oldest[number] = True, segment.number
+                    seen, self._oldest[tenant] = True, segment.number
                 if nbytes <= 0:
                     return found
                 if not stays(segment.keys[slot]):
@@ -280,10 +279,10 @@ class Catalogue:
         self.formats.unuse(segment.formats)
         self.tenants.unuse(segment.tenants)
 
-    def forget_tenants(self, numbers: Iterable[int]) -> None:
-        """Nothing of the tenants with these ids is left."""
-        for number in numbers:
-            self._oldest.pop(number, None)
+    def forget_tenants(self, tenants: Iterable[str]) -> None:
+        """Nothing of these tenants is left."""
+        for tenant in tenants:
+            self._oldest.pop(tenant, None)
 
     def check_invariants(self, leaving: Iterable[Segment] = ()) -> None:
         """Places, bytes and ids agree with each other; the ids of `leaving` segments are in use too."""
@@ -304,4 +303,4 @@ class Catalogue:
         segments = [*self.segments.values(), *leaving]
         self.formats.check_invariants(number for segment in segments for number in segment.formats)
         self.tenants.check_invariants(number for segment in segments for number in segment.tenants)
-        assert self._oldest.keys() <= self.tenants.by_id.keys()
+        assert self._oldest.keys() <= set(self.tenants.by_id.values())

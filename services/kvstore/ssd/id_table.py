@@ -45,10 +45,6 @@ class IdTable(Generic[Name]):
     def __getitem__(self, number: int) -> Name:
         return self.by_id[number]
 
-    def find(self, name: Name) -> int | None:
-        """The id of `name`; None if it has none."""
-        return self._ids.get(name)
-
     def id_of(self, name: Name) -> int:
         """The id of `name`; a new one if it has none."""
         number = self._ids.get(name)
@@ -80,21 +76,23 @@ class IdTable(Generic[Name]):
         new = {number: self.by_id[number] for number in numbers if number in self.by_id}
         return IdChange(new, frozenset(self._surplus))
 
-    def settle(self, change: IdChange[Name], *, written: bool) -> set[int]:
-        """Forgets ids without a use, once the plan with `change` is over; returns them. `written`: the index has it."""
+    def settle(self, change: IdChange[Name], *, written: bool) -> set[Name]:
+        """Forgets ids without a use, once the plan with `change` is over; their names. `written`: the index has it."""
         if written:
             self._surplus -= change.unused
             self._settled = self._last
         gone, self._idle = self._idle, set()
-        for number in gone:
-            del self._ids[self.by_id.pop(number)]
+        names = {number: self.by_id.pop(number) for number in gone}
+        for number, name in names.items():
+            if self._ids.get(name) == number:  # else the name got another id before the index forgot this one
+                del self._ids[name]
         self._surplus.update(number for number in gone if number <= self._settled)
         if not any(number in self.by_id for number in range(self._settled + 1, self._last + 1)):
             self._settled = self._last
-        return gone
+        return set(names.values())
 
     def check_invariants(self, numbers: Iterable[int]) -> None:
-        """Counts the uses anew; each used id has a name, and each name one id."""
+        """Counts the uses anew; each used id has a name."""
         assert self._uses == collections.Counter(numbers)
         assert self._uses.keys() | self._idle == self.by_id.keys()
-        assert self._ids == {name: number for number, name in self.by_id.items()}
+        assert all(self.by_id[number] == name for name, number in self._ids.items())
