@@ -17,7 +17,7 @@ from moonpool.rpc.channels import Channels, payload_stream
 from moonpool.streams.credits import Traffic
 from moonpool.streams.ledger import SliceLedger
 from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream
-from moonpool.streams.waiter import Waiter
+from moonpool.streams.once import Once
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
 READ_WINDOW_BYTES = 32 << 20
@@ -61,7 +61,7 @@ class _Read:
         on_slice: Callable[[int, int, memoryview], None],
         on_layer: Callable[[int], None],
     ) -> None:
-        self.finished = Waiter()
+        self.finished = Once()
         self.blocks = keys
         self._layout = layout
         self._layers = layers

@@ -19,7 +19,7 @@ from moonpool.streams.credits import Traffic
 from moonpool.streams.faults import frames_to_send
 from moonpool.streams.link import TO_STORE, Link
 from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream
-from moonpool.streams.waiter import Waiter
+from moonpool.streams.once import Once
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
 
@@ -56,8 +56,8 @@ class _Put:
 
     def __init__(self, session: int, blocks: int) -> None:
         self.session = session
-        self.opened = Waiter()
-        self.visible = Waiter()
+        self.opened = Once()
+        self.visible = Once()
         self.missing = set(range(blocks))
         self.present = 0
         self.taken = False
