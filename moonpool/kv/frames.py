@@ -1,7 +1,4 @@
-"""Frames: layer slices packed into payloads near one MiB, each with a checksum over all that it says.
-
-Owns how slices become frames and back. Must not know who sends them or what they are for.
-"""
+"""Frames: layer slices packed into payloads near one MiB, each with a checksum over all that it says."""
 
 from __future__ import annotations
 
@@ -17,6 +14,9 @@ from moonpool.v1 import kv_pb2
 
 FRAME_BYTES = 1 << 20
 """Payload size aimed at: below it gRPC's cost per message shows, above it messages block the event loop."""
+MAX_RUNS = 1024
+MAX_SLICES = 4096
+"""Bounds of one frame: each run and each slice costs its receiver some time, however small they are."""
 
 _HEADER = struct.Struct("<QI")
 _RUN = struct.Struct("<6I")
@@ -105,7 +105,7 @@ def pack_frames(
         heads = all_heads if item.heads is None else item.heads
         pieces = ((heads.start, heads.stop, data),) if whole else _pieces(data, heads, layout, target_bytes)
         for head_begin, head_end, piece in pieces:
-            if frame.nbytes and frame.nbytes + piece.nbytes > target_bytes:
+            if frame.nbytes and (frame.nbytes + piece.nbytes > target_bytes or frame.full):
                 yield frame.finish(session, generation)
                 frame = _Frame(layout)
             frame.add(item, head_begin, head_end, piece)
@@ -119,8 +119,10 @@ def open_frame(header: kv_pb2.FrameHeader, payload: memoryview, layout: KVLayout
     Raises:
         FrameError: Checksum, sizes or ranges are wrong; nothing of the frame may be used.
     """
+    if len(header.runs) > MAX_RUNS:
+        raise FrameError(f"frame of session {header.session}: {len(header.runs)} runs, {MAX_RUNS} at most")
     runs: list[tuple[Run, memoryview]] = []
-    position = 0
+    position = slices = 0
     for message in header.runs:
         run = Run(
             message.layer,
@@ -133,10 +135,13 @@ def open_frame(header: kv_pb2.FrameHeader, payload: memoryview, layout: KVLayout
         end = position + run_bytes(run, layout)
         runs.append((run, payload[position:end]))
         position = end
+        slices += run.block_count
         if position > payload.nbytes:
-            break  # whatever number of runs is claimed, only so many are looked at as the payload could hold
+            break
     if position != payload.nbytes or not runs:
         raise FrameError(f"frame of session {header.session}: {payload.nbytes} bytes, its runs need {position}")
+    if slices > MAX_SLICES:
+        raise FrameError(f"frame of session {header.session}: {slices} slices, {MAX_SLICES} at most")
     if checksum(header, (payload,)) != header.checksum:
         raise FrameError(f"frame of session {header.session}: wrong checksum")
     return runs
@@ -204,6 +209,10 @@ class _Frame:
         self._pieces: list[memoryview] = []
         self._runs: list[list[int]] = []  # fields of a Run, in its order
         self.nbytes = 0
+
+    @property
+    def full(self) -> bool:
+        return len(self._runs) >= MAX_RUNS or len(self._pieces) >= MAX_SLICES
 
     def add(self, item: Slice, head_begin: int, head_end: int, piece: memoryview) -> None:
         self._pieces.append(piece)

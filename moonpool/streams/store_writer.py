@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed
-from moonpool.kv.frames import FRAME_BYTES, Slice
+from moonpool.kv.frames import FRAME_BYTES, MAX_RUNS, Slice
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels, payload_stream
@@ -215,7 +215,7 @@ class StoreWriter:
         One that fits a frame travels whole with its opening: a round trip costs more than bytes that the store has
         already.
         """
-        if blocks * self._layout.block_bytes > self._frame_bytes:
+        if blocks * self._layout.block_bytes > self._frame_bytes or blocks * self._layout.layers > MAX_RUNS:
             session.post(kvstore_pb2.PutRequest(open=opening))
             return
         slices = self._slices(set(range(blocks)), read)

@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.errors import FrameError
-from moonpool.kv.frames import Run, Slice, checksum, open_frame, pack_frames, part_bytes, split_run
+from moonpool.kv.frames import (
+    MAX_RUNS,
+    MAX_SLICES,
+    Run,
+    Slice,
+    checksum,
+    open_frame,
+    pack_frames,
+    part_bytes,
+    split_run,
+)
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
 
@@ -232,3 +242,26 @@ def test_only_as_many_runs_are_looked_at_as_the_payload_holds() -> None:
     runs = [kv_pb2.SliceRun(block_count=1, head_end=4, valid_tokens=FULL), kv_pb2.SliceRun(layer=99)]
     with pytest.raises(FrameError, match=f"5 bytes, its runs need {SLICE}"):
         open_frame(kv_pb2.FrameHeader(session=9, runs=runs), memoryview(bytes(5)), LAYOUT)
+
+
+def test_a_frame_has_so_many_slices_and_runs_and_no_more() -> None:
+    tiny = KVLayout(layers=2, kv_heads=1, head_dim=1, block_tokens=16, dtype="bfloat16")
+    data = memoryview(bytes(tiny.slice_bytes))
+    together = [Slice(0, block, data, FULL) for block in range(MAX_SLICES + 1)]
+    apart = [Slice(0, 2 * block, data, FULL) for block in range(MAX_RUNS + 1)]
+    for slices, most in ((together, MAX_SLICES), (apart, MAX_RUNS)):
+        frames = pack(slices, 1 << 20, tiny)
+        opened_runs = [open_frame(header, memoryview(payload), tiny) for header, payload in frames]
+        assert [sum(run.block_count for run, _ in runs) for runs in opened_runs] == [most, 1]
+
+
+@pytest.mark.parametrize("runs", [[(MAX_SLICES + 1)], [1] * (MAX_RUNS + 1)])
+def test_a_frame_of_too_many_slices_or_runs_is_refused(runs: list[int]) -> None:
+    tiny = KVLayout(layers=2, kv_heads=1, head_dim=1, block_tokens=16, dtype="bfloat16")
+    payload = memoryview(bytes(sum(runs) * tiny.slice_bytes))
+    header = kv_pb2.FrameHeader(
+        runs=[kv_pb2.SliceRun(block_count=blocks, head_end=1, valid_tokens=FULL) for blocks in runs]
+    )
+    header.checksum = checksum(header, (payload,))
+    with pytest.raises(FrameError, match="at most"):
+        open_frame(header, payload, tiny)

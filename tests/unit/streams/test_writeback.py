@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from moonpool.errors import InvalidRequest, Overloaded, StreamBroken
 from moonpool.kv.keys import BlockKey
 from moonpool.streams.credits import Traffic
-from moonpool.streams.peers import Peers
 from moonpool.streams.store_writer import PutOutcome
 from moonpool.streams.writeback import MAX_PAUSE_S, WriteBack, WriteBackLimits
 from moonpool.v1 import kv_pb2
@@ -201,19 +200,3 @@ async def test_the_end_drops_what_waits() -> None:
     assert not bench.submit([3])
 
 
-async def test_peers_that_moved_or_are_too_many_are_closed() -> None:
-    made: dict[str, FakeWriter] = {}
-    peers = Peers(lambda address: made.setdefault(address, FakeWriter()), max_peers=2)
-    first = await peers.get(STORE)
-    assert await peers.get(kv_pb2.Instance(id="store", incarnation=2, address="a:1")) is first
-    first.sessions = 1
-    await peers.get(kv_pb2.Instance(id="store", incarnation=3, address="b:1"))
-    assert not first.closed  # a session is open
-    await peers.get(kv_pb2.Instance(id="other", address="c:1"))
-    assert made["b:1"].closed
-    assert len(peers) == 2
-    first.sessions = 0
-    await peers.get(kv_pb2.Instance(id="store", incarnation=4, address="d:1"))
-    assert first.closed
-    await peers.aclose()
-    assert all(writer.closed for writer in made.values())

@@ -7,7 +7,7 @@ import pytest
 
 from moonpool.kv.frames import checksum
 from moonpool.kv.keys import pack_keys
-from moonpool.rpc.server import MESSAGE_LIMIT_BYTES
+from moonpool.rpc.limits import MESSAGE_BYTES
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, data_of, keys_of
@@ -93,7 +93,7 @@ async def test_a_large_message_of_nothing_useful_is_refused() -> None:
     async with rig() as store:
         call = await opened_put(store, [A])
         header, _ = frame()
-        large = memoryview(bytes(MESSAGE_LIMIT_BYTES - 1024))
+        large = memoryview(bytes(MESSAGE_BYTES - 1024))
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), large))
         assert "its runs need" in (await answer(call)).refused.reason
         call.cancel()
