@@ -47,7 +47,7 @@ class Parts:
         link: paces what leaves this process.
         instance: who we are; its address is filled in once the server listens.
         spans: where spans are recorded.
-        poke: says that keys or load have changed, so that the conductor hears of it soon.
+        notify: says that keys or load have changed, so that the conductor hears of it soon.
     """
 
     plan: EnginePlan
@@ -56,7 +56,7 @@ class Parts:
     link: Link
     instance: kv_pb2.Instance
     spans: Recorder
-    poke: Callable[[], None]
+    notify: Callable[[], None]
 
     def hello(self) -> kv_pb2.StreamHello:
         """First message of the KV streams we open."""
@@ -123,9 +123,9 @@ async def run_instance(
     async with contextlib.AsyncExitStack() as stack:
         channels = await stack.enter_async_context(Channels())
         engine = await stack.enter_async_context(start_engine(plan.spec, start_timeout_s=config.start_timeout_s))
-        poke = _Poke()
+        notify = _Notify()
         instance = context.instance(kind, config.id, "")
-        parts = Parts(plan, engine, channels, Link(plan.link_rate), instance, context.spans, poke)
+        parts = Parts(plan, engine, channels, Link(plan.link_rate), instance, context.spans, notify)
         service, contract = build(parts)
         metrics = Metrics(config.service())
         metrics.watch(service.gauges())
@@ -146,13 +146,13 @@ async def run_instance(
             HeldKeys(1, lambda _: service.manager.keys()),
             service.drain,
         )
-        poke.target = agent.poke
+        notify.target = agent.notify
         life = _Life(service, agent, engine, server, config.drain_s)
         await life.run(context.stopping, lambda: context.announce(instance.address))
 
 
-class _Poke:
-    """The agent's `poke`, before there is an agent."""
+class _Notify:
+    """The agent's `notify`, before there is an agent."""
 
     def __init__(self) -> None:
         self.target: Callable[[], None] | None = None
@@ -208,7 +208,7 @@ class _Life:
         log.info("draining", grace_s=grace_s)
         self.server.set_serving(False)
         self.service.drain()
-        self.agent.poke()
+        self.agent.notify()
         try:
             async with asyncio.timeout(grace_s):
                 await self.service.drained()

@@ -1,8 +1,8 @@
 """Client end of a long-lived multiplexed stream: many sessions on one bidirectional call between two processes.
 
-Owns when to connect: with the first session, and again with the first one after the stream broke. Must not know what
-sessions are for. Messages on such a stream have a `oneof message` with at least `hello` on the way up and `welcome` on
-the way down; `credit` on the way down lets frames go up, and on the way up lets them come.
+It connects with the first session, and again with the first one after the stream broke. Messages have a
+`oneof message` with at least `hello` on the way up and `welcome` on the way down; `credit` on the way down lets frames
+go up, and on the way up lets them come.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import asyncio
 from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
-import grpc
 import grpc.aio
 
 from moonpool.errors import StreamBroken, TransferFailed
+from moonpool.streams.calling import CONNECT_TIMEOUT_S, Req, Res
 from moonpool.streams.credits import ByteCredits, Traffic
 from moonpool.streams.link import TO_DECODE, Link
-from moonpool.streams.mux_connection import Connection, MuxSession, Req, Res, SessionHandler, StreamSpec
+from moonpool.streams.mux_connection import Connection, MuxSession, SessionHandler, StreamSpec
 from moonpool.streams.outbox import STALL_S
 from moonpool.v1 import kv_pb2
 
@@ -25,7 +25,6 @@ __all__ = ["CONNECT_TIMEOUT_S", "MuxSession", "MuxStream", "SessionHandler"]
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT_S = 5.0
 SILENCE_S = 10.0
 
 
@@ -89,7 +88,7 @@ class MuxStream(Generic[Req, Res]):
 
     @property
     def traffic(self) -> Traffic:
-        """What is under way on the standing connection; that of a broken one is nobody's any more."""
+        """What is under way on the standing connection; a broken one has none."""
         return self._connection.traffic if self._connection is not None and self.connected else Traffic()
 
     async def open(self, key: Hashable, handler: SessionHandler[Res]) -> MuxSession[Req, Res]:

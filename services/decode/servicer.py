@@ -1,18 +1,19 @@
 """The DecodeService contract: messages in, messages out. Translation only; what they mean is decided elsewhere."""
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc.aio
 
 from moonpool.cluster.instances import check_instance
 from moonpool.cost import decode_step_seconds
-from moonpool.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, Unsupported
+from moonpool.errors import InvalidRequest, Overloaded, Unavailable, Unsupported
 from moonpool.rpc.wire import PayloadMessage
+from moonpool.rpc.writing import write_each
 from moonpool.streams.outbox import STALL_S
 from moonpool.streams.receiving import check_hello
+from moonpool.streams.serving import ServerStream, Write
 from moonpool.telemetry.gauges import Gauges
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.receiver import Receiver
@@ -20,10 +21,8 @@ from services.decode.seats import Seat
 from services.decode.steps import Subscriber
 from services.decode.work import Work
 
-HELLO_TIMEOUT_S = 10.0
 MAX_STORES = 16
 
-M = TypeVar("M")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -62,43 +61,13 @@ class DecodeServicer:
         self, requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRequest]], context: Context
     ) -> None:
         """Receives KV of many transfers from one prefill process."""
-        work = self._work
-        first = await _first(requests)
-        if first is None:
-            return
-        if first.message.WhichOneof("message") != "hello":
-            raise InvalidRequest("hello", "must be the first message of a stream")
-        hello = first.message.hello
-        check_hello(hello, namespace=work.plan.namespace, layout=work.layout)
-        generator = work.generator
-        receiver = Receiver(
-            hello.sender, work.instance, work.seats, work.pool, generator.arrived, generator.end, generator.on_change
-        )
-        work.receivers.add(receiver)
-        try:
-            receiver.welcome()
-            await _until_first(_receive(requests, receiver), receiver.outbox.drain(context.write), work.closing.wait())
-        finally:
-            work.receivers.discard(receiver)
-            work.retire(receiver)
+        await _ReceiveStream(self._work).run(requests, context)
 
     async def Steps(  # noqa: N802
         self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Context
     ) -> None:
         """Starts and cancels sequences; returns tokens."""
-        work = self._work
-        first = await _first(requests)
-        if first is None:
-            return
-        if first.WhichOneof("message") != "hello":
-            raise InvalidRequest("hello", "must be the first message of a stream")
-        reader = Subscriber(first.hello.conductor)
-        work.subscribers.add(reader)
-        try:
-            await _until_first(_obey(requests, reader, work), _tell(reader, context))
-        finally:
-            work.subscribers.discard(reader)
-            work.generator.unsubscribe(reader)
+        await _StepsStream(self._work).run(requests, context)
 
     async def DecodeStats(  # noqa: N802
         self, request: decode_pb2.DecodeStatsRequest, context: Context
@@ -135,25 +104,90 @@ def _stores(request: decode_pb2.ReserveRequest) -> list[kv_pb2.Instance]:
     return [*stores, *request.replicas]
 
 
-async def _receive(requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRequest]], receiver: Receiver) -> None:
-    async for request in requests:
-        payload = request.payload
-        assert isinstance(payload, memoryview), "received payloads are views"
-        receiver.take(request.message, payload)
+class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
+    """KV of many transfers from one prefill process."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work.closing)
+        self._work = work
+        self._receiver: Receiver
+
+    async def on_hello(self, message: decode_pb2.ReceiveKVRequest) -> None:
+        """Takes the engine's own KV only."""
+        work, generator = self._work, self._work.generator
+        check_hello(message.hello, namespace=work.plan.namespace, layout=work.layout)
+        self._receiver = Receiver(
+            message.hello.sender,
+            work.instance,
+            work.seats,
+            work.pool,
+            generator.arrived,
+            generator.end,
+            generator.on_change,
+        )
+        self.outbox = self._receiver.outbox
+        work.receivers.add(self._receiver)
+        self._receiver.welcome()
+
+    def on_message(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview) -> None:
+        """Opens, frames and closes of transfers."""
+        self._receiver.take(message, payload)
+
+    def end(self) -> None:
+        """What has not come whole will not come."""
+        if self._receiver in self._work.receivers:
+            self._work.receivers.discard(self._receiver)
+            self._work.retire(self._receiver)
 
 
-async def _obey(requests: AsyncIterator[decode_pb2.StepsRequest], reader: Subscriber, work: Work) -> None:
-    async for request in requests:
-        await reader.room()
-        match request.WhichOneof("message"):
+class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
+    """Starts and cancels from one conductor, tokens to it."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work.closing)
+        self._work = work
+        self._reader: Subscriber
+
+    async def on_hello(self, message: decode_pb2.StepsRequest) -> None:
+        """Any conductor is served."""
+        self._reader = Subscriber(message.hello.conductor)
+        self._work.subscribers.add(self._reader)
+
+    def on_message(self, message: decode_pb2.StepsRequest, payload: memoryview) -> None:
+        """One order."""
+        match message.WhichOneof("message"):
             case "start":
-                _start(request.start, reader, work)
+                _start(message.start, self._reader, self._work)
             case "cancel":
-                reader.cancelled(request.cancel.request_id, work.generator.cancel(request.cancel))
+                self._reader.cancelled(message.cancel.request_id, self._work.generator.cancel(message.cancel))
             case "resume":
                 raise Unsupported("resuming a sequence is not built yet")
             case other:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
+
+    async def room(self) -> None:
+        """Waits while too many answers were not read."""
+        await self._reader.room()
+
+    async def write_answers(self, write: Write) -> None:
+        """Messages as they come, those that wait merged."""
+        try:
+            await write_each(write, self._reader.next, STALL_S)
+        except TimeoutError:
+            raise Unavailable(f"{self._reader.conductor.id} read nothing for {STALL_S:g} s") from None
+
+    def on_closing(self) -> None:
+        """What waits still goes out."""
+        self.finish()
+
+    def finish(self) -> None:
+        """Nothing more will wait."""
+        self._reader.close()
+
+    def end(self) -> None:
+        """The conductor's sequences end."""
+        self._work.subscribers.discard(self._reader)
+        self._work.generator.unsubscribe(self._reader)
 
 
 def _start(message: decode_pb2.StartSequence, reader: Subscriber, work: Work) -> None:
@@ -163,35 +197,3 @@ def _start(message: decode_pb2.StartSequence, reader: Subscriber, work: Work) ->
         reader.failed(message.request_id, f"there is no token {message.first_token_id}")
     else:
         work.generator.start(reader, message)
-
-
-async def _tell(reader: Subscriber, context: Context) -> None:
-    while (message := await reader.next()) is not None:
-        try:
-            async with asyncio.timeout(STALL_S):
-                await context.write(message)
-        except TimeoutError:
-            raise Unavailable(f"{reader.conductor.id} read nothing for {STALL_S:g} s") from None
-
-
-async def _first(requests: AsyncIterator[M]) -> M | None:
-    """The first message of a stream, None when there is none."""
-    try:
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
-            return await anext(requests, None)
-    except TimeoutError:
-        raise DeadlineExceeded(f"no hello came within {HELLO_TIMEOUT_S:g} s") from None
-
-
-async def _until_first(*works: Awaitable[object]) -> None:
-    """Runs until the first of several works has ended, cancels the others, and raises what it raised."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        done = [task for task in tasks if task.done()]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()

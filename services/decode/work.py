@@ -49,12 +49,12 @@ class Work:
             self._written_back,
             time.monotonic,
         )
-        self.generator = Generator(engine, self.scheduler, self.seats, self.write_back, parts.spans, parts.poke)
+        self.generator = Generator(engine, self.scheduler, self.seats, self.write_back, parts.spans, parts.notify)
         self.subscribers: set[Subscriber] = set()
         self.receivers: set[Receiver] = set()
         self.closing = asyncio.Event()
         self.draining = False
-        self._poke = parts.poke
+        self._notify = parts.notify
         self._link = parts.link
         self._engine_gauges = parts.engine_gauges()
         self._lease = asyncio.Event()
@@ -80,7 +80,7 @@ class Work:
         try:
             seat = self.seats.reserve(arrival, stores, now)
         except Overloaded:
-            self._poke()
+            self._notify()
             raise
         self._lease.set()
         self.generator.taken(seat)
@@ -116,7 +116,7 @@ class Work:
     def drain(self) -> None:
         """Take no new requests."""
         self.draining = True
-        self._poke()
+        self._notify()
 
     async def drained(self) -> None:
         """Waits until no request is left and what can be written back has been."""
@@ -187,4 +187,4 @@ class Work:
 
     def _written_back(self, blocks: Sequence[int]) -> None:
         self.manager.release(blocks)
-        self._poke()
+        self._notify()

@@ -80,7 +80,7 @@ class Work:
             self.write_back,
             self._tracker,
             parts.spans,
-            parts.poke,
+            parts.notify,
             config.verdict_timeout_s,
         )
 
@@ -134,7 +134,7 @@ class Work:
     def drain(self) -> None:
         """Take no new requests."""
         self.draining = True
-        self._parts.poke()
+        self._parts.notify()
 
     async def drained(self) -> None:
         """Waits until no request is left and what can be written back has been."""

@@ -280,7 +280,7 @@ def _parts(
     engine: FakeEngine,
     channels: Channels,
     instance: kv_pb2.Instance,
-    poke: Callable[[], None],
+    notify: Callable[[], None],
     *,
     rate: float | None = None,
     spans: Recorder,
@@ -293,7 +293,7 @@ def _parts(
         256,
         max_tokens,
     )
-    return Parts(plan, engine, channels, Link(rate), instance, spans, poke)
+    return Parts(plan, engine, channels, Link(rate), instance, spans, notify)
 
 
 @asynccontextmanager

@@ -118,7 +118,7 @@ async def test_a_snapshot_in_steps_between_changes(seed: int, monkeypatch: pytes
             async with asyncio.timeout(20):
                 while listener.snapshots < 2 or listener.knows() != instance.keys:
                     listener.heard.clear()
-                    agent.poke()
+                    agent.notify()
                     await listener.heard.wait()
         finally:
             stopping.set()

@@ -97,7 +97,7 @@ class FakeEngine:
         assert self.agent is not None
         self.keys += keys
         self.new_keys += keys
-        self.agent.poke()
+        self.agent.notify()
 
 
 @dataclass

@@ -120,7 +120,7 @@ class Listening:
 
 async def test_an_address_that_does_not_answer_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     log = Listening()
-    monkeypatch.setattr(moonpool.cluster.join, "_log", log)
+    monkeypatch.setattr(moonpool.cluster.join, "log", log)
     monkeypatch.setitem(SERVICES, Unreachable, SERVICES[FakePrefill])
     async with stack() as s:
         agent = await s.join(Unreachable("prefill-9", kv_pb2.INSTANCE_KIND_PREFILL))

@@ -30,7 +30,7 @@ def _repeated(descriptor: Descriptor, unit: bytes) -> bytes:
 def _nested(descriptor: Descriptor) -> bytes:
     """The deepest first sub-message, full of unknown fields."""
     inner = next((f for f in descriptor.fields if f.type == FieldDescriptor.TYPE_MESSAGE), None)
-    if inner is None:
+    if inner is None or inner.message_type is None:
         return b"\xf8\x7f\x01" * MIB
     return field(inner.number, _nested(inner.message_type)[: 4 * MIB])
 

@@ -266,21 +266,21 @@ async def test_too_many_fields_are_an_invalid_request_to_servers_and_nothing_to_
 
 async def test_a_peer_beyond_its_limits_is_refused_until_its_calls_have_ended() -> None:
     limits = CallLimits(calls=3, streams=2)
-    async with serving("127.0.0.1:0", [(DECODE, Decode())], grace_s=0, limits=limits) as running:
-        async with Channels() as channels:
-            stub = decode_stub(channels, running)
-            calls = [stub.Steps(timeout=DEADLINE_S) for _ in range(2)]
-            for call in calls:
-                cancel = decode_pb2.CancelSequence(request_id="here")
-                await call.write(decode_pb2.StepsRequest(cancel=cancel))
-                await read(call)
-            refused = await failure(stub.Steps(timeout=DEADLINE_S).read())
-            assert isinstance(refused, Overloaded)
-            assert refused.reason == "peer_calls"
-            await stub.Reserve(decode_pb2.ReserveRequest(), timeout=DEADLINE_S)
-            await calls[0].done_writing()
-            assert await read(calls[0]) is grpc.aio.EOF
-            await stub.Steps(timeout=DEADLINE_S).write(decode_pb2.StepsRequest())
+    service: Service = (DECODE, Decode())
+    async with serving("127.0.0.1:0", [service], grace_s=0, limits=limits) as running, Channels() as channels:
+        stub = decode_stub(channels, running)
+        calls = [stub.Steps(timeout=DEADLINE_S) for _ in range(2)]
+        for call in calls:
+            cancel = decode_pb2.CancelSequence(request_id="here")
+            await call.write(decode_pb2.StepsRequest(cancel=cancel))
+            await read(call)
+        refused = await failure(stub.Steps(timeout=DEADLINE_S).read())
+        assert isinstance(refused, Overloaded)
+        assert refused.reason == "peer_calls"
+        await stub.Reserve(decode_pb2.ReserveRequest(), timeout=DEADLINE_S)
+        await calls[0].done_writing()
+        assert await read(calls[0]) is grpc.aio.EOF
+        await stub.Steps(timeout=DEADLINE_S).write(decode_pb2.StepsRequest())
 
 
 async def test_watching_health_does_not_hold_up_the_end(channels: Channels) -> None:

@@ -43,7 +43,7 @@ async def test_what_is_there_is_returned_at_once_unless_another_task_waits() -> 
     await turn()
     assert (first.done(), second.done(), len(tokens.queue)) == (False, False, 2)
     tokens.add(5)
-    assert await asyncio.gather(first, second) == [5, 1]
+    assert (await first, await second) == (5, 1)
     assert (tokens.free, len(tokens.queue), bool(tokens.queue)) == (0, 0, False)
 
 

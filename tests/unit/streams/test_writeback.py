@@ -198,5 +198,3 @@ async def test_the_end_drops_what_waits() -> None:
     assert sorted(bench.released) == [1, 2]
     assert all(writer.closed for writer in bench.writers.values())
     assert not bench.submit([3])
-
-
