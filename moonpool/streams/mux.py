@@ -77,6 +77,11 @@ class MuxStream(Generic[Req, Res]):
         return len(self._connection.sessions) if self._connection is not None else 0
 
     @property
+    def tasks(self) -> int:
+        """Readers and writers of connections; none after `aclose`."""
+        return len(self._tasks)
+
+    @property
     def connected(self) -> bool:
         """The stream stands, as far as this side knows."""
         return self._connection is not None and self._connection.error is None

@@ -1,7 +1,4 @@
-"""Writes blocks to a kvstore: the client of its `Put` stream.
-
-Owns the writing sessions on this side. Must not know where KV comes from: a callback reads it.
-"""
+"""Writes blocks to a kvstore: the client of its `Put` stream. A callback reads the blocks' bytes."""
 
 from __future__ import annotations
 
@@ -189,7 +186,7 @@ class StoreWriter:
             await self._open(session, opening, len(keys), read, timeout_s)
             await put.opened.wait()
             if not put.taken:
-                slices = self._slices(put.missing, read)
+                slices = missing_slices(put.missing, read, self._layout, self._frame_bytes)
                 for header, pieces in frames_to_send(put.session, 0, slices, self._layout, self._frame_bytes):
                     await session.send(kvstore_pb2.PutRequest(frame=header), pieces, timeout_s=timeout_s)
                 self._end(session, put, aborted=False)
@@ -218,24 +215,10 @@ class StoreWriter:
         if blocks * self._layout.block_bytes > self._frame_bytes or blocks * self._layout.layers > MAX_RUNS:
             session.post(kvstore_pb2.PutRequest(open=opening))
             return
-        slices = self._slices(set(range(blocks)), read)
+        slices = missing_slices(set(range(blocks)), read, self._layout, self._frame_bytes)
         [(header, pieces)] = frames_to_send(opening.session, 0, slices, self._layout, self._frame_bytes)
         opening.frame.CopyFrom(header)
         await session.send(kvstore_pb2.PutRequest(open=opening), pieces, timeout_s=timeout_s)
-
-    def _slices(self, missing: set[int], read: Callable[[int, int], memoryview]) -> Iterator[Slice]:
-        """Groups of blocks, each layer by layer: a run fills about a frame, and blocks become visible one by one.
-
-        A block that is no longer in `missing` is left out from there on: another writer has finished it.
-        """
-        group = max(1, self._frame_bytes // self._layout.slice_bytes)
-        full = self._layout.block_tokens
-        wanted = sorted(missing)
-        for start in range(0, len(wanted), group):
-            for layer in range(self._layout.layers):
-                for index in wanted[start : start + group]:
-                    if index in missing:
-                        yield Slice(layer, index, read(layer, index), full)
 
     @staticmethod
     def _end(session: MuxSession[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse], put: _Put, *, aborted: bool) -> None:
@@ -247,3 +230,19 @@ class StoreWriter:
     async def aclose(self) -> None:
         """Ends the stream; puts under way fail. Idempotent."""
         await self._stream.aclose()
+
+
+def missing_slices(
+    missing: set[int], read: Callable[[int, int], memoryview], layout: KVLayout, frame_bytes: int
+) -> Iterator[Slice]:
+    """Groups of blocks, each layer by layer: a run fills about a frame, and blocks become visible one by one.
+
+    A block that is no longer in `missing` is left out from there on: another writer has finished it.
+    """
+    group = max(1, frame_bytes // layout.slice_bytes)
+    wanted = sorted(missing)
+    for start in range(0, len(wanted), group):
+        for layer in range(layout.layers):
+            for index in wanted[start : start + group]:
+                if index in missing:
+                    yield Slice(layer, index, read(layer, index), layout.block_tokens)
