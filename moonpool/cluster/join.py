@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from moonpool.cluster.events import EventLog, HeldKeys, snapshot
+from moonpool.cluster.events import KEYS_PER_MESSAGE, EventLog, HeldKeys, snapshot
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Mismatch, MoonpoolError, StreamBroken
 from moonpool.rpc.channels import Channels
 from moonpool.streams.calling import ClientStream
@@ -23,7 +23,7 @@ log = get_logger(__name__)
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
 MIN_LOAD_INTERVAL_S = 0.05
-"""Load reports that nobody waits for keep this distance, seconds."""
+"""Least distance between load reports, seconds."""
 
 
 class _JoinCall(ClientStream[conductor_pb2.JoinRequest, conductor_pb2.JoinResponse]):
@@ -86,6 +86,7 @@ class JoinAgent:
         *,
         flush_s: float = 0.02,
         call_timeout_s: float = 10.0,
+        keys_per_message: int = KEYS_PER_MESSAGE,
     ) -> None:
         """Wire the agent; nothing happens before `run`.
 
@@ -100,6 +101,7 @@ class JoinAgent:
             on_drain: called when the conductor orders to drain (may be called more than once).
             flush_s: distance of event messages, seconds.
             call_timeout_s: how long connecting, the welcome and each write may take, seconds.
+            keys_per_message: keys in one message at most.
         """
         self._channels = channels
         self._address = conductor_address
@@ -110,6 +112,7 @@ class JoinAgent:
         self._on_drain = on_drain
         self._flush_s = flush_s
         self._call_timeout_s = call_timeout_s
+        self._keys_per_message = keys_per_message
         self._events = EventLog()
         self._changed = asyncio.Event()
         self._resync = False
@@ -221,14 +224,14 @@ class JoinAgent:
         self.follows = True
         self._note_events()
         self._events.forget()
-        for step in snapshot(self._held):
+        for step in snapshot(self._held, self._keys_per_message):
             for message in self._events.numbered(step):
                 await self._send(call, conductor_pb2.JoinRequest(events=message))
             await self._tell_changes(call)
 
     async def _tell_changes(self, call: _JoinCall) -> None:
         self._note_events()
-        while (message := self._events.next_message()) is not None:
+        while (message := self._events.next_message(self._keys_per_message)) is not None:
             await self._send(call, conductor_pb2.JoinRequest(events=message))
 
     def _note_events(self) -> None:

@@ -106,7 +106,7 @@ class ByteCredits:
 class CreditReturn:
     """The receiver's side: collects what was dealt with, and hands it back in batches of a quarter window or more.
 
-    Whoever knows that nothing more is expected hands everything back at once, so that at rest no credit is out.
+    When nothing more is expected everything is handed back at once, so that at rest no credit is out.
     """
 
     def __init__(self, window: int) -> None:

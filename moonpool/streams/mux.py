@@ -142,7 +142,7 @@ class MuxStream(Generic[Req, Res]):
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # seen: whoever waits for the task raises it
+            task.exception()  # retrieved here; the task that waits raises it
 
     async def _connected(self) -> Connection[Req, Res]:
         if self._closed:
@@ -153,7 +153,7 @@ class MuxStream(Generic[Req, Res]):
             self._attempt = self._spawn(self._attempt_once())
         attempt = self._attempt
         try:
-            # One attempt for all who wait; whoever is cancelled leaves it to the others.
+            # One attempt for all that wait; a cancelled one leaves it to the others.
             connection = await asyncio.shield(attempt)
         except asyncio.CancelledError:
             if self._closed and attempt.cancelled():

@@ -24,7 +24,7 @@ from moonpool.v1 import kv_pb2
 ResIn = TypeVar("ResIn", bound=Message, contravariant=True)
 
 LINGER_S = 0.005
-"""How long credits that nobody waits for may wait for a message to go with."""
+"""How long the last credits to be handed back wait for a message to travel with."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,6 @@ from moonpool.streams.outbox import Outbox
 HELLO_TIMEOUT_S = 10.0
 MAX_STREAM_TASKS = 1024
 MAX_UNSENT = 1024
-"""Answers that may wait for the peer to take them before nothing more is taken from it."""
 
 _NO_PAYLOAD = memoryview(b"")
 
@@ -43,7 +42,12 @@ class ServerStream(Generic[Req]):
     """
 
     def __init__(
-        self, closing: asyncio.Event, *, hello_timeout_s: float = HELLO_TIMEOUT_S, silence_s: float | None = None
+        self,
+        closing: asyncio.Event,
+        *,
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
+        silence_s: float | None = None,
+        max_unsent: int = MAX_UNSENT,
     ) -> None:
         """Starts nothing yet.
 
@@ -51,12 +55,14 @@ class ServerStream(Generic[Req]):
             closing: Set when the service ends its streams.
             hello_timeout_s: Longest wait for the hello.
             silence_s: Longest wait between messages; None for any.
+            max_unsent: Answers that may wait for the peer before nothing more is taken from it.
         """
         self.outbox = Outbox()
         self.silent = False
         self._closing = closing
         self._hello_timeout_s = hello_timeout_s
         self._silence_s = silence_s
+        self._max_unsent = max_unsent
         self._group: asyncio.TaskGroup
         self._tasks = 0
         self._finishing = False
@@ -78,8 +84,8 @@ class ServerStream(Generic[Req]):
 
     async def room(self) -> None:
         """Waits while too many answers were not taken: a peer that does not read is not read either."""
-        if len(self.outbox) > MAX_UNSENT:
-            await self.outbox.at_most(MAX_UNSENT // 2)
+        if len(self.outbox) > self._max_unsent:
+            await self.outbox.at_most(self._max_unsent // 2)
 
     async def write_answers(self, write: Write) -> None:
         """Writes answers until there are none after `finish`."""

@@ -158,25 +158,6 @@ async def test_so_many_reading_sessions_are_bounded(sessions: int) -> None:
         await all_back(store)
 
 
-async def test_from_a_writer_that_reads_no_answers_nothing_more_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answers are bounded by number; what it writes beyond waits in its own buffers until it is cut off."""
-    monkeypatch.setattr("services.kvstore.streams.sessions.MAX_UNSENT", 4)
-    async with rig(max_sessions=10) as store:
-        call = store.open_stream("Put")
-        await call.write(PayloadMessage(kvstore_pb2.PutRequest(hello=store.hello())))
-        bad = PayloadMessage(kvstore_pb2.PutRequest(open=kvstore_pb2.PutOpen(session=1, keys=b"x" * 31)))
-
-        async def flood() -> None:
-            while True:
-                await call.write(bad)
-                assert store.gauges()["messages_unsent"] <= 5
-
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(flood(), 0.3)
-        call.cancel()
-        await all_back(store)
-
-
 async def test_sessions_that_are_abandoned_leave_nothing() -> None:
     """Streams are cut in the middle of sessions, again and again; DRAM holds one session only."""
     async with rig(dram_bytes=2 * BLOCK, room_timeout_s=10) as store:
