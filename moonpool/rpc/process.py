@@ -25,7 +25,7 @@ EXIT_CONFIG = 2
 EXIT_MISMATCH = 3
 DIE_WITH_PARENT = "MOONPOOL_DIE_WITH_PARENT"
 AFTER_DRAIN_S = 10.0  # `main` keeps to drain_s itself and then has connections to close
-_CANCEL_GRACE_S = 5.0
+CANCEL_GRACE_S = 5.0
 
 log = logs.get_logger(__name__)
 
@@ -125,7 +125,7 @@ async def _supervise(main: Main, ctx: ProcessContext, drain_s: float, after_drai
             if not running.done():
                 log.warning("drained too long; cancelling what runs", after_s=drain_s)
                 running.cancel()
-                await asyncio.wait({running}, timeout=_CANCEL_GRACE_S)
+                await asyncio.wait({running}, timeout=CANCEL_GRACE_S)
                 if not running.done():
                     log.error("still not ended; leaving anyway")
                     os._exit(EXIT_FAILED)

@@ -11,7 +11,7 @@ import pytest
 from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, StreamBroken, Unavailable
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.streams.serving import ServerStream
-from moonpool.v1 import kvstore_pb2
+from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.streams.fakes import HELLO
 from tests.unit.streams.turns import turn
 
@@ -113,7 +113,7 @@ async def test_the_first_message_must_be_a_hello(first: kvstore_pb2.PutRequest) 
 
 
 async def test_a_refused_hello_ends_the_stream_before_anything_is_answered() -> None:
-    stream, peer = Echo(), Peer(kvstore_pb2.PutRequest(hello={}))
+    stream, peer = Echo(), Peer(kvstore_pb2.PutRequest(hello=kv_pb2.StreamHello()))
     assert "wrong" in str(await failure(stream, peer))
     assert (peer.answers, stream.ends) == ([], 0)
 
@@ -159,7 +159,7 @@ async def test_from_a_peer_that_reads_no_answers_nothing_more_is_taken() -> None
     peer.reads.set()
     peer.up.put_nowait(None)
     await running
-    assert [answer.credit_bytes for answer in peer.answers] == list(range(1, 40))
+    assert [answer.credit_bytes for answer in peer.answers] == [1, *range(1, 40)]
 
 
 async def test_tasks_of_sessions_are_bounded_and_end_with_the_stream() -> None:
