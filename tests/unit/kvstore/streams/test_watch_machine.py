@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.cluster import HeldKeys
+from moonpool.cluster.events import KEYS_PER_MESSAGE, HeldKeys
 from moonpool.errors import Unavailable
 from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.kv.parts import PARTS
