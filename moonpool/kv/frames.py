@@ -15,7 +15,7 @@ from moonpool.v1 import kv_pb2
 FRAME_BYTES = 1 << 20
 """Payload size aimed at: below it gRPC's cost per message shows, above it messages block the event loop."""
 MAX_RUNS = 1024
-MAX_SLICES = 4096
+MAX_SLICES = 2048
 """Bounds of one frame: each run and each slice costs its receiver some time, however small they are."""
 
 _HEADER = struct.Struct("<QI")

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from moonpool.errors import InvalidRequest
 
 MESSAGE_BYTES = 8 << 20
-"""Largest message that is received at all. The largest of ours has a frame near 1 MiB, or 2^17 keys."""
+"""Largest message that is received at all. The largest of ours has a frame near 1 MiB, or a million token ids."""
 UNCHECKED_BYTES = 128 << 10
 """Messages up to this size are parsed unseen: they become at most some 3 MiB."""
 MAX_FIELDS = 1 << 14

@@ -26,7 +26,7 @@ from services.conductor.steps import StepsPool
 
 _log = get_logger(__name__)
 
-MAX_EVENT_KEYS = 1 << 16
+MAX_EVENT_KEYS = 1 << 13
 """Keys stored, or removed, in one message: they are taken in one go of the event loop."""
 
 

@@ -23,7 +23,7 @@ from services.kvstore.streams.sessions import KVStream
 from services.kvstore.streams.watch import Journal
 from services.kvstore.tenancy.pins import PinLimit
 
-MAX_MATCH_KEYS = 1 << 17
+MAX_MATCH_KEYS = 1 << 15
 _LIMITS = {
     PinLimit.NONE: kvstore_pb2.PIN_LIMIT_UNSPECIFIED,
     PinLimit.ABSENT: kvstore_pb2.PIN_LIMIT_ABSENT,
