@@ -23,7 +23,7 @@ MAX_OF = {
 """Largest value of each field: some ten times what any known model has."""
 MAX_PIECE_BYTES = 4 << 20
 """Largest part of a slice that travels undivided, in one message: a head, or a whole slice that has scales."""
-MAX_SLICE_BYTES = 64 << 20
+MAX_SLICE_BYTES = 16 << 20
 MAX_BLOCK_BYTES = 4 << 30
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from google.protobuf.message import Message
 
 from moonpool.errors import Mismatch, TransferFailed
-from moonpool.kv.frames import FRAME_BYTES, MAX_RUNS, Slice
+from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, Slice
 from moonpool.kv.keys import KEY_BYTES
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.wire import payload_bytes
@@ -143,7 +143,7 @@ class FrameWriter:
             StreamBroken: Too many messages wait to be written.
         """
         nbytes = sum(item.data.nbytes for item in slices)
-        fits = nbytes <= self._target_bytes and len(slices) <= MAX_RUNS
+        fits = nbytes <= self._target_bytes and len(slices) <= MAX_FRAME_SLICES
         if self._link is not None or not fits or not self.credits.take(nbytes):
             return False
         unused = nbytes

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import count
 
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed
-from moonpool.kv.frames import FRAME_BYTES, MAX_RUNS, Slice
+from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, Slice
+from moonpool.kv.hashes import bind
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels, payload_stream
@@ -127,7 +128,7 @@ class StoreWriter:
         keys: Sequence[bytes],
         parents: Sequence[bytes],
         tenant: str,
-        read: Callable[[int, int], memoryview],
+        read: Callable[[int, int], tuple[memoryview, int]],
         *,
         timeout_s: float,
     ) -> PutOutcome:
@@ -139,7 +140,8 @@ class StoreWriter:
             keys: The blocks' keys; their order numbers them.
             parents: The key before each in its chain.
             tenant: Whose blocks these are.
-            read: The layer slice of (layer, index into keys); its bytes must stay as they are until `put` returns.
+            read: The layer slice of (layer, index into keys) and its hash; the bytes must stay as they are until `put`
+                returns.
             timeout_s: Longest time for all of it.
 
         Raises:
@@ -166,7 +168,7 @@ class StoreWriter:
         keys: Sequence[bytes],
         parents: Sequence[bytes],
         tenant: str,
-        read: Callable[[int, int], memoryview],
+        read: Callable[[int, int], tuple[memoryview, int]],
         timeout_s: float,
     ) -> PutOutcome:
         put = _Put(next(self._ids), len(keys))
@@ -183,10 +185,10 @@ class StoreWriter:
                 head_end=self._layout.kv_heads,
                 tenant=tenant,
             )
-            await self._open(session, opening, len(keys), read, timeout_s)
+            await self._open(session, opening, keys, read, timeout_s)
             await put.opened.wait()
             if not put.taken:
-                slices = missing_slices(put.missing, read, self._layout, self._frame_bytes)
+                slices = missing_slices(keys, put.missing, read, self._layout, self._frame_bytes)
                 for header, pieces in frames_to_send(put.session, 0, slices, self._layout, self._frame_bytes):
                     await session.send(kvstore_pb2.PutRequest(frame=header), pieces, timeout_s=timeout_s)
                 self._end(session, put, aborted=False)
@@ -203,8 +205,8 @@ class StoreWriter:
         self,
         session: MuxSession[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse],
         opening: kvstore_pb2.PutOpen,
-        blocks: int,
-        read: Callable[[int, int], memoryview],
+        keys: Sequence[bytes],
+        read: Callable[[int, int], tuple[memoryview, int]],
         timeout_s: float,
     ) -> None:
         """Tells the store of a session.
@@ -212,10 +214,13 @@ class StoreWriter:
         One that fits a frame travels whole with its opening: a round trip costs more than bytes that the store has
         already.
         """
-        if blocks * self._layout.block_bytes > self._frame_bytes or blocks * self._layout.layers > MAX_RUNS:
+        if (
+            len(keys) * self._layout.block_bytes > self._frame_bytes
+            or len(keys) * self._layout.layers > MAX_FRAME_SLICES
+        ):
             session.post(kvstore_pb2.PutRequest(open=opening))
             return
-        slices = missing_slices(set(range(blocks)), read, self._layout, self._frame_bytes)
+        slices = missing_slices(keys, set(range(len(keys))), read, self._layout, self._frame_bytes)
         [(header, pieces)] = frames_to_send(opening.session, 0, slices, self._layout, self._frame_bytes)
         opening.frame.CopyFrom(header)
         await session.send(kvstore_pb2.PutRequest(open=opening), pieces, timeout_s=timeout_s)
@@ -233,7 +238,11 @@ class StoreWriter:
 
 
 def missing_slices(
-    missing: set[int], read: Callable[[int, int], memoryview], layout: KVLayout, frame_bytes: int
+    keys: Sequence[bytes],
+    missing: set[int],
+    read: Callable[[int, int], tuple[memoryview, int]],
+    layout: KVLayout,
+    frame_bytes: int,
 ) -> Iterator[Slice]:
     """Groups of blocks, each layer by layer: a run fills about a frame, and blocks become visible one by one.
 
@@ -245,4 +254,5 @@ def missing_slices(
         for layer in range(layout.layers):
             for index in wanted[start : start + group]:
                 if index in missing:
-                    yield Slice(layer, index, read(layer, index), layout.block_tokens)
+                    data, value = read(layer, index)
+                    yield Slice(layer, index, data, layout.block_tokens, bind(value, keys[index], layer))

@@ -28,7 +28,7 @@ class ReferenceJudge:
         return ""
 
 
-class PacedJudge:
+class EmulatedJudge:
     """An emulated engine's answer is a function of its prompt: equal or wrong."""
 
     def __init__(self, vocab_size: int, reserved: Collection[int]) -> None:

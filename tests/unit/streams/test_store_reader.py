@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
-from moonpool.kv.frames import Slice, pack_frames
+from moonpool.kv.frames import pack_frames
+from moonpool.kv.hashes import slice_hash
 from moonpool.rpc.channels import Channels
 from moonpool.streams.store_reader import PrefixLost, PrefixRead, StoreReader
 from moonpool.v1 import kv_pb2, kvstore_pb2
+from tests.slices import slice_to_send
 from tests.unit.streams.fakes import HELLO, LAYOUT, STORE, FakeStore, content, served
 from tests.unit.streams.stored import KEYS, SLICE, WAIT_S, fill
 
@@ -39,8 +41,9 @@ class Taken:
         self.slices: dict[tuple[int, int], bytes] = {}
         self.layers: list[int] = []
 
-    def on_slice(self, layer: int, index: int, data: memoryview) -> None:
+    def on_slice(self, layer: int, index: int, data: memoryview, value: int) -> None:
         assert (layer, index) not in self.slices
+        assert slice_hash(data) == value
         self.slices[layer, index] = bytes(data)
 
     def on_layer(self, layer: int) -> None:
@@ -96,9 +99,13 @@ def test_some_heads_are_handed_out_together_however_they_come(target_bytes: int)
     heads = range(1, 4)
     part = data[WIDE.head_bytes : 4 * WIDE.head_bytes]
     taken = Taken()
-    read = PrefixRead(WIDE, 2, range(2), heads, taken.on_slice, taken.on_layer)
+    read = PrefixRead(WIDE, KEYS[:2], range(2), heads, taken.on_slice, taken.on_layer)
     read.on_message(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=1, blocks=2)), memoryview(b""))
-    slices = [Slice(layer, block, part, 16, heads) for layer in range(2) for block in range(2)]
+    slices = [
+        slice_to_send(WIDE, layer, block, part, heads=heads, key=KEYS[block])
+        for layer in range(2)
+        for block in range(2)
+    ]
     for header, pieces in pack_frames(1, 0, slices, WIDE, target_bytes):
         assert not read.finished.is_done
         read.on_message(kvstore_pb2.GetResponse(frame=header), memoryview(b"".join(pieces)))
@@ -206,7 +213,7 @@ async def test_a_callback_that_fails_ends_only_its_read() -> None:
     store = FakeStore()
     fill(store, 5)
 
-    def refuse(layer: int, index: int, data: memoryview) -> None:
+    def refuse(layer: int, index: int, data: memoryview, value: int) -> None:
         raise RuntimeError("no room")
 
     async with reading(store) as reader:
@@ -241,7 +248,7 @@ async def test_a_cancelled_read_hands_out_nothing_more() -> None:
         started = asyncio.Event()
         seen: list[int] = []
 
-        def on_slice(layer: int, index: int, data: memoryview) -> None:
+        def on_slice(layer: int, index: int, data: memoryview, value: int) -> None:
             seen.append(index)
             started.set()
 
