@@ -1,4 +1,4 @@
-"""The DecodeService contract: messages in, messages out. Translation only; what they mean is decided elsewhere."""
+"""The DecodeService contract: translates messages into calls of a `DecodeInstance` and back."""
 
 import time
 from collections.abc import AsyncIterator
@@ -16,10 +16,10 @@ from moonpool.streams.receiving import check_hello
 from moonpool.streams.serving import ServerStream, Write
 from moonpool.telemetry.gauges import Gauges
 from moonpool.v1 import decode_pb2, kv_pb2
+from services.decode.instance import DecodeInstance
 from services.decode.receiver import Receiver
-from services.decode.seats import Seat
-from services.decode.steps import Subscriber
-from services.decode.work import Work
+from services.decode.requests import DecodeRequest
+from services.decode.subscriber import Subscriber
 
 MAX_STORES = 16
 
@@ -27,23 +27,23 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DecodeServicer:
-    """Serves one decode instance's work."""
+    """Serves one decode instance's instance."""
 
-    def __init__(self, work: Work, gauges: Gauges) -> None:
-        self._work = work
+    def __init__(self, instance: DecodeInstance, gauges: Gauges) -> None:
+        self._instance = instance
         self._gauges = gauges
 
     async def Reserve(  # noqa: N802
         self, request: decode_pb2.ReserveRequest, context: Context
     ) -> decode_pb2.ReserveResponse:
         """Promises room, or refuses."""
-        work = self._work
-        work.check_open()
+        instance = self._instance
+        instance.check_open()
         stores = _stores(request)
         if request.HasField("tbt_slo_s") and not request.tbt_slo_s > 0:
             raise InvalidRequest("tbt_slo_s", "must be above 0")
-        arrival = work.plan.arrival(request.sequence)
-        predicted = self._predicted_tbt_s(len(arrival.token_ids))
+        incoming = instance.setup.incoming(request.sequence)
+        predicted = self._predicted_tbt_s(len(incoming.token_ids))
         if request.HasField("tbt_slo_s") and predicted > request.tbt_slo_s:
             raise Overloaded(
                 f"a token every {predicted:.4g} s is predicted",
@@ -52,43 +52,43 @@ class DecodeServicer:
                 slo_s=request.tbt_slo_s,
                 retry_after_s=1.0,
             )
-        seat = work.reserve(arrival, stores, time.monotonic())
+        promised = instance.reserve(incoming, stores, time.monotonic())
         return decode_pb2.ReserveResponse(
-            target=self._target(seat), lease_s=work.seats.lease_s, predicted_tbt_s=predicted
+            target=self._target(promised), lease_s=instance.requests.lease_s, predicted_tbt_s=predicted
         )
 
     async def ReceiveKV(  # noqa: N802
         self, requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRequest]], context: Context
     ) -> None:
         """Receives KV of many transfers from one prefill process."""
-        await _ReceiveStream(self._work).run(requests, context)
+        await _ReceiveStream(self._instance).run(requests, context)
 
     async def Steps(  # noqa: N802
         self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Context
     ) -> None:
         """Starts and cancels sequences; returns tokens."""
-        await _StepsStream(self._work).run(requests, context)
+        await _StepsStream(self._instance).run(requests, context)
 
     async def DecodeStats(  # noqa: N802
         self, request: decode_pb2.DecodeStatsRequest, context: Context
     ) -> decode_pb2.DecodeStatsResponse:
         """Everything the instance holds."""
-        return decode_pb2.DecodeStatsResponse(instance=self._work.instance, gauges=self._gauges.read())
+        return decode_pb2.DecodeStatsResponse(instance=self._instance.identity, gauges=self._gauges.read())
 
     def _predicted_tbt_s(self, tokens: int) -> float:
         """Seconds per step with one more sequence of so many tokens, and all that have been promised, in the batch."""
-        work = self._work
-        context = sum(len(seat.arrival.token_ids) for seat in work.seats if seat.sequence is None)
-        context += work.scheduler.context_tokens + tokens
-        sequences = min(len(work.seats) + 1, work.scheduler.max_batch)
-        return decode_step_seconds(work.generator.tracker.speeds, sequences, context)
+        instance = self._instance
+        context = sum(len(request.incoming.token_ids) for request in instance.requests if request.sequence is None)
+        context += instance.scheduler.context_tokens + tokens
+        sequences = min(len(instance.requests) + 1, instance.scheduler.max_batch)
+        return decode_step_seconds(instance.loop.tracker.speeds, sequences, context)
 
-    def _target(self, seat: Seat) -> kv_pb2.TransferTarget:
+    def _target(self, request: DecodeRequest) -> kv_pb2.TransferTarget:
         return kv_pb2.TransferTarget(
-            decode=self._work.instance,
-            transfer_id=seat.transfer.transfer_id,
-            generation=seat.transfer.generation,
-            held_blocks=seat.transfer.held_blocks,
+            decode=self._instance.identity,
+            transfer_id=request.transfer.transfer_id,
+            generation=request.transfer.generation,
+            held_blocks=request.transfer.held_blocks,
         )
 
 
@@ -107,26 +107,26 @@ def _stores(request: decode_pb2.ReserveRequest) -> list[kv_pb2.Instance]:
 class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
     """KV of many transfers from one prefill process."""
 
-    def __init__(self, work: Work) -> None:
-        super().__init__(work.closing)
-        self._work = work
+    def __init__(self, instance: DecodeInstance) -> None:
+        super().__init__(instance.closing)
+        self._instance = instance
         self._receiver: Receiver
 
     async def on_hello(self, message: decode_pb2.ReceiveKVRequest) -> None:
         """Takes the engine's own KV only."""
-        work, generator = self._work, self._work.generator
-        check_hello(message.hello, namespace=work.plan.namespace, layout=work.layout)
+        instance, loop = self._instance, self._instance.loop
+        check_hello(message.hello, namespace=instance.setup.namespace, layout=instance.layout)
         self._receiver = Receiver(
             message.hello.sender,
-            work.instance,
-            work.seats,
-            work.pool,
-            generator.arrived,
-            generator.end,
-            generator.on_change,
+            instance.identity,
+            instance.requests,
+            instance.pool,
+            loop.arrived,
+            loop.end,
+            loop.notify,
         )
         self.outbox = self._receiver.outbox
-        work.receivers.add(self._receiver)
+        instance.receivers.add(self._receiver)
         self._receiver.welcome()
 
     def on_message(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview) -> None:
@@ -135,31 +135,31 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
 
     def end(self) -> None:
         """What has not come whole will not come."""
-        if self._receiver in self._work.receivers:
-            self._work.receivers.discard(self._receiver)
-            self._work.retire(self._receiver)
+        if self._receiver in self._instance.receivers:
+            self._instance.receivers.discard(self._receiver)
+            self._instance.retire(self._receiver)
 
 
 class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
     """Starts and cancels from one conductor, tokens to it."""
 
-    def __init__(self, work: Work) -> None:
-        super().__init__(work.closing)
-        self._work = work
-        self._reader: Subscriber
+    def __init__(self, instance: DecodeInstance) -> None:
+        super().__init__(instance.closing)
+        self._instance = instance
+        self._subscriber: Subscriber
 
     async def on_hello(self, message: decode_pb2.StepsRequest) -> None:
         """Any conductor is served."""
-        self._reader = Subscriber(message.hello.conductor)
-        self._work.subscribers.add(self._reader)
+        self._subscriber = Subscriber(message.hello.conductor)
+        self._instance.subscribers.add(self._subscriber)
 
     def on_message(self, message: decode_pb2.StepsRequest, payload: memoryview) -> None:
         """One order."""
         match message.WhichOneof("message"):
             case "start":
-                _start(message.start, self._reader, self._work)
+                _start(message.start, self._subscriber, self._instance)
             case "cancel":
-                self._reader.cancelled(message.cancel.request_id, self._work.generator.cancel(message.cancel))
+                self._subscriber.cancelled(message.cancel.request_id, self._instance.loop.cancel(message.cancel))
             case "resume":
                 raise Unsupported("resuming a sequence is not built yet")
             case other:
@@ -167,14 +167,14 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
 
     async def room(self) -> None:
         """Waits while too many answers were not read."""
-        await self._reader.room()
+        await self._subscriber.room()
 
     async def write_answers(self, write: Write) -> None:
         """Messages as they come, those that wait merged."""
         try:
-            await write_each(write, self._reader.next, STALL_S)
+            await write_each(write, self._subscriber.next, STALL_S)
         except TimeoutError:
-            raise Unavailable(f"{self._reader.conductor.id} read nothing for {STALL_S:g} s") from None
+            raise Unavailable(f"{self._subscriber.conductor.id} read nothing for {STALL_S:g} s") from None
 
     def on_closing(self) -> None:
         """What waits still goes out."""
@@ -182,18 +182,18 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
 
     def finish(self) -> None:
         """Nothing more will wait."""
-        self._reader.close()
+        self._subscriber.close()
 
     def end(self) -> None:
         """The conductor's sequences end."""
-        self._work.subscribers.discard(self._reader)
-        self._work.generator.unsubscribe(self._reader)
+        self._instance.subscribers.discard(self._subscriber)
+        self._instance.loop.unsubscribe(self._subscriber)
 
 
-def _start(message: decode_pb2.StartSequence, reader: Subscriber, work: Work) -> None:
-    if work.generator.dead:
-        reader.failed(message.request_id, work.generator.dead)
-    elif not 0 <= message.first_token_id < work.plan.vocab_size:  # an engine must never meet such a token
-        reader.failed(message.request_id, f"there is no token {message.first_token_id}")
+def _start(message: decode_pb2.StartSequence, subscriber: Subscriber, instance: DecodeInstance) -> None:
+    if instance.loop.dead:
+        subscriber.failed(message.request_id, instance.loop.dead)
+    elif not 0 <= message.first_token_id < instance.setup.vocab_size:  # an engine must never meet such a token
+        subscriber.failed(message.request_id, f"there is no token {message.first_token_id}")
     else:
-        work.generator.start(reader, message)
+        instance.loop.start(subscriber, message)
