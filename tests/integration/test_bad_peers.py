@@ -275,7 +275,7 @@ def test_bad_puts(stack: Stack, reason: str, wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize("field", ["kv_heads", "head_dim", "layers"])
 def test_layouts_that_no_model_has_are_refused(stack: Stack, field: str) -> None:
     hello = stack.hello()
-    hello.layout.MergeFrom(kv_pb2.KVLayout(**{field: (1 << 32) - 1}))
+    setattr(hello.layout, field, (1 << 32) - 1)
     for name, message in (
         ("kvstore.Put", kvstore_pb2.PutRequest(hello=hello)),
         ("kvstore.Get", kvstore_pb2.GetRequest(hello=hello)),
