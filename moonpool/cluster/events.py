@@ -1,8 +1,4 @@
-"""What an instance tells of its KV keys: the log of changes, and snapshots.
-
-Owns sequence numbers, the coalescing of changes into messages, and the cutting of snapshots into steps. Knows neither
-streams nor clocks; whoever sends decides when.
-"""
+"""What an instance tells of its KV keys: the log of changes, merged into numbered messages, and snapshots in steps."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ class HeldKeys:
     part: Callable[[int], Iterable[bytes]]
 
 
-def snapshot(held: HeldKeys) -> Iterator[list[kv_pb2.KVEvents]]:
+def snapshot(held: HeldKeys, max_keys: int = KEYS_PER_MESSAGE) -> Iterator[list[kv_pb2.KVEvents]]:
     """Messages, not numbered yet, that say what is held, in steps; each step lists when it is taken.
 
     So no step is long, and between the steps changes may be told. The rule that keeps the listener right: what a step
@@ -37,7 +33,7 @@ def snapshot(held: HeldKeys) -> Iterator[list[kv_pb2.KVEvents]]:
 
     A step lists no more keys than a message has and the largest part; they may make several messages.
     """
-    number, max_keys = 0, KEYS_PER_MESSAGE
+    number = 0
     while number < held.parts:
         begin, keys = number == 0, list[bytes]()
         while number < held.parts and len(keys) < max_keys:

@@ -243,7 +243,7 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
             await ctx.stopping.wait()
             server.set_serving(False)
             if agent is not None:
-                agent.poke()  # tells that this store drains; it stays joined while it does
+                agent.notify()  # tells that this store drains; it stays joined while it does
             await service.finish()
             left.set()
 
@@ -274,5 +274,5 @@ def _join(service: KVStoreService, channels: Channels, stopping: asyncio.Event) 
         stopping.set,
     )
     holdings.on_change.append(unreported.changed)
-    holdings.on_change.append(lambda stored, removed: agent.poke())
+    holdings.on_change.append(lambda stored, removed: agent.notify())
     return agent

@@ -19,12 +19,11 @@ from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.pin_keeper import PinKeeper
 from services.kvstore.streams.get_stream import GetParts, GetStream
 from services.kvstore.streams.put_stream import PutParts, PutStream
-from services.kvstore.streams.sessions import KVStream, ServerContext
+from services.kvstore.streams.sessions import KVStream
 from services.kvstore.streams.watch import Journal
 from services.kvstore.tenancy.pins import PinLimit
 
-MAX_MATCH_KEYS = 1 << 17
-_NO_PAYLOAD = memoryview(b"")
+MAX_MATCH_KEYS = 1 << 15
 _LIMITS = {
     PinLimit.NONE: kvstore_pb2.PIN_LIMIT_UNSPECIFIED,
     PinLimit.ABSENT: kvstore_pb2.PIN_LIMIT_ABSENT,
@@ -85,29 +84,18 @@ class KVStoreServicer:
                 self.quiet.set()
 
     async def Put(  # noqa: N802
-        self, requests: AsyncIterator[PayloadMessage[kvstore_pb2.PutRequest]], context: ServerContext
+        self, requests: AsyncIterator[PayloadMessage[kvstore_pb2.PutRequest]], context: object
     ) -> None:
         """Blocks from one writer process."""
-
-        async def pairs() -> AsyncIterator[tuple[kvstore_pb2.PutRequest, memoryview]]:
-            async for item in requests:
-                payload = item.payload
-                yield item.message, payload if isinstance(payload, memoryview) else _NO_PAYLOAD
-
         stream = PutStream(self.put, self.closing)
         with self._stream(stream):
-            await stream.run(pairs(), context)
+            await stream.run(requests, context)
 
-    async def Get(self, requests: AsyncIterator[kvstore_pb2.GetRequest], context: ServerContext) -> None:  # noqa: N802
+    async def Get(self, requests: AsyncIterator[kvstore_pb2.GetRequest], context: object) -> None:  # noqa: N802
         """Blocks to one reader process."""
-
-        async def pairs() -> AsyncIterator[tuple[kvstore_pb2.GetRequest, memoryview]]:
-            async for message in requests:
-                yield message, _NO_PAYLOAD
-
         stream = GetStream(self.get, self.closing)
         with self._stream(stream):
-            await stream.run(pairs(), context)
+            await stream.run(requests, context)
 
     async def MatchPrefix(  # noqa: N802
         self, request: kvstore_pb2.MatchPrefixRequest, context: object

@@ -15,7 +15,7 @@ import asyncio
 import collections
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
-from moonpool.cluster.events import EventLog, HeldKeys, snapshot
+from moonpool.cluster.events import KEYS_PER_MESSAGE, EventLog, HeldKeys, snapshot
 from moonpool.errors import Overloaded, Unavailable
 from moonpool.kv.keys import BlockKey
 from moonpool.v1 import kv_pb2
@@ -45,6 +45,7 @@ class Journal:
         journal_messages: how many messages are kept for replay at most.
         journal_bytes: how many bytes of keys are kept in them at most, beside the last message.
         watcher_messages: how far a watcher may be behind before it is cut off.
+        keys_per_page: keys in one message of a snapshot at most.
     """
 
     def __init__(
@@ -55,10 +56,12 @@ class Journal:
         journal_messages: int = JOURNAL_MESSAGES,
         journal_bytes: int = JOURNAL_BYTES,
         watcher_messages: int = WATCHER_MESSAGES,
+        keys_per_page: int = KEYS_PER_MESSAGE,
     ) -> None:
         self._held = held
         self._incarnation = incarnation
         self._watcher_messages = watcher_messages
+        self._keys_per_page = keys_per_page
         self._log = EventLog()
         self._journal_messages = journal_messages
         self._journal_bytes = journal_bytes
@@ -144,7 +147,7 @@ class Journal:
 
     def _pages(self, watcher: _Watcher) -> Iterator[list[kv_pb2.KVEvents]]:
         """A snapshot: what was told since the last page, and one further page."""
-        for page in snapshot(self._held):
+        for page in snapshot(self._held, self._keys_per_page):
             self._flush()
             changes = list(watcher.queue)
             watcher.queue.clear()

@@ -318,9 +318,8 @@ async def test_an_empty_store_has_an_empty_snapshot() -> None:
     assert (first.snapshot_begin, first.snapshot_end, first.sequence, first.stored_keys) == (True, True, 0, b"")
 
 
-async def test_a_large_snapshot_comes_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moonpool.cluster.events.KEYS_PER_MESSAGE", 4)
-    watched = Watched()
+async def test_a_large_snapshot_comes_in_pages() -> None:
+    watched = Watched(keys_per_page=4)
     watched.change(KEYS, [])
     events = watched.journal.watch(0, 0)
     pages = [await anext(events), await anext(events)]
