@@ -170,7 +170,7 @@ def test_a_name_may_have_two_ids_in_an_index_and_the_unused_one_goes() -> None:
     table = IdTable({1: "a", 3: "a"})
     table.use([3])
     assert settle(table) == {"a"}
-    assert (table.by_id, table.id_of("a"), table.change().unused) == ({3: "a"}, 3, {1})
+    assert (table.by_id, table.id_of("a"), table.change().unused) == ({3: "a"}, 3, frozenset({1}))
     table.check_invariants([3])
 
 
