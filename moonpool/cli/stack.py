@@ -205,11 +205,11 @@ class LocalStack:
         Raises:
             Unavailable: a service did not start; the message has the end of its log.
         """
-        conductor = self._spawn("conductor", "conductor", self._conductor_arguments())
+        conductor = self.spawn("conductor", "conductor", self._conductor_arguments())
         self.address = conductor.wait_ready(timeout_s)
         self._on_ready(conductor)
         members = [
-            self._spawn(kind, f"{kind}-{number}", self._member_arguments(kind, f"{kind}-{number}"))
+            self.spawn(kind, f"{kind}-{number}", self._member_arguments(kind, f"{kind}-{number}"))
             for kind, count in (
                 ("kvstore", self.plan.kvstore),
                 ("prefill", self.plan.prefill),
@@ -244,12 +244,19 @@ class LocalStack:
                     raise Unavailable(f"not joined in time: {', '.join(sorted(wanted - known))}")
                 pause.wait(0.05)
 
+    def spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
+        """Starts one service, in the place of any earlier one of that id; does not wait until it is ready."""
+        log_path = self.plan.data_dir / "logs" / f"{service_id}.log"
+        service = ServiceProcess(kind, service_id, arguments, log_path)
+        self.services[service_id] = service
+        return service
+
     def restart(self, service_id: str, *, kill: bool = False, timeout_s: float = 60.0) -> None:
         """Stops one member (gently or by SIGKILL) and starts it anew under the same id, waiting until it has joined."""
         old = self.services[service_id]
         old.signal(signal.SIGKILL if kill else signal.SIGTERM)
         old.wait(timeout_s)
-        new = self._spawn(old.kind, service_id, old.arguments)
+        new = self.spawn(old.kind, service_id, old.arguments)
         new.wait_ready(timeout_s)
         self.wait_joined(timeout_s)
 
@@ -268,12 +275,6 @@ class LocalStack:
                 statuses[service.id] = service.wait(drain_s)
         self.services.clear()
         return statuses
-
-    def _spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
-        log_path = self.plan.data_dir / "logs" / f"{service_id}.log"
-        service = ServiceProcess(kind, service_id, arguments, log_path)
-        self.services[service_id] = service
-        return service
 
     def _common_arguments(self, kind: str, service_id: str, port: int) -> Iterator[str]:
         yield from ("--id", service_id, "--listen", f"127.0.0.1:{port}", "--log-level", self.plan.log_level)

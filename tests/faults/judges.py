@@ -1,4 +1,4 @@
-"""Who says what the right tokens are: a plain forward pass of the checkpoint, or the emulated engine's own rule."""
+"""What the right tokens are: those of a plain forward pass of the checkpoint, or of the emulated engine's rule."""
 
 from collections.abc import Collection, Sequence
 
@@ -28,7 +28,7 @@ class ReferenceJudge:
         return ""
 
 
-class PacedJudge:
+class EmulatedJudge:
     """An emulated engine's answer is a function of its prompt: equal or wrong."""
 
     def __init__(self, vocab_size: int, reserved: Collection[int]) -> None:
