@@ -25,8 +25,8 @@ EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_MISMATCH = 3
 DIE_WITH_PARENT = "MOONPOOL_DIE_WITH_PARENT"
-_AFTER_DRAIN_S = 10.0  # `main` keeps to drain_s itself and then has connections to close
-_CANCEL_GRACE_S = 5.0
+AFTER_DRAIN_S = 10.0  # `main` keeps to drain_s itself and then has connections to close
+CANCEL_GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
 
 log = logs.get_logger(__name__)
@@ -121,11 +121,11 @@ async def _supervise(main: Main, ctx: ProcessContext, drain_s: float) -> int:
             await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 log.info("stopping", drain_s=drain_s)
-                await asyncio.wait({running}, timeout=drain_s + _AFTER_DRAIN_S)
+                await asyncio.wait({running}, timeout=drain_s + AFTER_DRAIN_S)
             if not running.done():
                 log.warning("drained too long; cancelling what runs", after_s=drain_s)
                 running.cancel()
-                await asyncio.wait({running}, timeout=_CANCEL_GRACE_S)
+                await asyncio.wait({running}, timeout=CANCEL_GRACE_S)
                 if not running.done():
                     log.error("still not ended; leaving anyway")
                     os._exit(EXIT_FAILED)

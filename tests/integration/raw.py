@@ -1,6 +1,6 @@
-"""Talking to a running stack in bytes: any client there could be, ours or not, right or wrong.
+"""Talks to a running stack in bytes, as any client might: ours or not, right or wrong.
 
-Knows the contract's descriptors and no servicer. `Stack` also says whether the stack took harm.
+`Stack` also checks that the stack was not harmed.
 """
 
 import contextlib

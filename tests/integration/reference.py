@@ -1,4 +1,4 @@
-"""What a plain forward pass says: the yardstick of all parity tests.
+"""A plain forward pass of `transformers`: what all parity tests compare with.
 
 A generated sequence equals the reference's greedy one exactly when each of its tokens is the reference's argmax given
 the tokens before it; so one teacher-forced forward pass checks a whole answer.

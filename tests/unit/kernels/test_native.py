@@ -20,7 +20,9 @@ pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernel
 
 #: Everything that this machine can run, built once; wider ones are tested where there are any.
 TARGETS = [name for name, (needed, _) in build.TARGETS.items() if needed <= build.processor_flags()]
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in TARGETS[1:]]  # each must be built
+CHEAP = ("avx2", "sse2")
+"""Built in some seconds; the build's cache keeps them."""
+OTHERS = [name if name in CHEAP else pytest.param(name, marks=pytest.mark.slow) for name in TARGETS[1:]]
 
 
 @pytest.fixture(params=[*TARGETS[:1], *OTHERS])

@@ -145,7 +145,7 @@ def test_an_unwritable_spans_dir_is_a_setting(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.usefixtures("_own_logging")
 def test_a_main_that_drains_too_long_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_AFTER_DRAIN_S", 0.0)
+    monkeypatch.setattr(process, "AFTER_DRAIN_S", 0.0)
     cancelled: list[bool] = []
 
     async def main(ctx: ProcessContext) -> None:
