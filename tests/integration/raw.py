@@ -16,12 +16,13 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 
 from moonpool.cli.check import read_gauges, wait_at_rest
-from moonpool.cli.stack import LocalStack, StackPlan
+from moonpool.cli.stack import StackPlan
 from moonpool.client import Client, SamplingParams
 from moonpool.kv.keys import block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.rpc.errors import DETAIL_KEY
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from tests.integration.conftest import BLOCK, tokens
+from tests.integration.stack import CheckedStack
 
 DEADLINE_S = 30.0
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -97,7 +98,7 @@ class Stream:
 class Stack:
     """A running stack, with what is needed to speak to each of its services, well or badly."""
 
-    def __init__(self, stack: LocalStack) -> None:
+    def __init__(self, stack: CheckedStack) -> None:
         self.stack = stack
         self.client = Client(stack.address)
         self._channels: dict[str, grpc.Channel] = {}
@@ -254,7 +255,7 @@ def running(model: Path, data_dir: Path) -> Iterator[Stack]:
             "kvstore": ["--session-timeout-s", "3", "--room-timeout-s", "1"],
         },
     )
-    with LocalStack(plan) as local:
+    with CheckedStack(plan) as local:
         stack = Stack(local)
         try:
             yield stack
