@@ -1,6 +1,6 @@
 """Attention beside this machine's ceilings, and every kernel's error against float64.
 
-`python -m benchmarks.kernels [--json]`. Ceilings (`benchmarks.ceilings`) are measured right before and after each figure,
+`python -m benchmarks.kernels [--json]`. Ceilings (`benchmarks.ceilings`) are measured right before and after a figure,
 and the higher one counts. Decode's calls go from one part of a large pool to the next, so that its KV comes from memory
 and not from a cache; where memory is too small for that, the figure is left out. Inputs are random, outputs NaN before
 each run. On a machine with a CUDA device the GPU's figures follow; without one nothing here says anything of a GPU.

@@ -34,9 +34,9 @@ def own_trace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_generated_trace() -> None:
-    """60 requests of conversations on 2 prefill and 2 decode instances: all right, most of the reusable KV reused."""
-    report = replay("--prefill", "2", "--decode", "2", "--requests", "60", "--time-scale", "8")
-    assert report.processes == 6
+    """60 requests of conversations on 4 prefill and 4 decode instances: all right, most of the reusable KV reused."""
+    report = replay("--prefill", "4", "--decode", "4", "--requests", "60", "--time-scale", "8")
+    assert report.processes == 10
     assert sum(report.prefills.values()) == sum(report.decodes.values()) == report.summary.requests == 60
     assert 0.5 * report.reusable_share < report.hit_rate <= 1.1 * report.reusable_share
     assert report.summary.ttft_s["p50"] > 0.05  # no prompt of a thousand tokens and more is quicker on that hardware

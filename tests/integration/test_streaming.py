@@ -1,4 +1,4 @@
-"""Recorded spans show when each layer was computed and when it left: layer-wise, and decode starts after the last slice.
+"""Recorded spans show when each layer was computed and when it left, and when decode started.
 
 The engine is emulated, one layer takes a tenth of a second and its KV a hundredth on the rate-limited link, so that the
 order of events does not depend on how busy the machine is.
