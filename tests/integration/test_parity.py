@@ -221,8 +221,9 @@ def test_eos_first(served: Served) -> None:
 
 def greedy_or_sampled(seed: int) -> SamplingParams:
     """Greedy for an even seed."""
-    drawn = {"temperature": 1.0, "seed": seed} if seed % 2 else {"temperature": 0.0}
-    return SamplingParams(max_tokens=COMPANY_TOKENS, ignore_eos=True, **drawn)
+    if seed % 2:
+        return SamplingParams(max_tokens=COMPANY_TOKENS, temperature=1.0, seed=seed, ignore_eos=True)
+    return SamplingParams(max_tokens=COMPANY_TOKENS, temperature=0.0, ignore_eos=True)
 
 
 def test_answers_are_the_same_alone_cached_and_in_company(served: Served) -> None:
