@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 from moonpool.errors import FrameError, InvalidRequest
 from moonpool.kv.blocks import MAX_TENANT_BYTES, NO_PARENT, BlockFormat, BlockInfo
-from moonpool.kv.frames import Run, split_run
+from moonpool.kv.frames import FrameOpener, OpenRun, Run, split_run
+from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from moonpool.streams.ledger import SliceLedger
@@ -76,15 +77,16 @@ class Assembly:
 
     `data` is memory of the DRAM tier from its first bytes on; its room is reserved before. `covered` has one bit per
     (layer, head), bit `layer * kv_heads + head`, set when its bytes are in `data`.
-    `writers`: session -> index of the block in that session.
+    `hashes`: by layer, of layers that came whole. `writers`: session -> index of the block in that session.
     """
 
-    __slots__ = ("covered", "data", "info", "writers")
+    __slots__ = ("covered", "data", "hashes", "info", "writers")
 
     def __init__(self, info: BlockInfo) -> None:
         self.info = info
         self.data = memoryview(b"")
         self.covered = 0
+        self.hashes: dict[int, int] = {}
         self.writers: dict[PutSession, int] = {}
 
     @property
@@ -93,8 +95,8 @@ class Assembly:
         layout = self.info.format.layout
         return self.covered == (1 << layout.layers * layout.kv_heads) - 1
 
-    def put(self, run: Run, offset: int, data: memoryview, allocate: Callable[[int], memoryview]) -> None:
-        """Takes the bytes of one layer's heads, unless they have come already."""
+    def put(self, run: Run, offset: int, data: memoryview, value: int, allocate: Callable[[int], memoryview]) -> None:
+        """Takes the bytes of one layer's heads and their hash, unless they have come already."""
         layout = self.info.format.layout
         mask = ((1 << run.head_end - run.head_begin) - 1) << run.layer * layout.kv_heads + run.head_begin
         if self.covered & mask == mask:
@@ -103,7 +105,18 @@ class Assembly:
             self.data = allocate(self.info.nbytes)
         begin = run.layer * layout.slice_bytes + offset
         self.data[begin : begin + len(data)] = data
+        if run.head_end - run.head_begin == layout.kv_heads:
+            self.hashes[run.layer] = value
         self.covered |= mask
+
+    def all_hashes(self) -> list[int]:
+        """One per layer. Of a layer that several writers brought in parts nobody had the whole: it is made here."""
+        size = self.info.format.layout.slice_bytes
+        for layer in range(self.info.format.layout.layers):
+            if layer not in self.hashes:
+                data = self.data[layer * size : (layer + 1) * size]
+                self.hashes[layer] = bind(slice_hash(data), self.info.key, layer)
+        return [self.hashes[layer] for layer in range(self.info.format.layout.layers)]
 
 
 class PutSession:
@@ -130,6 +143,7 @@ class PutSession:
         self.on_durable = on_durable
         self.unfinished: dict[int, Assembly] = {}
         self.closed = False
+        self.opener = FrameOpener(spec.format.layout, spec.heads, spec.keys)
         self._ledger = SliceLedger(spec.layers, len(spec.keys), spec.heads)
 
     @property
@@ -214,7 +228,7 @@ class Assembler:
             session.unfinished[index] = block
         self._sessions.add(session)
 
-    def write(self, session: PutSession, runs: Sequence[tuple[Run, memoryview]]) -> list[Assembly]:
+    def write(self, session: PutSession, runs: Sequence[OpenRun]) -> list[Assembly]:
         """Takes an opened frame; returns the blocks that became whole, which have left the assembler.
 
         Raises:
@@ -223,13 +237,13 @@ class Assembler:
         """
         whole: list[Assembly] = []
         layout: KVLayout = session.spec.format.layout
-        for run, data in runs:
+        for run, data, hashes in runs:
             session.accept(run)
-            for index, offset, part in split_run(run, data, layout):
+            for (index, offset, part), value in zip(split_run(run, data, layout), hashes, strict=True):
                 block = session.unfinished.get(index)
                 if block is None:  # present, or finished by another session
                     continue
-                block.put(run, offset, part, self._allocate)
+                block.put(run, offset, part, value, self._allocate)
                 if block.whole:
                     self._finish(block)
                     whole.append(block)

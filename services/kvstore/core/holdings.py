@@ -34,6 +34,8 @@ class Holdings:
         self.backend = backend
         self.on_change: list[Changed] = []
         self.on_room: list[Callable[[], None]] = []
+        self._damaged: set[BlockKey] = set()
+        self.damaged_blocks = 0
 
     def __contains__(self, key: bytes) -> bool:
         return key in self.dram or self.durable(key)
@@ -124,8 +126,32 @@ class Holdings:
         """Ends one hold on each."""
         for block in blocks:
             self.dram.let_go(block)
+            if block.info.key in self._damaged and not block.holds:
+                self._drop_damaged(block)
         if blocks:
             self.room()
+
+    def suspect(self, key: BlockKey) -> None:
+        """A reader says that a block's bytes do not match their hashes: looks, and drops it from DRAM if they do not.
+
+        A block that others hold is no source for new readers from now on, and is dropped with the last hold.
+        """
+        block = self.dram.get(key)
+        if block is None or key in self._damaged or block.is_intact:
+            return
+        self.damaged_blocks += 1
+        self._damaged.add(key)
+        if not block.holds:
+            self._drop_damaged(block)
+
+    def is_damaged(self, key: BlockKey) -> bool:
+        """Whether the block in DRAM is damaged and waits for its last hold to end."""
+        return key in self._damaged
+
+    def _drop_damaged(self, block: DramBlock) -> None:
+        self._damaged.remove(block.info.key)
+        self.dram.drop(block)
+        self.gone([block.info.key])
 
     def gone(self, keys: Sequence[BlockKey]) -> None:
         """These have left a tier; announces those that are in no other."""

@@ -44,6 +44,13 @@ class Source:
         """Whether DRAM was set aside for the whole block."""
         return self.allocate is not None
 
+    def hash_of(self, layer: int) -> int:
+        """The hash of a layer that is in DRAM or was read, bound to the block."""
+        if self.block is not None:
+            return self.block.hashes[layer]
+        assert self.reader is not None
+        return self.reader.hash_of(layer)
+
     def take(self, layer: int, layout: KVLayout) -> memoryview:
         """Memory for one layer's bytes: the block's own or `fill`, else new.
 
@@ -65,6 +72,7 @@ class ReadLease:
     """Blocks that stay until the lease is closed, in the order of the reader's keys."""
 
     format: BlockFormat
+    keys: Sequence[BlockKey]
     sources: list[Source]
     closed: bool = False
 
@@ -136,7 +144,7 @@ class Reads:
                     break
                 source.allocate = self._holdings.dram.allocate
         self.leases += 1
-        return ReadLease(block_format, sources)
+        return ReadLease(block_format, keys[: len(sources)], sources)
 
     def _count(self, keys: Sequence[BlockKey], sources: Sequence[Source]) -> None:
         self._holdings.touch(keys[: len(sources)])
@@ -150,7 +158,7 @@ class Reads:
         dram, backend = self._holdings.dram, self._holdings.backend
         block = dram.get(key)
         if block is not None:
-            if block.info.format != block_format:
+            if block.info.format != block_format or self._holdings.is_damaged(key):
                 return None
             dram.hold(block)
             return Source(block=block)
@@ -166,6 +174,10 @@ class Reads:
             self.bad_blocks += 1
             self._holdings.gone([source.reader.key])
             self.on_lost()
+
+    def suspect(self, key: BlockKey) -> None:
+        """A reader found that a block's bytes do not match their hashes."""
+        self._holdings.suspect(key)
 
     def close(self, lease: ReadLease) -> None:
         """Ends a lease; what it read whole stays in DRAM. Nothing may still be reading for it. Twice does no harm."""
@@ -186,7 +198,7 @@ class Reads:
             whole = source.filled == (1 << layout.layers) - 1
             if whole and info is not None and source.fill is not None and info.key not in promoted:
                 info = dataclasses.replace(info, tenant=source.tenant)
-                promoted[info.key] = DramBlock(info, source.fill)
+                promoted[info.key] = DramBlock(info, source.fill, list(map(source.hash_of, range(layout.layers))))
             else:
                 unused[source.tenant] += layout.block_bytes
             source.fill = None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
-from moonpool.kv.frames import Run
+from moonpool.kv.frames import OpenRun
 from services.kvstore.core.assembly import Assembler, Assembly, PutSession, PutSpec
 from services.kvstore.core.holdings import Holdings
 from services.kvstore.ssd.backend import Backend, WritePlan
@@ -125,7 +125,7 @@ class Writes:
         """Those present blocks of a session that are durable already."""
         return [index for index in session.present if self._holdings.durable(session.spec.keys[index])]
 
-    def write(self, session: PutSession, runs: Sequence[tuple[Run, memoryview]]) -> None:
+    def write(self, session: PutSession, runs: Sequence[OpenRun]) -> None:
         """Takes an opened frame of a session, and makes visible what became whole.
 
         Raises:
@@ -136,7 +136,7 @@ class Writes:
         whole = self._assembler.write(session, runs)
         if not whole:
             return
-        blocks = self._holdings.insert([DramBlock(assembly.info, assembly.data) for assembly in whole])
+        blocks = self._holdings.insert([DramBlock(block.info, block.data, block.all_hashes()) for block in whole])
         self.blocks_put += len(blocks)
         self._make_durable(blocks)
         self._tell_visible(whole)

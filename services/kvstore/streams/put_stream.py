@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from google.protobuf.message import Message
 
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded
-from moonpool.kv.frames import open_frame
 from moonpool.kv.keys import unpack_keys
 from moonpool.streams.credits import Traffic
 from moonpool.streams.receiving import FrameReceiver
@@ -177,7 +176,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self._parts.on_session()
         if header.session != entry.number:
             raise InvalidRequest("frame.session", f"{header.session} is not the session that is opened")
-        self._parts.writes.write(session, open_frame(header, payload, self.format.layout))
+        self._parts.writes.write(session, session.opener.open(header, payload))
         if not session.complete:
             raise InvalidRequest("frame", "is not all of the session")
         self._remove(entry)
@@ -191,7 +190,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         try:
             if entry is not None and entry.session is not None:
                 entry.progress_at = self._loop.time()
-                self._parts.writes.write(entry.session, open_frame(header, payload, self.format.layout))
+                self._parts.writes.write(entry.session, entry.session.opener.open(header, payload))
             elif entry is not None:
                 raise InvalidRequest("session", f"{header.session} is not open yet")
         except MoonpoolError as error:

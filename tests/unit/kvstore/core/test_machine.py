@@ -159,9 +159,9 @@ class StoreMachine(RuleBasedStateMachine):
     def wrong_frame(self, pick: int) -> None:
         """What has come before, or was never declared, ends the session and nothing else."""
         entry = self.sessions.pop(pick % len(self.sessions))
-        run, data = run_of(entry.chain[0], 0, entry.layers[0])
+        run = run_of(entry.chain[0], 0, entry.layers[0])
         try:
-            self.store.writes.write(entry.session, [(run, data), (run, data)])
+            self.store.writes.write(entry.session, [run, run])
         except MoonpoolError:
             self.store.writes.close(entry.session)
         else:

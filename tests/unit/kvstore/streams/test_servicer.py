@@ -16,7 +16,7 @@ from moonpool.errors import (
     MoonpoolError,
     Unavailable,
 )
-from moonpool.kv.frames import Slice, open_frame, pack_frames, split_run
+from moonpool.kv.frames import FrameOpener, pack_frames, split_run
 from moonpool.kv.keys import BlockKey, pack_keys, unpack_keys
 from moonpool.rpc.channels import Channels, payload_stream
 from moonpool.rpc.errors import from_rpc_error
@@ -29,6 +29,7 @@ from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from services.kvstore.config import KVStoreConfig
 from services.kvstore.service import KVStoreService, open_ssd
+from tests.slices import hashed, slice_to_send
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, OTHER_FORMAT, RECORD, data_of, keys_of, slice_of
 
 KEYS = keys_of(8)
@@ -67,7 +68,7 @@ class Rig:
         writer = self.writer()
         try:
             outcome = await writer.put(
-                keys, PARENTS[: len(keys)], "", lambda layer, i: memoryview(slice_of(keys[i], layer)), timeout_s=10
+                keys, PARENTS[: len(keys)], "", hashed(lambda layer, i: slice_of(keys[i], layer)), timeout_s=10
             )
         finally:
             await writer.aclose()
@@ -77,7 +78,7 @@ class Rig:
         reader = self.reader(block_format)
         out: dict[int, bytes] = {}
 
-        def take(layer: int, index: int, data: memoryview) -> None:
+        def take(layer: int, index: int, data: memoryview, value: int) -> None:
             out[index] = out.get(index, b"") + data
 
         done: list[int] = []
@@ -211,7 +212,9 @@ async def test_durable_is_acknowledged_after_visible(tmp_path: Path) -> None:
 
 def frames_of(keys: Sequence[BlockKey], session: int = 1, layers: range = range(3)) -> list[tuple[Any, Any]]:
     slices = [
-        Slice(layer, index, memoryview(slice_of(key, layer)), 16) for layer in layers for index, key in enumerate(keys)
+        slice_to_send(LAYOUT, layer, index, slice_of(key, layer), key=key)
+        for layer in layers
+        for index, key in enumerate(keys)
     ]
     return list(pack_frames(session, 0, slices, LAYOUT))
 
@@ -385,7 +388,7 @@ async def test_a_writer_hears_of_blocks_that_another_finishes_and_need_not_send_
         assert await store.put([A]) == (0, 1)
         ack = (await call.read()).ack
         assert (list(ack.blocks), ack.durability) == ([0], kvstore_pb2.DURABILITY_VISIBLE)
-        slices = [Slice(layer, 1, memoryview(slice_of(B, layer)), 16) for layer in range(3)]
+        slices = [slice_to_send(LAYOUT, layer, 1, slice_of(B, layer), key=B) for layer in range(3)]
         for header, pieces in pack_frames(1, 0, slices, LAYOUT):
             await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=1))))
@@ -552,8 +555,8 @@ async def test_a_small_read_is_answered_in_one_message_where_nothing_is_to_wait_
         await call.write(kvstore_pb2.GetRequest(open=opening, credit_bytes=2 * BLOCK))
         received = await call.read()
         assert received.message.opened.blocks == 2
-        runs = open_frame(received.message.opened.frame, received.payload, LAYOUT)
-        data = {(run.layer, index): bytes(part) for run, d in runs for index, _, part in split_run(run, d, LAYOUT)}
+        runs = FrameOpener(LAYOUT, keys=[A, B]).open(received.message.opened.frame, received.payload)
+        data = {(run.layer, index): bytes(part) for run, d, _ in runs for index, _, part in split_run(run, d, LAYOUT)}
         for index, key in enumerate([A, B]):
             assert b"".join(data[layer, index] for layer in range(3)) == data_of(key)
         assert store.gauges()["get_sessions"] == 0
@@ -589,7 +592,7 @@ async def test_many_reads_share_a_stream(tmp_path: Path) -> None:
         async def one(count: int) -> list[bytes]:
             out: dict[int, bytes] = {}
 
-            def take(layer: int, index: int, data: memoryview) -> None:
+            def take(layer: int, index: int, data: memoryview, value: int) -> None:
                 out[index] = out.get(index, b"") + data
 
             blocks = await reader.read(

@@ -12,6 +12,7 @@ from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.keys import BlockKey, pack_keys
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.v1 import kvstore_pb2
+from tests.slices import hashed
 from tests.unit.kvstore.helpers import BLOCK, RECORD, data_of, keys_of, slice_of
 from tests.unit.kvstore.streams.test_servicer import PARENTS, Rig, opened_get, opened_put, rig
 
@@ -28,7 +29,7 @@ async def put(store: Rig, keys: Sequence[BlockKey], tenant: str) -> None:
     writer = store.writer()
     try:
         await writer.put(
-            keys, PARENTS[: len(keys)], tenant, lambda layer, i: memoryview(slice_of(keys[i], layer)), timeout_s=10
+            keys, PARENTS[: len(keys)], tenant, hashed(lambda layer, i: slice_of(keys[i], layer)), timeout_s=10
         )
     finally:
         await writer.aclose()
