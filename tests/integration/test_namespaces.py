@@ -151,7 +151,7 @@ def test_compose_stack_serves(network: Network, checkpoint: Path, tmp_path: Path
 def test_loopback_address_fails(
     network: Network, checkpoint: Path, tmp_path: Path, victim: str, old: str, new: str
 ) -> None:
-    """A service that only its own host reaches runs, but is never healthy, and nobody else gets there."""
+    """A service that only its own host reaches runs, but is never healthy, and no other host reaches it."""
     assert old in COMPOSE
     stack = Stack(network, COMPOSE.replace(old, new), checkpoint, tmp_path)
     with stack.started(*dict.fromkeys(("conductor", victim))):
