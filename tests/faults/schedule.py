@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 FaultKind = Literal["kill", "kill-engine", "terminate", "stop", "stop-engine", "reset", "partition"]
@@ -16,6 +16,8 @@ WEIGHTS: dict[FaultKind, int] = {
     "reset": 6,
     "partition": 2,
 }
+RESTARTED: tuple[FaultKind, ...] = ("kill", "kill-engine", "terminate")
+"""Faults that end a service, which is then started anew."""
 ENGINE_FAULTS = ("kill-engine", "stop-engine")
 
 Ending = Literal["run", "cancel-tokens", "cancel-time", "deadline"]
@@ -94,6 +96,8 @@ def plan_faults(
                 lasts_s = generator.choice([generator.uniform(0.2, 1.0), silence_s * generator.uniform(1.0, 1.6)])
             faults.append(Fault(at_s, kind, generator.choice(able), 0.0 if kind == "reset" else lasts_s))
         at_s += generator.uniform(0.3, 1.7) * gap_s
+    if faults and "kill" in kinds and not any(fault.kind in RESTARTED for fault in faults):
+        faults[0] = replace(faults[0], kind="kill")  # no storm is without one
     return faults
 
 

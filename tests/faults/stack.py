@@ -19,6 +19,8 @@ from tests.faults.schedule import Fault
 FIRST_PORT = 20_000
 JOIN_TIMEOUT_S = 120.0
 SHOWN_LINES = 60
+STOP_TIMEOUT_S = 1.0
+"""A process that was sent SIGSTOP stops within this time."""
 TROUBLE = (
     "Traceback (most recent call last)",
     "never retrieved",
@@ -168,8 +170,10 @@ def _alive(pid: int) -> bool:
 def _stopped(pids: Sequence[int], fault: Fault, healed: threading.Event) -> bool:
     """Stops processes for the fault's time; returns whether one of them was seen stopped."""
     _signal_all(pids, signal.SIGSTOP)
+    deadline, pause = time.monotonic() + STOP_TIMEOUT_S, threading.Event()
+    while not (seen := any(_state(pid) == "T" for pid in pids)) and time.monotonic() < deadline:
+        pause.wait(0.001)
     healed.wait(fault.lasts_s)
-    seen = any(_state(pid) == "T" for pid in pids)
     _signal_all(pids, signal.SIGCONT)
     return seen
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.faults.report import Outcome, Report, StormPlan
-from tests.faults.schedule import Ask, Fault
+from tests.faults.schedule import RESTARTED, Ask, Fault, plan_faults
 
 PLAN = StormPlan(seed=1, seconds=2.0, least_per_s=1.0)
 FAULTS = [Fault(1.0, "kill", "decode-0", 0.1), Fault(1.5, "reset", "prefill-0", 0.0)]
@@ -54,3 +54,9 @@ def test_only_requests_of_the_storm_count_for_its_rate() -> None:
     late = report()
     late.outcomes += [replace(late.outcomes[0]) for _ in range(10)]
     assert late.per_s == 1.0
+
+
+def test_every_storm_ends_and_restarts_a_service() -> None:
+    for seed in range(50):
+        faults = plan_faults(seed, 15.0, ["conductor", "decode-0", "kvstore-0", "prefill-0"])
+        assert any(fault.kind in RESTARTED for fault in faults), f"seed {seed}"
