@@ -62,13 +62,13 @@ def up(
     kvstore: Annotated[int, typer.Option(min=0, help="kvstore instances.")] = 1,
     kvstore_replicas: Annotated[int, typer.Option(min=1, max=8, help="kvstores that hold a copy of each chain.")] = 1,
     stages: Annotated[int, typer.Option(min=1, help="Pipeline stages of each prefill instance.")] = 1,
-    engine: Annotated[str, typer.Option(help="real, or paced:PROFILE to emulate compute.")] = "real",
+    engine: Annotated[str, typer.Option(help="real, or emulated:PROFILE to emulate compute.")] = "real",
     time_scale: Annotated[float, typer.Option(min=0, help="Emulated seconds per second; 0 = the profile's own.")] = 0.0,
     data_dir: Annotated[Path | None, typer.Option(help="Keeps store and logs; default: a temporary folder.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="The conductor's port; 0 = any free.")] = 50051,
     threads: Annotated[int, typer.Option(min=0, help="Threads of each engine process; 0 = cores shared out.")] = 0,
     block_tokens: Annotated[int, typer.Option(help="Tokens per KV block.")] = 64,
-    kv_bytes: Annotated[int, typer.Option(help="Bytes of KV pool of each engine instance.")] = 256 << 20,
+    kv_bytes: Annotated[int, typer.Option(help="Bytes of each KV pool; 0 = 256 MiB, or the emulated hardware's.")] = 0,
     dram_bytes: Annotated[int, typer.Option(help="Bytes of each kvstore's DRAM tier.")] = 256 << 20,
     ssd_bytes: Annotated[int, typer.Option(help="Bytes of each kvstore's SSD tier.")] = 4 << 30,
     spans_dir: Annotated[Path | None, typer.Option(help="Where services record spans (Chrome trace events).")] = None,
@@ -156,9 +156,9 @@ def calibrate(
     hardware: Annotated[str, typer.Option(help="The class of machine, in words.")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0 = all cores.")] = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Steps of each size; the quickest counts.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Steps of each size; the median counts.")] = 5,
 ) -> None:
-    """Measure a model on this machine and write a profile for `--engine paced:FILE`."""
+    """Measure a model on this machine and write a profile for `--engine emulated:FILE`."""
     from moonpool.cli.calibrate import run_calibrate
 
     run_calibrate(model or bundled_model(), out, name=name, hardware=hardware, dtype=dtype, threads=threads,

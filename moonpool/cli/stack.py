@@ -37,11 +37,11 @@ class StackPlan:
         kvstore_replicas: kvstores that hold a copy of each chain.
         stages: pipeline stages of each prefill instance.
         port: the conductor's port; 0 = any free one.
-        engine: "real", or "paced:PROFILE" to emulate the compute of prefill and decode.
+        engine: "real", or "emulated:PROFILE" to emulate the compute of prefill and decode.
         time_scale: seconds of the emulated profile that pass in one second; 0 = the profile's own.
         threads: compute threads of each engine process; 0 = all cores shared out among them, at least one.
         block_tokens: tokens per KV block.
-        kv_bytes: bytes of KV pool of each engine instance.
+        kv_bytes: bytes of KV pool of each engine instance; 0 = the instance's default (`EngineConfig.kv_bytes`).
         dram_bytes: bytes of each kvstore's DRAM tier.
         ssd_bytes: bytes of each kvstore's SSD tier.
         spans_dir: where services record their spans; None = nowhere.
@@ -61,7 +61,7 @@ class StackPlan:
     time_scale: float = 0.0
     threads: int = 0
     block_tokens: int = 64
-    kv_bytes: int = 256 << 20
+    kv_bytes: int = 0
     dram_bytes: int = 256 << 20
     ssd_bytes: int = 4 << 30
     log_level: str = "info"

@@ -13,7 +13,7 @@ from pathlib import Path
 import typer
 
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan
-from moonpool.engine.emulated.profile import emulation_of
+from moonpool.engine.emulated.profile import emulated_profile
 
 STOP_TIMEOUT_S = 60.0
 
@@ -52,7 +52,7 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, as_json:
 
     with _data_folder(data_dir) as folder:
         planned = plan(folder)
-        ready, note = _emulation(planned)
+        ready, note = _emulated(planned)
         stack = LocalStack(planned, on_ready=on_ready)
         state = state_file()
         with stack:
@@ -71,12 +71,12 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, as_json:
     return 1 if lost or bad else 0
 
 
-def _emulation(plan: StackPlan) -> tuple[dict[str, object], str]:
+def _emulated(plan: StackPlan) -> tuple[dict[str, object], str]:
     """What the ready line says of emulated compute, as JSON fields and as text; nothing when compute is real."""
-    paced = emulation_of(plan.engine, plan.time_scale)
-    if paced is None:
+    found = emulated_profile(plan.engine, plan.time_scale)
+    if found is None:
         return {}, ""
-    profile, scale = paced
+    profile, scale = found
     text = f"compute is emulated as {profile.name}: {profile.hardware}"
     return {"emulated": profile.name, "time_scale": scale}, f" ({text}; time scale {scale:g})"
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from moonpool.cluster import HeldKeys, JoinAgent
-from moonpool.engine.emulated.engine import PacedEngine
+from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.handle import Engine
 from moonpool.engine.plan import EngineConfig, EnginePlan, plan_engine
 from moonpool.engine.start import start_engine
@@ -65,8 +65,8 @@ class Parts:
         )
 
     def engine_gauges(self) -> list[Entry]:
-        """Whether compute is emulated, and if so, how well the pace is kept."""
-        own = self.engine.gauges() if isinstance(self.engine, PacedEngine) else []
+        """Whether compute is emulated, and if so, how late its steps are."""
+        own = self.engine.gauges() if isinstance(self.engine, EmulatedEngine) else []
         return [("emulated", lambda: float(bool(self.plan.model.emulated)), None), *own]
 
 
@@ -118,8 +118,8 @@ async def run_instance(
     decode = kind == kv_pb2.INSTANCE_KIND_DECODE
     plan = await asyncio.to_thread(plan_engine, config, stages=stages, decode=decode)
     log.info("engine starts", model=plan.model.name, dtype=plan.spec.dtype, blocks=plan.spec.blocks, stages=stages)
-    if plan.spec.emulation is not None:
-        context.spans.instant("engine.emulated", **plan.spec.emulation.describe())
+    if plan.spec.emulated is not None:
+        context.spans.instant("engine.emulated", **plan.spec.emulated.describe())
     async with contextlib.AsyncExitStack() as stack:
         channels = await stack.enter_async_context(Channels())
         engine = await stack.enter_async_context(start_engine(plan.spec, start_timeout_s=config.start_timeout_s))

@@ -10,7 +10,7 @@ the step has begun, and are ignored once it is done. Step ids grow from step to 
 
 from dataclasses import dataclass
 
-from moonpool.engine.emulated.profile import Emulation
+from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.kv.layout import KVLayout
 from moonpool.sched.steps import Step
 
@@ -43,7 +43,7 @@ class EngineSpec:
     """A step that is not done after so long means a hung worker: the engine fails, seconds."""
     measure: bool = True
     """Time a few steps at start to learn `Engine.speeds`; off, the speeds are all defaults (tests)."""
-    emulation: Emulation | None = None
+    emulated: EmulatedCompute | None = None
     """Set when compute is emulated: then there is no engine process, and nothing is read of the checkpoint."""
 
 

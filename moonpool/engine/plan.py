@@ -23,13 +23,15 @@ from moonpool.checkpoint import (
 )
 from moonpool.config import PeerAddress, ServiceConfig
 from moonpool.engine.arrival import Arrival
-from moonpool.engine.emulated.profile import SCHEME, Emulation, emulation_of
+from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, emulated_profile
 from moonpool.engine.messages import EngineSpec
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import namespace
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import conductor_pb2, kv_pb2
 
+DEFAULT_KV_BYTES = 256 << 20
+"""Bytes of the KV pool, unless told otherwise."""
 WRITE_BACK_SHARE = 4
 """Write-back holds this part of the pool at most, unless told otherwise."""
 
@@ -51,7 +53,11 @@ class EngineConfig(ServiceConfig):
         "auto", description="element type of weights and KV; auto = the checkpoint's own"
     )
     block_tokens: int = Field(64, ge=16, multiple_of=16, description="tokens per KV block; one size in the cluster")
-    kv_bytes: int = Field(256 << 20, gt=0, description="bytes of the KV pool")
+    kv_bytes: int = Field(
+        0,
+        ge=0,
+        description="bytes of the KV pool; 0 = 256 MiB, or what emulated hardware holds beside its weights",
+    )
     blocks: int = Field(0, ge=0, description="blocks of the KV pool; 0 = as many as --kv-bytes hold")
     threads: int = Field(0, ge=0, description="compute threads of each engine process; 0 = all cores shared out")
     deterministic: bool = Field(
@@ -134,9 +140,11 @@ def plan_engine(config: EngineConfig, *, stages: int = 1, decode: bool = False) 
     """
     folder: Path = resolve(config.model)
     model = load_config(folder)
-    paced = emulation_of(config.engine, config.time_scale)
-    if paced is not None:
-        return _plan_emulated(config, folder, model, stages, Emulation(*paced, decode, model.vocab_size, _ends(model)))
+    emulated = emulated_profile(config.engine, config.time_scale)
+    if emulated is not None:
+        return _plan_emulated(
+            config, folder, model, stages, EmulatedCompute(*emulated, decode, model.vocab_size, _ends(model))
+        )
     dtype = resolve_dtype(model, config.dtype)
     layout = kv_layout(model, dtype, config.block_tokens)
     longest = min(config.max_tokens or model.max_position_embeddings, model.max_position_embeddings)
@@ -144,7 +152,7 @@ def plan_engine(config: EngineConfig, *, stages: int = 1, decode: bool = False) 
         checkpoint=str(folder),
         dtype=dtype,
         layout=layout,
-        blocks=_blocks(config, layout),
+        blocks=_blocks(config, layout, DEFAULT_KV_BYTES),
         stages=stages,
         threads=config.threads,
         device=config.device,
@@ -155,10 +163,10 @@ def plan_engine(config: EngineConfig, *, stages: int = 1, decode: bool = False) 
 
 
 def _plan_emulated(
-    config: EngineConfig, folder: Path, model: ModelConfig, stages: int, emulation: Emulation
+    config: EngineConfig, folder: Path, model: ModelConfig, stages: int, emulated: EmulatedCompute
 ) -> EnginePlan:
     """The checkpoint lends its name and its tokens; KV and lengths are the profile's."""
-    profile = emulation.profile
+    profile = emulated.profile
     if config.dtype != "auto":
         raise ConfigError("dtype", f"emulated compute has none of its own; leave it 'auto', not {config.dtype!r}")
     if config.deterministic:
@@ -168,10 +176,10 @@ def _plan_emulated(
         checkpoint=str(folder),
         dtype=layout.dtype,
         layout=layout,
-        blocks=_blocks(config, layout),
+        blocks=_blocks(config, layout, int((profile.pool_bytes or DEFAULT_KV_BYTES) * profile.kv_scale)),
         stages=stages,
         max_tokens=min(config.max_tokens or profile.max_tokens, profile.max_tokens),
-        emulation=emulation,
+        emulated=emulated,
     )
     # Never the fingerprint of real weights; the same for all who emulate the same, whatever their time scale.
     return _plan(config, model, spec, blake3(b"moonpool emulated kv v1\0" + profile.name.encode()).digest())
@@ -185,18 +193,19 @@ def _plan(config: EngineConfig, model: ModelConfig, spec: EngineSpec, fingerprin
         config_hash=config_hash(model),
         vocab_size=model.vocab_size,
         max_tokens=spec.max_tokens,
-        emulated=spec.emulation.profile.name if spec.emulation is not None else "",
+        emulated=spec.emulated.profile.name if spec.emulated is not None else "",
     )
     rate = config.link_rate
-    if spec.emulation is not None:
-        rate = rate or spec.emulation.speeds.transfer_bytes_per_s or None
+    if spec.emulated is not None:
+        rate = rate or spec.emulated.speeds.transfer_bytes_per_s or None
     return EnginePlan(spec, info, model.vocab_size, spec.max_tokens, rate)
 
 
-def _blocks(config: EngineConfig, layout: KVLayout) -> int:
-    blocks = config.blocks or config.kv_bytes // layout.block_bytes
+def _blocks(config: EngineConfig, layout: KVLayout, default_bytes: int) -> int:
+    kv_bytes = config.kv_bytes or default_bytes
+    blocks = config.blocks or kv_bytes // layout.block_bytes
     if blocks < 1:
-        raise ConfigError("kv_bytes", f"{config.kv_bytes} bytes hold no block of {layout.block_bytes} bytes")
+        raise ConfigError("kv_bytes", f"{kv_bytes} bytes hold no block of {layout.block_bytes} bytes")
     return blocks
 
 

@@ -228,7 +228,8 @@ class Runner:
         if len(plan.chunks) == 1 and not plan.step.gated and not result.aborted:
             chunk = plan.chunks[0]
             seconds = (result.end_ns - result.start_ns) / 1e9
-            self._tracker.observe_prefill(chunk.end - chunk.start, chunk.start, seconds)
+            begins = chunk.start == chunk.sequence.num_cached + chunk.sequence.num_loaded
+            self._tracker.observe_prefill(chunk.end - chunk.start, chunk.start, seconds, begins=begins)
         if self._spans.enabled:
             requests = [self._request_of(chunk.sequence) for chunk in plan.chunks]
             self._spans.add(

@@ -1,7 +1,7 @@
 """Faults in every service while clients send requests and leave: no wrong token, no late call, everything released.
 
 The faults and the requests follow from a seed; what they meet in the services does not. Longer ones:
-`python -m tests.faults --seconds 300 --seed 7 --engine paced:llama-70b-a800`.
+`python -m tests.faults --seconds 300 --seed 7 --engine emulated:llama-70b-a800`.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.faults.report import StormPlan
 from tests.faults.scene import base_plan, judge_of
 from tests.faults.storm import run_storm
 
-EMULATED = "paced:llama-70b-a800"
+EMULATED = "emulated:llama-70b-a800"
 
 
 @pytest.mark.timeout(600)

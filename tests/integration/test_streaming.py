@@ -45,7 +45,7 @@ def spans(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Sp
     folder = tmp_path_factory.mktemp("slow")
     (folder / "slow-layers.yaml").write_text(PROFILE)
     plan = dataclasses.replace(
-        small_plan(checkpoint, folder), kvstore=0, dtype="auto", engine=f"paced:{folder / 'slow-layers.yaml'}"
+        small_plan(checkpoint, folder), kvstore=0, dtype="auto", engine=f"emulated:{folder / 'slow-layers.yaml'}"
     )
     slow = with_flags(plan, "prefill", "--step-tokens", "512", "--link-bytes-per-s", str(LINK_BYTES_PER_S))
     with CheckedStack(slow) as stack, Client(stack.address) as client:

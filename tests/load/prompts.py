@@ -30,9 +30,9 @@ def model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=str(model_dir()), help="default: the bundled model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--block-tokens", type=int, default=64)
-    parser.add_argument("--engine", default="real", help="real, or paced:PROFILE to emulate compute")
+    parser.add_argument("--engine", default="real", help="real, or emulated:PROFILE to emulate compute")
     parser.add_argument("--engine-time-scale", type=float, default=0.0, help="emulated seconds per second")
-    parser.add_argument("--kv-bytes", type=int, default=256 << 20, help="of its KV pool")
+    parser.add_argument("--kv-bytes", type=int, default=0, help="of its KV pool; 0 = its default")
 
 
 def plan_of(options: argparse.Namespace, *, decode: bool) -> EnginePlan:

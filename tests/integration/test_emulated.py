@@ -11,6 +11,7 @@ import pytest
 
 from moonpool.cli.check import wait_at_rest
 from moonpool.client import Client
+from moonpool.engine.emulated.profile import load_profile
 from tests.integration.test_cli import CLI, ENVIRONMENT, children_of, moonpool
 from tests.load.mooncake import TRACE_VARIABLE, trace_path
 from tests.load.trace import Report, main, parse, run
@@ -39,8 +40,12 @@ def test_a_generated_trace() -> None:
     assert report.processes == 10
     assert sum(report.prefills.values()) == sum(report.decodes.values()) == report.summary.requests == 60
     assert 0.5 * report.reusable_share < report.hit_rate <= 1.1 * report.reusable_share
-    assert report.summary.ttft_s["p50"] > 0.05  # no prompt of a thousand tokens and more is quicker on that hardware
-    assert report.summary.tpot_s["p50"] > 0.025
+    # Below: on that hardware a prompt of a thousand tokens takes 0.18 s, a decode step 0.0263 s.
+    # Above: eight times the milliseconds of this machine are added; about 0.3 s and 0.03 s when it is not busy.
+    assert 0.05 < report.summary.ttft_s["p50"] < 1.5
+    assert 0.025 < report.summary.tpot_s["p50"] < 0.075
+    assert 0.7 < report.ttft_over_predicted < 3.0
+    assert report.late_share < 0.25
 
 
 @pytest.mark.slow
@@ -70,7 +75,7 @@ def up(
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
     """`moonpool up` with so many prefill and decode instances, emulated, and its ready line."""
     monkeypatch.setitem(ENVIRONMENT, "XDG_RUNTIME_DIR", str(tmp_path))
-    flags = ["--engine", "paced:llama-70b-a800", "--time-scale", "20", "--prefill", str(each), "--decode", str(each)]
+    flags = ["--engine", "emulated:llama-70b-a800", "--time-scale", "20", "--prefill", str(each), "--decode", str(each)]
     command = [*CLI, "up", *flags, "--port", "0", "--data-dir", str(tmp_path / "data"), "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     try:
@@ -114,12 +119,30 @@ def test_up(up: tuple[subprocess.Popen[str], dict[str, object]], each: int, tmp_
     assert process.wait(60) == 0
 
 
+def test_calibrate_writes_a_profile_and_says_how_it_was_tested(tmp_path: Path) -> None:
+    """With the real engine on the bundled model; one try of each size says nothing of the fit's quality."""
+    out = tmp_path / "mine.yaml"
+    done = moonpool("calibrate", "--out", str(out), "--repeats", "1", "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    assert "sizes held out of the fit" in done.stdout
+    profile = load_profile(str(out))
+    assert (profile.name, profile.token_bytes) == ("mine", 2560)
+    assert profile.speeds.prefill_per_token_s > 0
+    assert "held out of the fit, are:\n# prefill median" in out.read_text()
+
+
 def test_a_wrong_profile_is_named() -> None:
-    done = moonpool("up", "--engine", "paced:nonsense")
+    done = moonpool("up", "--engine", "emulated:nonsense")
     assert done.returncode == 2
     assert "nonsense" in done.stderr
     assert "llama-70b-a800" in done.stderr  # what there is
     assert "Traceback" not in done.stderr
+
+
+def test_the_former_spelling_names_the_new_one() -> None:
+    done = moonpool("up", "--engine", "paced:llama-70b-a800")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "moonpool: engine: 'paced:PROFILE' is now called 'emulated:PROFILE'"
 
 
 def test_the_program_says_so(capsys: pytest.CaptureFixture[str]) -> None:
