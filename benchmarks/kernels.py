@@ -25,7 +25,7 @@ from benchmarks.ceilings import (
     seconds,
     working_set_bytes,
 )
-from benchmarks.frame import Progress, Row, absent, paired, run
+from benchmarks.frame import Absent, Progress, Row, paired, run
 from benchmarks.kernels_errors import error_rows
 from kernels.attention import make_plan, paged_attention, selected
 
@@ -65,7 +65,7 @@ def paged(
     return kv, torch.randperm(parts * batch * blocks).int().view(parts, batch, blocks)
 
 
-def decode_row(shape: Heads, batch: int, context: int, dtype: torch.dtype, runs: int, memory: Tensor) -> Row:
+def decode_row(shape: Heads, batch: int, context: int, dtype: torch.dtype, runs: int, memory: Tensor) -> Row | Absent:
     """Decode attention's bytes of KV per second beside what can be read from memory."""
     nbytes = kv_bytes(shape, batch, context, dtype)
     parts = max(1, -(-working_set_bytes() // nbytes))
@@ -83,7 +83,7 @@ def decode_row(shape: Heads, batch: int, context: int, dtype: torch.dtype, runs:
     call()
     name = f"decode, {name_of(dtype)}, {shape}, batch {batch}, context {context}"
     if not beyond_caches(kv.nbytes):
-        return absent(name, "GB/s", "read from memory", f"{kv.nbytes >> 20} MiB of KV may come from a cache")
+        return Absent(name, "read from memory", f"{kv.nbytes >> 20} MiB of KV may come from a cache")
     pairs = []
     for _ in range(runs):
         before = read_bytes_per_s(memory)
@@ -183,11 +183,12 @@ def prefill_cases(quick: bool) -> list[PrefillCase]:
     return cases
 
 
-def sentence(row: Row) -> str:
+def sentence(row: Row | Absent) -> str:
     """What a row says, in words; a ceiling that is beaten is named as none."""
-    if row.skipped:
-        return f"not measured, {row.skipped}"
-    text = f"{row.value:.1f} {row.unit} (spread {row.spread:.0%}), {row.ratio:.2f} of {row.limit_name}"
+    if isinstance(row, Absent):
+        return f"not measured, {row.reason}"
+    spread = "one run" if row.spread is None else f"spread {row.spread:.0%}"
+    text = f"{row.value:.1f} {row.unit} ({spread}), {row.ratio:.2f} of {row.limit_name}"
     if row.met is False:
         text += f"; misses its target of {row.target:g}"
     if row.ratio > 1 and row.limit_name in ("read from memory", "the best matrix product"):
@@ -195,15 +196,15 @@ def sentence(row: Row) -> str:
     return text
 
 
-def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
     """All rows."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    rows: list[Row] = []
+    rows: list[Row | Absent] = []
     memory = torch.ones(working_set_bytes() // 4)
     progress(f"attention on the CPU in bfloat16: {selected('cpu', torch.bfloat16)}, {torch.get_num_threads()} threads")
 
-    def add(row: Row) -> None:
+    def add(row: Row | Absent) -> None:
         rows.append(row)
         progress(f"{row.name}: {sentence(row)}")
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frame import Progress, Row, Skipped, absent, optional, paired, run
+from benchmarks.frame import Absent, Progress, Row, Skipped, optional, paired, run
 from benchmarks.serving_limits import Limits, Span, measured_limits, rate, with_limit
 from moonpool.bundled import model_dir
 from moonpool.cli.check import wait_at_rest
@@ -106,11 +106,11 @@ class Serving:
         self._progress = progress
         self._random = random.Random(SEED)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Row | Absent]:
         """All rows; each run measures ours and the peer's one after the other."""
         return [*self.prompt_rows(), *(self.decode_row(batch) for batch in BATCHES)]
 
-    def prompt_rows(self) -> list[Row]:
+    def prompt_rows(self) -> list[Row | Absent]:
         """Time to first token: cold, cached where it was computed, and from the kvstore."""
         cold, cached, beside = [], [], []
         prompts = [fresh_prompt(self._random, PROMPT) for _ in range(self._runs + 1)]
@@ -127,9 +127,9 @@ class Serving:
         limit_ms = 1e3 * PROMPT / self._limits.prompt_tokens_per_s
         if isinstance(self._peer, Peer):
             row = paired(name, "ms", list(zip(cold, beside, strict=True)), FORWARD, less_is_better=True)
-            first = with_limit(row, limit_ms, less_is_better=True)
+            first: Row | Absent = with_limit(row, limit_ms, less_is_better=True)
         else:
-            first = absent(name, "ms", FORWARD, self._peer)
+            first = Absent(name, FORWARD, self._peer)
         return [
             first,
             paired(name, "ms", [(own, limit_ms) for own in cold], "the best matrix product", less_is_better=True),
@@ -137,9 +137,9 @@ class Serving:
             self._beside_cold("TTFT of a prefix from the kvstore", self._from_the_store(prompts), cold),
         ]
 
-    def _beside_cold(self, name: str, ours: Sequence[float], cold: Sequence[float]) -> Row:
+    def _beside_cold(self, name: str, ours: Sequence[float], cold: Sequence[float]) -> Row | Absent:
         if len(ours) < len(cold):
-            return absent(name, "ms", "our TTFT cold", "the prefix did not come from the kvstore in every run")
+            return Absent(name, "our TTFT cold", "the prefix did not come from the kvstore in every run")
         return paired(name, "ms", list(zip(ours, cold, strict=True)), "our TTFT cold", less_is_better=True)
 
     def _from_the_store(self, prompts: Sequence[list[int]]) -> list[float]:
@@ -149,11 +149,11 @@ class Serving:
         results = [self._generate(prompt) for prompt in prompts]
         return [1e3 * result.timing.ttft_s for result in results[1:] if result.placement.kvstore]
 
-    def decode_row(self, batch: int) -> Row:
+    def decode_row(self, batch: int) -> Row | Absent:
         """Output tokens per second of a batch of requests sent together."""
         name = f"generate, batch {batch}, {SHORT_PROMPT} + {OUTPUT} tokens"
         if not isinstance(self._peer, Peer):
-            return absent(name, "tokens/s", GENERATE, self._peer)
+            return Absent(name, GENERATE, self._peer)
         pairs: list[tuple[float, float]] = []
         for number in range(self._runs):
             prompts = [fresh_prompt(self._random, SHORT_PROMPT) for _ in range(batch)]
@@ -184,7 +184,7 @@ def checkpoint_of(name: str, folder: Path) -> Path:
     return create(name, folder / name, seed=SEED, dtype="bfloat16") if name in SHAPES else Path(name)
 
 
-def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
     """All rows."""
     with tempfile.TemporaryDirectory() as folder:
         model = checkpoint_of(options.model, Path(folder))

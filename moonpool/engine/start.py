@@ -18,5 +18,7 @@ def start_engine(spec: EngineSpec, *, start_timeout_s: float = 120.0) -> Abstrac
         Unavailable: A worker died on its way up.
     """
     if spec.emulated is not None:
-        return start_emulated(spec, spec.emulated)
+        return start_emulated(
+            spec.emulated, spec.layout, spec.blocks, stages=spec.stages, gate_timeout_s=spec.gate_timeout_s
+        )
     return start_processes(spec, start_timeout_s=start_timeout_s)

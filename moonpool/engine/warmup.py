@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from moonpool.cost import Speeds, attention_pairs
 from moonpool.engine.handle import Engine
-from moonpool.sched.steps import SampleSpec, SequenceStep, Step
+from moonpool.sampling import SampleSpec
+from moonpool.sched.steps import SequenceStep, Step
 
 _FIRST_STEP_ID = -1000
 _LONG_TOKENS = 512

@@ -39,7 +39,7 @@ class CheckedStack(LocalStack):
             service.signal(signal.SIGKILL if kill else signal.SIGTERM)
         for service in old:
             service.wait(timeout_s)
-        for service in [self.spawn(service.kind, service.id, service.arguments) for service in old]:
+        for service in [self.spawn_again(name) for name in names]:
             service.wait_ready(timeout_s)
         self.wait_joined(timeout_s)
 

@@ -16,7 +16,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from moonpool.engine.emulated.profile import SLOT_BYTES
 from moonpool.kv.keys import tokens_to_bytes
 from moonpool.kv.layout import KVLayout
-from moonpool.sched.steps import SampleSpec
+from moonpool.sampling import SampleSpec
 
 _TOKEN_SALT = 0x6D6F6F6E706F6F6C
 _MASK = (1 << 64) - 1
@@ -103,7 +103,7 @@ def history_digest(token_ids: "Sequence[int] | array[int]") -> int:
 
 def sampling_seed(sample: SampleSpec) -> int:
     """Seed that the sampling parameters add to the history; 0 when greedy."""
-    if sample.temperature == 0:
+    if sample.params.temperature == 0:
         return 0
     return (sample.seed * 0x9E3779B97F4A7C15 + sample.sample_index + 1) & _MASK
 

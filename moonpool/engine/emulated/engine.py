@@ -18,13 +18,11 @@ from moonpool.cost import Speeds
 from moonpool.engine.emulated.content import EmulatedKV
 from moonpool.engine.emulated.profile import EmulatedCompute, load_seconds, step_seconds
 from moonpool.engine.emulated.sequence import EmulatedSequences, Share, WrongKV
-from moonpool.engine.handle import StepResult
-from moonpool.engine.messages import EngineSpec, LayerDone
-from moonpool.engine.stages import stage_ranges
 from moonpool.errors import Internal, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.sched.steps import Step, finished_blocks
+from moonpool.sched.stages import stage_ranges
+from moonpool.sched.steps import LayerDone, Step, StepResult, finished_blocks
 from moonpool.telemetry.gauges import Entry
 from moonpool.telemetry.logs import get_logger
 
@@ -86,15 +84,17 @@ class EmulatedEngine:
         late_s: seconds by which steps ended late.
     """
 
-    def __init__(self, spec: EngineSpec, emulated: EmulatedCompute, pool: KVPool, clock: Clock = MONOTONIC) -> None:
-        self._spec = spec
+    def __init__(
+        self, emulated: EmulatedCompute, pool: KVPool, *, gate_timeout_s: float, clock: Clock = MONOTONIC
+    ) -> None:
+        self._gate_timeout_s = gate_timeout_s
         self._emulated = emulated
         self._pool = pool
         self._clock = clock
         self._speeds = emulated.speeds
-        self._ranges = stage_ranges(spec.layout.layers, spec.stages)
+        self._ranges = [(part.layer_begin, part.layer_end) for part in pool.parts]
         self._turns = [asyncio.Lock() for _ in self._ranges]
-        self._sequences = EmulatedSequences(emulated, EmulatedKV(spec.layout), pool)
+        self._sequences = EmulatedSequences(emulated, EmulatedKV(pool.layout), pool)
         self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._flights: dict[int, _Flight] = {}
         self._tasks: set[asyncio.Task[StepResult]] = set()
@@ -107,17 +107,17 @@ class EmulatedEngine:
     @property
     def layout(self) -> KVLayout:
         """Arrangement of the KV."""
-        return self._spec.layout
+        return self._pool.layout
 
     @property
     def blocks(self) -> int:
         """Blocks in the pool."""
-        return self._spec.blocks
+        return self._pool.blocks
 
     @property
     def stages(self) -> int:
         """Stages of the emulated pipeline."""
-        return self._spec.stages
+        return len(self._ranges)
 
     @property
     def pool(self) -> KVPool:
@@ -271,7 +271,7 @@ class EmulatedEngine:
         """Waits until a layer's gate is open or the step is aborted; aborts it after `gate_timeout_s`."""
         if flight.open_layer < layer and not flight.aborted:
             try:
-                async with asyncio.timeout(self._spec.gate_timeout_s):
+                async with asyncio.timeout(self._gate_timeout_s):
                     while flight.open_layer < layer and not flight.aborted:
                         flight.changed.clear()
                         await flight.changed.wait()
@@ -303,17 +303,23 @@ class EmulatedEngine:
 
 @asynccontextmanager
 async def start_emulated(
-    spec: EngineSpec, emulated: EmulatedCompute, *, clock: Clock = MONOTONIC
+    emulated: EmulatedCompute,
+    layout: KVLayout,
+    blocks: int,
+    *,
+    stages: int,
+    gate_timeout_s: float,
+    clock: Clock = MONOTONIC,
 ) -> AsyncIterator["EmulatedEngine"]:
     """An emulated engine; leaving the context ends it and frees the pool. See `moonpool.engine.start.start_engine`.
 
     Raises:
-        ConfigError: a value of `spec` is refused (stages, blocks, memory).
+        ConfigError: a value is refused (stages, blocks, memory).
     """
-    pool = KVPool.create(spec.layout, spec.blocks, stage_ranges(spec.layout.layers, spec.stages))
+    pool = KVPool.create(layout, blocks, stage_ranges(layout.layers, stages))
     try:
         log.warning("compute is emulated: times are a profile's, tokens mean nothing", **emulated.describe())
-        engine = EmulatedEngine(spec, emulated, pool, clock)
+        engine = EmulatedEngine(emulated, pool, gate_timeout_s=gate_timeout_s, clock=clock)
         try:
             yield engine
         finally:

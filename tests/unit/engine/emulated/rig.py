@@ -10,10 +10,11 @@ from moonpool.cost import Speeds
 from moonpool.engine.emulated.engine import MONOTONIC, EmulatedEngine, start_emulated
 from moonpool.engine.emulated.engine import Clock as EngineClock
 from moonpool.engine.emulated.profile import EmulatedCompute, Profile
-from moonpool.engine.handle import Engine, StepResult
+from moonpool.engine.handle import Engine
 from moonpool.engine.messages import EngineSpec
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, tokens_to_bytes
-from moonpool.sched.steps import History, SampleSpec, SequenceStep, Step
+from moonpool.sampling import SampleSpec
+from moonpool.sched.steps import History, SequenceStep, Step, StepResult
 
 BT = 16
 LAYERS = 4
@@ -94,7 +95,14 @@ def spec_of(
 async def engine_of(spec: EngineSpec | None = None, clock: Clock | None = None) -> AsyncIterator[EmulatedEngine]:
     spec = spec or spec_of(scale=1e6)
     assert spec.emulated is not None
-    async with start_emulated(spec, spec.emulated, clock=clock.source if clock else MONOTONIC) as engine:
+    async with start_emulated(
+        spec.emulated,
+        spec.layout,
+        spec.blocks,
+        stages=spec.stages,
+        gate_timeout_s=spec.gate_timeout_s,
+        clock=clock.source if clock else MONOTONIC,
+    ) as engine:
         yield engine
 
 

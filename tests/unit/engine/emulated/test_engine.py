@@ -10,10 +10,9 @@ import pytest
 from moonpool.engine.emulated.content import EmulatedKV, continuation
 from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.handle import Engine
-from moonpool.engine.messages import LayerDone
 from moonpool.engine.start import start_engine
 from moonpool.errors import Internal, Unavailable
-from moonpool.sched.steps import Step
+from moonpool.sched.steps import LayerDone, Step
 from tests.unit.engine.emulated.rig import (
     BT,
     LAYERS,

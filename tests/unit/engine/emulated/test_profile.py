@@ -16,7 +16,7 @@ from moonpool.engine.emulated.profile import (
     load_seconds,
     step_seconds,
 )
-from moonpool.engine.plan import EngineConfig, plan_engine
+from moonpool.engine.setup import EngineConfig, engine_setup
 from moonpool.errors import ConfigError
 from moonpool.sched.steps import SequenceStep, Step
 from tests.unit.checkpoint.folder import write_config
@@ -157,7 +157,7 @@ def test_plan_of_an_emulated_instance(tmp_path: Path) -> None:
     write_config(folder)
     profile.write_text(yaml.safe_dump(FIELDS))
     flags = {"engine": f"emulated:{profile}", "kv_bytes": 1 << 20}
-    plan = plan_engine(config(folder, **flags), stages=2, decode=True)
+    plan = engine_setup(config(folder, **flags), stages=2, decode=True)
     assert plan.spec.emulated is not None
     assert plan.spec.emulated == EmulatedCompute(
         load_profile(str(profile)), 2.0, True, plan.vocab_size, plan.spec.emulated.reserved
@@ -165,15 +165,15 @@ def test_plan_of_an_emulated_instance(tmp_path: Path) -> None:
     assert (plan.max_tokens, plan.model.max_tokens, plan.model.emulated) == (100_000, 100_000, "x")
     assert (plan.spec.blocks, plan.spec.stages) == ((1 << 20) // (128 * 64), 2)
     assert plan.link_rate == 3200.0 * 2 * 128 / 6400
-    assert plan_engine(config(folder, **flags, link_bytes_per_s=5.0)).link_rate == 5.0
-    assert plan_engine(config(folder, **flags, time_scale=9.0)).namespace == plan.namespace
-    assert plan_engine(config(folder, **flags, max_tokens=77)).max_tokens == 77
-    other = plan_engine(config(folder, engine="emulated:llama-70b-a800"))
+    assert engine_setup(config(folder, **flags, link_bytes_per_s=5.0)).link_rate == 5.0
+    assert engine_setup(config(folder, **flags, time_scale=9.0)).namespace == plan.namespace
+    assert engine_setup(config(folder, **flags, max_tokens=77)).max_tokens == 77
+    other = engine_setup(config(folder, engine="emulated:llama-70b-a800"))
     assert other.namespace != plan.namespace
     with pytest.raises(ConfigError, match="dtype"):
-        plan_engine(config(folder, **flags, dtype="float32"))
+        engine_setup(config(folder, **flags, dtype="float32"))
     with pytest.raises(ConfigError, match="kv_bytes"):
-        plan_engine(config(folder, engine=f"emulated:{profile}", kv_bytes=10))
+        engine_setup(config(folder, engine=f"emulated:{profile}", kv_bytes=10))
 
 
 def test_the_default_pool_holds_as_many_tokens_as_the_hardware(tmp_path: Path) -> None:
@@ -186,9 +186,9 @@ def test_the_default_pool_holds_as_many_tokens_as_the_hardware(tmp_path: Path) -
         profile = tmp_path / f"{name}.yaml"
         profile.write_text(yaml.safe_dump(fields))
         flags = {"engine": f"emulated:{profile}"}
-        blocks[name] = plan_engine(config(folder, **flags)).spec.blocks
-        assert plan_engine(config(folder, **flags, kv_bytes=1 << 20)).spec.blocks == (1 << 20) // (128 * 64)
-        assert plan_engine(config(folder, **flags, blocks=7)).spec.blocks == 7
+        blocks[name] = engine_setup(config(folder, **flags)).spec.blocks
+        assert engine_setup(config(folder, **flags, kv_bytes=1 << 20)).spec.blocks == (1 << 20) // (128 * 64)
+        assert engine_setup(config(folder, **flags, blocks=7)).spec.blocks == 7
     assert blocks == {"given": 500_000_000 // (6400 * 64), "absent": (256 << 20) // (6400 * 64)}
-    paper = plan_engine(config(folder, engine="emulated:llama-70b-a800"))
+    paper = engine_setup(config(folder, engine="emulated:llama-70b-a800"))
     assert paper.spec.blocks * 64 == pytest.approx(1.46e6, rel=0.01)

@@ -1,9 +1,10 @@
+import tracemalloc
 from array import array
 from collections.abc import Callable
 
 import pytest
 
-from moonpool.engine.arrival import Arrival
+from moonpool.engine.incoming import IncomingRequest
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.v1 import kv_pb2
@@ -27,18 +28,18 @@ def spec() -> kv_pb2.SequenceSpec:
     )
 
 
-def arrive(message: kv_pb2.SequenceSpec) -> Arrival:
-    return Arrival.from_proto(
+def unpacked(message: kv_pb2.SequenceSpec) -> IncomingRequest:
+    return IncomingRequest.from_proto(
         message, namespace=NAMESPACE, block_tokens=BLOCK, vocab_size=VOCABULARY, max_tokens=LENGTH
     )
 
 
 def test_unpacks() -> None:
-    arrival = arrive(spec())
-    assert (arrival.request_id, arrival.token_ids, arrival.tenant) == ("r", TOKENS, "me")
-    assert (list(arrival.keys), arrival.chain_root) == (KEYS, ROOT)
-    assert arrival.parents() == [ROOT, KEYS[0]]
-    assert (arrival.sampling.prompt_tokens, arrival.sampling.end_token_ids) == (30, frozenset({1}))
+    request = unpacked(spec())
+    assert (request.request_id, request.token_ids, request.tenant) == ("r", TOKENS, "me")
+    assert (list(request.keys), request.chain_root) == (KEYS, ROOT)
+    assert request.parents() == [ROOT, KEYS[0]]
+    assert (request.sampling.prompt_tokens, request.sampling.end_token_ids) == (30, frozenset({1}))
 
 
 WRONG: list[tuple[str, Callable[[kv_pb2.SequenceSpec], object]]] = [
@@ -46,6 +47,8 @@ WRONG: list[tuple[str, Callable[[kv_pb2.SequenceSpec], object]]] = [
     ("tenant", lambda s: setattr(s, "tenant", "t" * 257)),
     ("token_ids", lambda s: setattr(s, "token_ids", b"123")),
     ("token_ids", lambda s: setattr(s, "token_ids", tokens_to_bytes([1] * (LENGTH + 1)))),
+    ("token_ids", lambda s: setattr(s, "token_ids", b"")),
+    ("token_ids", lambda s: setattr(s, "token_ids", tokens_to_bytes([-1]))),
     ("token_ids", lambda s: setattr(s, "token_ids", tokens_to_bytes([VOCABULARY]))),
     ("prompt_tokens", lambda s: setattr(s, "prompt_tokens", 41)),
     ("chain_root", lambda s: setattr(s, "tenant", "somebody")),
@@ -64,5 +67,31 @@ def test_names_what_is_wrong(field: str, change: Callable[[kv_pb2.SequenceSpec],
     message = spec()
     change(message)
     with pytest.raises(InvalidRequest) as caught:
-        arrive(message)
+        unpacked(message)
+    assert caught.value.field == f"sequence.{field}"
+
+
+HUGE = 1 << 20
+HOSTILE: list[tuple[str, Callable[[kv_pb2.SequenceSpec], object]]] = [
+    ("token_ids", lambda s: setattr(s, "token_ids", bytes(4 * HUGE))),
+    ("end_token_ids", lambda s: s.end_token_ids.extend(range(HUGE))),
+    ("sampling.stop", lambda s: s.sampling.stop.extend([""] * HUGE)),
+    ("sampling.stop_token_ids", lambda s: s.sampling.stop_token_ids.extend(range(HUGE))),
+    ("sampling.logit_bias", lambda s: s.sampling.logit_bias.update(dict.fromkeys(range(HUGE // 8), 1.0))),
+]
+
+
+@pytest.mark.parametrize(("field", "change"), HOSTILE, ids=[case[0] for case in HOSTILE])
+def test_hostile_sizes_are_refused_before_anything_is_unpacked(
+    field: str, change: Callable[[kv_pb2.SequenceSpec], object]
+) -> None:
+    message = spec()
+    change(message)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest) as caught:
+            unpacked(message)
+        assert tracemalloc.get_traced_memory()[1] < 5 * HUGE
+    finally:
+        tracemalloc.stop()
     assert caught.value.field == f"sequence.{field}"

@@ -1,7 +1,4 @@
-"""Everything a prefill instance works with, put together, and its life: open, draining, closing.
-
-Owns the objects and the order in which they end. Knows nothing of gRPC.
-"""
+"""A prefill instance: its parts put together, and its states open, draining and closing. Free of gRPC."""
 
 import asyncio
 import itertools
@@ -9,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from moonpool.cost import SpeedTracker
-from moonpool.engine.instance import WRITE_BACK_GRACE_S, Parts, first_error
+from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
 from moonpool.errors import Overloaded, Unavailable
 from moonpool.sched.block_manager import BlockManager
 from moonpool.sched.prefill_scheduler import PrefillScheduler
@@ -22,25 +19,31 @@ from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.v1 import conductor_pb2, prefill_pb2
 from services.prefill.config import PrefillConfig
 from services.prefill.jobs import Job
-from services.prefill.outbound import Delivery
-from services.prefill.prefix import PrefixLoader
+from services.prefill.kv_sender import KVSender
+from services.prefill.prefix_loader import PrefixLoader
 from services.prefill.runner import Runner
 
 CONNECT_TIMEOUT_S = 2.0
 
 
-class Work:
-    """One prefill instance's work.
+class PrefillInstance:
+    """One prefill instance.
 
     Attributes:
-        manager, scheduler, runner, loader, senders, write_back: who owns what.
+        tracker: predicts and learns the times of computing, loading and sending.
+        manager: the pool's blocks.
+        scheduler: prompts and their chunks.
+        senders: streams to decode instances.
+        loader: loads prefixes from kvstores.
+        write_back: stores new full blocks.
+        runner: runs the jobs.
     """
 
-    def __init__(self, parts: Parts, config: PrefillConfig) -> None:
-        layout, engine = parts.plan.layout, parts.engine
-        self.instance, self.layout = parts.instance, layout
-        self._parts, self._max_queue = parts, config.max_queue
-        self._tracker = SpeedTracker(engine.speeds)
+    def __init__(self, context: InstanceContext, config: PrefillConfig) -> None:
+        layout, engine = context.setup.layout, context.engine
+        self.identity, self.layout = context.instance, layout
+        self._context, self._max_queue = context, config.max_queue
+        self.tracker = SpeedTracker(engine.speeds)
         self._numbers = itertools.count(1)
         self.draining = False
         self.manager = BlockManager(engine.blocks)
@@ -53,22 +56,22 @@ class Work:
         )
         self.senders = Peers(
             lambda address: TransferSender(
-                parts.channels, address, parts.hello(), layout, parts.link, connect_timeout_s=CONNECT_TIMEOUT_S
+                context.channels, address, context.hello(), layout, context.link, connect_timeout_s=CONNECT_TIMEOUT_S
             )
         )
         self.loader = PrefixLoader(
+            engine,
+            self.scheduler,
             lambda address: StoreReader(
-                parts.channels, address, parts.hello(), layout, connect_timeout_s=CONNECT_TIMEOUT_S
+                context.channels, address, context.hello(), layout, connect_timeout_s=CONNECT_TIMEOUT_S
             ),
-            layout,
-            engine.pool.write,
-            self._tracker,
-            parts.spans,
+            self.tracker,
+            context.spans,
             config.load_timeout_s,
         )
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
-            lambda address: StoreWriter(parts.channels, address, parts.hello(), layout, parts.link),
+            lambda address: StoreWriter(context.channels, address, context.hello(), layout, context.link),
             engine.pool.read,
             self._written_back,
             time.monotonic,
@@ -78,45 +81,45 @@ class Work:
             self.scheduler,
             self.loader,
             self.write_back,
-            self._tracker,
-            parts.spans,
-            parts.poke,
+            self.tracker,
+            context.spans,
+            context.notify,
             config.verdict_timeout_s,
         )
 
     def submit(self, request: prefill_pb2.PrefillRequest) -> Job:
-        """Takes a prompt.
+        """Accepts a prompt.
 
         Raises:
-            Unavailable: the instance drains, or its engine is dead.
-            Overloaded: too many prompts wait.
+            Unavailable: the instance drains, or its engine has died.
+            Overloaded: the queue is full.
             InvalidRequest: the request is wrong, or can never fit.
         """
         if self.draining:
-            raise Unavailable(f"{self.instance.id} is draining")
+            raise Unavailable(f"{self.identity.id} is draining")
         if self.runner.jobs >= self._max_queue:
             predicted = self.runner.predicted_start_s()
             raise Overloaded(f"{self.runner.jobs} prompts wait", reason="queue_full", retry_after_s=max(0.1, predicted))
         key = str(next(self._numbers))
-        job = Job.from_proto(request, self._parts.plan.arrival(request.sequence), key, time.monotonic())
+        job = Job.from_proto(request, self._context.setup.incoming(request.sequence), key, time.monotonic())
         if job.target is not None:
             sequence = job.sequence
-            job.delivery = Delivery(
+            job.sender = KVSender(
                 job.request_id,
                 job.target,
                 sequence.num_tokens,
                 self.layout,
                 lambda: sequence.block_table,
-                self._parts.engine.pool.read,
+                self._context.engine.pool.read,
                 self.senders,
-                self._tracker,
-                self._parts.spans,
+                self.tracker,
+                self._context.spans,
             )
         self.runner.submit(job)
         return job
 
     async def run(self) -> None:
-        """Works until cancelled.
+        """Runs until cancelled.
 
         Raises:
             Unavailable: the engine died.
@@ -132,9 +135,9 @@ class Work:
             await self.loader.aclose()
 
     def drain(self) -> None:
-        """Take no new requests."""
+        """Refuses new requests from now on."""
         self.draining = True
-        self._parts.poke()
+        self._context.notify()
 
     async def drained(self) -> None:
         """Waits until no request is left and what can be written back has been."""
@@ -150,7 +153,7 @@ class Work:
             queued_tokens=self.scheduler.queued_tokens,
             free_blocks=self.manager.num_free,
             cached_blocks=self.manager.num_cached,
-            speed=self._tracker.speeds.to_proto(),
+            speed=self.tracker.speeds.to_proto(),
             draining=self.draining,
         )
 
@@ -172,7 +175,7 @@ class Work:
                 ("loads", lambda: self.loader.sessions, 0),
                 ("loaded_blocks", lambda: self.loader.loaded_blocks, None),
                 ("load_failures", lambda: self.loader.failures, None),
-                ("link_waiting", lambda: self._parts.link.waiting, 0),
+                ("link_waiting", lambda: self._context.link.waiting, 0),
                 ("transfer_credits_out_bytes", lambda: self.senders.traffic.credits_out, 0),
                 ("load_credits_kept_bytes", lambda: self.loader.traffic.credits_kept, 0),
                 ("write_back_puts", lambda: self.write_back.sessions, 0),
@@ -183,7 +186,7 @@ class Work:
                 ("write_back_present_blocks", lambda: self.write_back.blocks_present, None),
                 ("write_back_dropped_blocks", lambda: self.write_back.blocks_dropped, None),
                 ("steps", lambda: runner.steps, None),
-                *self._parts.engine_gauges(),
+                *self._context.engine_gauges(),
                 *process_entries(),
             ]
         )

@@ -1,8 +1,4 @@
-"""From an engine instance's flags to what it serves: dtype, layout, pool, namespace.
-
-Owns the flags that prefill and decode share, and the way from a checkpoint (or a profile of emulated compute) to an
-`EngineSpec` and a `ModelInfo`. Must not import torch.
-"""
+"""From an engine instance's flags to what it serves: dtype, layout, pool, namespace. Torch-free."""
 
 import dataclasses
 from pathlib import Path
@@ -22,8 +18,8 @@ from moonpool.checkpoint import (
     weights_fingerprint,
 )
 from moonpool.config import PeerAddress, ServiceConfig
-from moonpool.engine.arrival import Arrival
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, emulated_profile
+from moonpool.engine.incoming import IncomingRequest
 from moonpool.engine.messages import EngineSpec
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import namespace
@@ -86,7 +82,7 @@ class EngineConfig(ServiceConfig):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class EnginePlan:
+class EngineSetup:
     """What an instance serves, known before anything is allocated.
 
     Attributes:
@@ -108,9 +104,9 @@ class EnginePlan:
         """Arrangement of the KV."""
         return self.spec.layout
 
-    def arrival(self, spec: kv_pb2.SequenceSpec) -> Arrival:
-        """A sequence that has come in, checked against what is served; raises as `Arrival.from_proto`."""
-        return Arrival.from_proto(
+    def incoming(self, spec: kv_pb2.SequenceSpec) -> IncomingRequest:
+        """A request checked against what is served; raises as `IncomingRequest.from_proto`."""
+        return IncomingRequest.from_proto(
             spec,
             namespace=self.namespace,
             block_tokens=self.layout.block_tokens,
@@ -124,7 +120,7 @@ class EnginePlan:
         return self.model.namespace
 
 
-def plan_engine(config: EngineConfig, *, stages: int = 1, decode: bool = False) -> EnginePlan:
+def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False) -> EngineSetup:
     """Reads the checkpoint's description and decides dtype, layout, pool and namespace.
 
     Blocks for as long as hashing the weights takes: call it in a thread.
@@ -142,7 +138,7 @@ def plan_engine(config: EngineConfig, *, stages: int = 1, decode: bool = False) 
     model = load_config(folder)
     emulated = emulated_profile(config.engine, config.time_scale)
     if emulated is not None:
-        return _plan_emulated(
+        return _emulated_setup(
             config, folder, model, stages, EmulatedCompute(*emulated, decode, model.vocab_size, _ends(model))
         )
     dtype = resolve_dtype(model, config.dtype)
@@ -159,12 +155,12 @@ def plan_engine(config: EngineConfig, *, stages: int = 1, decode: bool = False) 
         deterministic=config.deterministic,
         max_tokens=longest,
     )
-    return _plan(config, model, spec, weights_fingerprint(folder))
+    return _setup(config, model, spec, weights_fingerprint(folder))
 
 
-def _plan_emulated(
+def _emulated_setup(
     config: EngineConfig, folder: Path, model: ModelConfig, stages: int, emulated: EmulatedCompute
-) -> EnginePlan:
+) -> EngineSetup:
     """The checkpoint lends its name and its tokens; KV and lengths are the profile's."""
     profile = emulated.profile
     if config.dtype != "auto":
@@ -182,10 +178,10 @@ def _plan_emulated(
         emulated=emulated,
     )
     # Never the fingerprint of real weights; the same for all who emulate the same, whatever their time scale.
-    return _plan(config, model, spec, blake3(b"moonpool emulated kv v1\0" + profile.name.encode()).digest())
+    return _setup(config, model, spec, blake3(b"moonpool emulated kv v1\0" + profile.name.encode()).digest())
 
 
-def _plan(config: EngineConfig, model: ModelConfig, spec: EngineSpec, fingerprint: bytes) -> EnginePlan:
+def _setup(config: EngineConfig, model: ModelConfig, spec: EngineSpec, fingerprint: bytes) -> EngineSetup:
     info = conductor_pb2.ModelInfo(
         name=model_name(config.model),
         namespace=namespace(fingerprint, spec.layout),
@@ -198,7 +194,7 @@ def _plan(config: EngineConfig, model: ModelConfig, spec: EngineSpec, fingerprin
     rate = config.link_rate
     if spec.emulated is not None:
         rate = rate or spec.emulated.speeds.transfer_bytes_per_s or None
-    return EnginePlan(spec, info, model.vocab_size, spec.max_tokens, rate)
+    return EngineSetup(spec, info, model.vocab_size, spec.max_tokens, rate)
 
 
 def _blocks(config: EngineConfig, layout: KVLayout, default_bytes: int) -> int:

@@ -1,6 +1,6 @@
-"""A sequence as it arrives at an engine instance: the contract's `SequenceSpec`, checked and unpacked.
+"""A request as it comes to an engine instance: the contract's `SequenceSpec`, checked and unpacked.
 
-Owns which specifications are refused. An engine process must never meet a token it has no row for.
+What passes here is safe to compute: every token id is one the model has.
 """
 
 from array import array
@@ -8,19 +8,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from moonpool.contracts import sampling_from_proto
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_from_bytes
-from moonpool.sched.limits import check_end_tokens, check_sampling, with_defaults
+from moonpool.sampling import check_end_tokens
 from moonpool.sched.sampling import SequenceSampling
 from moonpool.sched.steps import History
 from moonpool.v1 import kv_pb2
 
 MAX_NAME_CHARS = 256
+MAX_END_TOKENS = 4096
+TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A checked sequence.
+class IncomingRequest:
+    """A checked request.
 
     Attributes:
         request_id: of the request.
@@ -42,16 +45,23 @@ class Arrival:
     def from_proto(
         cls, spec: kv_pb2.SequenceSpec, *, namespace: bytes, block_tokens: int, vocab_size: int, max_tokens: int
     ) -> Self:
-        """From the contract. The keys are computed anew: what is kept under a wrong one would be a wrong answer later.
+        """From the contract. Keys are computed here: a block under a wrong key would be a wrong answer later.
 
         Raises:
             InvalidRequest: naming the field at fault.
         """
         _check_name("sequence.request_id", spec.request_id, least=1)
         _check_name("sequence.tenant", spec.tenant, least=0)
+        # Sizes come first: what is refused for its size is neither copied nor unpacked.
+        if not TOKEN_BYTES <= len(spec.token_ids) <= TOKEN_BYTES * max_tokens:
+            raise InvalidRequest("sequence.token_ids", f"must be 1 to {max_tokens} tokens")
+        if len(spec.end_token_ids) > min(vocab_size, MAX_END_TOKENS):
+            raise InvalidRequest("sequence.end_token_ids", f"at most {min(vocab_size, MAX_END_TOKENS)} tokens")
+        params = sampling_from_proto(spec.sampling, "sequence.sampling")
+        params.check(vocab_size, "sequence.sampling")
+        ends = frozenset(spec.end_token_ids).union(params.stop_token_ids)
+        check_end_tokens(ends, params.min_tokens, vocab_size, "sequence.end_token_ids")
         tokens = tokens_from_bytes(spec.token_ids, "sequence.token_ids")
-        if not 1 <= len(tokens) <= max_tokens:
-            raise InvalidRequest("sequence.token_ids", f"must be 1 to {max_tokens} tokens, are {len(tokens)}")
         if not 0 <= min(tokens) <= max(tokens) < vocab_size:
             raise InvalidRequest("sequence.token_ids", f"must be in [0, {vocab_size})")
         if not 1 <= spec.prompt_tokens <= len(tokens):
@@ -62,13 +72,8 @@ class Arrival:
         keys = block_keys(root, tokens, block_tokens)
         if spec.block_keys != pack_keys(keys):
             raise InvalidRequest("sequence.block_keys", f"are not the {len(keys)} keys of these tokens")
-        sampling = with_defaults(spec.sampling)
-        check_sampling(sampling, vocab_size, "sequence.sampling")
-        if len(spec.end_token_ids) > vocab_size:
-            raise InvalidRequest("sequence.end_token_ids", f"at most {vocab_size} tokens")
-        ends = frozenset(spec.end_token_ids) | frozenset(sampling.stop_token_ids)
-        check_end_tokens(ends, sampling.min_tokens, vocab_size, "sequence.end_token_ids")
-        return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, SequenceSampling.from_proto(spec))
+        sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids)
+        return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, sampling)
 
     def history(self, token_ids: "array[int] | None" = None) -> History:
         """For engines that check what blocks hold; `token_ids` = the array that grows with the answer, if one does."""

@@ -1,8 +1,4 @@
-"""Sending a prompt's KV to decode, layer by layer, while the next layers are being computed.
-
-Owns which slices of a prompt have been handed over (each once). Knows nothing of steps or schedulers: it is told which
-slices are whole, and reads them from the pool until it is quiet.
-"""
+"""Sends a prompt's KV to decode, layer by layer, while the next layers are being computed; each slice once."""
 
 import asyncio
 import collections
@@ -33,20 +29,20 @@ class _Piece:
     step: int | None
 
 
-class Delivery:
-    """One prompt's KV on its way to decode.
+class KVSender:
+    """Sends one prompt's KV to a decode instance.
 
-    What waits is bounded by layers times chunks: positions only, the bytes stay in the pool until they are sent.
+    Waiting slices are positions only, at most layers times chunks: the bytes stay in the pool until they are sent.
 
     Args:
         request_id: for the spans.
-        target: where it goes.
-        num_tokens: of the prompt.
+        target: the transfer at the decode instance.
+        num_tokens: length of the prompt.
         layout: arrangement of the KV.
         block_table: the prompt's blocks, read when slices are sent.
         read: `(layer, block)` -> slice of the pool and its hash.
-        senders: the streams.
-        tracker: learns how quick sending is.
+        senders: the streams to decode instances.
+        tracker: learns the speed of sending.
         spans: where sending is recorded.
     """
 
@@ -72,18 +68,18 @@ class Delivery:
         self._senders = senders
         self._tracker = tracker
         self._spans = spans
-        # One bit per block and layer that was handed over; what decode holds already counts as handed over.
+        # Per layer one bit for each block handed over; blocks that decode holds already count as handed over.
         self._handed = [(1 << target.held_blocks) - 1] * layout.layers
         self._pending: collections.deque[_Piece] = collections.deque()
         self._wake = asyncio.Event()
         self._quiet = asyncio.Event()
         self._quiet.set()
-        self._all_told = False
+        self._finished = False
         self._transfer: OutboundTransfer | None = None
         self.sent_bytes = 0
 
     def add(self, layer: int, first: int, end: int, step: int | None = None) -> None:
-        """Blocks [first, end) of a layer are whole and stay as they are. Those handed over before are skipped."""
+        """Queues blocks [first, end) of a layer, which must not change any more; those queued before are skipped."""
         todo = ((1 << end) - 1) & ~((1 << first) - 1) & ~self._handed[layer]
         self._handed[layer] |= todo
         while todo:
@@ -98,18 +94,18 @@ class Delivery:
         """Everything has been added."""
         whole = (1 << self._num_blocks) - 1
         assert all(handed == whole for handed in self._handed), "a slice was never handed over"
-        self._all_told = True
+        self._finished = True
         self._wake.set()
 
     async def quiet(self) -> None:
-        """Waits until nothing added so far is read any more. The deadlines are those of `stream`."""
+        """Waits until everything added so far was sent; the deadlines are those of `stream`."""
         await self._quiet.wait()
 
     async def stream(self) -> None:
         """Opens the transfer and sends what is added, until everything has been. Reads no block once it has ended.
 
         Raises:
-            TransferFailed: decode gave up, or did not take it in time.
+            TransferFailed: decode refused the transfer, or did not take it in time.
             StreamBroken: the stream to decode ended, or decode cannot be reached.
         """
         sender = await self._senders.get(self._target.decode)
@@ -117,22 +113,22 @@ class Delivery:
             transfer = self._transfer = await sender.open(self._target)
         except Mismatch as error:  # decode was restarted: another placement can succeed
             raise TransferFailed(f"{self._target.decode.id} does not take the transfer: {error}") from error
-        while self._pending or not self._all_told:
+        while self._pending or not self._finished:
             while self._pending:
                 await self._send(transfer, self._take())
             self._quiet.set()
-            if not self._all_told:
+            if not self._finished:
                 self._wake.clear()
                 await self._wake.wait()
         transfer.close(aborted=False)
 
     async def verdict(self, timeout_s: float) -> None:
-        """Waits until decode has everything; raises as `OutboundTransfer.verdict`."""
+        """Waits until decode confirms the transfer; raises as `OutboundTransfer.verdict`."""
         assert self._transfer is not None
         await self._transfer.verdict(timeout_s)
 
     def abandon(self) -> None:
-        """Nobody wants the transfer any more. Without effect after the verdict."""
+        """Aborts the transfer. Without effect after the verdict."""
         if self._transfer is not None:
             self._transfer.close(aborted=True)
             self._transfer.release()
@@ -140,7 +136,7 @@ class Delivery:
         self._quiet.set()
 
     def _take(self) -> list[_Piece]:
-        """What to send next: one layer's pieces, and more layers while all of them are small."""
+        """The next batch to send: one layer's pieces, and more layers while they are small."""
         batch, size = [self._pending.popleft()], 0
         while self._pending:
             size += (batch[-1].end - batch[-1].first) * self._layout.slice_bytes

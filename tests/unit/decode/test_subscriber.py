@@ -3,7 +3,7 @@
 import asyncio
 
 from moonpool.v1 import decode_pb2, kv_pb2
-from services.decode.steps import MAX_ANSWERS, Subscriber
+from services.decode.subscriber import MAX_ANSWERS, Subscriber
 
 STOP, UNKNOWN = kv_pb2.FINISH_REASON_STOP, kv_pb2.CANCEL_OUTCOME_UNKNOWN
 

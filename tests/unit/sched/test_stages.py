@@ -1,7 +1,7 @@
 import pytest
 
-from moonpool.engine.stages import stage_ranges
 from moonpool.errors import ConfigError
+from moonpool.sched.stages import stage_ranges
 
 
 def test_layers_are_divided_evenly_and_the_last_stage_is_never_longer() -> None:

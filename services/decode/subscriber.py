@@ -1,8 +1,7 @@
-"""What one conductor is told of its sequences: tokens, failures, answers to cancels.
+"""What one conductor is sent on its Steps stream: tokens, failures, answers to cancels.
 
-Owns the messages between the step loop and one Steps stream. A conductor that reads slowly gets fewer, larger messages:
-what waits is merged, so that memory is bounded by what its admitted sequences may generate at all. Knows nothing of
-batches or blocks.
+A conductor that reads slowly gets fewer, larger messages: waiting tokens of a sequence are merged, so memory is bounded
+by what its admitted sequences may generate.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ MAX_ANSWERS = 4096
 
 
 class Subscriber:
-    """One conductor's Steps stream, from the side that has something to tell."""
+    """The sending side of one conductor's Steps stream."""
 
     def __init__(self, conductor: kv_pb2.Instance) -> None:
         self.conductor = conductor
@@ -55,30 +54,30 @@ class Subscriber:
         self.flush()
 
     def cancelled(self, request_id: str, outcome: kv_pb2.CancelOutcome.ValueType) -> None:
-        """Answer to a cancel. Tokens of the sequence that wait are not sent any more."""
+        """Answer to a cancel. Waiting tokens of the sequence are dropped."""
         if outcome != kv_pb2.CANCEL_OUTCOME_UNKNOWN:
             self._tokens.pop(request_id, None)
         self._rest.cancelled.add(request_id=request_id, outcome=outcome)
         self.flush()
 
     def _settle(self, request_id: str) -> None:
-        """Tokens that wait are the last of their sequence: what else comes under this id is another one's."""
+        """Closes the sequence's waiting tokens: later tokens under this id belong to another sequence."""
         if request_id in self._tokens:
             self._rest.tokens.append(self._tokens.pop(request_id))
 
     async def room(self) -> None:
-        """Waits while too many answers were not read: whoever does not read is not listened to either."""
+        """Waits while too many answers are unread, so that no further message of this conductor is read."""
         while len(self._rest.failed) + len(self._rest.cancelled) >= MAX_ANSWERS and not self._closed:
             self._read.clear()
             await self._read.wait()
 
     def flush(self) -> None:
-        """A step is over: what waits may go."""
+        """Lets waiting messages go; called after a step."""
         if self.waiting:
             self._wake.set()
 
     def close(self) -> None:
-        """Nothing more will come; `next` still gives what waits."""
+        """Ends the stream; `next` still returns what waits."""
         self._closed = True
         self._wake.set()
         self._read.set()

@@ -1,4 +1,4 @@
-"""How a model's layers are divided among stages. Owns nothing else; knows neither torch nor processes."""
+"""How a model's layers are divided among stages."""
 
 from moonpool.errors import ConfigError
 
