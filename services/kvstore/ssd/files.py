@@ -133,7 +133,7 @@ class Files:
     def sync(self, path: Path) -> None:
         """Returns once everything written to the file is on the device; its name need not be."""
         with self._descriptor(path, _WRITE) as fd:
-            os.fdatasync(fd)
+            self.flush(fd, path)
 
     def uncache(self, path: Path, offset: int, nbytes: int) -> None:
         """Gives up page cache of a range that was synced: the DRAM tier decides what stays in memory."""
@@ -179,7 +179,7 @@ class Files:
         with path.open("w") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            self.flush(file.fileno(), path)
         self.sync_folder(path.parent)
 
     def probe(self, folder: Path, nbytes: int) -> None:
@@ -207,9 +207,16 @@ class Files:
         """Makes new and removed names in a folder durable."""
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(fd)
+            self.flush(fd, folder)
         finally:
             os.close(fd)
+
+    def flush(self, fd: int, path: Path) -> None:
+        """The one place that syncs: an open file, or the names in a folder."""
+        if path.is_dir():
+            os.fsync(fd)
+        else:
+            os.fdatasync(fd)
 
     def sync_all(self) -> None:
         """Returns once everything that any process has written is on the device."""

@@ -142,9 +142,14 @@ class PowerFiles(Files):
     def start_writeback(self, path: Path, offset: int, nbytes: int) -> None:
         """A hint, which promises nothing."""
 
-    def sync(self, path: Path) -> None:
-        self._on_step("sync")
-        if "sync" not in self._without:
+    def flush(self, fd: int, path: Path) -> None:
+        name = "sync_folder" if path.is_dir() else "sync"
+        self._on_step(name)
+        if name in self._without:
+            return
+        if path.is_dir():
+            self._folder(path).sync()
+        else:
             self._synced(path)
 
     def truncate(self, path: Path, size: int) -> None:
@@ -159,10 +164,7 @@ class PowerFiles(Files):
 
     def write_note(self, path: Path, text: str) -> None:
         self._on_step("note")
-        path.write_text(text)
-        self._changed(path)
-        self._synced(path)
-        self.sync_folder(path.parent)
+        super().write_note(path, text)
 
     # Folders
 
@@ -182,11 +184,6 @@ class PowerFiles(Files):
                 folder.set(name, None)
             self._folder(path.parent).set(path.name, None)
             self.sync_folder(path.parent)
-
-    def sync_folder(self, folder: Path) -> None:
-        self._on_step("sync_folder")
-        if "sync_folder" not in self._without:
-            self._folder(folder).sync()
 
     def sync_all(self) -> None:
         self._on_step("sync_all")
