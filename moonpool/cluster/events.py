@@ -28,7 +28,7 @@ class HeldKeys:
     part: Callable[[int], Iterable[bytes]]
 
 
-def snapshot(held: HeldKeys) -> Iterator[list[kv_pb2.KVEvents]]:
+def snapshot(held: HeldKeys, max_keys: int = KEYS_PER_MESSAGE) -> Iterator[list[kv_pb2.KVEvents]]:
     """Messages, not numbered yet, that say what is held, in steps; each step lists when it is taken.
 
     So no step is long, and between the steps changes may be told. The rule that keeps the listener right: what a step
@@ -37,7 +37,7 @@ def snapshot(held: HeldKeys) -> Iterator[list[kv_pb2.KVEvents]]:
 
     A step lists no more keys than a message has and the largest part; they may make several messages.
     """
-    number, max_keys = 0, KEYS_PER_MESSAGE
+    number = 0
     while number < held.parts:
         begin, keys = number == 0, list[bytes]()
         while number < held.parts and len(keys) < max_keys:

@@ -81,6 +81,10 @@ class ByteCredits:
         self._available -= n
         return True
 
+    def overdraw(self, n: int) -> None:
+        """Takes `n` bytes whether they are there or not; `available` may be negative after that."""
+        self._available -= n
+
     async def acquire(self, n: int, *, timeout_s: float) -> None:
         """Takes `n` bytes, waiting until they are there. A cancelled wait takes nothing.
 

@@ -65,7 +65,7 @@ class Operations:
 
     def sizes(self) -> Curve:
         """(bytes, hit share) of stores of other sizes; blocks count as those here do on average."""
-        dram, ssd = self.store.holdings.dram, self.ssd
+        dram, ssd = self.store.tiers.dram, self.ssd
         blocks = len(dram) + (len(ssd) if ssd is not None else 0)
         nbytes = dram.block_bytes + (ssd.live_bytes if ssd is not None else 0)
         return in_bytes(self.reuse.curve(), nbytes // blocks) if blocks else []

@@ -8,13 +8,14 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.keys import BlockKey
+from moonpool.streams.credits import ByteCredits
 from services.kvstore.core.store import BlockStore
-from services.kvstore.streams.layers import LayerReader, ReadAhead
+from services.kvstore.streams.layers import LayerReader
 
 PORTION_BLOCKS = 64
 """Most blocks that are read together."""
@@ -38,16 +39,12 @@ class Warmer:
         store: the store.
         pool: threads that read.
         ahead: bytes that may be read and not taken yet.
-        on_session: told when a lease was opened or closed.
     """
 
-    def __init__(
-        self, store: BlockStore, pool: ThreadPoolExecutor, ahead: ReadAhead, on_session: Callable[[], None]
-    ) -> None:
+    def __init__(self, store: BlockStore, pool: ThreadPoolExecutor, ahead: ByteCredits) -> None:
         self._store = store
         self._pool = pool
         self._ahead = ahead
-        self._on_session = on_session
         self._turn = asyncio.Lock()
 
     async def warm(self, max_bytes: int) -> Warmed:
@@ -61,35 +58,34 @@ class Warmer:
             async with contextlib.aclosing(self._portions()) as portions:
                 async for block_format, keys in portions:
                     size = block_format.layout.block_bytes
-                    room = self._store.holdings.dram.free_bytes
+                    room = self._store.tiers.dram.free_bytes
                     if max_bytes:
                         room = min(room, max_bytes - nbytes)
                     keys = keys[: room // size]
                     if not keys:
                         break
                     await self._read(block_format, keys)
-                    came = sum(key in self._store.holdings.dram for key in keys)
+                    came = sum(key in self._store.tiers.dram for key in keys)
                     blocks += came
                     nbytes += came * size
             return Warmed(blocks, nbytes)
 
     async def _portions(self) -> AsyncGenerator[tuple[BlockFormat, list[BlockKey]], None]:
         """Blocks of the durable tier that are not in DRAM, newest first, those of one format together."""
-        holdings = self._store.holdings
-        if holdings.backend is None:
+        tiers = self._store.tiers
+        if tiers.ssd is None:
             return
-        for step in holdings.backend.newest_first(STEP_BLOCKS):
-            cold = [key for key in step if key not in holdings.dram]
-            for block_format, keys in itertools.groupby(cold, holdings.format_of):
+        for step in tiers.ssd.newest_first(STEP_BLOCKS):
+            cold = [key for key in step if key not in tiers.dram]
+            for block_format, keys in itertools.groupby(cold, tiers.format_of):
                 while block_format is not None and (portion := list(itertools.islice(keys, PORTION_BLOCKS))):
                     yield block_format, portion
             await asyncio.sleep(0)
 
     async def _read(self, block_format: BlockFormat, keys: list[BlockKey]) -> None:
         lease = self._store.reads.open(keys, block_format, promote=True, counted=False)
-        self._on_session()
         layers = range(block_format.layout.layers)
-        reader = LayerReader(self._store.reads, lease, layers, self._pool, self._ahead, on_closed=self._on_session)
+        reader = LayerReader(self._store.reads, lease, layers, self._pool, self._ahead)
         try:
             async for _ in reader.groups():
                 pass

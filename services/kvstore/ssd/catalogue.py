@@ -20,7 +20,7 @@ from moonpool.kv.parts import PartTable
 from services.kvstore.ssd.interned import Interned
 from services.kvstore.ssd.records import ALIGN
 from services.kvstore.ssd.segments import SegmentFile
-from services.kvstore.tenancy.protection import TierAccount
+from services.kvstore.tenancy.tenants import Account
 
 ENTRY = struct.Struct("<32sIIII")
 """One record in an index: key, offset and length in units of `ALIGN`, id of the format, id of the tenant."""
@@ -108,7 +108,7 @@ class Catalogue:
         self.segments: dict[int, Segment] = {}
         self.live_bytes = 0
         self._places = PartTable[int]()
-        self._account: TierAccount | None = None
+        self._account: Account | None = None
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._places.parts[key[0]]
@@ -123,7 +123,7 @@ class Catalogue:
         """Keys of one part of all blocks."""
         return self._places.parts[number]
 
-    def keep_account(self, account: TierAccount | None) -> None:
+    def keep_account(self, account: Account | None) -> None:
         """From now on `account` is told of every record that comes or goes; of those that are here, at once."""
         self._account = account
         if account is not None:

@@ -22,7 +22,7 @@ from services.kvstore.ssd.record_reader import SsdReader
 from services.kvstore.ssd.recovery import DataFolder, Recovered, recover
 from services.kvstore.ssd.segments import sync_folder
 from services.kvstore.ssd.space import Space
-from services.kvstore.tenancy.protection import TierAccount
+from services.kvstore.tenancy.tenants import Account
 
 _log = get_logger(__name__)
 
@@ -54,7 +54,7 @@ class SsdTier:
         segment_bytes: int,
         *,
         keeps: Keeps | None = None,
-        account: TierAccount | None = None,
+        account: Account | None = None,
     ) -> None:
         self.durability = recovered.durability
         self._folder = folder
@@ -74,7 +74,7 @@ class SsdTier:
         self._plans = Plans(self._books, self._space, committer, self._oldest.forget)
         self.protect(keeps, account)
 
-    def protect(self, keeps: Keeps | None, account: TierAccount | None = None) -> None:
+    def protect(self, keeps: Keeps | None, account: Account | None = None) -> None:
         """Says what must stay; once, before the first plan.
 
         Args:
@@ -267,7 +267,7 @@ def open_tier(
     *,
     durability: Durability = "power",
     keeps: Keeps | None = None,
-    account: TierAccount | None = None,
+    account: Account | None = None,
 ) -> SsdTier:
     """Blocking. Locks a data folder and finds out what it holds; arguments as for `SsdTier` and `recover`.
 

@@ -1,7 +1,4 @@
-"""What the store's two KV streams have in common: handshake, outbox, session tasks, and an end that leaves nothing.
-
-Owns the life of one stream. Must not know what its sessions do.
-"""
+"""What the store's two KV streams have in common: handshake, outbox, session tasks, and an end that leaves nothing."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Coroutine
@@ -28,6 +25,10 @@ Req = TypeVar("Req", bound=Message)
 class ServerContext(Protocol):
     """The part of grpc.aio's servicer context that a stream needs."""
 
+    def peer(self) -> str:
+        """The peer's address, its port last."""
+        ...
+
     def bare_write(self, message: Any) -> Awaitable[None]:
         """Sends one message; not to be cancelled."""
         ...
@@ -51,7 +52,7 @@ class KVStream(Generic[Req]):
 
     @property
     def tasks(self) -> int:
-        """Sessions' works that run beside the stream."""
+        """Tasks of sessions that run beside the stream."""
         return self._tasks
 
     @property
@@ -76,7 +77,7 @@ class KVStream(Generic[Req]):
 
         Raises:
             InvalidRequest: the first message is no hello.
-            Mismatch: the hello's layout is none that can be kept.
+            Mismatch: the store cannot keep the hello's layout.
             Unavailable: the service is closing.
             StreamBroken: the peer reads nothing.
         """
@@ -112,7 +113,7 @@ class KVStream(Generic[Req]):
             self.outbox.close(StreamBroken("the stream has ended"))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Runs a session's work beside the stream; it must not raise what is its session's own affair.
+        """Runs a session's work beside the stream. What it raises ends the stream.
 
         Raises:
             Unavailable: too many run already.

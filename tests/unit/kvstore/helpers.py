@@ -11,8 +11,9 @@ from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from services.kvstore.core.assembly import PutSession, PutSpec, parents_of
 from services.kvstore.core.store import BlockStore
+from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.policies.policy import LRU
+from services.kvstore.policies.policy import LRU, EvictionPolicy
 from services.kvstore.ssd.recovery import DataFolder, recover
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.tenancy.pins import Pins
@@ -84,8 +85,12 @@ def open_ssd(path: Path, capacity: int = 1 << 20, segment: int = 1 << 16) -> Ssd
         raise
 
 
-class Driven:
-    """A store whose commits happen when `flush` is called, and what it has announced."""
+class Driven(StoreListener):
+    """A store whose commits happen when `flush` is called, and what it has announced.
+
+    Args:
+        listener: is told of everything too.
+    """
 
     def __init__(
         self,
@@ -94,21 +99,50 @@ class Driven:
         pins: Pins | None = None,
         account: Account | None = None,
         ssd_account: Account | None = None,
+        policy: EvictionPolicy | None = None,
+        max_sessions: int = 4,
+        batch_bytes: int = 32 << 20,
+        lease_bytes: int | None = None,
+        listener: StoreListener | None = None,
     ) -> None:
-        dram = DramTier(dram_bytes, LRU(), pins=pins, account=account)
+        dram = DramTier(dram_bytes, policy or LRU(), pins=pins, account=account)
         self.ssd_account = ssd_account or Account()
-        self.store = BlockStore(dram, ssd, max_sessions=4, durable_account=self.ssd_account)
+        self.listener = listener or StoreListener()
+        self.store = BlockStore(
+            dram,
+            ssd,
+            self,
+            max_sessions=max_sessions,
+            batch_bytes=batch_bytes,
+            lease_bytes=lease_bytes,
+            ssd_account=self.ssd_account,
+        )
         if ssd is not None:
             ssd.protect(Protection(dram.pins.__contains__, self.ssd_account).keeps, self.ssd_account)
         self.stored: list[BlockKey] = []
         self.removed: list[BlockKey] = []
         self.visible: list[tuple[BlockKey, ...]] = []
         self.durable: list[tuple[BlockKey, ...]] = []
-        self.store.holdings.on_change.append(self._changed)
+        self.rooms = 0
+        self.asked_for: list[list[BlockKey]] = []
 
-    def _changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
         self.stored += stored
         self.removed += removed
+        self.listener.changed(stored, removed)
+
+    def asked(self, keys: Sequence[BlockKey]) -> None:
+        self.asked_for.append(list(keys))
+
+    def room(self) -> None:
+        self.rooms += 1
+        self.listener.room()
+
+    def work(self) -> None:
+        self.listener.work()
+
+    def sessions_changed(self) -> None:
+        self.listener.sessions_changed()
 
     def open(self, spec: PutSpec) -> PutSession | None:
         return self.store.writes.open(
@@ -133,10 +167,10 @@ class Driven:
         if keys:
             session = self.put(keys, tenant)
         while (plan := self.store.writes.next_plan()) is not None:
-            backend = self.store.holdings.backend
-            assert backend is not None
+            ssd = self.store.tiers.ssd
+            assert ssd is not None
             try:
-                backend.commit(plan)
+                ssd.commit(plan)
             except OSError as error:
                 self.store.writes.plan_done(error)
             else:

@@ -6,7 +6,6 @@ import pytest
 
 from moonpool.errors import FrameError, InvalidRequest, Overloaded
 from moonpool.kv.frames import Run
-from moonpool.kv.keys import BlockKey
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSpec
 from tests.unit.kvstore.helpers import (
     BLOCK,
@@ -36,7 +35,7 @@ def test_nothing_incomplete_is_visible() -> None:
         driven.store.check_invariants()
     assert driven.visible == [(B,)]
     assert driven.stored == [B]
-    assert driven.store.holdings.match([A]) == 0
+    assert driven.store.tiers.match([A]) == 0
     assert driven.read([A, B]) == []
     writes.write(session, [run_of(A, 0, 2)])
     assert driven.visible == [(B,), (A,)]
@@ -51,12 +50,12 @@ def test_an_abandoned_session_leaves_nothing() -> None:
     for layer in range(LAYOUT.layers):
         driven.store.writes.write(session, [run_of(A, 0, layer)])
     driven.store.writes.write(session, [run_of(B, 1, 0)])
-    assert driven.store.holdings.dram.reserved_bytes == BLOCK
+    assert driven.store.tiers.dram.reserved_bytes == BLOCK
     driven.store.writes.close(session)
     driven.store.writes.close(session)
-    assert driven.store.holdings.dram.reserved_bytes == 0
+    assert driven.store.tiers.dram.reserved_bytes == 0
     assert (driven.store.writes.sessions, driven.store.writes.unfinished_blocks) == (0, 0)
-    assert list(driven.store.holdings) == [A]
+    assert list(driven.store.tiers) == [A]
     driven.store.check_invariants()
 
 
@@ -81,11 +80,11 @@ def test_several_writers_share_a_block() -> None:
     right = driven.open(spec_of([B, A], layers=range(3), heads=range(1, 2)))
     assert left is not None
     assert right is not None
-    assert driven.store.holdings.dram.reserved_bytes == 2 * BLOCK
     for layer in range(LAYOUT.layers):
         writes.write(left, [run_of(A, 0, layer, range(1))])
         driven.store.check_invariants()
         assert driven.visible == []
+        assert driven.store.tiers.dram.reserved_bytes == BLOCK
         writes.write(right, [run_of(A, 1, layer, range(1, 2))])
     assert driven.visible == [(A,), (A,)]
     assert left.complete
@@ -122,7 +121,7 @@ def test_a_session_is_told_when_another_finishes_its_block() -> None:
     assert told == [0]
     assert set(slow.unfinished) == {1}
     writes.write(slow, [run_of(A, 0, 1)])  # it had sent this before it was told
-    assert driven.store.holdings.dram.reserved_bytes == BLOCK
+    assert driven.store.tiers.dram.reserved_bytes == 0
     for layer in range(LAYOUT.layers):
         writes.write(slow, [run_of(B, 1, layer)])
     assert told == [0, 1]
@@ -152,7 +151,7 @@ def test_one_of_many_writers_vanishes_and_its_part_is_brought_by_another() -> No
 
 def test_when_the_last_writer_vanishes_its_memory_comes_back() -> None:
     driven = Driven()
-    writes, dram = driven.store.writes, driven.store.holdings.dram
+    writes, dram = driven.store.writes, driven.store.tiers.dram
     sessions = [driven.open(spec_of([A], heads=range(head, head + 1))) for head in range(2)]
     for head, session in enumerate(sessions):
         assert session is not None
@@ -246,36 +245,98 @@ def test_a_session_larger_than_all_dram_is_refused_for_good() -> None:
         driven.open(spec_of(KEYS[:3]))
 
 
-def test_a_session_waits_while_unfinished_blocks_fill_dram() -> None:
+def test_opening_a_session_evicts_and_reserves_nothing() -> None:
+    driven = Driven(dram_bytes=4 * BLOCK)
+    old = keys_of(4, "old")
+    driven.store.writes.close(driven.put(old))
+    session = driven.open(spec_of(KEYS[:4]))
+    assert session is not None
+    assert (driven.removed, driven.store.tiers.dram.reserved_bytes) == ([], 0)
+    driven.store.writes.write(session, [run_of(A, 0, 0)])
+    assert (driven.removed, driven.store.tiers.dram.reserved_bytes) == ([old[-1]], BLOCK)
+    driven.store.writes.close(session)
+    assert driven.store.tiers.dram.reserved_bytes == 0
+    driven.store.check_invariants()
+
+
+def test_data_waits_while_unfinished_blocks_fill_dram() -> None:
     driven = Driven(dram_bytes=2 * BLOCK)
-    rooms = 0
-
-    def room() -> None:
-        nonlocal rooms
-        rooms += 1
-
-    driven.store.holdings.on_room.append(room)
-    first = driven.open(spec_of([A, B]))
+    writes = driven.store.writes
+    first, second = driven.open(spec_of([A, B])), driven.open(spec_of([C]))
     assert first is not None
-    assert driven.open(spec_of([C])) is None
-    driven.store.writes.close(first)
-    assert rooms == 1
-    assert driven.open(spec_of([C])) is not None
+    assert second is not None
+    assert writes.write(first, [run_of(A, 0, 0), run_of(B, 1, 0)])
+    assert not writes.write(second, [run_of(C, 0, 0)])
+    assert driven.open(spec_of([D])) is None
+    assert writes.write(first, [run_of(A, 0, 1)])  # what has its room need not wait
+    driven.store.check_invariants()
+    writes.close(first)
+    assert driven.rooms == 1
+    assert writes.write(second, [run_of(C, 0, 0)])
 
 
-def test_a_session_that_waits_uses_its_present_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_takes_room_for_all_of_its_blocks_or_for_none() -> None:
+    driven = Driven(dram_bytes=2 * BLOCK)
+    writes = driven.store.writes
+    first, second = driven.open(spec_of([A])), driven.open(spec_of([B, C]))
+    assert first is not None
+    assert second is not None
+    assert writes.write(first, [run_of(A, 0, 0)])
+    assert not writes.write(second, [run_of(B, 0, 0), run_of(C, 1, 0)])
+    assert driven.store.tiers.dram.reserved_bytes == BLOCK
+    driven.store.check_invariants()
+
+
+def test_a_block_completed_by_a_frame_that_fails_later_is_kept_and_all_its_writers_are_told() -> None:
+    driven = Driven(dram_bytes=2 * BLOCK)
+    writes = driven.store.writes
+    told: list[int] = []
+    other = writes.open(spec_of([B, A]), told.extend, lambda _: None)
+    session = driven.open(spec_of([A, B]))
+    assert other is not None
+    assert session is not None
+    for layer in range(2):
+        writes.write(session, [run_of(A, 0, layer)])
+    with pytest.raises(FrameError, match="come before"):
+        writes.write(session, [run_of(A, 0, 2), run_of(A, 0, 2)])
+    assert (driven.visible, told) == ([(A,)], [1])
+    writes.close(session)
+    writes.close(other)
+    driven.store.check_invariants()
+    assert driven.read([A]) == [data_of(A)]
+    driven.put([B, C])  # all DRAM can be had again
+
+
+def test_many_frames_that_fail_cost_no_room() -> None:
+    driven = Driven(dram_bytes=2 * BLOCK)
+    for key in KEYS:
+        session = driven.open(spec_of([key]))
+        assert session is not None
+        runs = [run_of(key, 0, layer) for layer in range(LAYOUT.layers)]
+        with pytest.raises(FrameError):
+            driven.store.writes.write(session, [*runs, runs[0]])
+        driven.store.writes.close(session)
+        driven.store.check_invariants()
+    assert set(driven.store.tiers) == set(KEYS[-2:])
+
+
+def test_a_session_that_waits_uses_its_present_blocks_once() -> None:
+    """It is touched when the session opens: the block used last stays longest."""
     driven = Driven(dram_bytes=3 * BLOCK)
     driven.store.writes.close(driven.put([A]))
-    first = driven.open(spec_of([B, C]))
+    driven.store.writes.close(driven.put([B]))
+    lease = driven.store.reads.open([B], FORMAT, promote=False)
+    first = driven.open(spec_of([C]))
     assert first is not None
-    used: list[list[BlockKey]] = []
-    monkeypatch.setattr(driven.store.holdings, "touch", lambda chain: used.append(list(chain)))
-    writes, waiting = driven.store.writes, spec_of([A, KEYS[3], KEYS[4]])
-    for again in (False, True, True):
-        assert writes.open(waiting, lambda _: None, lambda _: None, again=again) is None
-    writes.close(first)
-    assert writes.open(waiting, lambda _: None, lambda _: None, again=True) is not None
-    assert used == [[A]]
+    driven.store.writes.write(first, [run_of(C, 0, 0)])
+    pinned = driven.store.reads.open([A], FORMAT, promote=False)
+    waiting = spec_of([A, D])
+    assert driven.open(waiting) is None
+    driven.store.reads.close(pinned)
+    driven.store.reads.close(lease)
+    assert driven.open(waiting) is not None
+    driven.put([KEYS[4]])
+    assert driven.removed == [B]
 
 
 def test_without_a_durable_tier_eviction_is_removal() -> None:
@@ -315,7 +376,7 @@ def test_blocks_on_their_way_to_the_device_are_not_evicted(tmp_path: Path) -> No
     driven.store.writes.close(session)
     driven.flush([C])
     assert driven.removed == []  # demoted, not gone
-    assert set(driven.store.holdings) == {A, B, C}
+    assert set(driven.store.tiers) == {A, B, C}
     assert driven.read([A, B]) == [data_of(A), data_of(B)]
     ssd.close()
 
@@ -337,8 +398,7 @@ def test_a_session_hears_of_present_blocks_that_become_durable(tmp_path: Path) -
 
 def test_commits_come_one_at_a_time_in_batches(tmp_path: Path) -> None:
     ssd = open_ssd(tmp_path)
-    driven = Driven(ssd)
-    driven.store.writes._batch_bytes = 2 * 8192
+    driven = Driven(ssd, batch_bytes=2 * 8192)
     driven.put(KEYS[:5])
     sizes = []
     while (plan := driven.store.writes.next_plan()) is not None:
@@ -353,8 +413,8 @@ def test_commits_come_one_at_a_time_in_batches(tmp_path: Path) -> None:
 def test_a_block_that_came_back_another_way_is_not_taken_twice(tmp_path: Path) -> None:
     first = Driven(open_ssd(tmp_path))
     first.flush([A])
-    assert first.store.holdings.backend is not None
-    first.store.holdings.backend.close()
+    assert first.store.tiers.ssd is not None
+    first.store.tiers.ssd.close()
     ssd = open_ssd(tmp_path)
     driven = Driven(ssd)
     reads, writes = driven.store.reads, driven.store.writes
@@ -381,4 +441,93 @@ def test_a_block_that_came_back_another_way_is_not_taken_twice(tmp_path: Path) -
     assert driven.durable == [(A,)]  # it is stored anew
     writes.close(session)
     assert driven.read([A]) == [data_of(A)]
+    ssd.close()
+
+
+def fail(driven: Driven) -> None:
+    """The batch under way meets a device that fails."""
+    assert driven.store.writes.next_plan() is not None
+    driven.store.writes.plan_done(OSError(5, "Input/output error"))
+
+
+def test_a_block_that_failed_to_become_durable_is_queued_again_when_it_is_put_again(tmp_path: Path) -> None:
+    ssd = open_ssd(tmp_path)
+    driven = Driven(ssd)
+    first = driven.put([A])
+    fail(driven)
+    assert (driven.store.writes.pending, driven.store.writes.unsaved, driven.durable) == (0, 1, [])
+    driven.store.check_invariants()
+    again = driven.open(spec_of([A]))
+    assert again is not None
+    assert list(again.present) == [0]
+    assert driven.store.writes.pending == 1
+    driven.flush()
+    assert driven.durable == [(A,), (A,)]  # both sessions hear of it
+    assert (driven.store.writes.unsaved, driven.store.writes.blocks_not_durable) == (0, 1)
+    driven.store.writes.close(first)
+    driven.store.writes.close(again)
+    ssd.close()
+    ssd = open_ssd(tmp_path)
+    assert set(ssd) == {A}
+    ssd.close()
+
+
+def test_blocks_that_failed_are_tried_again_batch_by_batch_while_they_stay_in_dram(tmp_path: Path) -> None:
+    ssd = open_ssd(tmp_path)
+    driven = Driven(ssd, dram_bytes=5 * BLOCK, batch_bytes=8192)
+    session = driven.put(KEYS[:5])
+    for _ in range(5):
+        fail(driven)
+    writes = driven.store.writes
+    assert writes.unsaved == 5
+    writes.retry()
+    assert writes.pending == 1  # the others are not held meanwhile
+    fail(driven)
+    assert (writes.unsaved, writes.blocks_not_durable) == (5, 5)
+    writes.close(session)
+    writes.close(driven.put([KEYS[5]]))  # evicts one of them
+    writes.retry()
+    driven.flush()
+    assert set(ssd) == set(driven.store.tiers.dram)
+    assert (len(ssd), writes.unsaved) == (5, 0)
+    ssd.close()
+
+
+def test_a_session_awaits_what_is_not_durable(tmp_path: Path) -> None:
+    ssd = open_ssd(tmp_path)
+    driven = Driven(ssd)
+    session = driven.put([A])
+    assert driven.store.writes.awaits(session)
+    driven.flush()
+    assert not driven.store.writes.awaits(session)
+    ssd.close()
+    assert not Driven().store.writes.awaits(session)
+
+
+def test_leases_keep_no_more_dram_than_they_may() -> None:
+    driven = Driven(dram_bytes=8 * BLOCK, lease_bytes=3 * BLOCK)
+    driven.store.writes.close(driven.put(KEYS[:6]))
+    reads = driven.store.reads
+    first = reads.open(KEYS[:2], FORMAT, promote=False)
+    same = reads.open(KEYS[:2], FORMAT, promote=False)  # keeps nothing more
+    more = reads.open(KEYS[:6], FORMAT, promote=False)
+    assert (first.blocks, same.blocks, more.blocks, reads.leased_bytes) == (2, 2, 3, 3 * BLOCK)
+    with pytest.raises(Overloaded) as refusal:
+        reads.open(KEYS[3:6], FORMAT, promote=False)
+    assert refusal.value.reason == "kvstore_leases"
+    driven.put(keys_of(5, "others"))  # the rest of DRAM is there for writers
+    driven.store.check_invariants()
+    for lease in (more, same, first):
+        reads.close(lease)
+        driven.store.check_invariants()
+    assert reads.leased_bytes == 0
+
+
+def test_leases_promote_no_more_than_they_may(tmp_path: Path) -> None:
+    ssd = open_ssd(tmp_path)
+    Driven(ssd).flush(KEYS[:4])
+    driven = Driven(ssd, lease_bytes=2 * BLOCK)
+    assert driven.read(KEYS[:4], promote=True) == [data_of(key) for key in KEYS[:4]]
+    assert set(driven.store.tiers.dram) == set(KEYS[:2])
+    assert driven.store.reads.leased_bytes == 0
     ssd.close()

@@ -121,7 +121,7 @@ async def test_the_newest_come_first_and_only_as_many_as_there_is_room_for(
         driven = Driven(ssd, dram_bytes=8 * BLOCK)
         with warming(driven) as warmer:
             assert await warmer.warm(3 * BLOCK) == Warmed(3, 3 * BLOCK)
-            assert set(driven.store.holdings.dram) == {KEYS[0], *LIVE[-2:]}
+            assert set(driven.store.tiers.dram) == {KEYS[0], *LIVE[-2:]}
             assert (await warmer.warm(0)).blocks == 5
-            assert set(driven.store.holdings.dram) == {KEYS[0], *LIVE[-7:]}
+            assert set(driven.store.tiers.dram) == {KEYS[0], *LIVE[-7:]}
             assert driven.removed == []

@@ -23,7 +23,7 @@ KEYS = keys_of(12)
 
 async def written(driven: Driven, *, retry_after_s: tuple[float, ...] = (0.0, 0.0)) -> WriteBehind:
     """Lets the writer thread do all there is to do."""
-    backend = driven.store.holdings.backend
+    backend = driven.store.tiers.ssd
     assert backend is not None
     writer = WriteBehind(driven.store.writes, backend, retry_after_s=retry_after_s)
     driven.store.writes.on_work = writer.wake
@@ -61,7 +61,7 @@ async def test_a_full_device_is_tried_again_with_less_on_it(
     with store(tmp_path) as driven:
         driven.flush(KEYS[:4])
         for key in KEYS[:4]:
-            driven.store.holdings.dram.discard(key)
+            driven.store.tiers.dram.discard(key)
         session = driven.put([KEYS[4]])
         real = getattr(__import__(f"services.kvstore.ssd.{target.split('.')[0]}", fromlist=["x"]), target.split(".")[1])
         with monkeypatch.context() as patch:
@@ -72,11 +72,11 @@ async def test_a_full_device_is_tried_again_with_less_on_it(
         assert driven.durable[1:] == [(KEYS[4],)]
         assert driven.store.writes.blocks_not_durable == 0
         assert driven.removed[0] == KEYS[0]
-        assert KEYS[3] in driven.store.holdings
+        assert KEYS[3] in driven.store.tiers
         driven.store.writes.close(session)
     with store(tmp_path) as driven:
-        assert {KEYS[3], KEYS[4]} <= set(driven.store.holdings)
-        assert not set(driven.removed) & set(driven.store.holdings)
+        assert {KEYS[3], KEYS[4]} <= set(driven.store.tiers)
+        assert not set(driven.removed) & set(driven.store.tiers)
 
 
 async def test_a_device_that_stays_full_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ async def test_a_full_device_gives_up_as_much_as_a_batch_needs(tmp_path: Path, m
             patch.setattr(real, "append", failing(1, FULL, real.append))
             writer = await written(driven)
         assert writer.retries == 1
-        backend = driven.store.holdings.backend
+        backend = driven.store.tiers.ssd
         assert backend is not None
         assert isinstance(backend, SsdTier)
         assert set(backend) == set(KEYS[3:9])
@@ -112,7 +112,7 @@ async def test_a_device_that_stays_full_makes_nobody_wait_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with store(tmp_path) as driven:
-        backend = driven.store.holdings.backend
+        backend = driven.store.tiers.ssd
         assert backend is not None
         writer = WriteBehind(driven.store.writes, backend, retry_after_s=(0.0, 0.0))
         driven.store.writes.on_work = writer.wake
@@ -135,7 +135,7 @@ async def test_trouble_is_told_once_a_while_and_its_end_at_once(
     now = 0.0
     caplog.set_level(logging.INFO)
     with store(tmp_path) as driven:
-        backend = driven.store.holdings.backend
+        backend = driven.store.tiers.ssd
         assert backend is not None
         writer = WriteBehind(driven.store.writes, backend, retry_after_s=(0.0,), clock=lambda: now)
         driven.store.writes.on_work = writer.wake
@@ -190,7 +190,7 @@ async def test_a_plan_that_gets_nowhere_is_not_made_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with store(tmp_path) as driven:
-        backend = driven.store.holdings.backend
+        backend = driven.store.tiers.ssd
         assert backend is not None
         driven.flush(KEYS[:3])
         backend._space.capacity_bytes = 2 * RECORD  # type: ignore[attr-defined]
@@ -223,7 +223,7 @@ def test_a_lost_index_waits_for_room_and_its_blocks_do_not(
                 ]
                 assert "free some room and start again" in caplog.text
                 assert f"'needed_bytes': {48 * len(here) + (1 << 20)}" in caplog.text
-                ssd = driven.store.holdings.backend
+                ssd = driven.store.tiers.ssd
                 assert isinstance(ssd, SsdTier)
                 assert not ssd.indexed
                 assert not (tmp_path / "index").exists()
@@ -237,7 +237,7 @@ def test_a_lost_index_waits_for_room_and_its_blocks_do_not(
         caplog.clear()
         with caplog.at_level(logging.INFO), store(tmp_path, 2 * RECORD) as driven:
             assert ("rebuilding the index" in caplog.text) == rebuilt
-            ssd = driven.store.holdings.backend
+            ssd = driven.store.tiers.ssd
             assert isinstance(ssd, SsdTier)
             assert ssd.indexed
             assert driven.read(KEYS) == [data_of(key) for key in KEYS[:7]]
@@ -312,11 +312,11 @@ def test_what_segments_have_lost_need_not_be_noted_at_once(tmp_path: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr("services.kvstore.ssd.index.Index.commit", failing(-1, FULL_INDEX, print))
         with store(tmp_path) as driven:
-            assert set(driven.store.holdings) == {KEYS[0], KEYS[2]}
+            assert set(driven.store.tiers) == {KEYS[0], KEYS[2]}
     with store(tmp_path) as driven:
         driven.flush([KEYS[3]])
     with store(tmp_path) as driven:
-        assert set(driven.store.holdings) == {KEYS[0], KEYS[2], KEYS[3]}
+        assert set(driven.store.tiers) == {KEYS[0], KEYS[2], KEYS[3]}
 
 
 def test_where_lost_syncs_cannot_be_noted_there_are_syncs(
@@ -346,7 +346,7 @@ def test_a_life_without_syncs_is_believed_in_the_same_boot_only(
         monkeypatch.setattr("services.kvstore.ssd.recovery.boot_id", lambda boot=boot: boot)
         ssd = open_tier(tmp_path, 1 << 20, 4 * RECORD, durability="process")
         driven = Driven(ssd)
-        assert set(ssd) == set(driven.store.holdings)
+        assert set(ssd) == set(driven.store.tiers)
         if boot == "one" and rebuilt:
             driven.flush(KEYS[:3])
         assert set(ssd) == set(KEYS[:3])

@@ -1,6 +1,7 @@
 """What no proper client sends: it costs its session or its stream, nobody else, and all memory comes back."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from moonpool.kv.keys import pack_keys
 from moonpool.rpc.server import MESSAGE_LIMIT_BYTES
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
+from services.kvstore.streams.sessions import MAX_UNSENT
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, data_of, keys_of
-from tests.unit.kvstore.streams.test_servicer import Rig, answer, frames_of, opened_put, put_open, rig
+from tests.unit.kvstore.rig import Rig, answer, frames_of, opened_put, put_open, rig
 
 KEYS = keys_of(8)
 A, B = KEYS[:2]
@@ -22,7 +24,7 @@ OPEN = 100
 async def all_back(store: Rig) -> None:
     """Nothing is held, and the memory of unfinished blocks is free."""
     await store.at_rest()
-    dram = store.service.store.holdings.dram
+    dram = store.service.store.tiers.dram
     assert dram.arena.resident_bytes - dram.arena.free_bytes == dram.block_bytes
     assert await store.put([B]) in ((0, 1), (1, 0))
 
@@ -158,22 +160,44 @@ async def test_so_many_reading_sessions_are_bounded(sessions: int) -> None:
         await all_back(store)
 
 
-async def test_from_a_writer_that_reads_no_answers_nothing_more_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+class Deaf:
+    """A peer that takes no answer."""
+
+    def __init__(self) -> None:
+        self.listening = asyncio.Event()
+
+    def peer(self) -> str:
+        return "ipv4:192.0.2.1:1"
+
+    async def bare_write(self, message: Any) -> None:
+        await self.listening.wait()
+
+
+async def test_from_a_writer_that_reads_no_answers_nothing_more_is_taken() -> None:
     """Its answers are bounded by number; what it writes beyond waits in its own buffers until it is cut off."""
-    monkeypatch.setattr("services.kvstore.streams.sessions.MAX_UNSENT", 4)
+    bad = PayloadMessage(kvstore_pb2.PutRequest(open=kvstore_pb2.PutOpen(session=1, keys=b"x" * 31)))
+    taken, many = 0, asyncio.Event()
+
+    async def flood() -> AsyncIterator[Any]:
+        nonlocal taken
+        yield PayloadMessage(kvstore_pb2.PutRequest(hello=store.hello()))
+        for _ in range(3 * MAX_UNSENT):
+            taken += 1
+            if taken == MAX_UNSENT:
+                many.set()
+            yield bad
+
     async with rig(max_sessions=10) as store:
-        call = store.open_stream("Put")
-        await call.write(PayloadMessage(kvstore_pb2.PutRequest(hello=store.hello())))
-        bad = PayloadMessage(kvstore_pb2.PutRequest(open=kvstore_pb2.PutOpen(session=1, keys=b"x" * 31)))
-
-        async def flood() -> None:
-            while True:
-                await call.write(bad)
-                assert store.gauges()["messages_unsent"] <= 5
-
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(flood(), 0.3)
-        call.cancel()
+        peer = Deaf()
+        stream = asyncio.ensure_future(store.service.servicer.Put(flood(), peer))
+        await many.wait()
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert taken <= MAX_UNSENT + 2
+        assert store.gauges()["messages_unsent"] <= MAX_UNSENT + 1
+        peer.listening.set()
+        await stream
+        assert taken == 3 * MAX_UNSENT
         await all_back(store)
 
 

@@ -19,7 +19,7 @@ from moonpool.streams.store_writer import StoreWriter
 from moonpool.telemetry.gauges import restless
 from moonpool.v1 import kvstore_pb2
 from tests.unit.kvstore.helpers import LAYOUT, keys_of, slice_of
-from tests.unit.kvstore.streams.test_servicer import Rig, rig
+from tests.unit.kvstore.rig import Rig, rig
 
 SESSIONS = 60
 AT_ONCE = 6

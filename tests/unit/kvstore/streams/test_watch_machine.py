@@ -1,12 +1,11 @@
-"""Watchers against a plain set of keys: whoever follows, in any rhythm, ends with exactly what is here."""
+"""Watchers against a plain set of keys: a follower, in any rhythm, ends with exactly what is here."""
 
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -17,12 +16,12 @@ from moonpool.errors import Unavailable
 from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.kv.parts import PARTS
 from moonpool.v1 import kv_pb2
+from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.streams.watch import Journal
 from tests.unit.kvstore.helpers import BLOCK, RECORD, Driven, in_part, keys_of, open_ssd
 
 KEYS = keys_of(6)
 INCARNATION = 7
-PAGE = "moonpool.cluster.events.KEYS_PER_MESSAGE"
 
 STEP = st.one_of(
     st.tuples(st.just("flip"), st.sets(st.integers(0, 5), min_size=1, max_size=3)),
@@ -86,12 +85,11 @@ class Follower:
         self.stream = self.coming = None
 
 
-async def follow(steps: list[Any]) -> int:
+async def follow(steps: list[Any], page_keys: int = 4096) -> int:
     here: dict[BlockKey, None] = {}
     history: dict[int, set[BlockKey]] = {}
-    journal = Journal(
-        HeldKeys(PARTS, lambda number: in_part(here, number)), INCARNATION, journal_messages=3, watcher_messages=2
-    )
+    held = HeldKeys(PARTS, lambda number: in_part(here, number))
+    journal = Journal(held, INCARNATION, journal_messages=3, watcher_messages=2, page_keys=page_keys)
     followers = [Follower(journal), Follower(journal)]
 
     def check() -> None:
@@ -130,9 +128,8 @@ async def follow(steps: list[Any]) -> int:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(STEP, max_size=30))
-def test_whoever_follows_knows_what_is_here_and_nothing_that_was_removed(steps: list[Any]) -> None:
-    with mock.patch(PAGE, 1):  # so that changes come between the pages
-        asyncio.run(follow(steps))
+def test_a_follower_knows_what_is_here_and_nothing_that_was_removed(steps: list[Any]) -> None:
+    asyncio.run(follow(steps, page_keys=1))  # so that changes come between the pages
 
 
 def test_what_comes_and_goes_during_a_snapshot_is_told_rightly() -> None:
@@ -141,8 +138,7 @@ def test_what_comes_and_goes_during_a_snapshot_is_told_rightly() -> None:
     hear: Any = ("hear", (0, 1))
     steps: list[Any] = [("flip", set(order[:5])), hear, hear]
     steps += [("flip", {order[0]}), hear, ("flip", {order[0], order[5]}), ("flip", {order[4]}), hear, hear]
-    with mock.patch(PAGE, 1):
-        assert asyncio.run(follow(steps)) == 0
+    assert asyncio.run(follow(steps, page_keys=1)) == 0
 
 
 def test_a_slow_one_is_cut_off_and_comes_back_by_replay_or_snapshot() -> None:
@@ -159,32 +155,35 @@ async def test_blocks_that_move_between_the_tiers_are_not_missed(tmp_path: Path,
     dice = random.Random(seed)
     keys = keys_of(40, f"moves-{seed}")
     ssd = open_ssd(tmp_path, 16 * RECORD, 4 * RECORD)
-    driven = Driven(ssd, dram_bytes=6 * BLOCK)
-    holdings = driven.store.holdings
-    journal = Journal(HeldKeys(PARTS, holdings.part), INCARNATION, watcher_messages=64)
-    holdings.on_change.append(journal.changed)
+
+    class Watched(StoreListener):
+        def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+            journal.changed(stored, removed)
+
+    driven = Driven(ssd, dram_bytes=6 * BLOCK, listener=Watched())
+    tiers = driven.store.tiers
+    journal = Journal(HeldKeys(PARTS, tiers.part), INCARNATION, watcher_messages=64, page_keys=2)
     followers = [Follower(journal) for _ in range(3)]
     snapshots = 0
-    with mock.patch(PAGE, 2):
-        for _ in range(150):
-            some = dice.sample(keys, 2)
-            if dice.random() < 0.5:
-                driven.flush(some)
-            elif dice.random() < 0.5:
-                driven.read(some, promote=True)
-            else:
-                holdings.touch(some)  # worth carrying over
-            for each in followers:
-                await each.hear(dice.randrange(3))
-                if each.whole and dice.random() < 0.2:
-                    await each.leave()
-                    each.whole = False
-                    snapshots += 1
-        assert (snapshots > 10, ssd.carried_bytes > 0, driven.store.reads.promotions > 0) == (True, True, True)
+    for _ in range(150):
+        some = dice.sample(keys, 2)
+        if dice.random() < 0.5:
+            driven.flush(some)
+        elif dice.random() < 0.5:
+            driven.read(some, promote=True)
+        else:
+            tiers.touch(some)  # worth carrying over
         for each in followers:
-            await each.hear(200)
-            assert (each.whole, each.keys) == (True, set(holdings))
-            await each.leave()
+            await each.hear(dice.randrange(3))
+            if each.whole and dice.random() < 0.2:
+                await each.leave()
+                each.whole = False
+                snapshots += 1
+    assert (snapshots > 10, ssd.carried_bytes > 0, driven.store.reads.promotions > 0) == (True, True, True)
+    for each in followers:
+        await each.hear(200)
+        assert (each.whole, each.keys) == (True, set(tiers))
+        await each.leave()
     ssd.close()
 
 
@@ -204,19 +203,18 @@ async def test_no_turn_of_the_loop_lists_more_than_a_page_and_a_part() -> None:
             await asyncio.sleep(0)
 
     most = 100 + max(map(len, parts))
-    with mock.patch(PAGE, 100):
-        counting = asyncio.ensure_future(count_turns())
-        told: list[BlockKey] = []
-        pages = 0
-        journal = Journal(HeldKeys(PARTS, part), INCARNATION)
-        async for page in journal.watch(0, 0):  # never waits, as if the watcher were quick
-            told += unpack_keys(page.stored_keys)
-            pages += 1
-            assert len(page.stored_keys) <= 100 * 32
-            assert listed - len(told) < most
-            if page.snapshot_end:
-                break
-        counting.cancel()
+    counting = asyncio.ensure_future(count_turns())
+    told: list[BlockKey] = []
+    pages = 0
+    journal = Journal(HeldKeys(PARTS, part), INCARNATION, page_keys=100)
+    async for page in journal.watch(0, 0):  # never waits, as if the watcher were quick
+        told += unpack_keys(page.stored_keys)
+        pages += 1
+        assert len(page.stored_keys) <= 100 * 32
+        assert listed - len(told) < most
+        if page.snapshot_end:
+            break
+    counting.cancel()
     assert (pages >= 50, sorted(told)) == (True, sorted(keys))
     steps = [after - before for before, after in itertools.pairwise(turns)]
     assert 0 < max(steps) < most
