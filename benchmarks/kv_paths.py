@@ -43,6 +43,7 @@ def filled_pool() -> KVPool:
     for layer in range(LAYOUT.layers):
         for block in range(BLOCKS):
             pool.slice(layer, block)[:] = (layer * BLOCKS + block + 1).to_bytes(4, "little") * (LAYOUT.slice_bytes // 4)
+            pool.seal(layer, block, LAYOUT.block_tokens)
     return pool
 
 
@@ -93,9 +94,8 @@ class DecodePath(_Sessions):
         pool = self._pool
         self._under_way.append(transfer)
         for layer in range(LAYOUT.layers):
-            await transfer.send(
-                Slice(layer, block, pool.slice(layer, block), LAYOUT.block_tokens) for block in range(BLOCKS)
-            )
+            slices = ((block, *pool.read(layer, block)) for block in range(BLOCKS))
+            await transfer.send(Slice(layer, block, data, LAYOUT.block_tokens, value) for block, data, value in slices)
             self.layer_sent.set()
         self._under_way.remove(transfer)
         self._sent_bytes += transfer.sent_bytes
@@ -144,7 +144,7 @@ class PutPath(_Sessions):
         """One put."""
         keys = kv_shape.keys(kv_shape.tokens(-next(self._seeds)))
         parents = [kv_shape.ROOT, *keys[:-1]]
-        outcome = await self._writer.put(keys, parents, "", self._pool.slice, timeout_s=TIMEOUT_S)
+        outcome = await self._writer.put(keys, parents, "", self._pool.read, timeout_s=TIMEOUT_S)
         if outcome.stored != BLOCKS:
             raise RuntimeError(f"the store took {outcome.stored} of {BLOCKS} blocks")
 

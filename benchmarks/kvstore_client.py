@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks.kvstore_shape import Memory, hello, parents
+from moonpool.kv.hashes import slice_hash
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels
@@ -46,9 +47,10 @@ class StoreClient:
         size, source, slice_bytes = self.layout.block_bytes, self.memory.source, self.layout.slice_bytes
         places = [self.memory.at(first + index, size, source) for index in range(len(keys))]
 
-        def read(layer: int, index: int) -> memoryview:
+        def read(layer: int, index: int) -> tuple[memoryview, int]:
             at = places[index] + layer * slice_bytes
-            return source[at : at + slice_bytes]
+            data = source[at : at + slice_bytes]
+            return data, slice_hash(data)
 
         outcome = await self.writer.put(keys, parents(keys, self.layout), "", read, timeout_s=TIMEOUT_S)
         if outcome.stored != len(keys):
@@ -65,7 +67,7 @@ class StoreClient:
         size, target, slice_bytes = self.layout.block_bytes, self.memory.target, self.layout.slice_bytes
         places = [self.memory.at(first + index, size, target) for index in range(len(keys))]
 
-        def take(layer: int, index: int, data: memoryview) -> None:
+        def take(layer: int, index: int, data: memoryview, value: int) -> None:
             at = places[index] + layer * slice_bytes
             target[at : at + slice_bytes] = data
 

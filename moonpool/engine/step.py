@@ -19,7 +19,7 @@ from moonpool.model.batch import PackedBatch
 from moonpool.model.load import torch_dtype
 from moonpool.model.sampler import sample
 from moonpool.model.stage import StageModel
-from moonpool.sched.steps import Step
+from moonpool.sched.steps import Step, finished_blocks
 
 
 def pool_tensor(part: PoolPart) -> Tensor:
@@ -39,7 +39,8 @@ def pool_tensor(part: PoolPart) -> Tensor:
         layout.block_tokens,
         layout.head_dim,
     )
-    return torch.frombuffer(part.map, dtype=torch_dtype(layout.dtype)).view(shape)
+    dtype = torch_dtype(layout.dtype)
+    return torch.frombuffer(part.map, dtype=dtype, count=part.nbytes // dtype.itemsize).view(shape)
 
 
 @dataclass(slots=True)
@@ -48,15 +49,17 @@ class StageRunner:
 
     stage: int
     model: StageModel
-    kv: Tensor  # [layers of the stage, blocks, kv_heads, 2, block_tokens, head_dim]
+    part: PoolPart
     links: Links
     gates: Gates
     emit: Callable[[LayerDone | StepDone], None]
     gate_timeout_s: float
+    kv: Tensor = field(init=False)  # [layers of the stage, blocks, kv_heads, 2, block_tokens, head_dim]
     block_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.block_tokens = self.kv.shape[4]
+        self.kv = pool_tensor(self.part)
+        self.block_tokens = self.part.layout.block_tokens
 
     @torch.inference_mode()
     def run(self, step: Step) -> None:
@@ -82,6 +85,7 @@ class StageRunner:
 
     def _layers(self, step: Step, hidden: Tensor, batch: PackedBatch) -> Tensor | None:
         """All layers of this stage: hidden states [T, hidden], or None when the step was aborted before the last."""
+        finished = finished_blocks(step, self.block_tokens)
         for layer in range(self.model.layer_begin, self.model.layer_end):
             if step.gated and not self.gates.wait(step.step_id, layer, self.gate_timeout_s):
                 return None
@@ -89,6 +93,8 @@ class StageRunner:
                 return None
             start_ns = time.monotonic_ns()
             hidden = self.model.layer(layer, hidden, batch, self.kv[layer - self.model.layer_begin])
+            for block, valid_tokens in finished:
+                self.part.seal(layer, block, valid_tokens)
             if step.layer_events:
                 self.emit(LayerDone(step.step_id, layer, start_ns, time.monotonic_ns()))
         return hidden

@@ -74,7 +74,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
 
     from moonpool.checkpoint.config import load_config
     from moonpool.engine.pipeline import GlooLinks, Links, NoLinks
-    from moonpool.engine.step import StageRunner, pool_tensor
+    from moonpool.engine.step import StageRunner
     from moonpool.kv.pool import PoolPart
     from moonpool.model.load import load_stage, torch_dtype
 
@@ -87,7 +87,6 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     dtype = torch_dtype(engine.dtype)
     config = load_config(path)
     part = PoolPart.attach(pool_fd, engine.layout, engine.blocks, spec.layer_begin, spec.layer_end)
-    kv = pool_tensor(part)
     model = load_stage(
         path,
         config,
@@ -107,7 +106,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
             dtype=dtype,
             timeout_s=engine.step_timeout_s,
         )
-    return StageRunner(spec.stage, model, kv, links, gates, channel.send, engine.gate_timeout_s)
+    return StageRunner(spec.stage, model, part, links, gates, channel.send, engine.gate_timeout_s)
 
 
 def serve(channel: BlockingChannel, pool_fd: int) -> None:

@@ -4,8 +4,10 @@ Owns these three records. Must not know of tiers, sessions, files or the wire.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from moonpool.errors import InvalidRequest
+from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import KEY_BYTES, BlockKey
 from moonpool.kv.layout import KVLayout
 
@@ -56,18 +58,20 @@ class BlockInfo:
 
 
 class DramBlock:
-    """A whole block in DRAM: `data` is `[layers, slice_bytes]`, layer after layer.
+    """A whole block in DRAM: `data` is `[layers, slice_bytes]`, layer after layer; `hashes` one per layer, bound to it.
 
     `holds` counts who needs it to stay: readers, and the writer thread until the block is on SSD. `pinned`: some pin
     keeps it. Its memory is free when the block and all views of it are gone.
     """
 
-    __slots__ = ("data", "holds", "info", "pinned")
+    __slots__ = ("data", "hashes", "holds", "info", "pinned")
 
-    def __init__(self, info: BlockInfo, data: memoryview | bytearray) -> None:
+    def __init__(self, info: BlockInfo, data: memoryview | bytearray, hashes: Sequence[int]) -> None:
         assert len(data) == info.nbytes
+        assert len(hashes) == info.format.layout.layers
         self.info = info
         self.data = memoryview(data)
+        self.hashes = tuple(hashes)
         self.holds = 0
         self.pinned = False
 
@@ -75,3 +79,9 @@ class DramBlock:
         """The bytes of one layer, `[kv_heads, 2, block_tokens, head_dim]` and scales; all heads."""
         size = self.info.format.layout.slice_bytes
         return self.data[layer * size : (layer + 1) * size]
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether all bytes still match their hashes."""
+        layers = range(self.info.format.layout.layers)
+        return all(bind(slice_hash(self.slice(n)), self.info.key, n) == self.hashes[n] for n in layers)

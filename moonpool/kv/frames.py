@@ -1,22 +1,23 @@
-"""Frames: layer slices packed into payloads near one MiB, each with a checksum over all that it says.
-
-Owns how slices become frames and back. Must not know who sends them or what they are for.
-"""
+"""Frames: layer slices packed into payloads near one MiB, with a checksum of the header and a hash of every slice."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import xxhash
 
 from moonpool.errors import FrameError
+from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
 
 FRAME_BYTES = 1 << 20
 """Payload size aimed at: below it gRPC's cost per message shows, above it messages block the event loop."""
+MAX_FRAME_SLICES = 4096
+"""Most slices in a frame, so that opening one is quick whatever their size."""
 
 _HEADER = struct.Struct("<QI")
 _RUN = struct.Struct("<6I")
@@ -46,6 +47,7 @@ class Slice:
         block: index in the session's key list.
         data: `part_bytes(heads, layout)` bytes, which must stay as they are until sent.
         valid_tokens: of the block.
+        hash: `slice_hash` of the data with invalid token slots as zeros; bound where the session is a kvstore's.
         heads: consecutive heads that `data` holds; None for the whole slice, as those with scales must travel.
     """
 
@@ -53,6 +55,7 @@ class Slice:
     block: int
     data: memoryview
     valid_tokens: int
+    hash: int
     heads: range | None = None
 
 
@@ -61,25 +64,27 @@ def part_bytes(heads: range | None, layout: KVLayout) -> int:
     return layout.slice_bytes if heads is None else len(heads) * layout.head_bytes
 
 
-def checksum(header: kv_pb2.FrameHeader, pieces: Sequence[memoryview]) -> int:
-    """xxh3-64 of the payload, seeded with the xxh3-64 of the header's other fields as little-endian integers."""
-    runs = (
-        (run.layer, run.first_block, run.block_count, run.head_begin, run.head_end, run.valid_tokens)
+class DamagedSliceError(FrameError):
+    """The bytes of a slice are not those that its hash was made of.
+
+    Attributes:
+        block: index in the session's key list.
+    """
+
+    def __init__(self, layer: int, block: int) -> None:
+        super().__init__(f"layer {layer} of block {block}: wrong hash")
+        self.block = block
+
+
+def checksum(header: kv_pb2.FrameHeader) -> int:
+    """xxh3-64 of the header's other fields as little-endian integers: session, generation, runs, slice hashes."""
+    packed = [_HEADER.pack(header.session, header.generation)]
+    packed += [
+        _RUN.pack(run.layer, run.first_block, run.block_count, run.head_begin, run.head_end, run.valid_tokens)
         for run in header.runs
-    )
-    return _checksum(header.session, header.generation, runs, pieces)
-
-
-def _checksum(session: int, generation: int, runs: Iterable[Sequence[int]], pieces: Sequence[memoryview]) -> int:
-    packed = [_HEADER.pack(session, generation)]
-    packed += [_RUN.pack(*run) for run in runs]
-    seed = xxhash.xxh3_64_intdigest(b"".join(packed))
-    if len(pieces) == 1:
-        return xxhash.xxh3_64_intdigest(pieces[0], seed)
-    digest = xxhash.xxh3_64(seed=seed)
-    for piece in pieces:
-        digest.update(piece)
-    return digest.intdigest()
+    ]
+    packed.append(struct.pack(f"<{len(header.slice_hashes)}Q", *header.slice_hashes))
+    return xxhash.xxh3_64_intdigest(b"".join(packed))
 
 
 def pack_frames(
@@ -105,7 +110,7 @@ def pack_frames(
         heads = all_heads if item.heads is None else item.heads
         pieces = ((heads.start, heads.stop, data),) if whole else _pieces(data, heads, layout, target_bytes)
         for head_begin, head_end, piece in pieces:
-            if frame.nbytes and frame.nbytes + piece.nbytes > target_bytes:
+            if frame.nbytes and (frame.nbytes + piece.nbytes > target_bytes or frame.slices == MAX_FRAME_SLICES):
                 yield frame.finish(session, generation)
                 frame = _Frame(layout)
             frame.add(item, head_begin, head_end, piece)
@@ -113,33 +118,103 @@ def pack_frames(
         yield frame.finish(session, generation)
 
 
-def open_frame(header: kv_pb2.FrameHeader, payload: memoryview, layout: KVLayout) -> list[tuple[Run, memoryview]]:
-    """Verifies a received frame; returns its runs with their bytes, block after block, without copying.
+class OpenRun(NamedTuple):
+    """A verified run: all heads of the session, block after block, and the hashes that came with it, one per block."""
 
-    Raises:
-        FrameError: Checksum, sizes or ranges are wrong; nothing of the frame may be used.
+    run: Run
+    data: memoryview
+    hashes: Sequence[int]
+
+
+class FrameOpener:
+    """Opens the frames of one session, in their order.
+
+    What is larger than a frame of a slice comes in several pieces, one behind the other, and is handed out whole.
     """
-    runs: list[tuple[Run, memoryview]] = []
-    position = 0
-    for message in header.runs:
-        run = Run(
-            message.layer,
-            message.first_block,
-            message.block_count,
-            message.head_begin,
-            message.head_end,
-            message.valid_tokens,
-        )
-        end = position + run_bytes(run, layout)
-        runs.append((run, payload[position:end]))
-        position = end
-        if position > payload.nbytes:
-            break  # whatever number of runs is claimed, only so many are looked at as the payload could hold
-    if position != payload.nbytes or not runs:
-        raise FrameError(f"frame of session {header.session}: {payload.nbytes} bytes, its runs need {position}")
-    if checksum(header, (payload,)) != header.checksum:
-        raise FrameError(f"frame of session {header.session}: wrong checksum")
-    return runs
+
+    def __init__(self, layout: KVLayout, heads: range | None = None, keys: Sequence[bytes] | None = None) -> None:
+        """Takes what both sides know of the session.
+
+        Args:
+            layout: Arrangement of the slices.
+            heads: Heads that the session carries of each slice; None for all.
+            keys: The session's blocks, where hashes are bound to them.
+        """
+        self._layout = layout
+        self._heads = range(layout.kv_heads) if heads is None else heads
+        self._keys = keys
+        whole = len(self._heads) == layout.kv_heads
+        self._bytes = layout.slice_bytes if whole else part_bytes(self._heads, layout)
+        self._piece: tuple[Run, bytearray] | None = None  # the beginning of a slice that comes in pieces
+
+    def open(self, header: kv_pb2.FrameHeader, payload: memoryview) -> list[OpenRun]:
+        """Verifies a frame; returns its whole runs with their bytes, not copied but for slices in pieces.
+
+        Raises:
+            DamagedSliceError: A slice's bytes are not what was sent.
+            FrameError: Checksum, sizes or ranges are wrong; nothing of the frame may be used.
+        """
+        runs = self._runs(header, payload)
+        if checksum(header) != header.checksum:
+            raise FrameError(f"frame of session {header.session}: wrong checksum")
+        opened: list[OpenRun] = []
+        position = number = 0
+        for run, nbytes in runs:
+            data, hashes = payload[position : position + nbytes], header.slice_hashes[number : number + run.block_count]
+            position, number = position + nbytes, number + run.block_count
+            if range(run.head_begin, run.head_end) != self._heads:
+                whole = self._pieced(run, data)
+                if whole is None:
+                    continue
+                run, data = whole
+            self._verify(run, data, hashes)
+            opened.append(OpenRun(run, data, hashes))
+        return opened
+
+    def _runs(self, header: kv_pb2.FrameHeader, payload: memoryview) -> list[tuple[Run, int]]:
+        """The runs and their bytes, which are together those of the payload."""
+        slices, runs, size = len(header.slice_hashes), [], 0
+        if not 0 < len(header.runs) <= slices <= MAX_FRAME_SLICES:
+            raise FrameError(f"frame of session {header.session}: {len(header.runs)} runs, {slices} slices")
+        for message in header.runs:
+            run = Run(
+                message.layer,
+                message.first_block,
+                message.block_count,
+                message.head_begin,
+                message.head_end,
+                message.valid_tokens,
+            )
+            nbytes = run_bytes(run, self._layout)
+            runs.append((run, nbytes))
+            size += nbytes
+            slices -= run.block_count
+        if size != payload.nbytes or slices:
+            raise FrameError(f"frame of session {header.session}: {payload.nbytes} bytes, its runs need {size}")
+        return runs
+
+    def _pieced(self, run: Run, data: memoryview) -> tuple[Run, memoryview] | None:
+        """Takes a piece of a slice; returns the slice when it is whole."""
+        start = replace(run, head_begin=self._heads.start, head_end=run.head_begin)
+        before, buffer = self._piece or (replace(start, head_end=self._heads.start), bytearray())
+        if before != start or run.block_count != 1 or run.head_end > self._heads.stop:
+            raise FrameError(f"{run}: not expected (heads {self._heads}, behind {before})")
+        buffer += data
+        before = replace(start, head_end=run.head_end)
+        self._piece = (before, buffer) if run.head_end < self._heads.stop else None
+        return None if self._piece else (before, memoryview(buffer))
+
+    def _verify(self, run: Run, data: memoryview, hashes: Sequence[int]) -> None:
+        size, keys = self._bytes, self._keys
+        for index, wanted in enumerate(hashes):
+            block = run.first_block + index
+            found = slice_hash(data[index * size : (index + 1) * size])
+            if keys is not None:
+                if block >= len(keys):
+                    raise FrameError(f"{run}: the session has {len(keys)} blocks")
+                found = bind(found, keys[block], run.layer)
+            if found != wanted:
+                raise DamagedSliceError(run.layer, block)
 
 
 def run_bytes(run: Run, layout: KVLayout) -> int:
@@ -197,16 +272,22 @@ def _pieces(
 class _Frame:
     """A frame being filled."""
 
-    __slots__ = ("_layout", "_pieces", "_runs", "nbytes")
+    __slots__ = ("_hashes", "_layout", "_pieces", "_runs", "nbytes")
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
         self._pieces: list[memoryview] = []
         self._runs: list[list[int]] = []  # fields of a Run, in its order
+        self._hashes: list[int] = []
         self.nbytes = 0
+
+    @property
+    def slices(self) -> int:
+        return len(self._hashes)
 
     def add(self, item: Slice, head_begin: int, head_end: int, piece: memoryview) -> None:
         self._pieces.append(piece)
+        self._hashes.append(item.hash)
         self.nbytes += piece.nbytes
         if self._runs:
             last = self._runs[-1]
@@ -224,11 +305,7 @@ class _Frame:
         self._runs.append([item.layer, item.block, 1, head_begin, head_end, item.valid_tokens])
 
     def finish(self, session: int, generation: int) -> tuple[kv_pb2.FrameHeader, list[memoryview]]:
-        header = kv_pb2.FrameHeader(
-            session=session,
-            generation=generation,
-            checksum=_checksum(session, generation, self._runs, self._pieces),
-        )
+        header = kv_pb2.FrameHeader(session=session, generation=generation, slice_hashes=self._hashes)
         for layer, first_block, block_count, head_begin, head_end, valid_tokens in self._runs:
             header.runs.add(
                 layer=layer,
@@ -238,4 +315,5 @@ class _Frame:
                 head_end=head_end,
                 valid_tokens=valid_tokens,
             )
+        header.checksum = checksum(header)
         return header, self._pieces

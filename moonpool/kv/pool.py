@@ -1,7 +1,4 @@
-"""The paged KV memory of one instance, shared between its I/O process and its engine processes.
-
-Owns the memory. Must not know which block belongs to whom (that is the block manager's), nor tensors.
-"""
+"""The paged KV memory of one instance, shared between its I/O process and its engine processes."""
 
 from __future__ import annotations
 
@@ -14,14 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moonpool.errors import ConfigError
+from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
+
+_HASH_BYTES = 8
 
 
 @dataclass(slots=True)
 class PoolPart:
     """The share of one stage: `[layer_end - layer_begin, blocks, slice_bytes]`, mapped shared from a file descriptor.
 
-    `map` supports the buffer protocol. The part owns `fd`: it is closed with the part.
+    Behind these `nbytes` lie the slices' hashes, `[layer_end - layer_begin, blocks]`, 8 bytes each. `map` supports the
+    buffer protocol. The part owns `fd`: it is closed with the part.
     """
 
     layout: KVLayout
@@ -32,6 +33,7 @@ class PoolPart:
     nbytes: int
     map: mmap.mmap
     view: memoryview = field(repr=False)
+    hashes: memoryview = field(repr=False)
     slice_bytes: int
 
     @classmethod
@@ -41,12 +43,16 @@ class PoolPart:
         Raises:
             ConfigError: The descriptor's memory is not what the arguments say.
         """
-        nbytes = (layer_end - layer_begin) * blocks * layout.slice_bytes
-        size = os.fstat(fd).st_size
-        if size != nbytes or nbytes <= 0:
-            raise ConfigError("pool", f"layers {layer_begin} to {layer_end} need {nbytes} bytes, the pool has {size}")
-        mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        return cls(layout, blocks, layer_begin, layer_end, fd, nbytes, mapped, memoryview(mapped), layout.slice_bytes)
+        slices = (layer_end - layer_begin) * blocks
+        needed, size = _mapped_bytes(layout, slices), os.fstat(fd).st_size
+        if size != needed or slices <= 0:
+            raise ConfigError("pool", f"layers {layer_begin} to {layer_end} need {needed} bytes, the pool has {size}")
+        mapped = mmap.mmap(fd, needed, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        view, nbytes = memoryview(mapped), slices * layout.slice_bytes
+        hashes = view[needed - slices * _HASH_BYTES :].cast("Q")
+        return cls(
+            layout, blocks, layer_begin, layer_end, fd, nbytes, mapped, view[:nbytes], hashes, layout.slice_bytes
+        )
 
     def slice(self, layer: int, block: int) -> memoryview:
         """The writable bytes of one layer (index in the model) of one block."""
@@ -56,12 +62,29 @@ class PoolPart:
         start = ((layer - self.layer_begin) * self.blocks + block) * size
         return self.view[start : start + size]
 
+    def hash_of(self, layer: int, block: int) -> int:
+        """What `slice_hash` was of the slice when it was computed or received; 0 before."""
+        return int(self.hashes[(layer - self.layer_begin) * self.blocks + block])
+
+    def set_hash(self, layer: int, block: int, value: int) -> None:
+        """Keeps the hash that came with a slice."""
+        self.hashes[(layer - self.layer_begin) * self.blocks + block] = value
+
+    def seal(self, layer: int, block: int, valid_tokens: int) -> None:
+        """Makes the hash of a slice that was computed here, with invalid token slots as zeros."""
+        data = self.slice(layer, block)
+        if valid_tokens < self.layout.block_tokens:
+            data = memoryview(bytearray(data))
+            self.layout.zero_invalid(data, valid_tokens)
+        self.set_hash(layer, block, slice_hash(data))
+
     def close(self) -> None:
         """Unmaps and closes. Idempotent. Slices still in someone's hands keep the memory until they are gone."""
         if self.fd < 0:
             return
         os.close(self.fd)
         self.fd = -1
+        self.hashes.release()
         self.view.release()
         with contextlib.suppress(BufferError):
             self.map.close()
@@ -100,7 +123,7 @@ class KVPool:
         parts: list[PoolPart] = []
         try:
             for begin, end in layer_ranges:
-                fd = _shared_memory((end - begin) * blocks * layout.slice_bytes)
+                fd = _shared_memory(_mapped_bytes(layout, (end - begin) * blocks))
                 try:
                     parts.append(PoolPart.attach(fd, layout, blocks, begin, end))
                 except BaseException:
@@ -126,10 +149,30 @@ class KVPool:
         """The writable bytes of one layer of one block."""
         return self._by_layer[layer].slice(layer, block)
 
+    def read(self, layer: int, block: int) -> tuple[memoryview, int]:
+        """One layer of one block, and its hash."""
+        part = self._by_layer[layer]
+        return part.slice(layer, block), part.hash_of(layer, block)
+
+    def write(self, layer: int, block: int, data: memoryview, value: int) -> None:
+        """Takes one layer of one block that came from elsewhere, verified, and the hash that came with it."""
+        part = self._by_layer[layer]
+        part.slice(layer, block)[:] = data
+        part.set_hash(layer, block, value)
+
+    def seal(self, layer: int, block: int, valid_tokens: int) -> None:
+        """Makes the hash of a slice that was computed in this process."""
+        self._by_layer[layer].seal(layer, block, valid_tokens)
+
     def close(self) -> None:
         """Gives the memory back. Idempotent."""
         for part in self.parts:
             part.close()
+
+
+def _mapped_bytes(layout: KVLayout, slices: int) -> int:
+    """Memory of so many slices and their hashes; the hashes are aligned to their size."""
+    return -(-slices * layout.slice_bytes // _HASH_BYTES) * _HASH_BYTES + slices * _HASH_BYTES
 
 
 def _check_ranges(layout: KVLayout, layer_ranges: Sequence[tuple[int, int]]) -> None:

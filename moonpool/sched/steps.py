@@ -87,3 +87,18 @@ class Step:
     """Before each layer, wait until its gate is open (the prefix's slices of that layer are loaded)."""
     layer_events: bool = False
     """Send `LayerDone` after each layer."""
+
+
+def finished_blocks(step: Step, block_tokens: int) -> list[tuple[int, int]]:
+    """Blocks (of the pool) that a step makes ready to leave, each with its valid tokens.
+
+    Those are the blocks that become full, and where layers are reported the part-filled last block of a prompt.
+    """
+    found: dict[int, int] = {}
+    for sequence in step.sequences:
+        end = sequence.start + len(sequence.token_ids) // 4
+        first, last = sequence.start // block_tokens, end // block_tokens
+        found.update((block, block_tokens) for block in sequence.block_table[first:last])
+        if end % block_tokens and step.layer_events and sequence.sample is not None:
+            found[sequence.block_table[last]] = end % block_tokens
+    return list(found.items())

@@ -59,7 +59,11 @@ class Corruptor:
         damaged.CopyFrom(header)
         target = self._random.choice([damaged, *damaged.runs])
         name = self._random.choice([field.name for field in target.DESCRIPTOR.fields if field.name != "runs"])
-        setattr(target, name, getattr(target, name) ^ 1 << self._random.randrange(5))
+        bit = 1 << self._random.randrange(5)
+        if name == "slice_hashes":
+            damaged.slice_hashes[self._random.randrange(len(damaged.slice_hashes))] ^= bit
+        else:
+            setattr(target, name, getattr(target, name) ^ bit)
         return damaged
 
     def _damaged_payload(self, pieces: list[memoryview]) -> list[memoryview]:

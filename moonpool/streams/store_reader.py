@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 
 from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
-from moonpool.kv.frames import Run, open_frame, part_bytes, split_run
+from moonpool.kv.frames import DamagedSliceError, FrameOpener, split_run
+from moonpool.kv.hashes import bind
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels, payload_stream
@@ -55,14 +56,17 @@ class _Read:
     def __init__(
         self,
         layout: KVLayout,
-        keys: int,
+        keys: Sequence[bytes],
         layers: range,
         heads: range,
-        on_slice: Callable[[int, int, memoryview], None],
+        on_slice: Callable[[int, int, memoryview, int], None],
         on_layer: Callable[[int], None],
     ) -> None:
         self.finished = Waiter()
-        self.blocks = keys
+        self.blocks = len(keys)
+        self.damaged_key = b""
+        self._keys = keys
+        self._opener = FrameOpener(layout, heads, keys)
         self._layout = layout
         self._layers = layers
         self._heads = heads
@@ -70,7 +74,6 @@ class _Read:
         self._on_layer = on_layer
         self._ledger: SliceLedger | None = None
         self._next_layer = layers.start
-        self._parts: dict[tuple[int, int], bytearray] = {}
 
     def on_message(self, message: kvstore_pb2.GetResponse, payload: memoryview) -> None:
         match message.WhichOneof("message"):
@@ -104,28 +107,18 @@ class _Read:
     def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
         if self._ledger is None:
             raise FrameError("a frame came before its session was opened")
-        for run, data in open_frame(header, payload, self._layout):
+        try:
+            opened = self._opener.open(header, payload)
+        except DamagedSliceError as error:
+            self.damaged_key = self._keys[error.block]
+            raise
+        for run, data, hashes in opened:
             if run.valid_tokens != self._layout.block_tokens:
                 raise FrameError(f"{run}: stored blocks are full")
             self._ledger.accept(run)
-            self._take(run, data, self._ledger)
+            for (index, _, piece), value in zip(split_run(run, data, self._layout), hashes, strict=True):
+                self._on_slice(run.layer, index, piece, bind(value, self._keys[index], run.layer))
         self._advance(self._ledger)
-
-    def _take(self, run: Run, data: memoryview, ledger: SliceLedger) -> None:
-        whole = run.head_end - run.head_begin == len(self._heads)
-        begin = self._heads.start * self._layout.head_bytes
-        for index, offset, piece in split_run(run, data, self._layout):
-            if whole:
-                self._on_slice(run.layer, index, piece)
-                continue
-            # What is larger than a frame of a slice comes in several head ranges; those with scales never do.
-            cell = run.layer, index
-            buffer = self._parts.get(cell)
-            if buffer is None:
-                buffer = self._parts[cell] = bytearray(part_bytes(self._heads, self._layout))
-            buffer[offset - begin : offset - begin + piece.nbytes] = piece
-            if ledger.slice_complete(run.layer, index):
-                self._on_slice(run.layer, index, memoryview(self._parts.pop(cell)))
 
     def _missing(self, block: int) -> None:
         if self._ledger is None:
@@ -134,7 +127,6 @@ class _Read:
             return
         self.blocks = block
         self._ledger.truncate(block)
-        self._parts = {cell: part for cell, part in self._parts.items() if cell[1] < block}
         if self._next_layer > self._layers.start:
             raise PrefixLost(block)
         if not block:
@@ -210,7 +202,7 @@ class StoreReader:
         *,
         layers: range,
         heads: range | None = None,
-        on_slice: Callable[[int, int, memoryview], None],
+        on_slice: Callable[[int, int, memoryview, int], None],
         on_layer: Callable[[int], None],
         timeout_s: float,
     ) -> int:
@@ -220,8 +212,8 @@ class StoreReader:
             keys: A chain's keys; their order numbers the blocks.
             layers: Consecutive layers wanted.
             heads: Consecutive heads wanted; None for all, as slices with scales must be read.
-            on_slice: Called once with (layer, index into keys, bytes of the wanted heads in order) for each slice; must
-                take them at once. A slice of a block at or past the returned count may have been handed out too.
+            on_slice: Called once with (layer, index into keys, bytes of the wanted heads in order, their hash) for each
+                slice; must take them at once. A slice of a block at or past the returned count may come too.
             on_layer: Called for each layer, in order, when all its slices have been handed out.
             timeout_s: Longest time for all of it.
 
@@ -231,6 +223,7 @@ class StoreReader:
             InvalidRequest: The layout has no such heads, or they cannot be read apart.
             PrefixLost: A block went missing after a layer had been handed out with it.
             TransferFailed: It took too long, or the store ended the session early.
+            DamagedSliceError: A slice did not match its hash; the store was told and will look at its block.
             FrameError: What came was not intact, not asked for, or came twice.
             StreamBroken: The stream has ended, or the store cannot be reached.
             Mismatch: The store does not take this KV.
@@ -239,7 +232,7 @@ class StoreReader:
         if not keys or not layers or not heads:
             return 0
         self._check_heads(heads)
-        read = _Read(self._layout, len(keys), layers, heads, on_slice, on_layer)
+        read = _Read(self._layout, keys, layers, heads, on_slice, on_layer)
         number = next(self._ids)
         began = asyncio.get_running_loop().time()
         try:
@@ -277,12 +270,15 @@ class StoreReader:
         finally:
             session.close()
             if not finished:
-                self._tell_closed(session, number)
+                self._tell_closed(session, number, read.damaged_key)
 
     @staticmethod
-    def _tell_closed(session: MuxSession[kvstore_pb2.GetRequest, kvstore_pb2.GetResponse], number: int) -> None:
+    def _tell_closed(
+        session: MuxSession[kvstore_pb2.GetRequest, kvstore_pb2.GetResponse], number: int, damaged_key: bytes
+    ) -> None:
+        close = kv_pb2.ReadClose(session=number, damaged_key=damaged_key)
         try:
-            session.post(kvstore_pb2.GetRequest(close=kv_pb2.ReadClose(session=number)))
+            session.post(kvstore_pb2.GetRequest(close=close))
         except StreamBroken:
             return
 

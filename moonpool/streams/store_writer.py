@@ -12,6 +12,7 @@ from itertools import count
 
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed
 from moonpool.kv.frames import FRAME_BYTES, Slice
+from moonpool.kv.hashes import bind
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels, payload_stream
@@ -130,7 +131,7 @@ class StoreWriter:
         keys: Sequence[bytes],
         parents: Sequence[bytes],
         tenant: str,
-        read: Callable[[int, int], memoryview],
+        read: Callable[[int, int], tuple[memoryview, int]],
         *,
         timeout_s: float,
     ) -> PutOutcome:
@@ -142,7 +143,8 @@ class StoreWriter:
             keys: The blocks' keys; their order numbers them.
             parents: The key before each in its chain.
             tenant: Whose blocks these are.
-            read: The layer slice of (layer, index into keys); its bytes must stay as they are until `put` returns.
+            read: The layer slice of (layer, index into keys) and its hash; the bytes must stay as they are until `put`
+                returns.
             timeout_s: Longest time for all of it.
 
         Raises:
@@ -169,7 +171,7 @@ class StoreWriter:
         keys: Sequence[bytes],
         parents: Sequence[bytes],
         tenant: str,
-        read: Callable[[int, int], memoryview],
+        read: Callable[[int, int], tuple[memoryview, int]],
         timeout_s: float,
     ) -> PutOutcome:
         put = _Put(next(self._ids), len(keys))
@@ -186,10 +188,10 @@ class StoreWriter:
                 head_end=self._layout.kv_heads,
                 tenant=tenant,
             )
-            await self._open(session, opening, len(keys), read, timeout_s)
+            await self._open(session, opening, keys, read, timeout_s)
             await put.opened.wait()
             if not put.taken:
-                slices = self._slices(put.missing, read)
+                slices = self._slices(keys, put.missing, read)
                 for header, pieces in frames_to_send(put.session, 0, slices, self._layout, self._frame_bytes):
                     await session.send(kvstore_pb2.PutRequest(frame=header), pieces, timeout_s=timeout_s)
                 self._end(session, put, aborted=False)
@@ -206,8 +208,8 @@ class StoreWriter:
         self,
         session: MuxSession[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse],
         opening: kvstore_pb2.PutOpen,
-        blocks: int,
-        read: Callable[[int, int], memoryview],
+        keys: Sequence[bytes],
+        read: Callable[[int, int], tuple[memoryview, int]],
         timeout_s: float,
     ) -> None:
         """Tells the store of a session.
@@ -215,15 +217,17 @@ class StoreWriter:
         One that fits a frame travels whole with its opening: a round trip costs more than bytes that the store has
         already.
         """
-        if blocks * self._layout.block_bytes > self._frame_bytes:
+        if len(keys) * self._layout.block_bytes > self._frame_bytes:
             session.post(kvstore_pb2.PutRequest(open=opening))
             return
-        slices = self._slices(set(range(blocks)), read)
+        slices = self._slices(keys, set(range(len(keys))), read)
         [(header, pieces)] = frames_to_send(opening.session, 0, slices, self._layout, self._frame_bytes)
         opening.frame.CopyFrom(header)
         await session.send(kvstore_pb2.PutRequest(open=opening), pieces, timeout_s=timeout_s)
 
-    def _slices(self, missing: set[int], read: Callable[[int, int], memoryview]) -> Iterator[Slice]:
+    def _slices(
+        self, keys: Sequence[bytes], missing: set[int], read: Callable[[int, int], tuple[memoryview, int]]
+    ) -> Iterator[Slice]:
         """Groups of blocks, each layer by layer: a run fills about a frame, and blocks become visible one by one.
 
         A block that is no longer in `missing` is left out from there on: another writer has finished it.
@@ -235,7 +239,8 @@ class StoreWriter:
             for layer in range(self._layout.layers):
                 for index in wanted[start : start + group]:
                     if index in missing:
-                        yield Slice(layer, index, read(layer, index), full)
+                        data, value = read(layer, index)
+                        yield Slice(layer, index, data, full, bind(value, keys[index], layer))
 
     @staticmethod
     def _end(session: MuxSession[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse], put: _Put, *, aborted: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from moonpool.errors import FrameError, TransferFailed
-from moonpool.kv.frames import Run
+from moonpool.kv.frames import FrameOpener, Run
 from moonpool.kv.layout import KVLayout
 from moonpool.streams.ledger import SliceLedger
 
@@ -61,6 +61,7 @@ class InboundTransfer:
         self.transfer_id = transfer_id
         self.generation = generation
         self.layout = layout
+        self.opener = FrameOpener(layout)
         self.num_blocks = num_blocks
         self.held_blocks = held_blocks
         self.last_valid_tokens = last_valid_tokens

@@ -34,7 +34,7 @@ class Writer(KVClient, Protocol):
         keys: Sequence[bytes],
         parents: Sequence[bytes],
         tenant: str,
-        read: Callable[[int, int], memoryview],
+        read: Callable[[int, int], tuple[memoryview, int]],
         *,
         timeout_s: float,
     ) -> PutOutcome:
@@ -83,7 +83,7 @@ class WriteBack:
     Args:
         limits: the bounds.
         open_writer: makes the client of the store at an address.
-        slice_of: `(layer, block) -> memoryview` of the pool.
+        read: `(layer, block)` -> slice of the pool and its hash.
         release: takes back one reference on each block of a job.
         clock: monotonic seconds.
     """
@@ -92,13 +92,13 @@ class WriteBack:
         self,
         limits: WriteBackLimits,
         open_writer: Callable[[str], Writer],
-        slice_of: Callable[[int, int], memoryview],
+        read: Callable[[int, int], tuple[memoryview, int]],
         release: Callable[[Sequence[int]], None],
         clock: Callable[[], float],
     ) -> None:
         self._limits = limits
         self._stores: Peers[Writer] = Peers(open_writer)
-        self._slice_of = slice_of
+        self._read = read
         self._release = release
         self._clock = clock
         self._lanes: dict[tuple[str, str], _Lane] = {}
@@ -202,7 +202,7 @@ class WriteBack:
                 job.keys,
                 job.parents,
                 job.tenant,
-                lambda layer, index: self._slice_of(layer, job.blocks[index]),
+                lambda layer, index: self._read(layer, job.blocks[index]),
                 timeout_s=self._limits.timeout_s,
             )
             self.blocks_stored += outcome.stored

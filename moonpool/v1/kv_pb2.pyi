@@ -358,15 +358,22 @@ class FrameHeader(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    SLICE_HASHES_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """The session this frame belongs to."""
     generation: _builtins.int
     """Generation of the session; frames of another generation are dropped."""
     checksum: _builtins.int
-    """xxh3-64 of the payload, seeded with the xxh3-64 of the header's other fields (see moonpool/kv/frames.py)."""
+    """xxh3-64 of the header's other fields (see moonpool/kv/frames.py)."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliceRun]:
         """What the payload holds, in order."""
+
+    @_builtins.property
+    def slice_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per block of each run the hash of the layer slice that the run's bytes are, or are a part of: made by the process
+        that computed the KV (see moonpool/kv/hashes.py), in sessions of some heads of those heads' bytes.
+        """
 
     def __init__(
         self,
@@ -375,10 +382,11 @@ class FrameHeader(_message.Message):
         generation: _builtins.int = ...,
         runs: _abc.Iterable[Global___SliceRun] | None = ...,
         checksum: _builtins.int = ...,
+        slice_hashes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generation", b"generation", "runs", b"runs", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generation", b"generation", "runs", b"runs", "session", b"session", "slice_hashes", b"slice_hashes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -860,16 +868,20 @@ class ReadClose(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: _builtins.int
+    DAMAGED_KEY_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """The session."""
+    damaged_key: _builtins.bytes
+    """Key of a block that came with bytes that do not match their hash; empty for none. The store looks at its own copy."""
     def __init__(
         self,
         *,
         session: _builtins.int = ...,
+        damaged_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_key", b"damaged_key", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
-from moonpool.kv.frames import open_frame, split_run
+from moonpool.kv.frames import split_run
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.streams.outbox import Outbox
@@ -144,11 +144,10 @@ class Receiver:
 
     def _write(self, seat: Seat, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
         try:
-            for run, data in open_frame(header, payload, self._layout):
+            for run, data, hashes in seat.transfer.opener.open(header, payload):
                 seat.transfer.accept(run, time.monotonic())
-                for index, offset, piece in split_run(run, data, self._layout):
-                    target = self._pool.slice(run.layer, seat.block_table[index])
-                    target[offset : offset + piece.nbytes] = piece
+                for (index, _, piece), value in zip(split_run(run, data, self._layout), hashes, strict=True):
+                    self._pool.write(run.layer, seat.block_table[index], piece, value)
         except (FrameError, TransferFailed) as error:
             log.warning("bad frame", sender=self._sender.id, request=seat.arrival.request_id, reason=str(error))
             if seat.complete:  # nothing is missing, so what was wrong came on top of it: the KV itself is whole

@@ -45,7 +45,7 @@ class Work:
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             lambda address: StoreWriter(parts.channels, address, parts.hello(), layout, parts.link),
-            engine.pool.slice,
+            engine.pool.read,
             self._written_back,
             time.monotonic,
         )

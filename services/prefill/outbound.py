@@ -44,7 +44,7 @@ class Delivery:
         num_tokens: of the prompt.
         layout: arrangement of the KV.
         block_table: the prompt's blocks, read when slices are sent.
-        slice_of: `(layer, block) -> memoryview` of the pool.
+        read: `(layer, block)` -> slice of the pool and its hash.
         senders: the streams.
         tracker: learns how quick sending is.
         spans: where sending is recorded.
@@ -57,7 +57,7 @@ class Delivery:
         num_tokens: int,
         layout: KVLayout,
         block_table: Callable[[], Sequence[int]],
-        slice_of: Callable[[int, int], memoryview],
+        read: Callable[[int, int], tuple[memoryview, int]],
         senders: Peers[TransferSender],
         tracker: SpeedTracker,
         spans: Recorder,
@@ -68,7 +68,7 @@ class Delivery:
         self._num_blocks = layout.blocks_for(num_tokens)
         self._layout = layout
         self._block_table = block_table
-        self._slice_of = slice_of
+        self._read = read
         self._senders = senders
         self._tracker = tracker
         self._spans = spans
@@ -152,16 +152,11 @@ class Delivery:
     async def _send(self, transfer: OutboundTransfer, batch: list[_Piece]) -> None:
         start_ns = time.monotonic_ns()
         table, layout = self._block_table(), self._layout
-        slices = [
-            Slice(
-                piece.layer,
-                index,
-                self._slice_of(piece.layer, table[index]),
-                layout.valid_tokens(self._num_tokens, index),
-            )
-            for piece in batch
-            for index in range(piece.first, piece.end)
-        ]
+        slices: list[Slice] = []
+        for piece in batch:
+            for index in range(piece.first, piece.end):
+                data, value = self._read(piece.layer, table[index])
+                slices.append(Slice(piece.layer, index, data, layout.valid_tokens(self._num_tokens, index), value))
         nbytes = await transfer.send(slices)
         end_ns = time.monotonic_ns()
         self.sent_bytes += nbytes

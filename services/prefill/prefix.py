@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from moonpool.cost import SpeedTracker, load_is_cheaper, load_seconds
 from moonpool.errors import MoonpoolError
+from moonpool.kv.frames import DamagedSliceError
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from moonpool.sched.prefill_scheduler import PrefillSequence
@@ -32,7 +33,7 @@ class PrefixLoader:
     Args:
         open_reader: makes the client of a store at an address.
         layout: arrangement of the KV.
-        slice_of: `(layer, block) -> memoryview` of the pool.
+        write: takes `(layer, block, bytes, hash)` into the pool.
         tracker: knows what computing and loading take, and learns it.
         spans: where loading is recorded.
         timeout_s: longest time of a load beyond what is predicted.
@@ -42,14 +43,14 @@ class PrefixLoader:
         self,
         open_reader: Callable[[str], StoreReader],
         layout: KVLayout,
-        slice_of: Callable[[int, int], memoryview],
+        write: Callable[[int, int, memoryview, int], None],
         tracker: SpeedTracker,
         spans: Recorder,
         timeout_s: float,
     ) -> None:
         self._stores = Peers(open_reader)
         self._layout = layout
-        self._slice_of = slice_of
+        self._write = write
         self._tracker = tracker
         self._spans = spans
         self._timeout_s = timeout_s
@@ -109,8 +110,8 @@ class PrefixLoader:
         layers, began_ns = range(self._layout.layers), time.monotonic_ns()
         last_ns, counts = began_ns, [0] * len(layers)
 
-        def take(layer: int, index: int, data: memoryview) -> None:
-            self._slice_of(layer, blocks[index])[:] = data
+        def take(layer: int, index: int, data: memoryview, value: int) -> None:
+            self._write(layer, blocks[index], data, value)
             counts[layer] += 1
 
         def layer_done(layer: int) -> None:
@@ -129,6 +130,9 @@ class PrefixLoader:
             loaded = await reader.read(keys, layers=layers, on_slice=take, on_layer=layer_done, timeout_s=timeout_s)
         except PrefixLost as lost:
             log.info("prefix lost while loading", store=instance.id, request=request_id, reason=str(lost))
+            loaded = 0
+        except DamagedSliceError as damaged:
+            log.warning("damaged slice while loading", store=instance.id, request=request_id, reason=str(damaged))
             loaded = 0
         except MoonpoolError as error:
             self.failures += 1

@@ -61,7 +61,7 @@ class Work:
                 parts.channels, address, parts.hello(), layout, connect_timeout_s=CONNECT_TIMEOUT_S
             ),
             layout,
-            engine.pool.slice,
+            engine.pool.write,
             self._tracker,
             parts.spans,
             config.load_timeout_s,
@@ -69,7 +69,7 @@ class Work:
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             lambda address: StoreWriter(parts.channels, address, parts.hello(), layout, parts.link),
-            engine.pool.slice,
+            engine.pool.read,
             self._written_back,
             time.monotonic,
         )
@@ -107,7 +107,7 @@ class Work:
                 sequence.num_tokens,
                 self.layout,
                 lambda: sequence.block_table,
-                self._parts.engine.pool.slice,
+                self._parts.engine.pool.read,
                 self.senders,
                 self._tracker,
                 self._parts.spans,

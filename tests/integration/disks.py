@@ -119,7 +119,7 @@ class Store:
             for key in keys:
                 found = bytearray()
 
-                def take(layer: int, index: int, data: memoryview, found: bytearray = found) -> None:
+                def take(layer: int, index: int, data: memoryview, value: int, found: bytearray = found) -> None:
                     found.extend(data)
 
                 here += [key] * await reader.read(

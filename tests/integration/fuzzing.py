@@ -243,7 +243,7 @@ class Facts:
         carrier = message.open if whole else message
         fields = carrier.DESCRIPTOR.fields_by_name
         if "frame" in fields and carrier.frame.checksum == 0 and getattr(message, "payload", b""):
-            carrier.frame.checksum = checksum(carrier.frame, [memoryview(message.payload)])
+            carrier.frame.checksum = checksum(carrier.frame)
 
     def _transfer(self, message: Any, name: str) -> None:
         if getattr(message, name) == TRUE:

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from moonpool.kv.frames import checksum
+from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2
 from tests.integration.conftest import BLOCK, tokens
@@ -71,6 +72,7 @@ def frame(
     *,
     size: int | None = None,
     bad_sum: bool = False,
+    bad_hash: bool = False,
     **wrong: int,
 ) -> decode_pb2.ReceiveKVRequest:
     """All of the prompt's blocks in one layer, right but for what is said to be wrong."""
@@ -82,12 +84,16 @@ def frame(
         runs=[kv_pb2.SliceRun(**(values | wrong))],
     )
     payload = bytes(3 * layout.slice_bytes if size is None else size)
-    header.checksum = checksum(header, [memoryview(payload)]) ^ bad_sum
+    header.slice_hashes.extend(
+        [slice_hash(payload[: layout.slice_bytes]) ^ bad_hash] * max(1, min(3, (values | wrong)["block_count"]))
+    )
+    header.checksum = checksum(header) ^ bad_sum
     return decode_pb2.ReceiveKVRequest(frame=header, payload=payload)
 
 
 BAD_FRAMES: list[tuple[str, dict[str, Any]]] = [
     ("wrong checksum", {"bad_sum": True}),
+    ("wrong hash", {"bad_hash": True}),
     ("bytes, its runs need", {"size": 5}),
     ("bytes, its runs need", {"size": 0}),
     ("bytes, its runs need", {"block_count": (1 << 32) - 1}),
@@ -147,7 +153,7 @@ def test_a_frame_of_many_runs(stack: Stack) -> None:
     with stack.stream("decode.ReceiveKV", hello, opening(target)) as stream:
         assert stream.read().HasField("welcome")
         stream.send(decode_pb2.ReceiveKVRequest(frame=header, payload=b"x"))
-        assert "its runs need" in verdict_on(stream).reason
+        assert "100000 runs, 0 slices" in verdict_on(stream).reason
         assert stream.finish().code is CODES.OK
 
 

@@ -27,6 +27,7 @@ from tests.load.instance import instance
 from tests.load.mooncake import TraceRequest
 from tests.load.program import Program
 from tests.load.program import main as run
+from tests.slices import slice_to_send
 
 VERDICT_S = 60.0
 SMALL_FLOATS = b"\x3c"
@@ -53,7 +54,7 @@ def made_up(layout: KVLayout, tokens: int) -> Iterator[Slice]:
     data = memoryview(SMALL_FLOATS * layout.slice_bytes)
     for layer in range(layout.layers):
         for block in range(layout.blocks_for(tokens)):
-            yield Slice(layer, block, data, layout.valid_tokens(tokens, block))
+            yield slice_to_send(layout, layer, block, data, layout.valid_tokens(tokens, block))
 
 
 @contextlib.asynccontextmanager

@@ -26,6 +26,7 @@ from tests.load.frame import Outcome, Send
 from tests.load.mooncake import TraceRequest
 from tests.load.program import Program
 from tests.load.program import main as run
+from tests.slices import hashed
 
 START_S = 60.0
 STOP_S = 20.0
@@ -112,12 +113,12 @@ async def sending(options: argparse.Namespace, address: str, trace: Sequence[Tra
         async def put(keys: Sequence[bytes], outcome: Outcome, clock: Callable[[], float]) -> None:
             slices = {(layer, i): content(key, layer, layout) for i, key in enumerate(keys) for layer in layers}
             parents = [chains.root, *keys[:-1]]
-            await writer.put(keys, parents, "", lambda layer, i: memoryview(slices[layer, i]), timeout_s=REQUEST_S)
+            await writer.put(keys, parents, "", hashed(lambda layer, i: slices[layer, i]), timeout_s=REQUEST_S)
             outcome.first = clock()
             chains.stored(keys)
 
         async def get(keys: Sequence[bytes], outcome: Outcome, clock: Callable[[], float]) -> None:
-            def on_slice(layer: int, index: int, data: memoryview) -> None:
+            def on_slice(layer: int, index: int, data: memoryview, value: int) -> None:
                 if data != content(keys[index], layer, layout):
                     raise TransferFailed(f"layer {layer} of block {index} is not what was put")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from moonpool.engine.plan import EnginePlan
 from moonpool.errors import MoonpoolError
-from moonpool.kv.frames import open_frame
 from moonpool.rpc.server import serving
 from moonpool.streams.outbox import Outbox
 from moonpool.streams.receiving import FrameReceiver, check_hello
@@ -68,8 +67,8 @@ class Sink:
                 if transfer is None or transfer.done:
                     return
                 try:
-                    runs = open_frame(message.frame, payload, self._plan.layout)
-                    transfer.accept_all([run for run, _ in runs], time.monotonic())
+                    runs = transfer.opener.open(message.frame, payload)
+                    transfer.accept_all([opened.run for opened in runs], time.monotonic())
                 except MoonpoolError as error:
                     transfer.fail(str(error))
                 if transfer.done:

@@ -25,7 +25,7 @@ from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.server import RunningServer, serving
-from moonpool.sched.steps import SequenceStep, Step
+from moonpool.sched.steps import SequenceStep, Step, finished_blocks
 from moonpool.streams.link import Link
 from moonpool.telemetry.gauges import restless
 from moonpool.telemetry.spans import Recorder
@@ -174,6 +174,8 @@ class FakeEngine:
                 began_ns = time.monotonic_ns()
                 for sequence, digest in zip(step.sequences, digests, strict=True):
                     self._compute(sequence, layer, digest)
+                for block, valid_tokens in finished_blocks(step, self.layout.block_tokens):
+                    self.pool.seal(layer, block, valid_tokens)
                 if on_layer is not None and step.layer_events:
                     on_layer(LayerDone(step.step_id, layer, began_ns, time.monotonic_ns()))
                 await asyncio.sleep(0)

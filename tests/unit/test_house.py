@@ -4,11 +4,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+IGNORED = ("__init__.py", "__pycache__", "py.typed")
 VERBS = (
     *("setup", "run", "up", "down", "up-local", "down-local", "test", "test-all", "test-containers"),
     *("check", "lint", "format", "bench", "load", "protos", "clean"),
@@ -24,6 +26,15 @@ def test_layers_hold() -> None:
     linter = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run([linter, "--no-cache"], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_package_stands_on_a_floor() -> None:
+    """A package that the linter's layers leave out could import anything."""
+    contracts = tomllib.loads(read("pyproject.toml"))["tool"]["importlinter"]["contracts"]
+    floors = next(contract for contract in contracts if contract["type"] == "layers")["layers"]
+    named = {name.strip() for floor in floors for name in floor.split("|")}
+    packages = {f"moonpool.{path.stem}" for path in (ROOT / "moonpool").iterdir() if path.name not in IGNORED}
+    assert named == packages | {"services", "kernels"}
 
 
 def test_makefile_has_every_verb() -> None:

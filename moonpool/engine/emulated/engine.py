@@ -24,7 +24,7 @@ from moonpool.engine.stages import stage_ranges
 from moonpool.errors import Internal, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.sched.steps import Step
+from moonpool.sched.steps import Step, finished_blocks
 from moonpool.telemetry.gauges import Entry
 from moonpool.telemetry.logs import get_logger
 
@@ -225,6 +225,7 @@ class PacedEngine:
     ) -> bool:
         """All layers of a stage; False when the step was aborted before the last."""
         first, end = self._ranges[stage]
+        finished = finished_blocks(step, self.layout.block_tokens)
         for layer in range(first, end):
             if step.gated:
                 await self._gate(flight, layer, pace)
@@ -234,6 +235,8 @@ class PacedEngine:
             pace.layer()
             for share in shares:
                 self._sequences.run(share, layer)
+            for block, valid_tokens in finished:
+                self._pool.seal(layer, block, valid_tokens)
             if step.layer_events or step.gated or layer == end - 1:
                 await self._until(pace.due)
             if step.layer_events and on_layer is not None and flight.error is None:

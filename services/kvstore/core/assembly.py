@@ -10,15 +10,13 @@ from collections.abc import Callable, Sequence
 
 from moonpool.errors import FrameError, InvalidRequest
 from moonpool.kv.blocks import MAX_TENANT_BYTES, NO_PARENT, BlockFormat, BlockInfo
-from moonpool.kv.frames import Run, split_run
+from moonpool.kv.frames import FrameOpener, OpenRun, Run, split_run
+from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.streams.ledger import SliceLedger
 
 MAX_SESSION_BLOCKS = 16384
 """Most keys in one session."""
-
-MAX_FRAME_BLOCKS = 16384
-"""Most blocks in the runs of one frame: more would keep the event loop busy."""
 
 Indices = Callable[[Sequence[int]], None]
 
@@ -79,24 +77,26 @@ class Assembly:
     Attributes:
         info: which block; the session that brought its first bytes, or opened it, gives tenant and parent.
         data: memory of the DRAM tier from its first bytes on.
+        hashes: by layer, of layers that came whole.
         reserved: DRAM has been set aside for it.
         missing: (layer, head) pairs whose bytes have not come.
         writers: session -> index of the block in that session.
     """
 
-    __slots__ = ("_heads", "data", "info", "missing", "reserved", "writers")
+    __slots__ = ("_heads", "data", "hashes", "info", "missing", "reserved", "writers")
 
     def __init__(self, info: BlockInfo) -> None:
         layout = info.format.layout
         self.info = info
         self.data = memoryview(b"")
+        self.hashes: dict[int, int] = {}
         self.reserved = False
         self.missing = layout.layers * layout.kv_heads
         self.writers: dict[PutSession, int] = {}
         self._heads: dict[int, int] = {}  # layer -> one bit per head whose bytes are in `data`
 
-    def put(self, run: Run, offset: int, data: memoryview, allocate: Callable[[int], memoryview]) -> None:
-        """Takes the bytes of one layer's heads, unless all of them have come already."""
+    def put(self, run: Run, offset: int, data: memoryview, value: int, allocate: Callable[[int], memoryview]) -> None:
+        """Takes the bytes of one layer's heads and their hash, unless all of them have come already."""
         have = self._heads.get(run.layer, 0)
         new = ((1 << run.head_end - run.head_begin) - 1 << run.head_begin) & ~have
         if not new:
@@ -105,8 +105,19 @@ class Assembly:
             self.data = allocate(self.info.nbytes)
         begin = run.layer * self.info.format.layout.slice_bytes + offset
         self.data[begin : begin + len(data)] = data
+        if run.head_end - run.head_begin == self.info.format.layout.kv_heads:
+            self.hashes[run.layer] = value
         self._heads[run.layer] = have | new
         self.missing -= new.bit_count()
+
+    def all_hashes(self) -> list[int]:
+        """One per layer. That of a layer which several writers brought in parts is made here."""
+        size = self.info.format.layout.slice_bytes
+        for layer in range(self.info.format.layout.layers):
+            if layer not in self.hashes:
+                data = self.data[layer * size : (layer + 1) * size]
+                self.hashes[layer] = bind(slice_hash(data), self.info.key, layer)
+        return [self.hashes[layer] for layer in range(self.info.format.layout.layers)]
 
 
 class PutSession:
@@ -120,6 +131,7 @@ class PutSession:
 
     Attributes:
         unfinished: index -> block that is not whole yet.
+        opener: opens its frames, in their order.
     """
 
     def __init__(self, spec: PutSpec, present: Sequence[int], on_visible: Indices, on_durable: Indices) -> None:
@@ -129,6 +141,7 @@ class PutSession:
         self.on_durable = on_durable
         self.unfinished: dict[int, Assembly] = {}
         self.closed = False
+        self.opener = FrameOpener(spec.format.layout, spec.heads, spec.keys)
         self._ledger = SliceLedger(spec.layers, len(spec.keys), spec.heads)
 
     @property
@@ -207,23 +220,17 @@ class Assembler:
         self._sessions.add(session)
         self.keys += len(session.spec.keys)
 
-    def begun_by(self, session: PutSession, runs: Sequence[tuple[Run, memoryview]]) -> list[Assembly]:
-        """Blocks of which a frame brings the first bytes, so that no DRAM has been set aside for them.
-
-        Raises:
-            FrameError: the frame has too many blocks.
-        """
-        if sum(run.block_count for run, _ in runs) > MAX_FRAME_BLOCKS:
-            raise FrameError(f"a frame has more than {MAX_FRAME_BLOCKS} blocks")
+    def begun_by(self, session: PutSession, runs: Sequence[OpenRun]) -> list[Assembly]:
+        """Blocks of which a frame brings the first bytes, so that no DRAM has been set aside for them."""
         found: dict[int, Assembly] = {}
-        for run, _ in runs:
+        for run, _, _ in runs:
             for index in range(run.first_block, run.first_block + run.block_count):
                 block = session.unfinished.get(index)
                 if block is not None and not block.reserved:
                     found[index] = block
         return list(found.values())
 
-    def write(self, session: PutSession, runs: Sequence[tuple[Run, memoryview]], whole: list[Assembly]) -> None:
+    def write(self, session: PutSession, runs: Sequence[OpenRun], whole: list[Assembly]) -> None:
         """Takes an opened frame, for whose blocks DRAM has been set aside.
 
         Args:
@@ -235,13 +242,14 @@ class Assembler:
             FrameError: it does not belong to the session; the session must be closed.
             Overloaded: there is no memory; the same.
         """
-        for run, data in runs:
+        for run, data, hashes in runs:
             session.accept(run)
-            for index, offset, part in split_run(run, data, session.spec.format.layout):
+            parts = split_run(run, data, session.spec.format.layout)
+            for (index, offset, part), value in zip(parts, hashes, strict=True):
                 block = session.unfinished.get(index)
                 if block is None:  # present, or finished by another session
                     continue
-                block.put(run, offset, part, self._allocate)
+                block.put(run, offset, part, value, self._allocate)
                 if not block.missing:
                     self._finish(block)
                     whole.append(block)

@@ -43,6 +43,13 @@ class LeasedBlock:
         """Whether DRAM was set aside for the whole block."""
         return self.allocate is not None
 
+    def hash_of(self, layer: int) -> int:
+        """The hash of a layer that is in DRAM or was read, bound to the block."""
+        if self.block is not None:
+            return self.block.hashes[layer]
+        assert self.reader is not None
+        return self.reader.hash_of(layer)
+
     def take(self, layer: int, layout: KVLayout) -> memoryview:
         """Memory for one layer's bytes: the block's own or `fill`, else new.
 
@@ -64,6 +71,7 @@ class ReadLease:
     """Blocks that stay until the lease is closed, in the order of the reader's keys."""
 
     format: BlockFormat
+    keys: Sequence[BlockKey]
     sources: list[LeasedBlock]
     closed: bool = False
 
@@ -122,7 +130,7 @@ class Reads:
         """
         if self.leases >= self._max_sessions or self._keys + len(keys) > MAX_OPEN_KEYS:
             raise Overloaded("too many reading sessions", reason="kvstore_sessions", retry_after_s=RETRY_AFTER_S)
-        lease = ReadLease(block_format, [])
+        lease = ReadLease(block_format, keys, [])
         for key in keys:
             source = self._source(key, block_format, promote)
             if source is None:
@@ -149,7 +157,9 @@ class Reads:
 
     def _in_dram(self, key: BlockKey, block_format: BlockFormat) -> DramBlock | None:
         block = self._tiers.dram.get(key)
-        return block if block is not None and block.info.format == block_format else None
+        if block is None or block.info.format != block_format or self._tiers.is_damaged(key):
+            return None
+        return block
 
     def _source(self, key: BlockKey, block_format: BlockFormat, promote: bool) -> LeasedBlock | None:
         dram, ssd, size = self._tiers.dram, self._tiers.ssd, block_format.layout.block_bytes
@@ -178,6 +188,10 @@ class Reads:
             self.bad_blocks += 1
             self._tiers.removed([source.reader.key])
             self._tiers.listener.work()
+
+    def suspect(self, key: BlockKey) -> None:
+        """A reader found that a block's bytes do not match their hashes."""
+        self._tiers.suspect(key)
 
     def close(self, lease: ReadLease) -> None:
         """Ends a lease; what it read whole stays in DRAM. No thread may still be reading for it. Idempotent."""
@@ -218,7 +232,11 @@ class Reads:
         info = None if source.reader is None else source.reader.info
         if info is None or source.fill is None or source.filled != (1 << layout.layers) - 1:
             return None
-        return DramBlock(dataclasses.replace(info, tenant=source.tenant), source.fill)
+        return DramBlock(
+            dataclasses.replace(info, tenant=source.tenant),
+            source.fill,
+            list(map(source.hash_of, range(layout.layers))),
+        )
 
     def _unlease(self, block: DramBlock) -> None:
         key = block.info.key

@@ -36,12 +36,17 @@ class TieredStore:
         dram: the DRAM tier.
         ssd: the SSD tier with what it recovered; None for none.
         listener: is told of changes.
+
+    Attributes:
+        damaged_blocks: blocks whose bytes in DRAM were found not to match their hashes.
     """
 
     def __init__(self, dram: DramTier, ssd: SsdTier | None, listener: StoreListener) -> None:
         self.dram = dram
         self.ssd = ssd
         self.listener = listener
+        self._damaged: set[BlockKey] = set()
+        self.damaged_blocks = 0
 
     def __contains__(self, key: bytes) -> bool:
         return key in self.dram or self.durable(key)
@@ -128,8 +133,32 @@ class TieredStore:
         """Ends one hold on each."""
         for block in blocks:
             self.dram.release(block)
+            if block.info.key in self._damaged and not block.holds:
+                self._drop_damaged(block)
         if blocks:
             self.listener.room()
+
+    def suspect(self, key: BlockKey) -> None:
+        """Checks a block of which a reader says that its bytes do not match their hashes; drops it from DRAM if so.
+
+        A damaged block that is held is not leased any more, and is dropped with its last hold.
+        """
+        block = self.dram.get(key)
+        if block is None or key in self._damaged or block.is_intact:
+            return
+        self.damaged_blocks += 1
+        self._damaged.add(key)
+        if not block.holds:
+            self._drop_damaged(block)
+
+    def is_damaged(self, key: BlockKey) -> bool:
+        """Whether the block in DRAM is damaged and waits for its last hold to end."""
+        return key in self._damaged
+
+    def _drop_damaged(self, block: DramBlock) -> None:
+        self._damaged.remove(block.info.key)
+        self.dram.drop(block)
+        self.removed([block.info.key])
 
     def removed(self, keys: Sequence[BlockKey]) -> None:
         """These have left a tier; announces those that are in no other."""

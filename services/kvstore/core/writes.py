@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
-from moonpool.kv.frames import Run
+from moonpool.kv.frames import OpenRun
 from moonpool.kv.keys import BlockKey
 from services.kvstore.core.assembly import Assembler, Assembly, Indices, PutSession, PutSpec
 from services.kvstore.core.tiered_store import TieredStore
@@ -132,11 +132,11 @@ class Writes:
         """Those present blocks of a session that are durable already."""
         return [index for index in session.present if self._tiers.durable(session.spec.keys[index])]
 
-    def needs_room(self, session: PutSession, runs: Sequence[tuple[Run, memoryview]]) -> bool:
+    def needs_room(self, session: PutSession, runs: Sequence[OpenRun]) -> bool:
         """Whether DRAM must be set aside before a frame can be written."""
         return bool(self._assembler.begun_by(session, runs))
 
-    def write(self, session: PutSession, runs: Sequence[tuple[Run, memoryview]], *, now: float = 0.0) -> bool:
+    def write(self, session: PutSession, runs: Sequence[OpenRun], *, now: float = 0.0) -> bool:
         """Takes an opened frame of a session, and makes visible what became whole.
 
         Returns:
@@ -154,7 +154,7 @@ class Writes:
         try:
             self._assembler.write(session, runs, whole)
         finally:
-            blocks = self._tiers.insert([DramBlock(assembly.info, assembly.data) for assembly in whole])
+            blocks = self._tiers.insert([DramBlock(block.info, block.data, block.all_hashes()) for block in whole])
             self.blocks_put += len(blocks)
             self._make_durable(blocks)
             self._tell_visible(whole)

@@ -248,6 +248,12 @@ class DramTier:
         self.block_bytes -= block.info.nbytes
         self.account.remove(block.info.tenant, block.info.nbytes)
 
+    def drop(self, block: DramBlock) -> None:
+        """Drops a block that nobody holds, pinned or not; its pins stay, for when it comes again."""
+        if block.pinned:
+            self._unpin(block)
+        self.discard(block.info.key)
+
     def hold(self, block: DramBlock) -> None:
         """The block stays until it is released as often as it was held."""
         block.holds += 1

@@ -73,6 +73,7 @@ def _add_dram(add: Add, of: Gauged) -> None:
     add("dram_capacity_bytes", lambda: dram.capacity_bytes)
     add("dram_blocks", lambda: len(dram))
     add("dram_evictions_total", lambda: dram.evictions)
+    add("damaged_blocks_total", lambda: of.store.tiers.damaged_blocks)
     add("blocks_put_total", lambda: writes.blocks_put)
     add("blocks_durable_total", lambda: writes.blocks_durable)
     add("blocks_not_durable_total", lambda: writes.blocks_not_durable)

@@ -37,6 +37,10 @@ class BlockReader(Protocol):
         """
         ...
 
+    def hash_of(self, layer: int) -> int:
+        """The hash of a layer that was read, bound to the block."""
+        ...
+
     def release(self) -> None:
         """Event loop. Ends the reading; once."""
         ...

@@ -234,7 +234,6 @@ class Committer:
 
 def _record(block: DramBlock) -> list[bytes | memoryview]:
     data = memoryview(block.data)
-    size = block.info.format.layout.slice_bytes
-    header = pack_header(block.info, [data[at : at + size] for at in range(0, len(data), size)])
+    header = pack_header(block.info, block.hashes)
     padding = -len(data) % ALIGN
     return [header, data, bytes(padding)] if padding else [header, data]

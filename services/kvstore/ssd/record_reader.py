@@ -25,6 +25,7 @@ class SsdReader:
         self._offset = segment.offset(slot)
         self._header_bytes = segment.nbytes(slot) - data_size(block_format)
         self._header: RecordHeader | None = None
+        self._hashes: dict[int, int] = {}
         self._released = False
         segment.readers += 1
 
@@ -60,7 +61,11 @@ class SsdReader:
                 header = self._header = self._check(file.read_header(self._offset))
             file.read(outs, self._offset + self._header_bytes + first * self.format.layout.slice_bytes)
         for layer, out in enumerate(outs, first):
-            header.check_slice(layer, out)
+            self._hashes[layer] = header.check_slice(layer, out)
+
+    def hash_of(self, layer: int) -> int:
+        """The hash of a layer that was read, bound to the block."""
+        return self._hashes[layer]
 
     def _check(self, header: RecordHeader) -> RecordHeader:
         if header.info.key != self.key or header.info.format != self.format:

@@ -3,20 +3,23 @@
 Owns the bytes of a record and nothing else; must not know of files, indexes or threads. All integers little-endian.
 
     offset  size          field
-    0       8             magic "MPKVREC1"
+    0       8             magic "MPKVREC2"
     8       8             xxh3-64 of the header from offset 16 to `header_bytes`
     16      4             header_bytes: a multiple of 4096; the data begin there
-    20      4             layers (also the number of slice checksums)
+    20      4             layers (also the number of slice hashes)
     24      32 · 3        key, parent key, namespace
     120     4 · 5         layout version, kv_heads, head_dim, block_tokens, scale_bytes
     140     16            dtype, ASCII, zero-padded
     156     4             length of the tenant's name
-    160     tenant, then 8 bytes per layer: xxh3-64 of that layer's slice, then zeros
+    160     tenant, then 8 bytes per layer: the hash of that layer's slice (moonpool/kv/hashes.py), then zeros
     header_bytes          the data, [layers, slice_bytes], then zeros to a multiple of 4096
 
-Each layer has its own checksum, so that a layer-major reader can use a slice without reading the block. The seed of a
-slice's checksum is made of the key and the layer: bytes that are whole but belong elsewhere fail too. Records begin at
-multiples of 4096, so that a scan finds the next one behind a broken one (and direct I/O stays possible).
+Each layer has its own hash, made where the KV was computed, so that a layer-major reader can use a slice without
+reading the block. It is bound to the key and the layer: bytes that are whole but belong elsewhere fail too. Records
+begin at multiples of 4096, so that a scan finds the next one behind a broken one (and direct I/O stays possible).
+
+Records with the magic "MPKVREC1" are read too. Their slice hashes are xxh3-64 seeded with the key's first 8 bytes XOR
+the layer, made by the store that wrote them.
 """
 
 import dataclasses
@@ -28,11 +31,13 @@ import xxhash
 
 from moonpool.errors import MoonpoolError
 from moonpool.kv.blocks import MAX_TENANT_BYTES, BlockFormat, BlockInfo
+from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 
 ALIGN = 4096
-MAGIC = b"MPKVREC1"
+MAGIC = b"MPKVREC2"
+SEEDED_MAGIC = b"MPKVREC1"
 _PREFIX = struct.Struct("<8sQII")
 _KEY_AT, _PARENT_AT, _NAMESPACE_AT = 24, 56, 88
 _TENANT_LENGTH = struct.Struct("<I")
@@ -52,26 +57,32 @@ class RecordHeader:
     Attributes:
         info: the block.
         header_bytes: where the data begin, from the record's start.
-        checksums: one per layer.
+        hashes: one per layer, as the record has them.
+        seeded: whether they are of the older kind.
     """
 
     info: BlockInfo
     header_bytes: int
-    checksums: tuple[int, ...]
+    hashes: tuple[int, ...]
+    seeded: bool = False
 
     @property
     def record_bytes(self) -> int:
         """Size of the whole record, padding included."""
         return self.header_bytes + _align(self.info.nbytes)
 
-    def check_slice(self, layer: int, data: memoryview) -> None:
-        """Verifies one layer's bytes.
+    def check_slice(self, layer: int, data: memoryview) -> int:
+        """Verifies one layer's bytes; returns their hash, bound to the block.
 
         Raises:
             BadRecordError: they are not what was written.
         """
-        if slice_checksum(self.info.key, layer, data) != self.checksums[layer]:
-            raise BadRecordError(f"checksum of layer {layer} is wrong")
+        key = self.info.key
+        value = bind(slice_hash(data), key, layer)
+        found = slice_hash(data, seed=int.from_bytes(key[:8], "little") ^ layer) if self.seeded else value
+        if found != self.hashes[layer]:
+            raise BadRecordError(f"hash of layer {layer} is wrong")
+        return value
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -93,15 +104,6 @@ def _align(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def slice_checksum(key: BlockKey, layer: int, data: memoryview) -> int:
-    """Checksum of one layer's slice, tied to the block and the layer."""
-    return xxhash.xxh3_64_intdigest(data, seed=_seed(key) ^ layer)
-
-
-def _seed(key: BlockKey) -> int:
-    return int.from_bytes(key[:8], "little")
-
-
 def header_size(info: BlockInfo) -> int:
     """Bytes of a block's record header."""
     return _align(_FIXED.size + len(info.tenant.encode()) + 8 * info.format.layout.layers)
@@ -117,15 +119,15 @@ def record_size(info: BlockInfo) -> int:
     return header_size(info) + data_size(info.format)
 
 
-def pack_header(info: BlockInfo, slices: Sequence[memoryview]) -> bytes:
+def pack_header(info: BlockInfo, hashes: Sequence[int]) -> bytes:
     """The header of a record.
 
     Args:
         info: the block.
-        slices: its layer slices in order, each `slice_bytes` long.
+        hashes: of its layer slices in order, bound to the block.
     """
     layout = info.format.layout
-    assert len(slices) == layout.layers
+    assert len(hashes) == layout.layers
     tenant = info.tenant.encode()
     size = header_size(info)
     out = bytearray(size)
@@ -149,9 +151,7 @@ def pack_header(info: BlockInfo, slices: Sequence[memoryview]) -> bytes:
     )
     end = _FIXED.size + len(tenant)
     out[_FIXED.size : end] = tenant
-    seed = _seed(info.key)
-    sums = [xxhash.xxh3_64_intdigest(data, seed=seed ^ layer) for layer, data in enumerate(slices)]
-    struct.pack_into(f"<{len(sums)}Q", out, end, *sums)
+    struct.pack_into(f"<{len(hashes)}Q", out, end, *hashes)
     struct.pack_into("<Q", out, 8, xxhash.xxh3_64_intdigest(memoryview(out)[_HASHED_FROM:]))
     return bytes(out)
 
@@ -165,7 +165,7 @@ def header_bytes_of(data: bytes | bytearray, at: int = 0) -> int:
     if len(data) < at + _PREFIX.size:
         raise BadRecordError("too short for a record")
     magic, _, size, _ = _PREFIX.unpack_from(data, at)
-    if magic != MAGIC:
+    if magic not in (MAGIC, SEEDED_MAGIC):
         raise BadRecordError("no record begins here")
     if not ALIGN <= size <= _MAX_HEADER_BYTES or size % ALIGN:
         raise BadRecordError(f"header size {size} is impossible")
@@ -229,7 +229,8 @@ def unpack_header(data: bytes | bytearray) -> RecordHeader:
     except (MoonpoolError, ValueError) as error:
         raise BadRecordError(f"the header is intact but impossible: {error}") from error
     info = BlockInfo(BlockKey(key), BlockKey(parent), tenant, block_format)
-    return RecordHeader(info, size, struct.unpack_from(f"<{layers}Q", data, sums_at))
+    hashes = struct.unpack_from(f"<{layers}Q", data, sums_at)
+    return RecordHeader(info, size, hashes, seeded=fields[0] == SEEDED_MAGIC)
 
 
 def identify(data: bytes, at: int, kinds: dict[bytes, RecordKind]) -> tuple[BlockKey, RecordKind]:

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from google.protobuf.message import Message
 
 from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken
-from moonpool.kv.frames import FRAME_BYTES, Slice, part_bytes
+from moonpool.kv.frames import FRAME_BYTES, DamagedSliceError, Slice, part_bytes
+from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import unpack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.streams.credits import ByteCredits, Traffic
@@ -22,7 +23,7 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS
 from services.kvstore.core.reads import ReadLease, Reads
-from services.kvstore.streams.layers import LayerReader, Lost
+from services.kvstore.streams.layers import Cell, LayerReader, Lost
 from services.kvstore.streams.sessions import KVStream
 
 log = get_logger(__name__)
@@ -58,13 +59,26 @@ class _Wanted:
     layers: range
     heads: range | None
 
-    def slices(self, cells: Iterable[tuple[int, int, memoryview]], layout: KVLayout) -> Iterator[Slice]:
-        """What is to be sent of whole slices, each given as (layer, index of the block, bytes)."""
-        heads, full = self.heads, layout.block_tokens
-        if heads is None:
-            return (Slice(layer, block, data, full) for layer, block, data in cells)
-        begin, end = heads.start * layout.head_bytes, heads.stop * layout.head_bytes
-        return (Slice(layer, block, data[begin:end], full, heads) for layer, block, data in cells)
+    def slices(self, cells: Iterable[Cell], lease: ReadLease) -> Iterator[Slice]:
+        """What is to be sent of whole slices."""
+        layout = lease.format.layout
+        full = layout.block_tokens
+        if self.heads is None:
+            return (Slice(layer, block, data, full, value) for layer, block, data, value in cells)
+        return (self._cut(cell, lease.keys[cell.block], layout) for cell in cells)
+
+    def _cut(self, cell: Cell, key: bytes, layout: KVLayout) -> Slice:
+        """Some heads of a slice. Their hash is made here, so the slice is verified first.
+
+        Raises:
+            DamagedSliceError: The slice does not match its hash any more.
+        """
+        assert self.heads is not None
+        if bind(slice_hash(cell.data), key, cell.layer) != cell.hash:
+            raise DamagedSliceError(cell.layer, cell.block)
+        data = cell.data[self.heads.start * layout.head_bytes : self.heads.stop * layout.head_bytes]
+        value = bind(slice_hash(data), key, cell.layer)
+        return Slice(cell.layer, cell.block, data, layout.block_tokens, value, self.heads)
 
 
 def _wanted(message: kv_pb2.ReadOpen, layout: KVLayout) -> _Wanted:
@@ -119,6 +133,8 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             case "credit":
                 self._frames.grant(message.credit)
             case "close":
+                for key in unpack_keys(message.close.damaged_key, "damaged_key", max_keys=1):
+                    self._resources.reads.suspect(key)
                 self._close(message.close.session)
             case other:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
@@ -177,11 +193,11 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         if not 0 < nbytes <= FRAME_BYTES or lease.cold:
             return False
         cells = (
-            (layer, block, source.take(layer, layout))
+            Cell(layer, block, source.take(layer, layout), source.hash_of(layer))
             for layer in wanted.layers
             for block, source in enumerate(lease.sources)
         )
-        slices = list(wanted.slices(cells, layout))
+        slices = list(wanted.slices(cells, lease))
         opened = kv_pb2.ReadOpened(session=number, blocks=lease.blocks)
 
         def wrap(frame: kv_pb2.FrameHeader) -> Message:
@@ -196,7 +212,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         try:
             self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=lease.blocks)))
             async with asyncio.timeout(resources.lease_timeout_s):
-                await self._send(number, reader, wanted)
+                await self._send(number, lease, reader, wanted)
             if lease.blocks:
                 resources.on_read(lease.cold, time.monotonic() - begin)
             self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
@@ -211,13 +227,12 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=0)))
         self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
 
-    async def _send(self, number: int, reader: LayerReader, wanted: _Wanted) -> None:
-        layout = self.format.layout
+    async def _send(self, number: int, lease: ReadLease, reader: LayerReader, wanted: _Wanted) -> None:
         async for group in reader.groups():
             if isinstance(group, Lost):
                 self.post(kvstore_pb2.GetResponse(missing=kv_pb2.ReadMissing(session=number, block=group.block)))
                 continue
-            slices = wanted.slices(group, layout)
+            slices = wanted.slices(group, lease)
             await self._frames.send(number, 0, slices, timeout_s=self._resources.session_timeout_s)
 
     def end(self) -> None:

@@ -46,11 +46,12 @@ class Lost:
 
 
 class Cell(NamedTuple):
-    """One slice: layer, index of the block in the lease, bytes."""
+    """One slice: layer, index of the block in the lease, bytes, hash."""
 
     layer: int
     block: int
     data: memoryview
+    hash: int
 
 
 class LayerReader:
@@ -151,12 +152,12 @@ class LayerReader:
             if source.block is not None:
                 if block >= band.started:
                     break
-                group.append(Cell(layer, block, source.block.slice(layer)))
+                group.append(Cell(layer, block, source.block.slice(layer), source.hash_of(layer)))
             else:
                 fetch = fetches.get(block)
                 if fetch is None or not fetch.settled:
                     break
-                group.append(Cell(layer, block, band.slices[block][depth]))
+                group.append(Cell(layer, block, band.slices[block][depth], source.hash_of(layer)))
                 if block in band.counted:
                     self._walked += size
             room -= 1

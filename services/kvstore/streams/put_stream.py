@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from google.protobuf.message import Message
 
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded
-from moonpool.kv.frames import Run, open_frame
+from moonpool.kv.frames import OpenRun
 from moonpool.kv.keys import unpack_keys
 from moonpool.streams.credits import Traffic
 from moonpool.streams.receiving import FrameReceiver
@@ -60,7 +60,7 @@ class _Entry:
         self.number = number
         self.session: PutSession | None = None
         self.task: asyncio.Task[None] | None = None
-        self.backlog: collections.deque[tuple[list[tuple[Run, memoryview]], int]] = collections.deque()
+        self.backlog: collections.deque[tuple[list[OpenRun], int]] = collections.deque()
         self.close: kvstore_pb2.PutClose | None = None
         self.finished = False
         self.silent = False
@@ -191,7 +191,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         if header.session != entry.number:
             raise InvalidRequest("frame.session", f"{header.session} is not the session that is opened")
         entry.silent = True
-        if not self._write(session, open_frame(header, payload, self.format.layout)):
+        if not self._write(session, session.opener.open(header, payload)):
             entry.silent = False
             return False
         if not session.complete:
@@ -219,7 +219,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         if session is None:
             raise InvalidRequest("session", f"{header.session} is not open yet")
         entry.progress_at = self._loop.time()
-        runs = open_frame(header, payload, self.format.layout)
+        runs = session.opener.open(header, payload)
         waits = self._rooms.waits(self._writes.lane(session.spec.tenant)) and self._writes.needs_room(session, runs)
         if not entry.backlog and not waits and self._write(session, runs):
             return True
@@ -228,7 +228,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             entry.task = self.spawn(self._write_later(entry, session))
         return False
 
-    def _write(self, session: PutSession, runs: list[tuple[Run, memoryview]]) -> bool:
+    def _write(self, session: PutSession, runs: list[OpenRun]) -> bool:
         return self._writes.write(session, runs, now=self._loop.time())
 
     async def _write_later(self, entry: _Entry, session: PutSession) -> None:

@@ -16,6 +16,7 @@ from moonpool.rpc.errors import from_rpc_error
 from moonpool.sched.steps import Step
 from moonpool.streams.transfer_client import TransferSender
 from moonpool.v1 import decode_pb2, kv_pb2
+from tests.slices import slice_to_send
 from tests.unit.instances import (
     BLOCK,
     WAIT_S,
@@ -52,7 +53,7 @@ async def sending(it: Decode) -> AsyncIterator[TransferSender]:
 def slices(tokens: list[int], held: int = 0, layers: range = range(LAYOUT.layers)) -> list[Slice]:
     blocks = range(held, LAYOUT.blocks_for(len(tokens)))
     return [
-        Slice(layer, b, memoryview(slice_of_tokens(tokens, b, layer)), LAYOUT.valid_tokens(len(tokens), b))
+        slice_to_send(LAYOUT, layer, b, slice_of_tokens(tokens, b, layer), LAYOUT.valid_tokens(len(tokens), b))
         for layer in layers
         for b in blocks
     ]

@@ -16,10 +16,11 @@ from moonpool.engine.messages import LayerDone, StepDone
 from moonpool.engine.pipeline import NoLinks
 from moonpool.engine.step import StageRunner, pool_tensor
 from moonpool.errors import Unsupported
+from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.model.load import load_stage
-from moonpool.sched.steps import SampleSpec, SequenceStep, Step
+from moonpool.sched.steps import SampleSpec, SequenceStep, Step, finished_blocks
 
 BLOCKS = 8
 GREEDY = SampleSpec()
@@ -50,15 +51,13 @@ class Stages:
         config = load_config(path)
         self.events: list[LayerDone | StepDone] = []
         self.gates = [Gates() for _ in pool.parts]
-        self.kv = [pool_tensor(part) for part in pool.parts]
         self.links = ListLinks()
+        self.pool = pool
         self.runners = []
         for stage, part in enumerate(pool.parts):
             model = load_stage(path, config, torch.float32, part.layer_begin, part.layer_end)
             links = NoLinks() if len(pool.parts) == 1 else _End(self.links, last=model.is_last)
-            self.runners.append(
-                StageRunner(stage, model, self.kv[stage], links, self.gates[stage], self.events.append, 0.05)
-            )
+            self.runners.append(StageRunner(stage, model, part, links, self.gates[stage], self.events.append, 0.05))
 
     def run(self, step: Step) -> list[StepDone]:
         for runner in self.runners:
@@ -109,9 +108,9 @@ def test_two_stages_and_chunks_compute_what_one_stage_computes_at_once(checkpoin
         assert [(d.stage, d.aborted) for d in done] == [(0, False), (1, False)]
         assert done[0].sampled == ()
         assert done[1].sampled == (None, *expected.sampled)
-        got = torch.cat(two.kv)
-        torch.testing.assert_close(got[:, [4, 1]], one.kv[0][:, [4, 1]], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(got[:, 6, :, :, :8], one.kv[0][:, 6, :, :, :8], rtol=1e-4, atol=1e-5)
+        got = torch.cat([runner.kv for runner in two.runners])
+        torch.testing.assert_close(got[:, [4, 1]], one.runners[0].kv[:, [4, 1]], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got[:, 6, :, :, :8], one.runners[0].kv[:, 6, :, :, :8], rtol=1e-4, atol=1e-5)
 
 
 def test_layers_are_reported_in_order_and_before_the_step(checkpoint: Path) -> None:
@@ -171,3 +170,33 @@ def test_quantised_pools_are_refused() -> None:
     with pytest.raises(Unsupported, match="quantised"):
         pool_tensor(pool.parts[0])
     pool.close()
+
+
+@pytest.mark.parametrize("layer_events", [True, False])
+def test_slices_that_are_ready_to_leave_get_their_hashes(checkpoint: Path, layer_events: bool) -> None:
+    with stages(checkpoint, 2) as two:
+        two.run(whole(layer_events=layer_events))
+        layout = two.pool.layout
+        for layer in range(layout.layers):
+            for block, valid in ((4, 16), (1, 16), (6, 8)):
+                data, value = two.pool.read(layer, block)
+                cleaned = bytearray(data)
+                layout.zero_invalid(memoryview(cleaned), valid)
+                # The part-filled last block leaves only where a prompt is sent layer by layer.
+                assert value == (slice_hash(cleaned) if valid == 16 or layer_events else 0)
+
+
+def test_a_block_is_finished_by_the_step_that_fills_it() -> None:
+    def step(*spans: tuple[int, int], layer_events: bool = False) -> Step:
+        table = (7, 5, 9)
+        sequences = [
+            SequenceStep(bytes(4 * (end - start)), start, table[: -(-end // 16)], GREEDY) for start, end in spans
+        ]
+        return Step(1, tuple(sequences), layer_events=layer_events)
+
+    assert finished_blocks(step((0, 15)), 16) == []
+    assert finished_blocks(step((0, 15), layer_events=True), 16) == [(7, 15)]
+    assert finished_blocks(step((15, 16)), 16) == [(7, 16)]
+    assert finished_blocks(step((16, 17)), 16) == []
+    assert finished_blocks(step((3, 40)), 16) == [(7, 16), (5, 16)]
+    assert finished_blocks(step((3, 40), layer_events=True), 16) == [(7, 16), (5, 16), (9, 8)]

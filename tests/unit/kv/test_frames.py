@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.errors import FrameError
-from moonpool.kv.frames import Run, Slice, checksum, open_frame, pack_frames, part_bytes, split_run
+from moonpool.kv.frames import DamagedSliceError, FrameOpener, Run, Slice, checksum, pack_frames, part_bytes, split_run
+from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
+from tests.slices import slice_to_send
 
 SMALL = settings(max_examples=60, derandomize=True, deadline=None, database=None)
 LAYOUT = KVLayout(layers=4, kv_heads=4, head_dim=2, block_tokens=16, dtype="float16")
@@ -28,7 +30,7 @@ def slice_of(layer: int, block: int, valid_tokens: int = FULL, heads: range | No
     data = memoryview(content(layer, block))
     if heads is not None:
         data = data[heads.start * LAYOUT.head_bytes : heads.stop * LAYOUT.head_bytes]
-    return Slice(layer, block, data, valid_tokens, heads)
+    return slice_to_send(LAYOUT, layer, block, data, valid_tokens, heads)
 
 
 def pack(slices: Iterable[Slice], target: int, layout: KVLayout = LAYOUT) -> list[tuple[kv_pb2.FrameHeader, bytes]]:
@@ -36,12 +38,15 @@ def pack(slices: Iterable[Slice], target: int, layout: KVLayout = LAYOUT) -> lis
     return [(header, b"".join(pieces)) for header, pieces in frames]
 
 
-def opened(frames: list[tuple[kv_pb2.FrameHeader, bytes]]) -> dict[tuple[int, int], bytearray]:
+def opened(
+    frames: list[tuple[kv_pb2.FrameHeader, bytes]], heads: range | None = None
+) -> dict[tuple[int, int], bytearray]:
     """Everything in the frames, put together as a receiver does; each head once."""
+    opener = FrameOpener(LAYOUT, heads)
     got: dict[tuple[int, int], bytearray] = {}
     seen: set[tuple[int, int, int]] = set()
     for header, payload in frames:
-        for run, data in open_frame(header, memoryview(payload), LAYOUT):
+        for run, data, _ in opener.open(header, memoryview(payload)):
             for block, offset, piece in split_run(run, data, LAYOUT):
                 got.setdefault((run.layer, block), bytearray(SLICE))[offset : offset + piece.nbytes] = piece
                 cells = {(run.layer, block, head) for head in range(run.head_begin, run.head_end)}
@@ -54,7 +59,7 @@ def test_consecutive_blocks_form_a_run_and_small_slices_share_a_frame() -> None:
     slices = [slice_of(0, 0), slice_of(0, 1), slice_of(0, 3), slice_of(1, 4), slice_of(1, 5, 7)]
     ((header, payload),) = pack(slices, 1 << 20)
     assert (header.session, header.generation) == (9, 3)
-    runs = [run for run, _ in open_frame(header, memoryview(payload), LAYOUT)]
+    runs = [run for run, _, _ in FrameOpener(LAYOUT).open(header, memoryview(payload))]
     assert runs == [Run(0, 0, 2, 0, 4, FULL), Run(0, 3, 1, 0, 4, FULL), Run(1, 4, 2, 0, 4, 7)]
     assert len(payload) == 5 * SLICE
 
@@ -83,9 +88,10 @@ def test_some_heads_travel_as_whole_slices_do() -> None:
     size = 2 * LAYOUT.head_bytes
     assert part_bytes(heads, LAYOUT) == size
     frames = pack(slices, 3 * size)
-    runs = [[run for run, _ in open_frame(header, memoryview(data), LAYOUT)] for header, data in frames]
+    opener = FrameOpener(LAYOUT, heads)
+    runs = [[run for run, _, _ in opener.open(header, memoryview(data))] for header, data in frames]
     assert runs == [[Run(0, 0, 3, 1, 3, FULL)], [Run(0, 3, 2, 1, 3, FULL)]]
-    for (_, block), data in opened(frames).items():
+    for (_, block), data in opened(frames, heads).items():
         assert data[LAYOUT.head_bytes : LAYOUT.head_bytes * 3] == slices[block].data
         assert not any(data[: LAYOUT.head_bytes] + data[LAYOUT.head_bytes * 3 :])
 
@@ -107,7 +113,7 @@ def test_other_heads_form_another_run() -> None:
 
 
 def test_a_part_must_have_its_heads_bytes() -> None:
-    for item in (Slice(0, 0, memoryview(bytes(SLICE)), FULL, range(2)), Slice(0, 0, memoryview(bytes(8)), FULL)):
+    for item in (Slice(0, 0, memoryview(bytes(SLICE)), FULL, 0, range(2)), Slice(0, 0, memoryview(bytes(8)), FULL, 0)):
         with pytest.raises(AssertionError, match="heads"):
             pack([item], 1 << 20)
     scaled = dataclasses.replace(LAYOUT, scale_bytes=16)
@@ -117,7 +123,7 @@ def test_a_part_must_have_its_heads_bytes() -> None:
 
 def test_invalid_slots_are_zeroed_in_a_copy() -> None:
     data = bytearray(content(1, 2))
-    frames = pack([Slice(1, 2, memoryview(data), 5)], 1 << 20)
+    frames = pack([slice_to_send(LAYOUT, 1, 2, data, 5)], 1 << 20)
     assert bytes(data) == content(1, 2)
     expected = bytearray(data)
     LAYOUT.zero_invalid(memoryview(expected), 5)
@@ -152,7 +158,7 @@ def test_round_trip(cells: list[tuple[int, int]], target: int, last_valid: int, 
         begin = heads.start * LAYOUT.head_bytes if heads else 0
         data[begin : begin + item.data.nbytes] = item.data
         LAYOUT.zero_invalid(memoryview(data), item.valid_tokens)
-    assert opened(frames) == expected
+    assert opened(frames, heads) == expected
 
 
 @SMALL
@@ -161,8 +167,9 @@ def test_any_flipped_payload_bit_is_found(bit: int) -> None:
     ((header, payload),) = pack([slice_of(0, 0), slice_of(0, 1), slice_of(3, 1)], 1 << 20)
     damaged = bytearray(payload)
     damaged[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(FrameError, match="checksum"):
-        open_frame(header, memoryview(damaged), LAYOUT)
+    with pytest.raises(DamagedSliceError) as caught:
+        FrameOpener(LAYOUT).open(header, memoryview(damaged))
+    assert caught.value.block == [0, 1, 1][bit // 8 // SLICE]
 
 
 def test_any_changed_header_field_is_found() -> None:
@@ -172,14 +179,14 @@ def test_any_changed_header_field_is_found() -> None:
         changed.CopyFrom(header)
         setattr(changed, field, getattr(header, field) ^ 1)
         with pytest.raises(FrameError):
-            open_frame(changed, memoryview(payload), LAYOUT)
+            FrameOpener(LAYOUT).open(changed, memoryview(payload))
     for index in range(2):
         for field in ("layer", "first_block", "block_count", "head_begin", "head_end", "valid_tokens"):
             changed = kv_pb2.FrameHeader()
             changed.CopyFrom(header)
             setattr(changed.runs[index], field, getattr(header.runs[index], field) ^ 1)
             with pytest.raises(FrameError):
-                open_frame(changed, memoryview(payload), LAYOUT)
+                FrameOpener(LAYOUT).open(changed, memoryview(payload))
 
 
 @pytest.mark.parametrize(
@@ -196,39 +203,70 @@ def test_any_changed_header_field_is_found() -> None:
 )
 def test_impossible_runs_are_refused_even_with_a_right_checksum(run: kv_pb2.SliceRun) -> None:
     payload = memoryview(bytes(SLICE))
-    header = kv_pb2.FrameHeader(session=1, generation=1, runs=[run])
-    header.checksum = checksum(header, (payload,))
+    header = kv_pb2.FrameHeader(session=1, generation=1, runs=[run], slice_hashes=[slice_hash(payload)])
+    header.checksum = checksum(header)
     with pytest.raises(FrameError):
-        open_frame(header, payload, LAYOUT)
+        FrameOpener(LAYOUT).open(header, payload)
 
 
 def test_an_empty_frame_is_refused() -> None:
     header = kv_pb2.FrameHeader(session=1)
-    header.checksum = checksum(header, ())
+    header.checksum = checksum(header)
     with pytest.raises(FrameError):
-        open_frame(header, memoryview(b""), LAYOUT)
+        FrameOpener(LAYOUT).open(header, memoryview(b""))
 
 
 def test_scaled_slices_travel_whole() -> None:
     layout = dataclasses.replace(LAYOUT, scale_bytes=16)
-    item = Slice(0, 0, memoryview(bytes(range(256)) * 2 + bytes(16)), FULL)
+    item = slice_to_send(layout, 0, 0, bytes(range(256)) * 2 + bytes(16))
     ((header, payload),) = pack([item], 100, layout)
-    ((run, data),) = open_frame(header, memoryview(payload), layout)
+    ((run, data, _),) = FrameOpener(layout).open(header, memoryview(payload))
     assert run == Run(0, 0, 1, 0, 4, FULL)
     assert data.nbytes == layout.slice_bytes
     header.runs[0].head_end = 2
-    header.checksum = checksum(header, (memoryview(payload),))
+    header.checksum = checksum(header)
     with pytest.raises(FrameError, match="whole"):
-        open_frame(header, memoryview(payload), layout)
+        FrameOpener(layout).open(header, memoryview(payload))
 
 
 def test_checksum_golden() -> None:
     ((header, _),) = pack([slice_of(0, 0), slice_of(1, 0, 3)], 1 << 20)
-    assert header.checksum == 0x6395BC4A11C46CF7
+    assert header.checksum == 0x8FD945009E574A8F
 
 
-def test_only_as_many_runs_are_looked_at_as_the_payload_holds() -> None:
-    """A header may claim any number; the second of these two would be refused for its layer."""
-    runs = [kv_pb2.SliceRun(block_count=1, head_end=4, valid_tokens=FULL), kv_pb2.SliceRun(layer=99)]
-    with pytest.raises(FrameError, match=f"5 bytes, its runs need {SLICE}"):
-        open_frame(kv_pb2.FrameHeader(session=9, runs=runs), memoryview(bytes(5)), LAYOUT)
+@pytest.mark.parametrize(("runs", "hashes"), [(2, 1), (1, 2), (5000, 5000), (0, 0)])
+def test_a_frame_has_a_hash_for_every_slice_and_not_too_many(runs: int, hashes: int) -> None:
+    run = kv_pb2.SliceRun(block_count=1, head_end=4, valid_tokens=FULL)
+    header = kv_pb2.FrameHeader(session=9, runs=[run] * runs, slice_hashes=[0] * hashes)
+    header.checksum = checksum(header)
+    with pytest.raises(FrameError, match="frame of session 9"):
+        FrameOpener(LAYOUT).open(header, memoryview(bytes(SLICE * runs)))
+
+
+def test_a_hash_that_is_bound_to_another_block_or_layer_is_not_taken() -> None:
+    keys = [bytes([index]) * 32 for index in range(2)]
+    data = content(0, 0)
+    for layer, key in ((0, keys[0]), (1, keys[0]), (0, keys[1])):
+        item = dataclasses.replace(slice_to_send(LAYOUT, 0, 0, data), hash=bind(slice_hash(data), key, layer))
+        ((header, payload),) = pack([item], 1 << 20)
+        opener = FrameOpener(LAYOUT, keys=keys)
+        if (layer, key) == (0, keys[0]):
+            assert [run.hashes[0] for run in opener.open(header, memoryview(payload))] == [item.hash]
+            continue
+        with pytest.raises(DamagedSliceError):
+            opener.open(header, memoryview(payload))
+
+
+def test_pieces_of_a_slice_come_one_behind_the_other() -> None:
+    first, second = pack([slice_of(2, 1)], LAYOUT.head_bytes * 3)
+    opener = FrameOpener(LAYOUT)
+    with pytest.raises(FrameError, match="not expected"):
+        opener.open(second[0], memoryview(second[1]))
+    assert opener.open(first[0], memoryview(first[1])) == []
+    with pytest.raises(FrameError, match="not expected"):
+        opener.open(first[0], memoryview(first[1]))
+    damaged = bytearray(second[1])
+    damaged[0] ^= 1
+    assert FrameOpener(LAYOUT).open(first[0], memoryview(first[1])) == []
+    with pytest.raises(DamagedSliceError):
+        opener.open(second[0], memoryview(damaged))

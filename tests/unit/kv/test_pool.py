@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
 
 from moonpool.errors import ConfigError
 from moonpool.kv import pool as pool_module
+from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool, PoolPart
 
@@ -91,3 +93,30 @@ def test_refuses_ranges_that_are_not_the_layers(ranges: list[tuple[int, int]]) -
 def test_available_memory_is_told_here() -> None:
     available = pool_module._available_bytes()
     assert available is None or available > 0
+
+
+def test_hashes_lie_beside_the_slices_and_are_shared() -> None:
+    layout = KVLayout(layers=3, kv_heads=1, head_dim=1, block_tokens=16, dtype="float16")  # 64 bytes a slice
+    with contextlib.closing(KVPool.create(layout, 5, [(0, 1), (1, 3)])) as pool:
+        data = bytes(range(64))
+        pool.write(2, 4, memoryview(data), 77)
+        assert (bytes(pool.read(2, 4)[0]), pool.read(2, 4)[1]) == (data, 77)
+        pool.seal(2, 4, 16)
+        pool.seal(2, 3, 16)
+        assert pool.read(2, 4)[1] == slice_hash(data)
+        assert pool.read(2, 3)[1] == slice_hash(bytes(64))
+        assert pool.read(1, 4)[1] == 0
+        part = pool.parts[1]
+        other = PoolPart.attach(os.dup(part.fd), layout, 5, 1, 3)
+        assert other.hash_of(2, 4) == slice_hash(data)
+        other.close()
+
+
+def test_the_hash_of_a_part_filled_block_is_that_of_its_valid_tokens() -> None:
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="float16")
+    with contextlib.closing(KVPool.create(layout, 1, [(0, 1)])) as pool:
+        pool.slice(0, 0)[:] = bytes(range(64))
+        pool.seal(0, 0, 3)
+        cleaned = bytearray(range(64))
+        layout.zero_invalid(memoryview(cleaned), 3)
+        assert (bytes(pool.read(0, 0)[0]), pool.read(0, 0)[1]) == (bytes(range(64)), slice_hash(cleaned))

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moonpool.kv.blocks import NO_PARENT, BlockFormat, BlockInfo, DramBlock
-from moonpool.kv.frames import Run
+from moonpool.kv.frames import OpenRun, Run
+from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from services.kvstore.core.assembly import PutSession, PutSpec, parents_of
@@ -49,7 +50,9 @@ def info_of(key: BlockKey, tenant: str = "", block_format: BlockFormat = FORMAT)
 
 
 def block_of(key: BlockKey, tenant: str = "", block_format: BlockFormat = FORMAT) -> DramBlock:
-    return DramBlock(info_of(key, tenant, block_format), bytearray(data_of(key, block_format.layout)))
+    layout = block_format.layout
+    hashes = [bind(slice_hash(slice_of(key, layer, layout)), key, layer) for layer in range(layout.layers)]
+    return DramBlock(info_of(key, tenant, block_format), bytearray(data_of(key, layout)), hashes)
 
 
 def spec_of(
@@ -70,10 +73,11 @@ def spec_of(
     )
 
 
-def run_of(key: BlockKey, index: int, layer: int, heads: range = range(2)) -> tuple[Run, memoryview]:
-    """One block's heads of one layer, as `open_frame` hands them out."""
+def run_of(key: BlockKey, index: int, layer: int, heads: range = range(2)) -> OpenRun:
+    """One block's heads of one layer, as `FrameOpener` hands them out."""
     data = slice_of(key, layer)[heads.start * LAYOUT.head_bytes : heads.stop * LAYOUT.head_bytes]
-    return Run(layer, index, 1, heads.start, heads.stop, LAYOUT.block_tokens), memoryview(data)
+    run = Run(layer, index, 1, heads.start, heads.stop, LAYOUT.block_tokens)
+    return OpenRun(run, memoryview(data), [bind(slice_hash(data), key, layer)])
 
 
 def open_ssd(path: Path, capacity: int = 1 << 20, segment: int = 1 << 16) -> SsdTier:

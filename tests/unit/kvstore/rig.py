@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from moonpool.errors import MoonpoolError
-from moonpool.kv.frames import Slice, pack_frames
+from moonpool.kv.frames import pack_frames
 from moonpool.kv.keys import BlockKey, pack_keys
 from moonpool.rpc.channels import Channels, payload_stream
 from moonpool.rpc.errors import from_rpc_error
@@ -23,6 +23,7 @@ from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from services.kvstore.config import KVStoreConfig
 from services.kvstore.service import KVStoreService, Tiers
+from tests.slices import hashed, slice_to_send
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, keys_of, slice_of
 
 KEYS = keys_of(8)
@@ -60,7 +61,7 @@ class Rig:
         writer = self.writer()
         try:
             outcome = await writer.put(
-                keys, PARENTS[: len(keys)], tenant, lambda layer, i: memoryview(slice_of(keys[i], layer)), timeout_s=10
+                keys, PARENTS[: len(keys)], tenant, hashed(lambda layer, i: slice_of(keys[i], layer)), timeout_s=10
             )
         finally:
             await writer.aclose()
@@ -70,7 +71,7 @@ class Rig:
         reader = self.reader(block_format)
         out: dict[int, bytes] = {}
 
-        def take(layer: int, index: int, data: memoryview) -> None:
+        def take(layer: int, index: int, data: memoryview, value: int) -> None:
             out[index] = out.get(index, b"") + data
 
         done: list[int] = []
@@ -125,7 +126,9 @@ async def rig(data_dir: Path | None = None, **settings: Any) -> AsyncIterator[Ri
 
 def frames_of(keys: Sequence[BlockKey], session: int = 1, layers: range = range(3)) -> list[tuple[Any, Any]]:
     slices = [
-        Slice(layer, index, memoryview(slice_of(key, layer)), 16) for layer in layers for index, key in enumerate(keys)
+        slice_to_send(LAYOUT, layer, index, slice_of(key, layer), key=key)
+        for layer in layers
+        for index, key in enumerate(keys)
     ]
     return list(pack_frames(session, 0, slices, LAYOUT))
 

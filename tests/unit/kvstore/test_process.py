@@ -19,6 +19,7 @@ from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
+from tests.slices import hashed
 from tests.unit.kvstore.helpers import FORMAT, LAYOUT, data_of, keys_of, slice_of
 
 KEYS = keys_of(4)
@@ -57,7 +58,7 @@ async def put(address: str, keys: Sequence[BlockKey]) -> None:
     async with Channels() as channels:
         writer = StoreWriter(channels, address, HELLO, LAYOUT)
         outcome = await writer.put(
-            keys, keys, "", lambda layer, index: memoryview(slice_of(keys[index], layer)), timeout_s=20
+            keys, keys, "", hashed(lambda layer, index: slice_of(keys[index], layer)), timeout_s=20
         )
         assert outcome.stored == len(keys)
         await writer.aclose()
@@ -66,7 +67,7 @@ async def put(address: str, keys: Sequence[BlockKey]) -> None:
 async def read(address: str, keys: Sequence[BlockKey]) -> list[bytes]:
     out: dict[int, bytes] = {}
 
-    def take(layer: int, index: int, data: memoryview) -> None:
+    def take(layer: int, index: int, data: memoryview, value: int) -> None:
         out[index] = out.get(index, b"") + data
 
     async with Channels() as channels:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from moonpool.errors import MoonpoolError, Unavailable
-from moonpool.kv.frames import Slice, open_frame, split_run
+from moonpool.kv.frames import FrameOpener, split_run
 from moonpool.kv.keys import chain_root, namespace, unpack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels
@@ -18,6 +18,7 @@ from moonpool.streams.outbox import Outbox
 from moonpool.streams.receiving import FrameReceiver, FrameWriter, check_hello
 from moonpool.streams.transfer import InboundTransfer, TransferState
 from moonpool.v1 import decode_pb2, kv_pb2, kvstore_pb2
+from tests.slices import slice_to_send
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
 NAMESPACE = namespace(bytes(32), LAYOUT)
@@ -149,7 +150,7 @@ class FakeDecode(FakeStreams):
         if header.session in self.corrupt:
             payload = memoryview(bytes(payload[:-1]) + bytes([payload[-1] ^ 1]))
         try:
-            for run, data in open_frame(header, payload, LAYOUT):
+            for run, data, _ in transfer.opener.open(header, payload):
                 transfer.accept(run, 0)
                 for block, offset, piece in split_run(run, data, LAYOUT):
                     cell = (header.session, run.layer, block)
@@ -182,6 +183,7 @@ class FakeStore(FakeStreams):
         self.blocks: dict[bytes, dict[int, bytes]] = {}
         self.parents: dict[bytes, bytes] = {}
         self.puts: dict[int, tuple[list[Any], dict[int, dict[int, bytearray]]]] = {}
+        self.openers: dict[int, FrameOpener] = {}
         self.put_closes: list[tuple[int, bool]] = []
         self.get_closes: list[int] = []
         self.refuse = ""
@@ -239,6 +241,7 @@ class FakeStore(FakeStreams):
         if self.mute:
             return False
         self.puts[opening.session] = (list(keys), {})
+        self.openers[opening.session] = FrameOpener(LAYOUT, keys=keys)
         present = [index for index, key in enumerate(keys) if key in self.blocks]
         opened = kvstore_pb2.PutOpened(session=opening.session, present=present)
         if self.takes and opening.HasField("frame"):
@@ -259,7 +262,7 @@ class FakeStore(FakeStreams):
             outbox.post(kvstore_pb2.PutResponse(refused=refused))
             return
         keys, parts = self.puts[header.session]
-        for run, data in open_frame(header, payload, LAYOUT):
+        for run, data, _ in self.openers[header.session].open(header, payload):
             for block, offset, piece in split_run(run, data, LAYOUT):
                 memory = parts.setdefault(block, {}).setdefault(run.layer, bytearray(LAYOUT.slice_bytes))
                 memory[offset : offset + piece.nbytes] = piece
@@ -317,13 +320,17 @@ class FakeStore(FakeStreams):
             if self.lost_at is not None and self.lost_at[0] == layer:
                 blocks = self.lost_at[1]
                 outbox.post(kvstore_pb2.GetResponse(missing=kv_pb2.ReadMissing(session=number, block=blocks)))
-            slices = [Slice(layer, i, memoryview(self.blocks[keys[i]][layer])[part], 16, heads) for i in range(blocks)]
+            slices = [
+                slice_to_send(LAYOUT, layer, i, self.blocks[keys[i]][layer][part], heads=heads, key=keys[i])
+                for i in range(blocks)
+            ]
             if self.corrupt:
                 session = kvstore_pb2.GetResponse(
                     frame=kv_pb2.FrameHeader(
                         session=number,
                         runs=[kv_pb2.SliceRun(layer=layer, block_count=1, head_end=2, valid_tokens=16)],
                         checksum=1,
+                        slice_hashes=[0],
                     )
                 )
                 await writer.credits.acquire(LAYOUT.slice_bytes, timeout_s=10)

@@ -7,13 +7,14 @@ import asyncio
 import pytest
 
 from moonpool.errors import Mismatch, StreamBroken, TransferFailed
-from moonpool.kv.frames import Slice, open_frame
+from moonpool.kv.frames import FrameOpener, Slice
 from moonpool.rpc.wire import deserializer
 from moonpool.streams import faults
 from moonpool.streams.link import Link
 from moonpool.streams.outbox import Outbox
 from moonpool.streams.receiving import FrameReceiver, FrameWriter, check_hello
 from moonpool.v1 import kv_pb2, kvstore_pb2
+from tests.slices import slice_to_send
 from tests.unit.streams.fakes import HELLO, LAYOUT, NAMESPACE, SERVER, content
 
 SLICE = LAYOUT.slice_bytes
@@ -52,7 +53,7 @@ def test_frame_receiver() -> None:
 
 
 def slices(count: int) -> list[Slice]:
-    return [Slice(0, block, memoryview(content(0, block)), 16) for block in range(count)]
+    return [slice_to_send(LAYOUT, 0, block, content(0, block)) for block in range(count)]
 
 
 def make_writer(outbox: Outbox, link: Link | None = None) -> FrameWriter:
@@ -84,7 +85,7 @@ async def test_frame_writer_sends_as_credits_allow() -> None:
     for index, data in enumerate(written):
         received = deserializer(kvstore_pb2.GetResponse)(data)
         assert isinstance(received.payload, memoryview)
-        ((run, piece),) = open_frame(received.message.frame, received.payload, LAYOUT)
+        ((run, piece, _),) = FrameOpener(LAYOUT).open(received.message.frame, received.payload)
         assert (received.message.frame.session, run.first_block, bytes(piece)) == (9, index, bytes(content(0, index)))
 
 
@@ -130,7 +131,9 @@ async def test_frame_writer_takes_credits_for_what_it_offers() -> None:
     writer = make_writer(Outbox())
     writer.grant(kv_pb2.Credit(bytes=LAYOUT.head_bytes))
     data = memoryview(content(0, 0))[LAYOUT.head_bytes :]
-    assert writer.offer(1, [Slice(0, 0, data, 16, range(1, 2))], lambda header: kvstore_pb2.GetResponse(frame=header))
+    assert writer.offer(
+        1, [slice_to_send(LAYOUT, 0, 0, data, heads=range(1, 2))], lambda header: kvstore_pb2.GetResponse(frame=header)
+    )
     assert writer.credits.available == 0
 
 

@@ -10,6 +10,7 @@ import pytest
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.streams.transfer import TransferState
 from moonpool.streams.transfer_client import TransferSender
+from tests.slices import hashed
 from tests.unit.streams.fakes import DECODE, HELLO, LAYOUT, STORE, FakeDecode, FakeStore, content, served
 from tests.unit.streams.test_transfers import slices
 
@@ -88,7 +89,7 @@ async def test_a_put_waits_for_its_store() -> None:
             return memoryview(content(layer, index))
 
         keys = [bytes([index]) * 32 for index in range(8)]
-        work = asyncio.ensure_future(writer.put(keys, keys, "", slice_of, timeout_s=WAIT_S))
+        work = asyncio.ensure_future(writer.put(keys, keys, "", hashed(slice_of), timeout_s=WAIT_S))
         async with asyncio.timeout(WAIT_S):
             await waiting.wait()
         await asyncio.sleep(0)

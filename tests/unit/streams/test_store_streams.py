@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed
-from moonpool.kv.frames import Slice, pack_frames
+from moonpool.kv.frames import pack_frames
+from moonpool.kv.hashes import slice_hash
 from moonpool.kv.keys import BlockKey, block_keys
 from moonpool.rpc.channels import Channels
 from moonpool.streams.store_reader import PrefixLost, StoreReader, _Read
 from moonpool.streams.store_writer import PutOutcome, StoreWriter, _Put
 from moonpool.v1 import kv_pb2, kvstore_pb2
+from tests.slices import hashed, slice_to_send
 from tests.unit.streams.fakes import HELLO, LAYOUT, ROOT, STORE, FakeStore, content, served
 
 SLICE = LAYOUT.slice_bytes
@@ -64,8 +66,9 @@ class Taken:
         self.slices: dict[tuple[int, int], bytes] = {}
         self.layers: list[int] = []
 
-    def on_slice(self, layer: int, index: int, data: memoryview) -> None:
+    def on_slice(self, layer: int, index: int, data: memoryview, value: int) -> None:
         assert (layer, index) not in self.slices
+        assert slice_hash(data) == value
         self.slices[layer, index] = bytes(data)
 
     def on_layer(self, layer: int) -> None:
@@ -94,7 +97,7 @@ class Taken:
 async def test_put(frame_bytes: int) -> None:
     store = FakeStore(window=8 * SLICE)
     async with writing(store, frame_bytes=frame_bytes) as writer:
-        assert await writer.put(KEYS, PARENTS, "t", read_content, timeout_s=WAIT_S) == PutOutcome(0, 5)
+        assert await writer.put(KEYS, PARENTS, "t", hashed(read_content), timeout_s=WAIT_S) == PutOutcome(0, 5)
         await store.until(lambda: store.put_closes == [(1, False)])
     for index, key in enumerate(KEYS):
         assert store.blocks[key] == {layer: bytes(content(layer, index)) for layer in range(3)}
@@ -111,11 +114,11 @@ async def test_put_sends_only_what_is_not_there() -> None:
         return read_content(layer, index)
 
     async with writing(store, frame_bytes=4 * SLICE) as writer:
-        assert await writer.put(KEYS[1:4], PARENTS[1:4], "", read, timeout_s=WAIT_S) == PutOutcome(1, 2)
+        assert await writer.put(KEYS[1:4], PARENTS[1:4], "", hashed(read), timeout_s=WAIT_S) == PutOutcome(1, 2)
         assert asked == {1, 2}
         asked.clear()
-        assert await writer.put(KEYS[:4], PARENTS[:4], "", read, timeout_s=WAIT_S) == PutOutcome(4, 0)
-        assert await writer.put([], [], "", read, timeout_s=WAIT_S) == PutOutcome(0, 0)
+        assert await writer.put(KEYS[:4], PARENTS[:4], "", hashed(read), timeout_s=WAIT_S) == PutOutcome(4, 0)
+        assert await writer.put([], [], "", hashed(read), timeout_s=WAIT_S) == PutOutcome(0, 0)
         assert not asked
         await store.until(lambda: not store.puts)
         assert store.calls == 1
@@ -130,7 +133,9 @@ async def test_a_small_put_travels_with_its_opening(takes: bool, there: int) -> 
     fill(store, there)
     async with writing(store) as writer:
         for _ in range(3):  # credits come back, however the frame was met
-            assert await writer.put(KEYS, PARENTS, "t", read_content, timeout_s=WAIT_S) == PutOutcome(there, 5 - there)
+            assert await writer.put(KEYS, PARENTS, "t", hashed(read_content), timeout_s=WAIT_S) == PutOutcome(
+                there, 5 - there
+            )
             assert store.frames == (1 if takes or there < 5 else 0)
             for key in KEYS[there:]:
                 del store.blocks[key]
@@ -142,7 +147,7 @@ async def test_a_small_put_travels_with_its_opening(takes: bool, there: int) -> 
 async def test_what_another_writer_finishes_meanwhile_is_not_read_any_more() -> None:
     async with writing(FakeStore(), frame_bytes=2 * SLICE) as writer:
         missing = {0, 1, 3}
-        slices = writer._slices(missing, read_content)
+        slices = writer._slices(KEYS, missing, hashed(read_content))
         assert [(item.layer, item.block) for item in (next(slices), next(slices))] == [(0, 0), (0, 1)]
         missing -= {0, 3}
         assert [(item.layer, item.block) for item in slices] == [(1, 1), (2, 1)]
@@ -167,9 +172,9 @@ async def test_a_refused_put(when: str) -> None:
     store.refuse = when
     async with writing(store) as writer:
         with pytest.raises(TransferFailed, match="full"):
-            await writer.put(KEYS, PARENTS, "", read_content, timeout_s=WAIT_S)
+            await writer.put(KEYS, PARENTS, "", hashed(read_content), timeout_s=WAIT_S)
         store.refuse = ""
-        assert await writer.put(KEYS, PARENTS, "", read_content, timeout_s=WAIT_S) == PutOutcome(0, 5)
+        assert await writer.put(KEYS, PARENTS, "", hashed(read_content), timeout_s=WAIT_S) == PutOutcome(0, 5)
         await store.until(lambda: not store.puts)
     assert store.calls == 1
 
@@ -180,7 +185,7 @@ async def test_a_put_without_answers_times_out_and_is_aborted(fault: str) -> Non
     setattr(store, fault, fault == "mute")
     async with writing(store) as writer:
         with pytest.raises(TransferFailed, match="took"):
-            await writer.put(KEYS, PARENTS, "", read_content, timeout_s=0.2)
+            await writer.put(KEYS, PARENTS, "", hashed(read_content), timeout_s=0.2)
         await store.until(lambda: bool(store.put_closes))
 
 
@@ -192,7 +197,7 @@ async def test_a_put_that_cannot_read_is_aborted() -> None:
 
     async with writing(store) as writer:
         with pytest.raises(RuntimeError, match="no such block"):
-            await writer.put(KEYS, PARENTS, "", read, timeout_s=WAIT_S)
+            await writer.put(KEYS, PARENTS, "", hashed(read), timeout_s=WAIT_S)
         await store.until(lambda: store.put_closes == [(1, True)])
         assert not store.puts
 
@@ -201,13 +206,13 @@ async def test_a_cancelled_put_is_aborted_and_the_stream_lives() -> None:
     store = FakeStore()
     store.acks = False
     async with writing(store) as writer:
-        put = asyncio.ensure_future(writer.put(KEYS, PARENTS, "", read_content, timeout_s=WAIT_S))
+        put = asyncio.ensure_future(writer.put(KEYS, PARENTS, "", hashed(read_content), timeout_s=WAIT_S))
         await store.until(lambda: len(store.blocks) == 5)
         put.cancel()
         with pytest.raises(asyncio.CancelledError):
             await put
         assert writer.sessions == 0
-        assert await writer.put(KEYS, PARENTS, "", read_content, timeout_s=WAIT_S) == PutOutcome(5, 0)
+        assert await writer.put(KEYS, PARENTS, "", hashed(read_content), timeout_s=WAIT_S) == PutOutcome(5, 0)
         assert store.calls == 1
 
 
@@ -215,13 +220,13 @@ async def test_a_broken_stream_fails_the_put_and_the_next_reconnects() -> None:
     store = FakeStore()
     store.mute = True
     async with writing(store) as writer:
-        put = asyncio.ensure_future(writer.put(KEYS, PARENTS, "", read_content, timeout_s=WAIT_S))
+        put = asyncio.ensure_future(writer.put(KEYS, PARENTS, "", hashed(read_content), timeout_s=WAIT_S))
         await store.until(lambda: bool(store.parents))
         store.break_now.set()
         with pytest.raises(StreamBroken, match="on purpose"):
             await put
         store.mute = False
-        assert await writer.put(KEYS, PARENTS, "", read_content, timeout_s=WAIT_S) == PutOutcome(0, 5)
+        assert await writer.put(KEYS, PARENTS, "", hashed(read_content), timeout_s=WAIT_S) == PutOutcome(0, 5)
         assert store.calls == 2
 
 
@@ -256,9 +261,13 @@ def test_some_heads_are_handed_out_together_however_they_come(target_bytes: int)
     heads = range(1, 4)
     part = data[WIDE.head_bytes : 4 * WIDE.head_bytes]
     taken = Taken()
-    read = _Read(WIDE, 2, range(2), heads, taken.on_slice, taken.on_layer)
+    read = _Read(WIDE, KEYS[:2], range(2), heads, taken.on_slice, taken.on_layer)
     read.on_message(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=1, blocks=2)), memoryview(b""))
-    slices = [Slice(layer, block, part, 16, heads) for layer in range(2) for block in range(2)]
+    slices = [
+        slice_to_send(WIDE, layer, block, part, heads=heads, key=KEYS[block])
+        for layer in range(2)
+        for block in range(2)
+    ]
     for header, pieces in pack_frames(1, 0, slices, WIDE, target_bytes):
         assert not read.finished.is_done
         read.on_message(kvstore_pb2.GetResponse(frame=header), memoryview(b"".join(pieces)))
@@ -366,7 +375,7 @@ async def test_a_callback_that_fails_ends_only_its_read() -> None:
     store = FakeStore()
     fill(store, 5)
 
-    def refuse(layer: int, index: int, data: memoryview) -> None:
+    def refuse(layer: int, index: int, data: memoryview, value: int) -> None:
         raise RuntimeError("no room")
 
     async with reading(store) as reader:
@@ -401,7 +410,7 @@ async def test_a_cancelled_read_hands_out_nothing_more() -> None:
         started = asyncio.Event()
         seen: list[int] = []
 
-        def on_slice(layer: int, index: int, data: memoryview) -> None:
+        def on_slice(layer: int, index: int, data: memoryview, value: int) -> None:
             seen.append(index)
             started.set()
 

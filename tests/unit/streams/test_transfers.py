@@ -17,6 +17,7 @@ from moonpool.streams.link import Link
 from moonpool.streams.transfer import TransferState
 from moonpool.streams.transfer_client import TransferSender
 from moonpool.v1 import kv_pb2
+from tests.slices import slice_to_send
 from tests.unit.streams.fakes import DECODE, HELLO, LAYOUT, FakeDecode, content, served
 
 SLICE = LAYOUT.slice_bytes
@@ -26,7 +27,7 @@ WAIT_S = 10.0
 def slices(layers: range, blocks: range, last_valid: int = 16) -> list[Slice]:
     last = blocks.stop - 1
     return [
-        Slice(layer, block, memoryview(content(layer, block)), last_valid if block == last else 16)
+        slice_to_send(LAYOUT, layer, block, content(layer, block), last_valid if block == last else 16)
         for layer in layers
         for block in blocks
     ]
@@ -109,7 +110,7 @@ async def test_a_corrupted_frame_fails_only_its_transfer() -> None:
         await good.send(slices(range(3), range(1)))
         bad.close(aborted=False)
         good.close(aborted=False)
-        with pytest.raises(TransferFailed, match="checksum"):
+        with pytest.raises(TransferFailed, match="wrong hash"):
             await bad.verdict(WAIT_S)
         await good.verdict(WAIT_S)
         check_credits(sender, decode.window)

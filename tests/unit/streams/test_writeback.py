@@ -11,6 +11,7 @@ from moonpool.streams.peers import Peers
 from moonpool.streams.store_writer import PutOutcome
 from moonpool.streams.writeback import MAX_PAUSE_S, WriteBack, WriteBackLimits
 from moonpool.v1 import kv_pb2
+from tests.slices import hashed
 
 WAIT_S = 10.0
 STORE = kv_pb2.Instance(id="store", incarnation=1, address="a:1")
@@ -36,7 +37,7 @@ class FakeWriter:
         keys: Sequence[bytes],
         parents: Sequence[bytes],
         tenant: str,
-        read: Callable[[int, int], memoryview],
+        read: Callable[[int, int], tuple[memoryview, int]],
         *,
         timeout_s: float,
     ) -> PutOutcome:
@@ -45,7 +46,7 @@ class FakeWriter:
             await self.go.wait()
             if self.error is not None:
                 raise self.error
-            self.read += [bytes(read(0, index)) for index in range(len(keys))]
+            self.read += [bytes(read(0, index)[0]) for index in range(len(keys))]
             return PutOutcome(1, len(keys) - 1)
         finally:
             self.sessions -= 1
@@ -63,7 +64,7 @@ class Bench:
         self.it = WriteBack(
             WriteBackLimits(blocks, workers=1, pause_s=2.0),
             self._open,
-            lambda layer, block: memoryview(bytes([layer, block])),
+            hashed(lambda layer, block: bytes([layer, block])),
             self._release,
             lambda: self.now,
         )

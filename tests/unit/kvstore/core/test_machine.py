@@ -173,9 +173,9 @@ class StoreMachine(RuleBasedStateMachine):
         """What has come before, or was never declared, ends the session and nothing else."""
         entry = self.sessions.pop(pick % len(self.sessions))
         self.actor = OWNER[entry.chain[0]]
-        run, data = run_of(entry.chain[0], 0, entry.layers[0])
+        run = run_of(entry.chain[0], 0, entry.layers[0])
         with contextlib.suppress(MoonpoolError):
-            assert not self.store.writes.write(entry.session, [(run, data), (run, data)], now=self.now)
+            assert not self.store.writes.write(entry.session, [run, run], now=self.now)
         self.store.writes.close(entry.session)
 
     @precondition(lambda self: self.sessions)

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from moonpool.kv.frames import Run, Slice, open_frame, pack_frames, split_run
+from moonpool.kv.frames import FrameOpener, Run, pack_frames, split_run
 from moonpool.kv.keys import BlockKey, pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import kv_pb2, kvstore_pb2
+from tests.slices import hashed, slice_to_send
 from tests.unit.kvstore.helpers import RECORD, keys_of, slice_of
 from tests.unit.kvstore.rig import Rig, rig
 
@@ -41,7 +42,7 @@ async def put(store: Rig, keys: Sequence[BlockKey], layout: KVLayout = WIDE) -> 
     parents = [BlockKey(bytes(32)), *keys][: len(keys)]
     try:
         await writer.put(
-            keys, parents, "", lambda layer, index: memoryview(slice_of(keys[index], layer, layout)), timeout_s=10
+            keys, parents, "", hashed(lambda layer, index: slice_of(keys[index], layer, layout)), timeout_s=10
         )
     finally:
         await writer.aclose()
@@ -51,7 +52,7 @@ async def read(reader: StoreReader, heads: range | None, layers: range = ALL, bl
     """The leading blocks' parts, layer after layer."""
     out: dict[int, bytes] = {}
 
-    def take(layer: int, index: int, data: memoryview) -> None:
+    def take(layer: int, index: int, data: memoryview, value: int) -> None:
         out[index] = out.get(index, b"") + data
 
     count = await reader.read(
@@ -85,16 +86,13 @@ async def opened(store: Rig, layout: KVLayout, credit_bytes: int = 0, **fields: 
     return call
 
 
-async def received(call: Any, layout: KVLayout) -> list[list[tuple[Run, bytes]]]:
+async def received(call: Any, opener: FrameOpener) -> list[list[tuple[Run, bytes]]]:
     """Runs of each frame until the session's end."""
     frames = []
     while not (answer := await call.read()).message.HasField("done"):
-        frames.append(opened_runs(answer.message.frame, answer.payload, layout))
+        runs = opener.open(answer.message.frame, answer.payload)
+        frames.append([(run, bytes(data)) for run, data, _ in runs])
     return frames
-
-
-def opened_runs(header: kv_pb2.FrameHeader, payload: memoryview, layout: KVLayout) -> list[tuple[Run, bytes]]:
-    return [(run, bytes(data)) for run, data in open_frame(header, payload, layout)]
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -117,10 +115,11 @@ async def test_what_is_asked_for_is_sent_and_no_more(together: bool) -> None:
         answer = await call.read()
         assert answer.message.opened.blocks == 5
         if together:
-            frames = [opened_runs(answer.message.opened.frame, answer.payload, WIDE)]
+            runs = FrameOpener(WIDE, range(1, 3), KEYS).open(answer.message.opened.frame, answer.payload)
+            frames = [[(run, bytes(data)) for run, data, _ in runs]]
             assert store.gauges()["get_sessions"] == 0
         else:
-            frames = await received(call, WIDE)
+            frames = await received(call, FrameOpener(WIDE, range(1, 3), KEYS))
         ((first, second, third),) = frames
         for layer, (run, data) in enumerate((first, second, third)):
             assert run == Run(layer, 0, 5, 1, 3, 16)
@@ -137,7 +136,7 @@ async def test_frames_of_some_heads_are_filled_too() -> None:
         await put(store, keys, LARGE)
         call = await opened(store, LARGE, 1 << 20, keys=pack_keys(keys), head_begin=2, head_end=3)
         assert (await call.read()).message.opened.blocks == 16
-        (((run, data),),) = await received(call, LARGE)
+        (((run, data),),) = await received(call, FrameOpener(LARGE, range(2, 3), keys))
         assert run == Run(0, 0, 16, 2, 3, 64)
         assert data == b"".join(part_of(key, 0, range(2, 3), LARGE) for key in keys)
         call.cancel()
@@ -151,8 +150,8 @@ async def test_parts_larger_than_a_frame_come_in_several() -> None:
         await put(store, KEYS[:1], layout)
         call = await opened(store, layout, 2 * layout.head_bytes, head_begin=1, takes_frame=True)
         assert not (await call.read()).message.opened.HasField("frame")
-        frames = await received(call, layout)
-        assert [[run for run, _ in runs] for runs in frames] == [[Run(0, 0, 1, 1, 2, 64)], [Run(0, 0, 1, 2, 3, 64)]]
+        frames = await received(call, FrameOpener(layout, range(1, 3), KEYS))
+        assert [[run for run, _ in runs] for runs in frames] == [[], [Run(0, 0, 1, 1, 3, 64)]]
         call.cancel()
         reader = reader_of(store, layout)
         assert await read(reader, range(1, 3), range(1), blocks=1) == [part_of(KEYS[0], 0, range(1, 3), layout)]
@@ -225,7 +224,7 @@ async def test_ranks_write_and_read_their_own_heads() -> None:
             await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening)))
             assert (await call.read()).HasField("opened")
             slices = [
-                Slice(layer, index, memoryview(part_of(key, layer, heads)), 16, heads)
+                slice_to_send(WIDE, layer, index, part_of(key, layer, heads), heads=heads, key=key)
                 for layer in ALL
                 for index, key in enumerate(KEYS)
             ]

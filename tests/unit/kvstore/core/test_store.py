@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.errors import FrameError, InvalidRequest, Overloaded
-from moonpool.kv.frames import Run
+from moonpool.kv.frames import OpenRun, Run
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSpec
 from tests.unit.kvstore.helpers import (
     BLOCK,
@@ -182,7 +182,9 @@ def test_frames_outside_the_declaration_are_refused(run: Run) -> None:
     assert session is not None
     driven.store.writes.write(session, [run_of(A, 0, 0)])
     with pytest.raises(FrameError):
-        driven.store.writes.write(session, [(run, memoryview(bytes(run.block_count * LAYOUT.slice_bytes)))])
+        driven.store.writes.write(
+            session, [OpenRun(run, memoryview(bytes(run.block_count * LAYOUT.slice_bytes)), [0] * run.block_count)]
+        )
     driven.store.writes.close(session)
     driven.store.check_invariants()
 

@@ -31,7 +31,7 @@ def test_a_check_finds_what_is_wrong_and_changes_nothing(tmp_path: Path) -> None
     assert not report.ok
     assert (report.records, report.blocks, report.fault_count) == (6, 5, 4)
     assert report.faults == [
-        Fault(1, RECORD, KEYS[1], "checksum of layer 1 is wrong"),
+        Fault(1, RECORD, KEYS[1], "hash of layer 1 is wrong"),
         Fault(1, 2 * RECORD, KEYS[2], "the index names a record that is not there"),
         Fault(2, None, None, f"the segment has {3 * RECORD} bytes instead of {4 * RECORD}"),
         Fault(2, 3 * RECORD, KEYS[7], "the index names a record that is not there"),

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.blocks import BlockFormat, BlockInfo
+from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from services.kvstore.ssd.records import (
     BadRecordError,
     header_size,
     pack_header,
     record_size,
-    slice_checksum,
     unpack_header,
 )
 from services.kvstore.ssd.segments import SegmentFile, list_segments, segment_path
@@ -23,7 +23,7 @@ KEYS = keys_of(4)
 
 def header_of(key: bytes) -> bytes:
     block = block_of(key)  # type: ignore[arg-type]
-    return pack_header(block.info, [block.slice(layer) for layer in range(LAYOUT.layers)])
+    return pack_header(block.info, block.hashes)
 
 
 def write_segment(path: Path, count: int = 3) -> SegmentFile:
@@ -39,22 +39,36 @@ def write_segment(path: Path, count: int = 3) -> SegmentFile:
 def test_a_header_says_everything_of_its_block() -> None:
     info = BlockInfo(KEYS[0], KEYS[1], "tenant ü", BlockFormat(b"x" * 32, LAYOUT))
     slices = [memoryview(slice_of(KEYS[0], layer)) for layer in range(LAYOUT.layers)]
-    packed = pack_header(info, slices)
+    hashes = tuple(bind(slice_hash(data), KEYS[0], layer) for layer, data in enumerate(slices))
+    packed = pack_header(info, hashes)
     header = unpack_header(packed + b"more")
     assert header.info == info
     assert header.header_bytes == len(packed) == header_size(info) == 4096
     assert header.record_bytes == record_size(info) == RECORD
-    assert header.checksums == tuple(slice_checksum(KEYS[0], layer, data) for layer, data in enumerate(slices))
+    assert header.hashes == hashes
     for layer, data in enumerate(slices):
-        header.check_slice(layer, data)
+        assert header.check_slice(layer, data) == hashes[layer]
 
 
 def test_a_slice_of_another_layer_or_block_is_not_taken() -> None:
     header = unpack_header(header_of(KEYS[0]))
     with pytest.raises(BadRecordError):
         header.check_slice(1, memoryview(slice_of(KEYS[0], 0)))
-    zeros = memoryview(bytes(LAYOUT.slice_bytes))
-    assert slice_checksum(KEYS[0], 0, zeros) != slice_checksum(KEYS[1], 0, zeros)
+    other = unpack_header(pack_header(info_of(KEYS[1]), block_of(KEYS[0]).hashes))
+    with pytest.raises(BadRecordError):
+        other.check_slice(0, memoryview(slice_of(KEYS[0], 0)))
+
+
+def test_a_record_of_the_older_kind_is_read_and_its_hashes_are_made() -> None:
+    block = block_of(KEYS[0])
+    seeds = [int.from_bytes(KEYS[0][:8], "little") ^ layer for layer in range(LAYOUT.layers)]
+    sums = [slice_hash(block.slice(layer), seed=seed) for layer, seed in enumerate(seeds)]
+    older = bytearray(pack_header(block.info, sums))
+    older[:8] = b"MPKVREC1"
+    header = unpack_header(bytes(older))
+    assert [header.check_slice(layer, block.slice(layer)) for layer in range(LAYOUT.layers)] == list(block.hashes)
+    with pytest.raises(BadRecordError):
+        header.check_slice(1, block.slice(0))
 
 
 @pytest.mark.parametrize("position", [0, 9, 17, 20, 30, 125, 141, 157, 161, 4000, 4095])
@@ -75,7 +89,7 @@ def test_a_long_tenant_makes_a_longer_header() -> None:
     info = info_of(KEYS[0], tenant="t" * 1000)
     many = BlockFormat(FORMAT.namespace, type(LAYOUT)(500, 1, 1, 16, "float16"))
     long = BlockInfo(KEYS[0], KEYS[1], info.tenant, many)
-    packed = pack_header(long, [memoryview(b"")] * 500)
+    packed = pack_header(long, [1] * 500)
     assert len(packed) == 8192
     assert unpack_header(packed).info == long
 
@@ -105,8 +119,7 @@ def test_a_scan_tolerates_a_cut_tail_and_goes_on_behind_a_broken_header(tmp_path
 
 def record_of(key: BlockKey, block_format: BlockFormat, tenant: str) -> bytes:
     block = block_of(key, tenant, block_format)
-    layers = range(block_format.layout.layers)
-    record = pack_header(block.info, [block.slice(layer) for layer in layers]) + bytes(block.data)
+    record = pack_header(block.info, block.hashes) + bytes(block.data)
     return record.ljust(record_size(block.info), b"\0")
 
 

@@ -38,7 +38,7 @@ def frame(**changes: Any) -> tuple[kv_pb2.FrameHeader, memoryview]:
         payload = (payload * 3)[:size]
     for name, value in changes.items():
         setattr(header.runs[0], name, value)
-    header.checksum = checksum(header, (memoryview(payload),))
+    header.checksum = checksum(header)
     return header, memoryview(payload)
 
 

@@ -18,6 +18,7 @@ from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.telemetry.gauges import restless
 from moonpool.v1 import kvstore_pb2
+from tests.slices import hashed
 from tests.unit.kvstore.helpers import LAYOUT, keys_of, slice_of
 from tests.unit.kvstore.rig import Rig, rig
 
@@ -50,15 +51,13 @@ class Client:
                 self.failed += 1
 
     async def _put(self, keys: list[BlockKey]) -> None:
-        def data(layer: int, index: int) -> memoryview:
-            return memoryview(slice_of(keys[index], layer))
-
-        await self.writer.put(keys, [keys[0], *keys[:-1]], "", data, timeout_s=10)
+        read = hashed(lambda layer, index: slice_of(keys[index], layer))
+        await self.writer.put(keys, [keys[0], *keys[:-1]], "", read, timeout_s=10)
 
     async def _read(self, keys: list[BlockKey]) -> None:
         got: dict[tuple[int, int], bytes] = {}
 
-        def take(layer: int, index: int, data: memoryview) -> None:
+        def take(layer: int, index: int, data: memoryview, value: int) -> None:
             got[layer, index] = bytes(data)
 
         blocks = await self.reader.read(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.kv.frames import open_frame, split_run
+from moonpool.kv.frames import FrameOpener, split_run
 from moonpool.kv.keys import pack_keys
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, OTHER_FORMAT, data_of, keys_of
@@ -99,8 +99,8 @@ async def test_a_small_read_is_answered_in_one_message_where_nothing_is_to_wait_
         await call.write(kvstore_pb2.GetRequest(open=opening, credit_bytes=2 * BLOCK))
         received = await call.read()
         assert received.message.opened.blocks == 2
-        runs = open_frame(received.message.opened.frame, received.payload, LAYOUT)
-        data = {(run.layer, index): bytes(part) for run, d in runs for index, _, part in split_run(run, d, LAYOUT)}
+        runs = FrameOpener(LAYOUT, keys=[A, B]).open(received.message.opened.frame, received.payload)
+        data = {(run.layer, index): bytes(part) for run, d, _ in runs for index, _, part in split_run(run, d, LAYOUT)}
         for index, key in enumerate([A, B]):
             assert b"".join(data[layer, index] for layer in range(3)) == data_of(key)
         assert store.gauges()["get_sessions"] == 0
@@ -136,7 +136,7 @@ async def test_many_reads_share_a_stream(tmp_path: Path) -> None:
         async def one(count: int) -> list[bytes]:
             out: dict[int, bytes] = {}
 
-            def take(layer: int, index: int, data: memoryview) -> None:
+            def take(layer: int, index: int, data: memoryview, value: int) -> None:
                 out[index] = out.get(index, b"") + data
 
             blocks = await reader.read(

@@ -44,6 +44,9 @@ class FakeReader:
                 raise BadRecordError("bad")
             out[:] = slice_of(self.key, layer, SHAPE)
 
+    def hash_of(self, layer: int) -> int:
+        return layer
+
     def release(self) -> None:
         pass
 
@@ -69,7 +72,7 @@ def source_of(index: int, kind: str, bad: int | None, asked: list[tuple[int, int
     key = KEYS[index]
     if kind == "dram":
         info = BlockInfo(key, KEYS[0], "", FORMAT)
-        return LeasedBlock(block=DramBlock(info, bytearray(data_of(key, SHAPE))))
+        return LeasedBlock(block=DramBlock(info, bytearray(data_of(key, SHAPE)), range(SHAPE.layers)))
     source = LeasedBlock(reader=FakeReader(index, bad, asked))
     if kind == "reserved":
         source.allocate = lambda nbytes: memoryview(bytearray(nbytes))
@@ -91,7 +94,7 @@ async def read(
     cells: list[tuple[int, int]] = []
     limit, most = len(sources), 0
     with ThreadPoolExecutor(3) as pool:
-        lease = ReadLease(FORMAT, sources)
+        lease = ReadLease(FORMAT, KEYS[: len(sources)], sources)
         reader = LayerReader(
             reads,
             lease,
@@ -191,7 +194,7 @@ async def test_no_memory_to_read_into_ends_the_reading() -> None:
     source.allocate = none_left
     with ThreadPoolExecutor(1) as pool:
         reads: Any = FakeReads()
-        reader = LayerReader(reads, ReadLease(FORMAT, [source]), range(9), pool, ByteCredits(1 << 20))
+        reader = LayerReader(reads, ReadLease(FORMAT, KEYS[:1], [source]), range(9), pool, ByteCredits(1 << 20))
         with pytest.raises(Overloaded):
             async for _ in reader.groups():
                 pass

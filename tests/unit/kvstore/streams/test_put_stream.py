@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from moonpool.kv.frames import Slice, pack_frames
+from moonpool.kv.frames import pack_frames
 from moonpool.kv.keys import pack_keys
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.v1 import kvstore_pb2
+from tests.slices import slice_to_send
 from tests.unit.kvstore.helpers import LAYOUT, data_of, keys_of, slice_of
 from tests.unit.kvstore.rig import (
     KEYS,
@@ -103,7 +104,7 @@ async def test_a_writer_hears_of_blocks_that_another_finishes_and_need_not_send_
         assert await store.put([A]) == (0, 1)
         ack = (await call.read()).ack
         assert (list(ack.blocks), ack.durability) == ([0], kvstore_pb2.DURABILITY_VISIBLE)
-        slices = [Slice(layer, 1, memoryview(slice_of(B, layer)), 16) for layer in range(3)]
+        slices = [slice_to_send(LAYOUT, layer, 1, slice_of(B, layer), key=B) for layer in range(3)]
         for header, pieces in pack_frames(1, 0, slices, LAYOUT):
             await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=1))))
