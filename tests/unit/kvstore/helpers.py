@@ -1,9 +1,11 @@
 """Blocks with known bytes, and a store driven by hand: no threads, no event loop."""
 
+import asyncio
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from moonpool.kv.blocks import NO_PARENT, BlockFormat, BlockInfo, DramBlock
 from moonpool.kv.frames import OpenRun, Run
@@ -14,6 +16,7 @@ from services.kvstore.core.assembly import PutSession, PutSpec, parents_of
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.dram.tier import DramTier
+from services.kvstore.operate.writer import WorkSignal, WriteBehind
 from services.kvstore.policies.policy import LRU, EvictionPolicy
 from services.kvstore.ssd.recovery import DataFolder, recover
 from services.kvstore.ssd.tier import SsdTier
@@ -89,8 +92,22 @@ def open_ssd(path: Path, capacity: int = 1 << 20, segment: int = 1 << 16) -> Ssd
         raise
 
 
+@asynccontextmanager
+async def writing(driven: "Driven", **settings: Any) -> AsyncIterator[WriteBehind]:
+    """Runs the writer thread of a store; settings are those of `WriteBehind`."""
+    assert driven.store.tiers.ssd is not None
+    writer = WriteBehind(driven.store.writes, driven.store.tiers.ssd, driven.signal, **settings)
+    task = asyncio.ensure_future(writer.run())
+    try:
+        yield writer
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        await writer.aclose()
+
+
 class Driven(StoreListener):
-    """A store whose commits happen when `flush` is called, and what it has announced.
+    """A store whose commits happen when `flush` is called or a writer runs, and what it has announced.
 
     Args:
         listener: is told of everything too.
@@ -109,9 +126,10 @@ class Driven(StoreListener):
         lease_bytes: int | None = None,
         listener: StoreListener | None = None,
     ) -> None:
-        dram = DramTier(dram_bytes, policy or LRU(), pins=pins, account=account)
+        dram = DramTier(dram_bytes, LRU() if policy is None else policy, pins=pins, account=account)
         self.ssd_account = ssd_account or Account()
         self.listener = listener or StoreListener()
+        self.signal = WorkSignal()
         self.store = BlockStore(
             dram,
             ssd,
@@ -128,22 +146,18 @@ class Driven(StoreListener):
         self.visible: list[tuple[BlockKey, ...]] = []
         self.durable: list[tuple[BlockKey, ...]] = []
         self.rooms = 0
-        self.asked_for: list[list[BlockKey]] = []
 
     def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
         self.stored += stored
         self.removed += removed
         self.listener.changed(stored, removed)
 
-    def asked(self, keys: Sequence[BlockKey]) -> None:
-        self.asked_for.append(list(keys))
-
     def room(self) -> None:
         self.rooms += 1
         self.listener.room()
 
     def work(self) -> None:
-        self.listener.work()
+        self.signal.notify()
 
     def sessions_changed(self) -> None:
         self.listener.sessions_changed()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.keys import BlockKey
+from moonpool.streams.credits import ByteCredits
 from services.kvstore.operate.warming import Warmed, Warmer
 from services.kvstore.ssd.tier import SsdTier
-from services.kvstore.streams.layers import ReadAhead
 from tests.unit.kvstore.helpers import BLOCK, OTHER_FORMAT, RECORD, Driven, block_of, data_of, keys_of, open_ssd
 
 KEYS = keys_of(48)
@@ -44,7 +44,7 @@ LIVE = [key for number, key in enumerate(KEYS) if number % 3]
 @contextmanager
 def warming(driven: Driven) -> Iterator[Warmer]:
     pool = ThreadPoolExecutor(2)
-    yield Warmer(driven.store, pool, ReadAhead(1 << 20), lambda: None)
+    yield Warmer(driven.store, pool, ByteCredits(1 << 20))
     pool.shutdown()
     driven.store.check_invariants()
 

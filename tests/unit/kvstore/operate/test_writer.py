@@ -6,25 +6,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from services.kvstore.core.tiered_store import StoreListener
-from services.kvstore.operate.writer import WorkSignal, WriteBehind
+from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.ssd.backend import WritePlan
 from services.kvstore.ssd.recovery import DataFolder, recover
 from services.kvstore.ssd.tier import SsdTier
-from tests.unit.kvstore.helpers import Driven, data_of, keys_of, open_ssd, spec_of
+from tests.unit.kvstore.helpers import Driven, data_of, keys_of, open_ssd, spec_of, writing
 
 KEYS = keys_of(6)
 A, B, C = KEYS[:3]
-
-
-class Wakes(StoreListener):
-    """Wakes the writer of a store."""
-
-    def __init__(self) -> None:
-        self.signal = WorkSignal()
-
-    def work(self) -> None:
-        self.signal.notify()
 
 
 class Failing(SsdTier):
@@ -39,24 +28,17 @@ class Failing(SsdTier):
 
 
 @asynccontextmanager
-async def writing(path: Path, **settings: Any) -> AsyncIterator[tuple[Driven, Failing, WriteBehind]]:
-    wakes = Wakes()
+async def failing(path: Path, **settings: Any) -> AsyncIterator[tuple[Driven, Failing, WriteBehind]]:
     folder = DataFolder(path)
     ssd = Failing(folder, recover(folder), 1 << 20, 1 << 16)
-    driven = Driven(ssd, listener=wakes)
-    writer = WriteBehind(driven.store.writes, ssd, wakes.signal, **settings)
-    task = asyncio.ensure_future(writer.run())
-    try:
+    driven = Driven(ssd)
+    async with writing(driven, **settings) as writer:
         yield driven, ssd, writer
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-        await writer.aclose()
-        ssd.close()
+    ssd.close()
 
 
 async def test_the_writer_makes_durable_what_is_visible(tmp_path: Path) -> None:
-    async with writing(tmp_path) as (driven, _, writer):
+    async with failing(tmp_path) as (driven, _, writer):
         driven.put(KEYS[:4])
         assert await writer.drain(10)
         driven.put(KEYS[4:])
@@ -69,7 +51,7 @@ async def test_the_writer_makes_durable_what_is_visible(tmp_path: Path) -> None:
 
 
 async def test_a_failing_device_stops_nothing(tmp_path: Path) -> None:
-    async with writing(tmp_path, unsaved_after_s=[3600]) as (driven, ssd, writer):
+    async with failing(tmp_path, unsaved_after_s=[3600]) as (driven, ssd, writer):
         ssd.error = OSError(5, "Input/output error")
         driven.put([A])
         assert await writer.drain(10)
@@ -83,7 +65,7 @@ async def test_a_failing_device_stops_nothing(tmp_path: Path) -> None:
 
 async def test_a_session_hears_durable_after_an_error_has_passed(tmp_path: Path) -> None:
     """Nothing is put meanwhile: the writer tries again by itself."""
-    async with writing(tmp_path, unsaved_after_s=[0.001]) as (driven, ssd, writer):
+    async with failing(tmp_path, unsaved_after_s=[0.001]) as (driven, ssd, writer):
         heard = asyncio.Event()
         session = driven.store.writes.open(spec_of([A]), lambda _: None, lambda _: heard.set())
         assert session is not None
@@ -99,7 +81,7 @@ async def test_a_session_hears_durable_after_an_error_has_passed(tmp_path: Path)
 
 
 async def test_a_block_put_again_after_an_error_becomes_durable(tmp_path: Path) -> None:
-    async with writing(tmp_path, unsaved_after_s=[3600]) as (driven, ssd, writer):
+    async with failing(tmp_path, unsaved_after_s=[3600]) as (driven, ssd, writer):
         ssd.error = OSError(5, "Input/output error")
         driven.put([A])
         assert await writer.drain(10)

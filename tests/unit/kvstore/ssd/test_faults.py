@@ -16,22 +16,15 @@ from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.ssd.full_device import told_by_lmdb
 from services.kvstore.ssd.recovery import DataFolder
 from services.kvstore.ssd.tier import SsdTier, open_tier
-from tests.unit.kvstore.helpers import RECORD, Driven, data_of, keys_of, open_ssd, store
+from tests.unit.kvstore.helpers import RECORD, Driven, data_of, keys_of, open_ssd, store, writing
 
 KEYS = keys_of(12)
 
 
 async def written(driven: Driven, *, retry_after_s: tuple[float, ...] = (0.0, 0.0)) -> WriteBehind:
     """Lets the writer thread do all there is to do."""
-    backend = driven.store.tiers.ssd
-    assert backend is not None
-    writer = WriteBehind(driven.store.writes, backend, retry_after_s=retry_after_s)
-    driven.store.writes.on_work = writer.wake
-    task = asyncio.ensure_future(writer.run())
-    assert await writer.drain(20)
-    task.cancel()
-    await asyncio.wait({task})
-    await writer.aclose()
+    async with writing(driven, retry_after_s=retry_after_s) as writer:
+        assert await writer.drain(20)
     driven.store.check_invariants()
     return writer
 
@@ -114,8 +107,7 @@ async def test_a_device_that_stays_full_makes_nobody_wait_twice(
     with store(tmp_path) as driven:
         backend = driven.store.tiers.ssd
         assert backend is not None
-        writer = WriteBehind(driven.store.writes, backend, retry_after_s=(0.0, 0.0))
-        driven.store.writes.on_work = writer.wake
+        writer = WriteBehind(driven.store.writes, backend, driven.signal, retry_after_s=(0.0, 0.0))
         task = asyncio.ensure_future(writer.run())
         with monkeypatch.context() as patch:
             patch.setattr("services.kvstore.ssd.segments.SegmentFile.append", failing(-1, FULL, print))
@@ -137,8 +129,7 @@ async def test_trouble_is_told_once_a_while_and_its_end_at_once(
     with store(tmp_path) as driven:
         backend = driven.store.tiers.ssd
         assert backend is not None
-        writer = WriteBehind(driven.store.writes, backend, retry_after_s=(0.0,), clock=lambda: now)
-        driven.store.writes.on_work = writer.wake
+        writer = WriteBehind(driven.store.writes, backend, driven.signal, retry_after_s=(0.0,), clock=lambda: now)
         task = asyncio.ensure_future(writer.run())
 
         async def put(key: BlockKey, error: Exception | None) -> list[str]:
@@ -193,8 +184,8 @@ async def test_a_plan_that_gets_nowhere_is_not_made_again_and_again(
         backend = driven.store.tiers.ssd
         assert backend is not None
         driven.flush(KEYS[:3])
-        backend._space.capacity_bytes = 2 * RECORD  # type: ignore[attr-defined]
-        backend.protect(lambda *_: True)  # type: ignore[attr-defined]
+        backend._space.capacity_bytes = 2 * RECORD
+        backend.protect(lambda *_: True)
         await written(driven)
         assert backend.has_housekeeping
         assert len(backend) == 3
