@@ -1,7 +1,4 @@
-"""What this machine's disk can do at all, for comparison: plain reads and appends, and a page cache without our files.
-
-Knows nothing of the store: pieces of a size, in an order, by so many threads, past no cache but with an empty one.
-"""
+"""Plain reads and appends of this machine's disk, for comparison, and dropping files from the page cache."""
 
 import os
 import threading
@@ -16,9 +13,9 @@ Piece = tuple[int, int]
 
 
 def drop_cache(folder: Path) -> int:
-    """Takes everything under `folder` out of the page cache; returns the bytes of the files there.
+    """Drops all files under `folder` from the page cache; returns their bytes.
 
-    The kernel keeps what was not written yet, so all is synced before.
+    The kernel does not drop pages that are not written yet, so everything is synced before.
     """
     os.sync()
     total = 0
@@ -38,10 +35,10 @@ def append_seconds(path: Path, source: memoryview, piece_bytes: int, nbytes: int
 
     Args:
         path: of the file, which is removed afterwards.
-        source: what is written, from its beginning to its end and again; a multiple of `piece_bytes`.
+        source: the data, used in a circle; a multiple of `piece_bytes`.
         piece_bytes: of each write.
         nbytes: in all.
-        sync_bytes: `fdatasync` after so many.
+        sync_bytes: `fdatasync` each time this many were written.
     """
     begin = time.perf_counter()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -61,7 +58,7 @@ def append_seconds(path: Path, source: memoryview, piece_bytes: int, nbytes: int
 
 
 def make_file(path: Path, nbytes: int) -> None:
-    """A file of so many bytes, none of them a hole, on the device."""
+    """Writes a file of `nbytes` without holes and syncs it."""
     data = os.urandom(1 << 16) * (_FILL_BYTES >> 16)
     with path.open("wb") as file:
         while (left := nbytes - file.tell()) > 0:
@@ -71,7 +68,7 @@ def make_file(path: Path, nbytes: int) -> None:
 
 
 def layer_major(blocks: int, layers: int, slice_bytes: int, pitch: int, chain: int) -> list[Piece]:
-    """Pieces of a file of blocks, `pitch` apart, in the order in which chains of so many are read layer by layer."""
+    """Pieces of a file of blocks, `pitch` apart, in the order in which chains are read layer by layer."""
     pieces = []
     for first in range(0, blocks, chain):
         group = range(first, min(first + chain, blocks))

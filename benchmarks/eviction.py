@@ -1,43 +1,57 @@
-"""Eviction policies on a trace: hit shares, beside LRU's and beside Belady's optimum.
+"""Eviction policies on traces: hit shares, beside those of LRU and of Belady's optimum.
 
-`python -m benchmarks.eviction --trace FILE --policies a,b --capacities 10000,30000 --json`. The hit share is that of
-all block references of the trace, in one pool of so many blocks; a request's hits stop at its first miss. The place of
-a policy is 0 where LRU is and 1 where the optimum is. A replay has no noise: `--runs` does not matter.
+`python -m benchmarks.eviction` compares all policies on every trace there is: the public conversation trace where
+`--trace FILE` or the environment names it, the shipped trace, and three generated ones. The hit share is that of all
+block references in one pool; a request's hits stop at its first miss. Only full blocks are counted, as a store holds no
+others; with `--blocks all` the part-filled last block of each request is counted too. A replay is deterministic.
 """
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.frame import Progress, Row, Skipped, run
+from benchmarks.frame import Absent, Progress, Row, Skipped, run
 from benchmarks.replay import chains_of, optimum, replay
+from benchmarks.workload import Workload
 from moonpool.kv.keys import BlockKey
 from services.kvstore.policies.policy import LRU, POLICIES, EvictionPolicy
-from tests.load.mooncake import read_trace
+from tests.load.mooncake import BLOCK_TOKENS, TraceRequest, read_trace
 
 TRACES_VARIABLE = "MOONPOOL_TRACES"
-TRACE_NAME = "conversation_trace.jsonl"
-"""The trace taken from the folder that the environment names."""
-GENERATED = Path(__file__).parent / "traces" / "generated.jsonl"
-CAPACITIES = (0, 100_000, 50_000, 30_000, 10_000, 1_000)
-ALLOWED_LOSS = 0.001
-"""How far our own policy's hit share may be below LRU's anywhere."""
-
-COMPARED: Mapping[str, Callable[[], EvictionPolicy]] = {
-    **POLICIES,
-    "lru-head-first": lambda: LRU(tail_first=False),
-}
-"""Policies by name; beside those that a store can be given, ones for comparison."""
-OURS = "kv-aware"
+PUBLIC = "conversation"
+TRACE_NAME = f"{PUBLIC}_trace.jsonl"
+"""The file taken from the folder that the environment names."""
+SHIPPED = Path(__file__).parent / "traces" / "generated.jsonl"
+SEEDS = (1, 2, 3)
+GENERATED_REQUESTS = 6000
+CAPACITIES = (0, 100_000, 50_000, 30_000, 10_000, 3_000, 1_000, 300)
 UNBOUNDED = "inf"
+BLOCKS = ("full", "all")
+
+Chains = list[list[BlockKey]]
+
+
+class HeadFirstLRU(LRU):
+    """The textbook's order, in which a chain's head leaves before its tail; for comparison."""
+
+    def touched(self, chain: Sequence[BlockKey]) -> None:
+        for key in chain:
+            super().touched([key])
+
+    def arrived(self, chain: Sequence[BlockKey]) -> None:
+        """Changes nothing: the head stays the oldest."""
+
+
+COMPARED: Mapping[str, Callable[[], EvictionPolicy]] = {**POLICIES, "lru-head-first": HeadFirstLRU}
+"""The policies of the store, and one for comparison."""
 
 
 def trace_file(given: Path | None) -> Path:
-    """The trace asked for, by the option or by the environment.
+    """The public trace, by the option or by the environment.
 
     Raises:
-        Skipped: there is none.
+        Skipped: neither names one.
     """
     if given is not None:
         return given
@@ -47,64 +61,83 @@ def trace_file(given: Path | None) -> Path:
     return Path(folder) / TRACE_NAME
 
 
-def read_chains(path: Path) -> list[list[BlockKey]]:
+def chains_in(requests: Sequence[TraceRequest], blocks: str = "full") -> Chains:
+    """The block keys of each request, of its full blocks only or of all."""
+    full = [request.input_length // BLOCK_TOKENS if blocks == "full" else None for request in requests]
+    return chains_of([request.hash_ids[:count] for request, count in zip(requests, full, strict=True)])
+
+
+def read_chains(path: Path, blocks: str = "full") -> Chains:
     """A trace's requests as chains of block keys.
 
     Raises:
         Skipped: it cannot be read.
     """
     try:
-        return chains_of([request.hash_ids for request in read_trace(path)])
+        return chains_in(read_trace(path), blocks)
     except (OSError, ValueError, KeyError) as error:
         raise Skipped(f"{path}: {error}") from error
 
 
 def rows_of(
-    chains: Sequence[Sequence[BlockKey]], policies: Sequence[str], capacities: Sequence[int], progress: Progress
-) -> list[Row]:
-    """Two rows for each policy and capacity: its hit share beside LRU's, and its place between LRU and the optimum."""
-    rows: list[Row] = []
-    for capacity in capacities:
-        lru, best = replay(chains, LRU(), capacity), optimum(chains, capacity)
-        where = f"{capacity} blocks" if capacity else "no bound"
-        rows.append(Row(f"optimum, {where}", best, "hit share", 0.0, "lru", lru, _ratio(best, lru)))
-        for policy in policies:
-            share = lru if policy == "lru" else replay(chains, COMPARED[policy](), capacity)
-            place = (share - lru) / (best - lru) if best > lru else 1.0
-            name = f"{policy}, {where}"
-            target = max(0.0, 1 - ALLOWED_LOSS / lru) if policy == OURS and lru else None
-            rows.append(Row(name, share, "hit share", 0.0, "lru", lru, _ratio(share, lru), target))
-            rows.append(Row(f"{name}, place", place, "from lru to optimum", 0.0, "optimum", 1.0, place))
-            progress(f"{name}: {share:.4f}, {share - lru:+.4f} to lru, place {place:+.3f}")
+    trace: str, chains: Chains, policies: Sequence[str], capacities: Sequence[int], progress: Progress
+) -> Iterator[Row]:
+    """The hit share of every policy and of the optimum at every capacity that binds, beside LRU's."""
+    different = len({key for chain in chains for key in chain})
+    for capacity in (size for size in capacities if size < different):
+        lru = replay(chains, LRU(), capacity)
+        where = f"{trace}, {f'{capacity} blocks' if capacity else 'no bound'}"
+        for policy in (*policies, "optimum"):
+            if policy == "optimum":
+                share = optimum(chains, capacity)
+            else:
+                share = lru if policy == "lru" else replay(chains, COMPARED[policy](), capacity)
+            progress(f"{where}, {policy}: {share:.4f}, {share - lru:+.4f} to lru")
+            yield Row(f"{where}, {policy}", share, "hit share", 0.0, "lru", lru, share / lru if lru else 1.0)
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
+    """All rows."""
+    rows: list[Row | Absent] = []
+    for trace in options.traces:
+        try:
+            chains = _chains(trace, options)
+        except Skipped as reason:
+            rows.append(Absent(f"{trace} trace, all policies", "lru", str(reason)))
+            continue
+        rows += rows_of(trace, chains, options.policies, options.capacities, progress)
     return rows
 
 
-def _ratio(share: float, beside: float) -> float:
-    return share / beside if beside else 1.0
+def _chains(trace: str, options: argparse.Namespace) -> Chains:
+    if trace == PUBLIC:
+        return read_chains(trace_file(options.trace), options.blocks)
+    if trace == "shipped":
+        return read_chains(SHIPPED, options.blocks)
+    seed = int(trace.removeprefix("generated-"))
+    return chains_in(Workload(seed).requests(GENERATED_REQUESTS), options.blocks)
 
 
-def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
-    """All rows."""
-    path = GENERATED if options.generated else trace_file(options.trace)
-    return rows_of(read_chains(path), options.policies, options.capacities, progress)
+TRACES = (PUBLIC, "shipped", *(f"generated-{seed}" for seed in SEEDS))
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The flags of this benchmark."""
-    parser.add_argument("--trace", type=Path, help=f"in Mooncake's form; default: {TRACE_NAME} in ${TRACES_VARIABLE}")
-    parser.add_argument("--generated", action="store_true", help="take the small trace that comes with the benchmarks")
-    names = ",".join(COMPARED)
-    parser.add_argument("--policies", type=_policies, default=tuple(COMPARED), help=f"of {names} (default: all)")
-    parser.add_argument(
-        "--capacities", type=_capacities, default=CAPACITIES, help=f"in blocks; {UNBOUNDED} for no bound"
-    )
+    add = parser.add_argument
+    add("--trace", type=Path, help=f"the public trace's file; default: {TRACE_NAME} in ${TRACES_VARIABLE}")
+    add("--traces", type=_names(TRACES), default=TRACES, help=f"of {','.join(TRACES)} (default: all)")
+    add("--policies", type=_names(tuple(COMPARED)), default=tuple(COMPARED), help=f"of {','.join(COMPARED)}")
+    add("--capacities", type=_capacities, default=CAPACITIES, help=f"in blocks; {UNBOUNDED} for no bound")
+    add("--blocks", choices=BLOCKS, default="full", help="count full blocks only, or all")
 
 
-def _policies(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    for name in names:
-        if name not in COMPARED:
-            raise argparse.ArgumentTypeError(f"no policy {name!r}; there are {', '.join(COMPARED)}")
+def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    def names(text: str) -> tuple[str, ...]:
+        for name in text.split(","):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return tuple(text.split(","))
+
     return names
 
 

@@ -1,7 +1,6 @@
-"""The frame of all benchmarks: rows with a figure, the limit or peer measured in the same run, and their ratio.
+"""The frame of all benchmarks: figures beside a reference measured in the same run, how they are shown and kept.
 
-Owns what a benchmark's result is and how it is shown and kept. Knows nothing of what is measured. A peer that is not
-installed makes its benchmark `Skipped`, and that is shown and kept too.
+What cannot be measured here, for example because a peer is not installed, is shown and kept with the reason.
 """
 
 import argparse
@@ -26,12 +25,12 @@ PACKAGES = (
 )
 
 Progress = Callable[[str], None]
-"""Told in a few words what was just done."""
-Measure = Callable[[argparse.Namespace, Progress], "Sequence[Row]"]
+"""Called with a few words after each step."""
+Measure = Callable[[argparse.Namespace, Progress], "Sequence[Row | Absent]"]
 """A benchmark: takes its flags (`runs` among them) and gives its rows; raises Skipped when it cannot run here."""
 
 
-class Skipped(Exception):  # noqa: N818  # no error: the benchmark says that it needs something which is not here
+class Skipped(Exception):  # noqa: N818  # not an error: something optional is missing
     """The benchmark cannot run here; the message says what is missing."""
 
 
@@ -58,27 +57,40 @@ class Row:
         name: what was measured.
         value: median over the runs.
         unit: its unit.
-        spread: (max - min) / median over the runs.
-        limit_name, limit_value: the limit's or peer's name and median, measured in the same run.
+        spread: (max - min) / median over the runs; None for a single run.
+        limit_name, limit_value: name and median of the reference, measured in the same run or set in advance.
         ratio: median of the ratios, run by run; oriented so that more is better for us.
         target: the ratio wanted; None where none is set.
-        skipped: why this figure could not be measured here; "" where it was. The numbers are 0 then.
     """
 
     name: str
     value: float
     unit: str
-    spread: float
+    spread: float | None
     limit_name: str
     limit_value: float
     ratio: float
     target: float | None = None
-    skipped: str = ""
 
     @property
     def met(self) -> bool | None:
         """Whether the target is met; None without one."""
         return None if self.target is None else self.ratio >= self.target
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Absent:
+    """A figure that could not be measured here beside its reference, and why."""
+
+    name: str
+    limit_name: str
+    reason: str
+
+
+def spread_of(values: Sequence[float]) -> float | None:
+    """(max - min) / median; None for a single value."""
+    median = statistics.median(values)
+    return (max(values) - min(values)) / abs(median) if len(values) > 1 and median else None
 
 
 def paired(
@@ -90,30 +102,23 @@ def paired(
     less_is_better: bool = False,
     target: float | None = None,
 ) -> Row:
-    """A row from pairs (ours, limit's or peer's) measured one after the other."""
+    """A row from pairs (ours, the reference's) measured one after the other."""
     ours = [pair[0] for pair in runs]
     ratios = [limit / own if less_is_better else own / limit for own, limit in runs]
-    median = statistics.median(ours)
-    spread = (max(ours) - min(ours)) / median
     limit_value = statistics.median(pair[1] for pair in runs)
-    return Row(name, median, unit, spread, limit_name, limit_value, statistics.median(ratios), target)
-
-
-def absent(name: str, unit: str, limit_name: str, reason: str) -> Row:
-    """A row that says why its figure could not be measured here; it has no target that could be missed."""
-    return Row(name, 0.0, unit, 0.0, limit_name, 0.0, 0.0, skipped=reason)
+    ratio = statistics.median(ratios)
+    return Row(name, statistics.median(ours), unit, spread_of(ours), limit_name, limit_value, ratio, target)
 
 
 def bounded(name: str, unit: str, values: Sequence[float], limit_name: str, limit: float) -> Row:
     """A row that must stay below a limit set in advance; the target is met when its median is within the limit."""
     median = statistics.median(values)
-    spread = (max(values) - min(values)) / median if median > 0 else 0.0
     ratio = min(limit / median, _RATIO_AT_MOST) if median > 0 else _RATIO_AT_MOST
-    return Row(name, median, unit, spread, limit_name, limit, ratio, 1.0)
+    return Row(name, median, unit, spread_of(values), limit_name, limit, ratio, 1.0)
 
 
 def machine() -> dict[str, str | int | None]:
-    """What the figures were measured on."""
+    """The machine that the figures were measured on."""
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -130,7 +135,7 @@ def machine() -> dict[str, str | int | None]:
 
 
 def versions() -> Iterator[tuple[str, str]]:
-    """Versions of what takes part."""
+    """Versions of the packages that take part."""
     for package in PACKAGES:
         try:
             yield package, importlib.metadata.version(package)
@@ -138,7 +143,7 @@ def versions() -> Iterator[tuple[str, str]]:
             continue
 
 
-def report(name: str, rows: Sequence[Row], *, date: str, skipped: str = "") -> dict[str, object]:
+def report(name: str, rows: Sequence[Row | Absent], *, date: str, skipped: str = "") -> dict[str, object]:
     """The JSON object of one benchmark.
 
     Args:
@@ -153,36 +158,35 @@ def report(name: str, rows: Sequence[Row], *, date: str, skipped: str = "") -> d
         "machine": machine(),
         "versions": dict(versions()),
         "skipped": skipped,
-        "rows": [_kept(row) for row in rows],
+        "rows": [dataclasses.asdict(row) | {"met": row.met} for row in rows if isinstance(row, Row)],
+        "not_measured": [dataclasses.asdict(row) for row in rows if isinstance(row, Absent)],
     }
 
 
-def _kept(row: Row) -> dict[str, object]:
-    """A row as it is kept; most were not skipped and do not say so."""
-    fields = dataclasses.asdict(row) | {"met": row.met}
-    if not row.skipped:
-        del fields["skipped"]
-    return fields
+def target_text(row: Row) -> str:
+    """The target and whether it is met; "" without one."""
+    if row.target is None:
+        return ""
+    return f"target {row.target:g} {'met' if row.met else f'missed: {row.ratio:.3g}'}"
 
 
-def show(name: str, rows: Sequence[Row], console: Console) -> None:
+def show(name: str, rows: Sequence[Row | Absent], console: Console) -> None:
     """Prints the rows as a table."""
     table = Table(title=name, title_justify="left")
     for heading in ("figure", "value", "spread", "beside", "its value", "ratio", "target"):
         table.add_column(heading, justify="left" if heading in ("figure", "beside") else "right")
     for row in rows:
-        if row.skipped:
-            table.add_row(row.name, "SKIPPED", "", row.limit_name, "", "", row.skipped)
+        if isinstance(row, Absent):
+            table.add_row(row.name, "not measured", "", row.limit_name, "", "", row.reason)
             continue
-        target = "" if row.target is None else f"{row.target:g} {'met' if row.met else 'MISSED'}"
         table.add_row(
             row.name,
             f"{row.value:.4g} {row.unit}",
-            f"{100 * row.spread:.0f} %",
+            "one run" if row.spread is None else f"{100 * row.spread:.0f} %",
             row.limit_name,
             f"{row.limit_value:.4g}",
             f"{row.ratio:.2f}",
-            target,
+            target_text(row),
         )
     console.print(table)
 
@@ -193,7 +197,7 @@ def today() -> str:
 
 
 def _file(text: str) -> Path:
-    """Where a result can be written: known before anything is measured.
+    """The path of a result, checked before anything is measured.
 
     Raises:
         argparse.ArgumentTypeError: it is a folder.
@@ -231,7 +235,7 @@ def run(
         flags(parser)
     options = parser.parse_args(argv)
     progress, screen = Console(stderr=True), Console(width=150)
-    rows: Sequence[Row] = ()
+    rows: Sequence[Row | Absent] = ()
     skipped = ""
     try:
         rows = measure(options, lambda text: progress.print(f"  {name}: {text}", highlight=False))
@@ -244,7 +248,7 @@ def run(
     if options.json:
         print(result)
     elif skipped:
-        screen.print(f"{name}: SKIPPED, {skipped}")
+        screen.print(f"{name}: not measured, {skipped}")
     else:
         show(name, rows, screen)
-    return all(row.met is not False for row in rows)
+    return all(row.met is not False for row in rows if isinstance(row, Row))

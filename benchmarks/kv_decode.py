@@ -1,4 +1,4 @@
-"""A decode instance without an engine: the real contract, seats, receiver and pool, in a process of its own.
+"""A decode instance without an engine: the real contract, requests, receiver and pool, in a process of its own.
 
 `python -m benchmarks.kv_decode --conductor 127.0.0.1:1 --model none --blocks N`, as `services.decode` with its flags.
 Joins no conductor and computes nothing; for measuring what receiving KV costs.
@@ -10,20 +10,19 @@ from collections.abc import Callable
 
 from benchmarks.kv_shape import LAYOUT, NAMESPACE, VOCAB_SIZE
 from moonpool.cost import Speeds
-from moonpool.engine.handle import StepResult
-from moonpool.engine.instance import EnginePlan, Parts
-from moonpool.engine.messages import EngineSpec, LayerDone
+from moonpool.engine.instance import EngineSetup, InstanceContext
+from moonpool.engine.messages import EngineSpec
 from moonpool.errors import Unavailable
 from moonpool.kv.pool import KVPool
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext, run_main
 from moonpool.rpc.server import serving
-from moonpool.sched.steps import Step
+from moonpool.sched.steps import LayerDone, Step, StepResult
 from moonpool.streams.link import Link
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.decode.config import DecodeConfig
+from services.decode.instance import DecodeInstance
 from services.decode.service import contract
-from services.decode.work import Work
 
 
 class NoEngine:
@@ -52,7 +51,7 @@ class NoEngine:
 async def serve(context: ProcessContext, config: DecodeConfig) -> None:
     """Receives until it is told to stop."""
     engine = NoEngine(config.blocks)
-    plan = EnginePlan(
+    setup = EngineSetup(
         EngineSpec("none", LAYOUT.dtype, LAYOUT, config.blocks, 1),
         conductor_pb2.ModelInfo(name="none", namespace=NAMESPACE, layout=LAYOUT.to_proto()),
         VOCAB_SIZE,
@@ -60,10 +59,12 @@ async def serve(context: ProcessContext, config: DecodeConfig) -> None:
     )
     instance = context.instance(kv_pb2.INSTANCE_KIND_DECODE, config.id, "")
     async with Channels() as channels:
-        work = Work(Parts(plan, engine, channels, Link(), instance, context.spans, lambda: None), config)
-        async with serving(config.listen, [contract(work)]) as server:
+        decode = DecodeInstance(
+            InstanceContext(setup, engine, channels, Link(), instance, context.spans, lambda: None), config
+        )
+        async with serving(config.listen, [contract(decode)]) as server:
             instance.address = config.advertised(server.port)
-            running = asyncio.ensure_future(work.run())
+            running = asyncio.ensure_future(decode.run())
             context.announce(instance.address)
             await context.stopping.wait()
             running.cancel()

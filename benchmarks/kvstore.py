@@ -1,8 +1,8 @@
-"""The kvstore's figures beside limits and peers measured in the same run: `python -m benchmarks.kvstore [--json]`.
+"""The kvstore's figures beside references and peers measured in the same run: `python -m benchmarks.kvstore [--json]`.
 
-The parts are modules of their own (`--only` chooses): the DRAM tier beside raw TCP, beside Mooncake Store and Redis
-(optional: `pip install 'moonpool[peers]'` and a `redis-server`), the SSD tier beside plain reads and appends, the
-first layer of a long prefix, `MatchPrefix` in a store of a million blocks, and memory under churn, which is drawn too.
+Each part is a module (`--only` chooses): the DRAM tier beside raw TCP, beside Mooncake Store and Redis (optional:
+`pip install 'moonpool[peers]'` and a `redis-server`), the SSD tier beside plain reads and appends, the first layer of a
+long prefix, `MatchPrefix` in a store of a million blocks, and memory under churn, which is drawn too.
 """
 
 import argparse
@@ -15,11 +15,11 @@ from typing import Any
 import uvloop
 
 from benchmarks import kvstore_churn, kvstore_dram, kvstore_match, kvstore_peers, kvstore_prefix, kvstore_ssd
-from benchmarks.frame import Progress, Row, Skipped, run
+from benchmarks.frame import Absent, Progress, Row, Skipped, run
 from benchmarks.kvstore_shape import BLOCK_SIZES, layout_of
 from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
 
-Part = Callable[[argparse.Namespace, Progress], Sequence[Row] | Coroutine[Any, Any, Sequence[Row]]]
+Part = Callable[[argparse.Namespace, Progress], Sequence[Row | Absent] | Coroutine[Any, Any, Sequence[Row]]]
 
 PARTS: dict[str, Part] = {
     "dram": kvstore_dram.measure,
@@ -31,14 +31,14 @@ PARTS: dict[str, Part] = {
 }
 
 
-def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
     """All rows of the parts that were chosen."""
     if not sys.platform.startswith("linux"):
         raise Skipped("processes are measured through /proc, which only Linux has")
     tune_malloc()
     tune_gc()
     tune_grpc()
-    rows: list[Row] = []
+    rows: list[Row | Absent] = []
     for name in options.only:
         result = PARTS[name](options, progress)
         rows += uvloop.run(result) if asyncio.iscoroutine(result) else result
@@ -80,7 +80,12 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--sizes-kib", type=sizes, default=kib, metavar="N,N", help=f"of blocks (default {','.join(map(str, kib))})")
     add("--gigabytes", type=float, default=0.25, help="of each measured stretch of the DRAM tier (default 0.25)")
     add("--peer-megabytes", type=float, default=64.0, help="of each stretch beside the peers (default 64)")
-    add("--ssd-gigabytes", type=float, default=0.75, help="of each stretch of the SSD tier (default 0.75)")
+    add(
+        "--ssd-gigabytes",
+        type=float,
+        default=0.75,
+        help="put into an SSD tier of a third of it, and read from one that holds all (default 0.75)",
+    )
     add("--folder", type=Path, help="where SSD tiers lie while they are measured (default: the temporary folder)")
     add("--blocks", type=int, default=1_000_000, help="of the store that is asked for prefixes (default 1,000,000)")
     add("--churn-s", type=float, default=20.0, help="seconds of churn (default 20; the proof takes 600)")

@@ -1,8 +1,8 @@
 """Resident memory of a kvstore while more passes through it than it may hold, as a figure and as a picture.
 
-Chains out of a universe of twice the DRAM budget are put when they are not there and read when they are, in blocks of
-several sizes whose shares shift with time: what makes allocators grow. Measured is all anonymous memory of the process,
-the interpreter included.
+Chains from a set of twice the DRAM budget are put when the store does not hold them and read when it does, in blocks of
+several sizes whose shares change over time, which is what makes allocators grow. All anonymous memory of the process
+counts, the interpreter's included.
 """
 
 import argparse
@@ -11,11 +11,11 @@ import contextlib
 import dataclasses
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.frame import Progress, Row, bounded
-from benchmarks.kvstore_client import StoreClient, connected
+from benchmarks.kvstore_client import IncompleteError, StoreClient, connected
 from benchmarks.kvstore_picture import Point, picture
 from benchmarks.kvstore_shape import Memory, chain, layout_of
 from benchmarks.processes import Child, child
@@ -28,7 +28,7 @@ ALLOWED = 1.15
 """Of the budget."""
 AT_ONCE = 2
 PHASE_S = 5.0
-"""After so long another size of blocks is the most frequent."""
+"""Another size of blocks becomes the most frequent after this time."""
 SAMPLE_S = 0.25
 TELL_S = 30.0
 SEED = 1
@@ -36,26 +36,31 @@ SEED = 1
 
 @dataclasses.dataclass(slots=True)
 class Churn:
-    """What goes in and out.
+    """The churn of one store.
 
     Attributes:
         clients: one for each size of blocks.
-        chains: of each size's universe.
-        until: when it ends, on the clock of `time.perf_counter`.
+        chains: number of different chains of each size.
+        until: when it ends.
         began: when it began.
-        moved: bytes put and read so far.
-        put: of them, put.
+        clock: seconds.
+        got, put: bytes read and stored so far.
+        requests: chains asked for.
+        incomplete: of them, moved in part only, as blocks were evicted meanwhile; their bytes are not counted.
     """
 
     clients: Sequence[StoreClient]
     chains: int
     until: float
     began: float
-    moved: int = 0
+    got: int = 0
     put: int = 0
+    requests: int = 0
+    incomplete: int = 0
+    clock: Callable[[], float] = time.perf_counter
 
     def next(self, generator: random.Random, now: float) -> tuple[StoreClient, list[bytes]]:
-        """A size and a chain of it."""
+        """A client of some size and a chain of it."""
         favourite = int((now - self.began) / PHASE_S) % len(self.clients)
         number = favourite if generator.random() < 0.8 else generator.randrange(len(self.clients))
         client = self.clients[number]
@@ -63,20 +68,35 @@ class Churn:
         return client, chain(("churn", number, generator.randrange(self.chains)), blocks)
 
     async def worker(self, seed: int) -> None:
-        """Reads chains that are there, and puts what is not; no two workers the same ones."""
+        """Reads chains that are held and puts the others; no two workers use the same ones."""
         generator = random.Random(seed)
-        while (now := time.perf_counter()) < self.until:
+        while (now := self.clock()) < self.until:
             client, keys = self.next(generator, now)
             keys = [bytes([seed]) + key[1:] for key in keys]
-            found = await client.match(keys)
-            # What is found may be evicted before it is read; it is no mistake of anybody.
-            with contextlib.suppress(RuntimeError):
-                if found:
-                    await client.get(keys[:found])
-                if found < len(keys):
-                    await client.put(keys[found:])
-                    self.put += (len(keys) - found) * client.layout.block_bytes
-            self.moved += len(keys) * client.layout.block_bytes
+            self.requests += 1
+            try:
+                await self.move(client, keys)
+            except IncompleteError:
+                self.incomplete += 1
+
+    async def move(self, client: StoreClient, keys: list[bytes]) -> None:
+        """Reads the leading blocks that are held and puts the others.
+
+        Raises:
+            IncompleteError: a block was evicted meanwhile.
+        """
+        found, size = await client.match(keys), client.layout.block_bytes
+        if found:
+            await client.get(keys[:found])
+            self.got += found * size
+        if found < len(keys):
+            await client.put(keys[found:])
+            self.put += (len(keys) - found) * size
+
+    def text(self) -> str:
+        """What was moved, in words."""
+        moved = f"{self.got / 1e9:.1f} GB read, {self.put / 1e9:.1f} GB put"
+        return f"{moved}, {self.incomplete} of {self.requests} chains incomplete"
 
 
 async def samples(store: Child, churn: Churn, progress: Progress) -> list[Point]:
@@ -94,7 +114,7 @@ async def samples(store: Child, churn: Churn, progress: Progress) -> list[Point]
 
 
 async def churned(store: Child, budget: int, seconds: float, progress: Progress) -> tuple[list[Point], Churn]:
-    """Churns a store for so long."""
+    """Churns a store for `seconds`."""
     memory = Memory(CHAIN_BYTES)
     async with contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(connected(store.address, layout_of(size), memory)) for size in SIZES]
@@ -122,7 +142,7 @@ async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     budget = options.churn_megabytes << 20
     with child("services.kvstore", "--dram-bytes", str(budget), "--log-level", "warning") as store:
         points, churn = await churned(store, budget, options.churn_s, progress)
-    name = f"memory over {options.churn_s:g} s of churn, {churn.moved / 1e9:.1f} GB, {churn.put / 1e9:.1f} of it put"
+    name = f"memory over {options.churn_s:g} s of churn, {churn.text()}"
     most = max(value for _, value in points)
     progress(f"{name}: at most {most:.0f} MB with a budget of {budget / 1e6:.0f}")
     path = picture_path(options)

@@ -1,7 +1,4 @@
-"""One process' writer and reader of one kvstore, as an engine has them: the real streams, memory of its own.
-
-Knows the store's public RPCs only.
-"""
+"""A client of one kvstore as an engine has it: the real put and get streams, and memory of its own."""
 
 import asyncio
 import contextlib
@@ -28,6 +25,10 @@ SETTLED = ("pending_writes", "durability_awaited_blocks", "put_sessions")
 """Gauges that are 0 once everything visible is durable."""
 
 
+class IncompleteError(RuntimeError):
+    """A chain was moved in part only."""
+
+
 @dataclasses.dataclass(slots=True)
 class StoreClient:
     """Puts and gets chains of one layout. Block number `i` of a chain lies at place `first + i` of the memory."""
@@ -42,7 +43,7 @@ class StoreClient:
         """Stores a chain; returns once all of it is VISIBLE.
 
         Raises:
-            RuntimeError: The store had some of it already: what was measured is no put.
+            IncompleteError: the store held some of it already, or refused it.
         """
         size, source, slice_bytes = self.layout.block_bytes, self.memory.source, self.layout.slice_bytes
         places = [self.memory.at(first + index, size, source) for index in range(len(keys))]
@@ -54,7 +55,7 @@ class StoreClient:
 
         outcome = await self.writer.put(keys, parents(keys, self.layout), "", read, timeout_s=TIMEOUT_S)
         if outcome.stored != len(keys):
-            raise RuntimeError(f"the store took {outcome.stored} of {len(keys)} blocks")
+            raise IncompleteError(f"the store took {outcome.stored} of {len(keys)} blocks")
 
     async def get(
         self, keys: Sequence[bytes], first: int = 0, on_layer: Callable[[int], None] = lambda layer: None
@@ -62,7 +63,7 @@ class StoreClient:
         """Reads a chain into the memory.
 
         Raises:
-            RuntimeError: The store has not all of it.
+            IncompleteError: the store does not hold all of it.
         """
         size, target, slice_bytes = self.layout.block_bytes, self.memory.target, self.layout.slice_bytes
         places = [self.memory.at(first + index, size, target) for index in range(len(keys))]
@@ -74,7 +75,7 @@ class StoreClient:
         layers = range(self.layout.layers)
         blocks = await self.reader.read(keys, layers=layers, on_slice=take, on_layer=on_layer, timeout_s=TIMEOUT_S)
         if blocks != len(keys):
-            raise RuntimeError(f"the store has {blocks} of {len(keys)} blocks")
+            raise IncompleteError(f"the store has {blocks} of {len(keys)} blocks")
 
     async def match(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks of a chain are there."""
@@ -83,7 +84,7 @@ class StoreClient:
         return int(response.blocks)
 
     async def gauges(self) -> dict[str, float]:
-        """Everything the store tells about itself."""
+        """All gauges of the store."""
         stats = await self.stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest(), timeout=TIMEOUT_S)
         return {gauge.name: gauge.value for gauge in stats.gauges}
 
@@ -91,9 +92,9 @@ class StoreClient:
         """Returns once everything that was put is durable.
 
         Raises:
-            TimeoutError: That took too long.
-            RuntimeError: Some of it will never be.
-            KeyError: The store has no such gauge any more.
+            TimeoutError: it took longer than `TIMEOUT_S`.
+            RuntimeError: a batch failed.
+            KeyError: the store has no such gauge.
         """
         async with asyncio.timeout(TIMEOUT_S):
             while True:
@@ -119,7 +120,7 @@ async def connected(address: str, layout: KVLayout, memory: Memory) -> AsyncIter
 
 
 async def some_at_once(jobs: Sequence[Callable[[], Awaitable[None]]], at_once: int) -> None:
-    """Runs jobs in order, so many at a time."""
+    """Runs jobs in order, `at_once` at a time."""
     waiting = iter(jobs)
 
     async def worker() -> None:

@@ -1,7 +1,7 @@
 """The kvstore's DRAM tier over gRPC beside raw TCP: Put and Get of blocks of several sizes, in frames of 1 MiB.
 
 Each measured pair is ours, then raw TCP in blocking writes of a frame's size, out of as much memory and into as much;
-with it the processor seconds of both sides, which say more on a machine that others use too.
+beside it the processor seconds of both sides, which depend less on what else the machine does.
 """
 
 import argparse
@@ -75,18 +75,19 @@ async def size_rows(
     """The figures of one size of blocks."""
     size = client.layout.block_bytes
     nbytes = int(options.gigabytes * 1e9)
-    # Memory that was never touched costs more; small trials need not care.
+    # The first touch of memory costs more; short stretches skip this.
     warm, _, _ = sessions(client, "warm", STORE_BYTES if nbytes >= STORE_BYTES // 8 else nbytes)
     await some_at_once(warm, AT_ONCE)
     raw(far, client.memory, nbytes)  # its far end touches its memory after it has begun to listen
     puts: list[tuple[Sample, Sample]] = []
     gets: list[tuple[Sample, Sample]] = []
+    client.memory.clear_target()
     for run in range(options.runs):
         writing, reading, total = sessions(client, run, nbytes)
         puts.append((await ours(store, writing, total), raw(far, client.memory, total)))
         gets.append((await ours(store, reading, total), raw(far, client.memory, total)))
         if not run and (wrong := client.memory.differs(min(total, SOURCE_BYTES) // size, size)):
-            raise RuntimeError(f"{wrong} blocks that were read are not what was put")
+            raise RuntimeError(f"{wrong} blocks that were read differ from those put")
     rows = []
     for verb, pairs in (("Put", puts), ("Get", gets)):
         rows += rows_of(f"DRAM, {verb}, blocks of {size >> 10} KiB", pairs, TARGET)
@@ -97,7 +98,7 @@ async def size_rows(
 async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     """All rows of this part."""
     if int(options.gigabytes * 1e9) > STORE_BYTES // 2:
-        raise SystemExit(f"--gigabytes: at most {STORE_BYTES / 2e9:.2f}, so that what was put can be read")
+        raise SystemExit(f"--gigabytes: at most {STORE_BYTES / 2e9:.2f}, so that all blocks put can be read")
     memory = Memory(SOURCE_BYTES, MEMORY_BYTES)
     rows: list[Row] = []
     with (

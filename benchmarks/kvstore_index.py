@@ -1,7 +1,7 @@
-"""A data folder that a kvstore could have left behind, with very many tiny blocks, made without putting them.
+"""Makes a data folder of a kvstore with very many tiny blocks, without putting them.
 
-The index is a real one, written by the store's own code; the segment files have the right sizes and are holes, since
-what is measured never reads a block. Putting a million blocks would write 8 GB: a record takes 8 KiB, however small.
+The index is written by the store's own code; the segment files have the right sizes and are holes, since the benchmark
+reads no block. Putting a million blocks would write 8 GB: a record takes 8 KiB, however small.
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ def record_bytes() -> int:
 
 
 def build(folder: Path, chains: int) -> int:
-    """Makes a data folder with so many chains of `CHAIN_BLOCKS`; returns the number of blocks."""
+    """Makes a data folder with `chains` chains of `CHAIN_BLOCKS`; returns the number of blocks."""
     (folder / "segments").mkdir(parents=True)
     index = Index(folder / "index", 256 << 20, sync=False)
     try:

@@ -32,7 +32,7 @@ def start(folder: Path, blocks: int) -> tuple[Child, float]:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest value that so many percent of all do not exceed."""
+    """The smallest value that `percent` percent of all do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 

@@ -1,8 +1,8 @@
-"""Our kvstore beside Mooncake Store and Redis: the same blocks, one at a time and sixteen at a time, over loopback.
+"""Moonpool's kvstore beside Mooncake Store and Redis: the same blocks, one and sixteen at a time, over loopback.
 
-Every store runs in processes of its own, every client in another; an operation begins when the one before has ended.
-In each run all stores do the same one after the other. Peers that are not installed make rows that say so. Beside them
-stands gRPC alone, which says how much of the time is ours.
+Every store and every client runs in a process of its own; an operation begins when the one before has ended. In each
+run all stores do the same, one after the other. A peer that is not installed is named as not measured. gRPC alone is
+measured too: the difference to it is the store's own time.
 """
 
 import argparse
@@ -10,18 +10,18 @@ import contextlib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.frame import Progress, Row, Skipped, absent, paired
+from benchmarks.frame import Absent, Progress, Row, Skipped, paired
 from benchmarks.peers.contract import Store
 from benchmarks.peers.driver import MEMORY_BYTES, MODULES, Driver
 
 TARGET = 1.2
 OURS = "moonpool"
 FLOOR = "grpc"
-"""No peer: what gRPC alone takes for the same bytes."""
+"""Not a peer: the same bytes over gRPC without a store."""
 BATCHES = (1, 16)
 STORE_BYTES = 1 << 30
 WARM_FROM_BYTES = 32 << 20
-"""Stretches from so many bytes on begin with memory that was touched; small trials need not care."""
+"""Stretches of at least this size begin with memory that was touched."""
 MIN_OPERATIONS = 4
 MAX_OPERATIONS = 1000
 BETTER = "the better of the peers"
@@ -31,7 +31,7 @@ Speeds = Mapping[str, Sequence[float]]
 
 
 def operations(nbytes: int, block_bytes: int, batch: int) -> int:
-    """How many operations move about `nbytes`, within bounds."""
+    """The number of operations that move about `nbytes`, within bounds."""
     return max(MIN_OPERATIONS, min(MAX_OPERATIONS, nbytes // (block_bytes * batch)))
 
 
@@ -41,7 +41,7 @@ def name_of(verb: str, block_bytes: int, batch: int) -> str:
     return f"{verb.capitalize()}, blocks of {block_bytes >> 10} KiB, {how}"
 
 
-def rows_of(name: str, speeds: Speeds, missing: Mapping[str, str], titles: Mapping[str, str]) -> list[Row]:
+def rows_of(name: str, speeds: Speeds, missing: Mapping[str, str], titles: Mapping[str, str]) -> list[Row | Absent]:
     """One row beside each peer, and one beside the better of them, which has the target.
 
     Args:
@@ -52,31 +52,36 @@ def rows_of(name: str, speeds: Speeds, missing: Mapping[str, str], titles: Mappi
     """
     own = speeds[OURS]
     others = {store: values for store, values in speeds.items() if store != OURS}
-    rows = [paired(name, "GB/s", list(zip(own, others[store], strict=True)), titles[store]) for store in others]
+    rows: list[Row | Absent] = [
+        paired(name, "GB/s", list(zip(own, others[store], strict=True)), titles[store]) for store in others
+    ]
     peers = {store: values for store, values in others.items() if store != FLOOR}
-    rows += [absent(name, "GB/s", titles[store], reason) for store, reason in missing.items()]
+    rows += [Absent(name, titles[store], reason) for store, reason in missing.items()]
     if missing:
-        return [*rows, absent(name, "GB/s", BETTER, "; ".join(missing.values()))]
+        return [*rows, Absent(name, BETTER, "; ".join(missing.values()))]
     best = [max(values) for values in zip(*peers.values(), strict=True)]
     return [*rows, paired(name, "GB/s", list(zip(own, best, strict=True)), BETTER, target=TARGET)]
 
 
 @contextlib.contextmanager
-def drivers(progress: Progress) -> Iterator[tuple[dict[str, Driver], dict[str, str], dict[str, str]]]:
-    """A driver of each store that is installed, why others are not, and all names."""
+def drivers(
+    progress: Progress, stores: Mapping[str, Store] | None = None
+) -> Iterator[tuple[dict[str, Driver], dict[str, str], dict[str, str]]]:
+    """A driver of each store that is installed, the reasons why others are missing, and all titles."""
+    if stores is None:
+        stores = {store: importlib.import_module(name) for store, name in MODULES.items()}
     found: dict[str, Driver] = {}
     missing: dict[str, str] = {}
     titles: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
-        for store, module_name in MODULES.items():
-            module: Store = importlib.import_module(module_name)
+        for store, module in stores.items():
             titles[store] = module.NAME
             try:
                 address = stack.enter_context(module.running(STORE_BYTES))
                 found[store] = stack.enter_context(Driver(store, address))
             except Skipped as reason:
                 missing[store] = str(reason)
-                progress(f"{module.NAME} is SKIPPED: {reason}")
+                progress(f"{module.NAME} is not measured: {reason}")
         yield found, missing, titles
 
 
@@ -111,10 +116,10 @@ def warm_up(found: Mapping[str, Driver], block_bytes: int, batch: int, nbytes: i
     speeds_of(found, seed, block_bytes, batch, nbytes // 4)
 
 
-def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
     """All rows of this part."""
     nbytes = int(options.peer_megabytes * 1e6)
-    rows: list[Row] = []
+    rows: list[Row | Absent] = []
     with drivers(progress) as (found, missing, titles):
         for size in (kib << 10 for kib in options.sizes_kib):
             for batch in BATCHES:
@@ -129,7 +134,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     return rows
 
 
-def _said(row: Row) -> str:
-    if row.skipped:
-        return f"{row.name}: SKIPPED beside {row.limit_name}"
+def _said(row: Row | Absent) -> str:
+    if isinstance(row, Absent):
+        return f"{row.name}: not measured beside {row.limit_name}"
     return f"{row.name}: {row.value:.2f} GB/s, {row.ratio:.2f} of {row.limit_name} ({row.limit_value:.2f})"

@@ -1,4 +1,4 @@
-"""A value over time as an SVG file, with lines at values that matter. Knows numbers and names only."""
+"""A value over time as an SVG file, with lines at constant values."""
 
 import html
 import math

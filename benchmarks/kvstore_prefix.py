@@ -17,6 +17,7 @@ from benchmarks.kvstore_ssd import store
 BLOCKS = 100
 LAYOUT = layout_of(1 << 20)
 DRAM_BYTES = 256 << 20
+SSD_BYTES = 256 << 20
 
 Sample = tuple[float, float]
 """Milliseconds to the first layer, and to all."""
@@ -46,13 +47,13 @@ async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     cold: list[Sample] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        with store(folder, nbytes, DRAM_BYTES) as process:
+        with store(folder, SSD_BYTES, DRAM_BYTES) as process:
             async with connected(process.address, LAYOUT, memory) as client:
                 await client.put(chain("prefix", BLOCKS))
                 await client.durable()
             warm += [await timed(process.address, memory) for _ in range(options.runs)]
         for _ in range(options.runs):
-            with store(folder, nbytes, DRAM_BYTES) as process:
+            with store(folder, SSD_BYTES, DRAM_BYTES) as process:
                 drop_cache(folder)
                 cold.append(await timed(process.address, memory))
     rows = []

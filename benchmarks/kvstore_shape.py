@@ -1,7 +1,7 @@
-"""The KV that the kvstore's benchmarks move: blocks of many sizes, names for them, and memory that they lie in.
+"""The KV that the kvstore's benchmarks move: blocks of several sizes, their keys, and the memory they lie in.
 
-Owns no process and no stream. A block of a wanted size is made of slices of 64 KiB, one layer's KV of sixteen tokens of
-a model with eight KV heads of 128, so that small blocks have few layers and large ones many.
+A block is made of slices of 64 KiB, one layer's KV of sixteen tokens of a model with eight KV heads of 128, so that
+small blocks have few layers and large ones many.
 """
 
 import functools
@@ -20,13 +20,13 @@ _KEY_BYTES = 32
 
 
 def layout_of(block_bytes: int) -> KVLayout:
-    """Blocks of so many bytes.
+    """The layout of blocks of `block_bytes`.
 
     Raises:
-        ValueError: It is no multiple of a slice.
+        ValueError: not a multiple of a slice.
     """
     if block_bytes <= 0 or block_bytes % SLICE_BYTES:
-        raise ValueError(f"blocks are made of slices of {SLICE_BYTES} bytes, {block_bytes} is no multiple")
+        raise ValueError(f"blocks are made of slices of {SLICE_BYTES} bytes, {block_bytes} is not a multiple")
     return KVLayout(block_bytes // SLICE_BYTES, kv_heads=8, head_dim=128, block_tokens=16, dtype="bfloat16")
 
 
@@ -49,7 +49,7 @@ def hello(layout: KVLayout) -> kv_pb2.StreamHello:
 
 
 def chain(seed: object, blocks: int) -> list[bytes]:
-    """Keys unlike those of other seeds. A store does not ask what they were made of; these are quickly made."""
+    """Keys that differ from those of other seeds, made quickly: a store does not check what they are a hash of."""
     data = random.Random(repr(seed)).randbytes(blocks * _KEY_BYTES)
     return [data[at : at + _KEY_BYTES] for at in range(0, len(data), _KEY_BYTES)]
 
@@ -60,15 +60,15 @@ def parents(keys: Sequence[bytes], layout: KVLayout) -> list[bytes]:
 
 
 def split(total: int, largest: int) -> list[int]:
-    """`total` in parts of `largest`, the last what is left."""
+    """`total` in parts of `largest`; the last part is the rest."""
     return [min(largest, total - at) for at in range(0, total, largest)]
 
 
 class Memory:
-    """Where blocks are taken from and put to, as in an engine's pool: from the beginning to the end and again.
+    """Memory that blocks are sent from and read into, like an engine's pool; used in a circle.
 
     Attributes:
-        source: no two slices of it are alike.
+        source: every slice of it is different.
         target: as large or larger, all touched.
     """
 
@@ -79,12 +79,16 @@ class Memory:
             size = min(SLICE_BYTES, source_bytes - at)
             self.source[at : at + size] = ((number + 1).to_bytes(4, "little") * (size // 4 + 1))[:size]
 
+    def clear_target(self) -> None:
+        """Overwrites the target, so that `differs` sees only what is read from now on."""
+        self.target[:] = bytes(self.target.nbytes)
+
     def at(self, place: int, nbytes: int, memory: memoryview) -> int:
-        """Offset of the how-manieth piece of `nbytes` in `memory`."""
+        """Offset of piece number `place` of `nbytes` in `memory`."""
         return place % (memory.nbytes // nbytes) * nbytes
 
     def differs(self, places: int, nbytes: int) -> int:
-        """How many of the first pieces of `nbytes` in `target` are not what lies in `source` at the same place."""
+        """How many of the first `places` pieces of `nbytes` differ between `target` and `source`."""
         wrong = 0
         for place in range(places):
             at = self.at(place, nbytes, self.source)

@@ -1,8 +1,9 @@
 """The kvstore's SSD tier: blocks read from a cold disk beside plain reads, and put until durable beside plain appends.
 
-Cold: the store was started anew, so that its DRAM is empty, and its files were taken out of the page cache. Plain reads
-are `preadv` of the same sizes in the same order by as many threads, out of a file like a segment; beside them the same
-blocks in one piece each. Plain appends sync as often as the store does.
+Sustained Put: the tier is full before the clock starts, and three times what it holds is put, so that space is
+reclaimed all the time. Cold Get: the store was restarted, so that its DRAM is empty, and its files were dropped from
+the page cache. Plain reads are `preadv` of the same sizes in the same order by as many threads, from a file like a
+segment, and once more with whole blocks. Plain appends sync as often as the store does.
 """
 
 import argparse
@@ -32,19 +33,25 @@ HEADER_BYTES = 4096
 """Of a record on disk: as far apart are the blocks in the file of plain reads."""
 DRAM_BYTES = 192 << 20
 """Of the SSD tier's store: much less than what is put."""
+SEGMENT_BYTES = 16 << 20
+"""Of the store's segments: more than the default for such small tiers; one commit reclaims sixteen at most."""
+TIMES_PUT = 3
+"""Sustained Put moves this many times what its tier holds."""
 MEMORY_BYTES = 64 << 20
+MIN_BLOCKS = 288
 
 
 @contextlib.contextmanager
-def store(folder: Path, nbytes: int, dram_bytes: int = DRAM_BYTES) -> Iterator[Child]:
-    """A kvstore with an SSD tier in `folder` that holds twice `nbytes`."""
-    tier = ("--data-dir", str(folder), "--ssd-bytes", str(max(2 * nbytes, 256 << 20)), "--read-threads", str(DEPTH))
+def store(folder: Path, ssd_bytes: int, dram_bytes: int = DRAM_BYTES) -> Iterator[Child]:
+    """A kvstore with an SSD tier in `folder`."""
+    sizes = ("--ssd-bytes", str(ssd_bytes), "--segment-bytes", str(SEGMENT_BYTES))
+    tier = ("--data-dir", str(folder), *sizes, "--read-threads", str(DEPTH))
     with child("services.kvstore", "--dram-bytes", str(dram_bytes), *tier, "--log-level", "warning") as process:
         yield process
 
 
 def chains(seed: object, blocks: int) -> list[tuple[list[bytes], int]]:
-    """Keys of chains of so many blocks together, and the place of the first of each."""
+    """Keys of chains of `blocks` blocks together, and the place of the first block of each."""
     counts = split(blocks, CHAIN_BLOCKS)
     return [(chain((seed, at), count), at * CHAIN_BLOCKS) for at, count in enumerate(counts)]
 
@@ -65,8 +72,9 @@ async def get_seconds(address: str, memory: Memory, seed: int, blocks: int) -> f
     """Seconds until all chains have been read.
 
     Raises:
-        RuntimeError: what was read is not what was put.
+        RuntimeError: the data read differs from the data put.
     """
+    memory.clear_target()
     async with connected(address, LAYOUT, memory) as client:
         begin = time.perf_counter()
         await some_at_once(
@@ -74,12 +82,12 @@ async def get_seconds(address: str, memory: Memory, seed: int, blocks: int) -> f
         )
         seconds = time.perf_counter() - begin
     if wrong := memory.differs(min(blocks, MEMORY_BYTES // LAYOUT.block_bytes), LAYOUT.block_bytes):
-        raise RuntimeError(f"{wrong} blocks that were read are not what was put")
+        raise RuntimeError(f"{wrong} blocks that were read differ from those put")
     return seconds
 
 
 class Figures:
-    """Seconds of each run, ours and the limits'."""
+    """Seconds of each run, the store's and the references'."""
 
     def __init__(self) -> None:
         self.put: list[float] = []
@@ -97,7 +105,7 @@ class Figures:
             return paired(name, "GB/s", pairs, beside, target=target)
 
         slower = [max(both) for both in zip(self.append, self.put_dram, strict=True)]
-        put, get = "SSD, sustained Put until durable", "SSD, cold Get"
+        put, get = f"SSD, sustained Put until durable, {TIMES_PUT} times the tier", "SSD, cold Get"
         return [
             row(put, self.put, slower, "the lesser of append with the same sync and Put to DRAM", WRITE_TARGET),
             row(put, self.put, self.append, "append with the same sync", None),
@@ -107,18 +115,35 @@ class Figures:
         ]
 
 
+async def put_sustained(folder: Path, memory: Memory, seed: int, blocks: int) -> float:
+    """Seconds to put blocks until they are durable into a full tier that holds a third of them."""
+    held = blocks // TIMES_PUT
+    with store(folder, blocks_bytes(held)) as process:
+        await put_seconds(process.address, memory, ~seed, 2 * held, durable=True)
+        return await put_seconds(process.address, memory, seed, blocks, durable=True)
+
+
+async def get_cold(folder: Path, memory: Memory, seed: int, blocks: int) -> float:
+    """Seconds to read blocks that a store held before it was restarted and its files left the page cache."""
+    with store(folder, 2 * blocks_bytes(blocks)) as process:
+        await put_seconds(process.address, memory, seed, blocks, durable=True)
+    with store(folder, 2 * blocks_bytes(blocks)) as process:
+        drop_cache(folder)
+        return await get_seconds(process.address, memory, seed, blocks)
+
+
+def blocks_bytes(blocks: int) -> int:
+    """Bytes of `blocks` records on disk."""
+    return blocks * (LAYOUT.block_bytes + HEADER_BYTES)
+
+
 async def one_run(seed: int, figures: Figures, folder: Path, memory: Memory, blocks: int, dram: Child) -> None:
-    """Every figure once, in a new folder with the file of plain reads; `seed` unlike other runs'."""
+    """Every figure once, in a new folder with the file of plain reads; `seed` differs from other runs'."""
     nbytes = blocks * LAYOUT.block_bytes
-    data, plain = folder / "data", folder / "plain"
-    with store(data, nbytes) as process:
-        figures.put.append(await put_seconds(process.address, memory, seed, blocks, durable=True))
+    figures.put.append(await put_sustained(folder / "put", memory, seed, blocks))
     figures.append.append(append_seconds(folder / "append", memory.source, 1 << 20, nbytes, SYNC_BYTES))
     figures.put_dram.append(await put_seconds(dram.address, memory, seed, blocks, durable=False))
-    drop_cache(folder)
-    with store(data, nbytes) as process:
-        drop_cache(folder)
-        figures.get.append(await get_seconds(process.address, memory, seed, blocks))
+    figures.get.append(await get_cold(folder / "get", memory, seed, blocks))
     pitch = LAYOUT.block_bytes + HEADER_BYTES
     orders = (
         (figures.read, layer_major(blocks, LAYOUT.layers, LAYOUT.slice_bytes, pitch, CHAIN_BLOCKS)),
@@ -126,19 +151,19 @@ async def one_run(seed: int, figures: Figures, folder: Path, memory: Memory, blo
     )
     for seconds, pieces in orders:
         drop_cache(folder)
-        seconds.append(read_seconds(plain, pieces, DEPTH))
+        seconds.append(read_seconds(folder / "plain", pieces, DEPTH))
 
 
 async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     """All rows of this part."""
-    blocks = max(2, int(options.ssd_gigabytes * 1e9) // LAYOUT.block_bytes)
+    blocks = max(MIN_BLOCKS, int(options.ssd_gigabytes * 1e9) // LAYOUT.block_bytes)
     memory = Memory(MEMORY_BYTES)
     figures = Figures()
     with (
         tempfile.TemporaryDirectory(dir=options.folder) as shared,
         child("services.kvstore", "--dram-bytes", str(2 * DRAM_BYTES), "--log-level", "warning") as dram,
     ):
-        make_file(Path(shared) / "plain", blocks * (LAYOUT.block_bytes + HEADER_BYTES))
+        make_file(Path(shared) / "plain", blocks_bytes(blocks))
         for number in range(options.runs):
             with tempfile.TemporaryDirectory(dir=shared) as name:
                 folder = Path(name)

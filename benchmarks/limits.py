@@ -1,8 +1,8 @@
-"""What this machine can do at all, for comparison: raw TCP between two processes, and copies in memory.
+"""Raw TCP between two processes and copies in memory on this machine, for comparison.
 
-`python -m benchmarks.limits` is the process at the far end of raw TCP: it prints its address and reads connections to
-their ends. Each begins with the size of a read and the size of the memory that is read into, again and again, eight
-bytes each, and is answered with one byte when it has ended.
+`python -m benchmarks.limits` is the receiving process: it prints its address and reads each connection to its end. A
+connection begins with the size of a read and the size of the memory that is read into, eight bytes each, and is
+answered with one byte at its end.
 """
 
 import socket
@@ -15,14 +15,14 @@ _COPY_BYTES = 64 << 20  # well beyond the caches
 
 
 def tcp_seconds(address: str, source: memoryview, message_bytes: int, nbytes: int, target_bytes: int) -> float:
-    """Seconds that raw TCP takes for `nbytes`, until the reader has all of them.
+    """Seconds until the reader has received `nbytes` over raw TCP.
 
     Args:
         address: of the far end.
-        source: what is sent, from its beginning to its end and again.
+        source: the data, used in a circle.
         message_bytes: of each blocking write, and of each read at most.
         nbytes: sent in all, a multiple of `message_bytes`.
-        target_bytes: size of the memory that the far end reads into, from its beginning to its end and again.
+        target_bytes: size of the memory that the far end reads into, used in a circle.
     """
     host, _, port = address.rpartition(":")
     messages = [source[at : at + message_bytes] for at in range(0, source.nbytes, message_bytes)]
@@ -34,7 +34,7 @@ def tcp_seconds(address: str, source: memoryview, message_bytes: int, nbytes: in
             connection.sendall(messages[index % len(messages)])
         connection.shutdown(socket.SHUT_WR)
         if connection.recv(1) != CONFIRMED:
-            raise ConnectionError("the far end of raw TCP has gone")
+            raise ConnectionError("the far end of raw TCP has closed the connection")
         return time.perf_counter() - begin
 
 

@@ -1,7 +1,4 @@
-"""A trace driven through an eviction policy, by the calls that a store's DRAM tier makes; and what no policy can beat.
-
-Owns the replay: one pool of so many blocks, requests one after the other. Knows of a policy only its contract.
-"""
+"""Replays a trace through an eviction policy with the calls that a store's DRAM tier makes, and Belady's optimum."""
 
 import collections
 import heapq
@@ -26,7 +23,7 @@ def chains_of(requests: Sequence[Sequence[int]]) -> list[list[BlockKey]]:
 
 
 class Pool:
-    """So many blocks, kept in the order of a policy.
+    """A pool of blocks, evicted in the order of a policy.
 
     Args:
         policy: the order, empty.
@@ -45,7 +42,7 @@ class Pool:
         self._held: set[BlockKey] = set()
 
     def request(self, chain: Sequence[BlockKey]) -> int:
-        """Reads a chain and stores what was missing of it, head first, making room block by block; returns its hits."""
+        """Reads a chain and stores its missing blocks, head first, making room block by block; returns its hits."""
         held, parent = self._held, NO_PARENT
         hits = next((place for place, key in enumerate(chain) if key not in held), len(chain))
         self.hits += hits
@@ -90,7 +87,7 @@ def replay(chains: Sequence[Sequence[BlockKey]], policy: EvictionPolicy, capacit
 
 
 def optimum(chains: Sequence[Sequence[BlockKey]], capacity: int) -> float:
-    """The hit share of Belady's policy, which knows the future: the block that is used latest again leaves.
+    """The hit share of Belady's policy, which knows the future: the block whose next use is latest leaves.
 
     Of blocks used again at the same time, or never, the latest in its chain leaves, since hits stop at the first miss.
     A block that comes may be the one that leaves at once.

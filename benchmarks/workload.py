@@ -1,7 +1,7 @@
 """A generated workload in the form of Mooncake's traces: conversations, system prompts they share, and one-offs.
 
-Owns the generator behind `benchmarks/traces/generated.jsonl`. It follows no trace in particular: what it is for is to
-show that a policy does not live off one trace. `python -m benchmarks.workload --seed 1 --out FILE`.
+The shipped `benchmarks/traces/generated.jsonl` is made by it. It imitates no particular trace; policies are compared on
+it so that they are not compared on one trace only. `python -m benchmarks.workload --seed 1 --out FILE`.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""How a service is configured: one frozen class per service, declared once, read from flags, environment and a file.
+"""Configuration of a service: one frozen class per service, read from flags, environment and a file.
 
-It owns the precedence (flag, then environment, then file, then default), the form of addresses, and that every error
-names its setting. It knows no service: what a setting means is the business of the class that declares it.
+A flag goes before the environment, the environment before the file, the file before the default. Every error names its
+setting.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def _check_optional(address: str) -> str:
 
 
 def check_peer(address: str) -> str:
-    """The address of somebody else, as it was given.
+    """The address of another service, as it was given.
 
     Raises:
         ValueError: not of the form, or no address that can be reached.
@@ -80,7 +80,7 @@ def check_peer(address: str) -> str:
 
 # "host:port" to listen at; port 0 = any free one.
 ListenAddress = Annotated[str, AfterValidator(_check_bind)]
-# "host:port" of somebody else.
+# "host:port" of another service.
 PeerAddress = Annotated[str, AfterValidator(check_peer)]
 
 
@@ -177,7 +177,7 @@ class ServiceConfig(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Keyword arguments, then environment; no .env file and no secrets folder are read behind anyone's back."""
+        """Keyword arguments, then environment; no .env file and no secrets folder."""
         return init_settings, env_settings
 
     @model_validator(mode="before")
@@ -237,7 +237,7 @@ def _plain_type(annotation: Any) -> Any:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that raises instead of leaving the process."""
+    """An argument parser that raises instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         named = re.match(r"argument (--[a-z0-9-]+)[^:]*: (.*)", message, re.DOTALL)
@@ -247,7 +247,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse_flags(cls: type[ServiceConfig], argv: Sequence[str], prog: str | None) -> dict[str, Any]:
-    """The settings that stand on the command line, as strings; pydantic makes values of them."""
+    """The settings on the command line, as strings; pydantic converts them."""
     parser = _Parser(
         prog=prog or f"moonpool {cls.service()}",
         description=(cls.__doc__ or "").strip().split("\n\n")[0],

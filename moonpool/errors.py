@@ -1,13 +1,13 @@
 """Every error Moonpool raises on purpose, in one tree; free of grpc and torch.
 
-It owns the meaning of each error. How errors travel as status codes is `moonpool.rpc.errors`' business.
+`moonpool.rpc.errors` maps them to gRPC status codes and back.
 
     MoonpoolError
     ├── InvalidRequest      the request is wrong; `field` names what
-    ├── Overloaded          no placement keeps the request's promise; says why, the prediction and when to retry
-    ├── Unavailable         nobody can serve this now, or the peer cannot be reached
+    ├── Overloaded          no placement keeps the request's SLO; says why, the prediction and when to retry
+    ├── Unavailable         no instance can serve this now, or the peer cannot be reached
     ├── NotFound            what was asked for is not there
-    ├── Mismatch            two sides do not speak of the same thing (namespace, layout, generation, incarnation)
+    ├── Mismatch            two sides disagree (namespace, layout, generation, incarnation)
     ├── Unsupported         part of the contract, not built yet
     ├── DeadlineExceeded    a wait took longer than it was allowed to
     ├── Internal            a defect of ours
@@ -54,7 +54,7 @@ class InvalidRequest(_FieldError):
 
 
 class Overloaded(MoonpoolError):
-    """No placement can keep the request's promise now.
+    """No placement can keep the request's SLO now.
 
     Attributes:
         reason: machine-readable, for example "ttft_slo", "tbt_slo", "no_decode_room", "queue_full".
@@ -91,7 +91,7 @@ def _overloaded(message: str, fields: dict[str, object]) -> Overloaded:
 
 
 class Unavailable(MoonpoolError):
-    """Nobody can serve this now, or the peer cannot be reached; another try may succeed."""
+    """No instance can serve this now, or the peer cannot be reached; another try may succeed."""
 
 
 class NotFound(MoonpoolError):
@@ -99,7 +99,7 @@ class NotFound(MoonpoolError):
 
 
 class Mismatch(_FieldError):
-    """The two sides do not speak of the same thing; `field` names the first difference."""
+    """The two sides disagree; `field` names the first difference."""
 
 
 class Unsupported(MoonpoolError):

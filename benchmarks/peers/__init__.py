@@ -1,1 +1,1 @@
-"""Other stores beside ours, benchmark-only and all optional: how each is started, and the client that is measured."""
+"""Other stores for comparison, all optional: how each is started, and its client."""

@@ -1,7 +1,7 @@
-"""gRPC alone as one of the stores: the messages that a store over gRPC cannot do without, and nothing else.
+"""gRPC without a store: the same bytes in messages, nothing kept, checked or looked up.
 
-No peer but a floor: nothing is kept, checked or looked up. An operation is a message for each MiB one way and a small
-one the other way, on one stream, with our channel options. `python -m benchmarks.peers.bare_grpc` is the far end.
+It is not a peer: the difference to it is a store's own time. An operation is a message for each MiB one way, a small
+one the other way, on one stream with Moonpool's channel options. `python -m benchmarks.peers.bare_grpc` is the far end.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ NAME = "bare gRPC"
 _METHOD = "/benchmarks.Bare/Move"
 _NUMBER = 8
 MEMORY_BYTES = 64 << 20
-"""As large as that of a client, so that it finds what it looks for."""
+"""As large as a client's, so that the client finds the bytes it checks."""
 _PUT, _GET = 0, 1
 
 
@@ -37,10 +37,10 @@ def _request(verb: int, nbytes: int) -> bytes:
 
 
 class _Client:
-    """An event loop that runs only while a call is being measured, as our own store's."""
+    """Its event loop runs only while a call is being measured, as that of Moonpool's client."""
 
     def __init__(self, address: str, memory: Memory) -> None:
-        import grpc.aio  # once gRPC's ways are chosen
+        import grpc.aio  # after `tune_grpc`
 
         self._memory = memory
         self._end = grpc.aio.EOF
@@ -60,7 +60,7 @@ class _Client:
                     piece = self._memory.source[at : min(at + FRAME_BYTES, nbytes)]
                     await self._call.write(b"".join((_request(_PUT, nbytes), piece)))
                 if await self._call.read() is self._end:
-                    raise RuntimeError("the far end has gone")
+                    raise RuntimeError("the far end has closed the stream")
 
         self._runner.run(run())
 
@@ -72,7 +72,7 @@ class _Client:
                 for at in range(0, nbytes, FRAME_BYTES):
                     data = await self._call.read()
                     if data is self._end:
-                        raise RuntimeError("the far end has gone")
+                        raise RuntimeError("the far end has closed the stream")
                     self._memory.target[at : at + len(data)] = data
 
         self._runner.run(run())
@@ -92,7 +92,7 @@ def client(address: str, memory: Memory) -> _Client:
 
 
 async def _serve() -> None:
-    import grpc.aio  # once gRPC's ways are chosen
+    import grpc.aio  # after `tune_grpc`
 
     source = Memory(MEMORY_BYTES).source
 

@@ -1,8 +1,8 @@
-"""What the comparison asks of a store: to be started in processes of its own, and a client to be measured.
+"""The interface of a store that is compared: its processes, and a client to be measured.
 
-A client holds the memory that blocks are taken from and must end in. Each call does whole operations, one after the
-other, each of one batch of blocks, and returns when the last is done: a put when its blocks can be read by others, a
-get when they lie in the client's memory. Block number `i` of a batch lies at place `i`.
+A client sends blocks from its memory and reads them into it. Each call does whole operations one after the other, each
+of one batch of blocks, and returns when the last is done: a put when others can read its blocks, a get when the blocks
+are in the client's memory. Block number `i` of a batch lies at place `i`.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class BlockClient(Protocol):
         """Stores blocks that were never stored.
 
         Raises:
-            RuntimeError: They were not stored.
+            RuntimeError: they were not stored.
         """
         ...
 
@@ -30,12 +30,12 @@ class BlockClient(Protocol):
         """Reads blocks that were stored.
 
         Raises:
-            RuntimeError: They were not there.
+            RuntimeError: they were not found.
         """
         ...
 
     def clear(self) -> None:
-        """Has the store forget everything, where it can; where it cannot, old blocks make room by themselves."""
+        """Deletes all blocks where the store can; where it cannot, old blocks are evicted."""
         ...
 
     def close(self) -> None:

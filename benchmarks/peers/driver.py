@@ -1,7 +1,7 @@
 """The process in which one store's client is measured: `python -m benchmarks.peers.driver --store NAME --address A`.
 
-All stores' clients get the same process: the same memory, the same allocator settings, the same loop. It prints its
-own address and answers the one connection made to it, a line of JSON for a line of JSON, until that ends.
+All clients run in the same kind of process: the same memory, allocator settings and loop. It prints its own address and
+answers each line of JSON on the one connection made to it with a line of JSON.
 """
 
 import argparse
@@ -29,13 +29,13 @@ MEMORY_BYTES = 64 << 20
 
 
 def batches(seed: object, operations: int, batch: int) -> list[list[bytes]]:
-    """Keys of so many operations."""
+    """Keys of each of the operations."""
     keys = chain(seed, operations * batch)
     return [keys[at : at + batch] for at in range(0, len(keys), batch)]
 
 
 def answer(client: BlockClient, memory: Memory, command: dict[str, Any]) -> dict[str, Any]:
-    """Does one command; an error is an answer too."""
+    """Does one command; an error is returned as an answer."""
     try:
         verb = command["verb"]
         if verb == "clear":
@@ -45,12 +45,12 @@ def answer(client: BlockClient, memory: Memory, command: dict[str, Any]) -> dict
         if verb == "check":
             wrong = memory.differs(batch, size)
             memory.target[: batch * size] = bytes(batch * size)
-            return {"error": f"{wrong} of {batch} blocks are not what was put"} if wrong else {}
+            return {"error": f"{wrong} of {batch} blocks differ from those put"} if wrong else {}
         keys = batches(command["seed"], command["operations"], batch)
         begin = time.perf_counter()
         (client.put if verb == "put" else client.get)(keys, size)
         return {"seconds": time.perf_counter() - begin}
-    except Exception as error:  # whatever a peer raises ends its figure, not the benchmark
+    except Exception as error:  # an error of a peer ends its figure, not the benchmark
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -98,7 +98,7 @@ def _lines(listener: socket.socket) -> Iterator[tuple[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the process."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--store", choices=[*MODULES], required=True, help="whose client to measure")
+    parser.add_argument("--store", choices=[*MODULES], required=True, help="the store whose client is measured")
     parser.add_argument("--address", required=True, help="where the store is")
     options = parser.parse_args(argv)
     tune_malloc()

@@ -1,4 +1,4 @@
-"""Our kvstore as one of the stores that are compared: the DRAM tier alone, each operation one session."""
+"""Moonpool's kvstore for the comparison: the DRAM tier alone, each operation one session."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ def running(nbytes: int) -> Iterator[str]:
 
 
 class _Client:
-    """An event loop that runs only while a call is being measured, and a stream for each size of blocks."""
+    """Its event loop runs only while a call is being measured; it has a stream for each size of blocks."""
 
     def __init__(self, address: str, memory: Memory) -> None:
         self._address, self._memory = address, memory

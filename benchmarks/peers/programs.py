@@ -1,4 +1,4 @@
-"""Programs that are not ours as child processes: found, started, waited for until they listen, ended."""
+"""Runs other projects' programs as child processes: finds, starts and ends them."""
 
 import contextlib
 import shutil
@@ -22,7 +22,7 @@ def program(name: str) -> str:
     """Where a program is: beside our Python, or on the PATH.
 
     Raises:
-        Skipped: it is nowhere.
+        Skipped: it is not installed.
     """
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if found is None:
@@ -31,7 +31,7 @@ def program(name: str) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
@@ -42,7 +42,7 @@ def listening(argv: Sequence[str], port: int, environment: Mapping[str, str]) ->
     """A program for as long as the body runs, which begins when it listens on `port`.
 
     Raises:
-        RuntimeError: it ended or did not listen; with the end of what it printed.
+        RuntimeError: it ended or did not listen; the message ends with its last output.
     """
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environment))

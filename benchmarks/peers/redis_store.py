@@ -19,7 +19,7 @@ NAME = "Redis"
 
 @contextlib.contextmanager
 def running(nbytes: int) -> Iterator[str]:
-    """A server without limit: memory that is full would be the benchmark's mistake.
+    """A server without a memory limit, so that nothing is evicted.
 
     Raises:
         Skipped: it, redis-py or hiredis is not installed.

@@ -1,8 +1,6 @@
-"""Hugging Face checkpoint folders, without torch: where they are, what they declare, how text becomes tokens.
+"""Hugging Face checkpoint folders, without torch: finding, reading and identifying them; tokenizer and chat template.
 
-Owns finding a folder (`resolve`), reading and refusing its configuration (`load_config`), its identity
-(`config_hash`, `weights_fingerprint`), its tokenizer and chat template, and the report of `model inspect`. It must not
-know torch, grpc, or who uses the model. Nothing from a checkpoint is ever executed and no pickle is ever read.
+Nothing from a checkpoint is executed and no pickle is read.
 """
 
 from moonpool.checkpoint.config import (

@@ -1,7 +1,6 @@
-"""What a checkpoint's `config.json` and `generation_config.json` say, as one frozen value, or a refusal by name.
+"""A checkpoint's `config.json` and `generation_config.json` as one frozen value, or a refusal that names the field.
 
-Owns the list of what the transformer supports: every feature that would change the result and is not implemented is
-refused here, before any memory is allocated. It must not know torch, weights or tokenizers.
+Every feature that would change the result and is not implemented is refused here, before any memory is allocated.
 
 Both spellings are read: `rope_theta`/`rope_scaling`/`torch_dtype` and the `rope_parameters`/`dtype` of transformers 5.
 Where a key is absent, the default is the one of transformers' configuration class of that architecture.

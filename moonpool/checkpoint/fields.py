@@ -1,4 +1,4 @@
-"""Reading JSON objects of a checkpoint with errors that name file and field. Must not know what the fields mean."""
+"""Reads JSON objects of a checkpoint; errors name file and field."""
 
 from __future__ import annotations
 

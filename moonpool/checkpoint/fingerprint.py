@@ -1,7 +1,4 @@
-"""The identity of a checkpoint's weights: a hash of what they compute and of every byte of them.
-
-Must not know torch or how weights are used.
-"""
+"""The identity of a checkpoint's weights: a hash of the function they compute and of every byte of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Models of the Hugging Face hub: the local cache, and fetching what is not in it.
+"""Models of the Hugging Face hub: the local cache, and fetching files that it lacks.
 
-Owns which files of a hub repository are ever fetched: configuration, tokenizer, chat template, safetensors. Pickle
-files and code are never among them. It must not know what the files mean.
+Fetches configuration, tokenizer, chat template and safetensors only, never pickle files or code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a checkpoint needs: parameters, bytes, KV per token, and how many tokens fit a given memory.
 
-Must not know torch: it reads the configuration and the safetensors headers only.
+Reads the configuration and the safetensors headers only.
 """
 
 from __future__ import annotations

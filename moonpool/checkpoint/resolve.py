@@ -1,4 +1,4 @@
-"""Where a model is: a folder, or a Hugging Face hub id. Must not know what the files mean nor how the hub answers."""
+"""Finds a model: a folder, or a Hugging Face hub id."""
 
 from __future__ import annotations
 

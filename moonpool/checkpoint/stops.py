@@ -1,4 +1,4 @@
-"""Incremental search for stop strings in text that comes in pieces. Must not know tokens."""
+"""Searches for stop strings in text that comes in pieces."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the transformer supports: architectures, their defaults, and the refusal by name of everything else.
+"""What the transformer supports: architectures and their defaults; everything else is refused by name.
 
-Must not know torch or weights. Defaults of absent keys are those of transformers' configuration classes.
+Defaults of absent keys are those of transformers' configuration classes.
 """
 
 from __future__ import annotations

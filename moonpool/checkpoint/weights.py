@@ -1,7 +1,6 @@
-"""What weights a folder declares: safetensors files, their headers, and which file holds which tensor.
+"""The weights that a folder declares: safetensors files, their headers, and which file holds which tensor.
 
-Owns the safetensors header format (8 bytes little-endian length, then JSON; see the format's documentation) as far as
-names, types and shapes go. It must not know torch, nor read tensor data.
+A header is 8 bytes of little-endian length, then JSON; see the safetensors format. No tensor data is read.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class TensorInfo:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         count = 1
         for size in self.shape:
             count *= size

@@ -1,1 +1,1 @@
-"""The `moonpool` command; a leaf that may import everything and that nothing imports."""
+"""The `moonpool` command. It may import everything; nothing imports it."""

@@ -11,8 +11,7 @@ from moonpool.checkpoint import kv_layout, load_config, model_name, resolve, res
 from moonpool.engine.calibration import (
     ROOM_TOKENS,
     Fit,
-    fit_decode_profile,
-    fit_prefill_profile,
+    fit_profile,
     measure_decode,
     measure_prefill,
 )
@@ -28,8 +27,9 @@ EMULATED_LAYERS = 8
 WIDE = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
 
 TEMPLATE = """\
-# Measured by `moonpool calibrate`: {times} sizes of steps, the quickest of {repeats} each, least squares of relative
-# errors. Error of the fit: prefill {prefill}, decode {decode}.
+# Measured by `moonpool calibrate`: {times} sizes of steps, the median of {repeats} tries each. Least squares of
+# relative errors over half of the sizes; the errors on the other half, held out of the fit, are:
+# prefill {prefill}; decode {decode}.
 name: {name}
 hardware: {hardware}
 time_scale: 1.0
@@ -60,10 +60,10 @@ decode:
 
 
 def run_calibrate(model: str, out: Path, *, name: str, hardware: str, dtype: str, threads: int, repeats: int) -> None:
-    """Measures, prints what was measured and how well it is explained, and writes the profile.
+    """Measures, fits, prints times and errors of the fit, and writes the profile.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written, or the model is too short to be measured.
         MoonpoolError: the engine did not start, or failed.
     """
     folder = resolve(model)
@@ -81,7 +81,7 @@ def run_calibrate(model: str, out: Path, *, name: str, hardware: str, dtype: str
         measure=False,
     )
     prefills, decodes = asyncio.run(_measure(spec, repeats))
-    prefill, decode = fit_prefill_profile(prefills), fit_decode_profile(decodes)
+    prefill, decode = fit_profile(prefills), fit_profile(decodes)
     _show(prefills, prefill, decodes, decode)
     text = TEMPLATE.format(
         times=len(prefills) + len(decodes),
@@ -105,25 +105,26 @@ def run_calibrate(model: str, out: Path, *, name: str, hardware: str, dtype: str
 async def _measure(spec: EngineSpec, repeats: int) -> tuple[list[PrefillTime], list[DecodeTime]]:
     async with start_engine(spec) as engine:
         timer = StepTimer(engine)
-        await timer.prefill(min(64, spec.max_tokens), times=2)  # memory, threads and code are touched
+        await timer.prefill(min(64, spec.max_tokens), times=2)  # the first step touches memory, threads and code
         prefills = await measure_prefill(engine, timer, max_tokens=spec.max_tokens, repeats=repeats)
         return prefills, await measure_decode(engine, timer, max_tokens=spec.max_tokens, repeats=repeats)
 
 
 def _show(prefills: list[PrefillTime], prefill: Fit, decodes: list[DecodeTime], decode: Fit) -> None:
-    typer.echo("prefill   chunk  prefix        ms   fit")
-    for chunk, error in zip(prefills, prefill.errors, strict=True):
-        typer.echo(f"         {chunk.tokens:6} {chunk.prefix:7} {chunk.seconds * 1e3:9.2f} {error:+6.1%}")
-    typer.echo("decode    batch context        ms   fit")
-    for batch, error in zip(decodes, decode.errors, strict=True):
-        each = batch.context // batch.sequences
-        typer.echo(f"         {batch.sequences:6} {each:7} {batch.seconds * 1e3:9.2f} {error:+6.1%}")
+    for kind, names, times, fit in (
+        ("prefill", ("chunk", "prefix"), prefills, prefill),
+        ("decode", ("batch", "context"), decodes, decode),
+    ):
+        typer.echo(f"{kind:8} {names[0]:>6} {names[1]:>7}        ms   error")
+        for time in times:
+            seen = "" if time in fit.held_out else "  fitted"
+            typer.echo(f"{time.size[0]:15} {time.size[1]:7} {time.seconds * 1e3:9.2f}  {fit.error(time):+6.1%}{seen}")
     for kind, fit in (("prefill", prefill), ("decode", decode)):
-        typer.echo(f"fit error of {kind}: {fit}")
+        typer.echo(f"{kind}: {fit} on {len(fit.held_out)} sizes held out of the fit")
 
 
 def _cores(threads: int) -> str:
-    """The class of this machine's processor: architecture and widest vectors, never a name."""
+    """The class of this machine's processor: cores, architecture and widest vectors."""
     found = ""
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()

@@ -1,4 +1,4 @@
-"""`moonpool check`: asks every service for its gauges and names what has not come back to rest."""
+"""`moonpool check`: asks every service for its gauges and lists those that are not at rest."""
 
 import json
 import threading
@@ -68,17 +68,17 @@ class Reading:
 
     @property
     def resting(self) -> bool:
-        """Whether it is where it must be when no request runs."""
+        """Whether the value is the one it must have when no request runs."""
         return self.at_rest is None or self.value == self.at_rest
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What all services said at one time.
+    """The gauges of all services, read at one time.
 
     Attributes:
         readings: every gauge.
-        silent: a line for each instance that the conductor knows and that does not answer.
+        silent: a line for each instance that does not answer.
     """
 
     readings: tuple[Reading, ...]
@@ -86,21 +86,21 @@ class Survey:
 
     @property
     def held(self) -> list[Reading]:
-        """What has not come back."""
+        """Gauges that are not at rest."""
         return [reading for reading in self.readings if not reading.resting]
 
     @property
     def at_rest(self) -> bool:
-        """Everybody has answered, and nothing is held."""
+        """Whether all services answered and all gauges are at rest."""
         return not self.held and not self.silent
 
     def trouble(self) -> str:
-        """One line that names what is held and who is silent."""
+        """One line with the gauges that are held and the instances that are silent."""
         return "; ".join([*(describe(reading) for reading in self.held), *self.silent])
 
 
 class Surveyor:
-    """Asks a cluster's services again and again over the same connections; a context manager."""
+    """Reads a cluster's gauges, repeatedly over the same connections; a context manager."""
 
     def __init__(self, conductor_address: str) -> None:
         self._conductor = conductor_address
@@ -116,7 +116,7 @@ class Surveyor:
             self._channels.popitem()[1].close()
 
     def survey(self) -> Survey:
-        """Asks everybody once.
+        """Reads all gauges once.
 
         Raises:
             Unavailable: the conductor does not answer.
@@ -144,7 +144,7 @@ class Surveyor:
 
 
 def _ask(instance: kv_pb2.Instance, channel: grpc.Channel) -> list[Reading] | str:
-    """An instance's readings, or why there are none."""
+    """Returns an instance's readings, or the reason why there are none."""
     ask = _ASK.get(instance.kind)
     if ask is None:
         return f"{instance.id} is of unknown kind {instance.kind}"
@@ -172,14 +172,13 @@ def read_gauges(conductor_address: str) -> list[Reading]:
 
 
 def wait_at_rest(conductor_address: str, timeout_s: float) -> list[Reading]:
-    """Reads gauges until all are at rest; releases travel between processes, so the first look may come too early.
+    """Reads gauges until all are at rest; releases travel between processes, so the first reading may be too early.
 
     Returns:
         The last readings.
 
     Raises:
-        Unavailable: something is still held, or somebody does not answer, when the time is over; the message says who
-            and what.
+        Unavailable: something is held, or a service does not answer, when the time is over; the message has details.
     """
     survey = _survey_until_rest(conductor_address, timeout_s)
     if not survey.at_rest:
@@ -218,11 +217,11 @@ def run_check(address: str, *, wait_s: float = 0.0, as_json: bool = False) -> in
 
     Args:
         address: the conductor's, "host:port".
-        wait_s: seconds for which everything may still be coming back.
+        wait_s: seconds to wait for gauges to come to rest.
         as_json: print `{"at_rest", "held", "silent", "gauges"}`.
 
     Returns:
-        0 when everything is at rest, 1 when something is still held, 2 when somebody does not answer.
+        0 when everything is at rest, 1 when something is held, 2 when a service does not answer.
     """
     try:
         survey = _survey_until_rest(address, wait_s)

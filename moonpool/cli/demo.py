@@ -1,4 +1,4 @@
-"""`moonpool demo` (`make run`): a local stack, some prompts that show what KV reuse buys, and a clean end."""
+"""`moonpool demo` (`make run`): starts a local stack, serves prompts that show KV reuse, and stops it."""
 
 import asyncio
 import tempfile

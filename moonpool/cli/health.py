@@ -1,6 +1,6 @@
 """`moonpool health`: asks a service's standard health endpoint whether it serves, once or until it does.
 
-A container's health check runs this every few seconds, so it imports next to nothing of the project.
+A container's health check runs this every few seconds, so it imports little.
 """
 
 import threading
@@ -22,7 +22,7 @@ def run_health(address: str, *, timeout_s: float, wait_s: float, joined: int) ->
     Args:
         address: "host:port" of any service.
         timeout_s: seconds one answer may take.
-        wait_s: seconds for which a no is asked again.
+        wait_s: seconds to retry until it serves.
         joined: instances that must have joined; 0 = any service will do.
 
     Returns:
@@ -46,8 +46,8 @@ def run_health(address: str, *, timeout_s: float, wait_s: float, joined: int) ->
 
 
 def _ask(address: str, timeout_s: float) -> None:
-    """As `moonpool.rpc.channels.probe`, for a third of its time to start; raises Unavailable."""
-    # What a proxy of the environment says of an address is not what the service says.
+    """As `moonpool.rpc.channels.probe`, with a third of its start-up time; raises Unavailable."""
+    # Not through a proxy of the environment: the service itself must answer.
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",

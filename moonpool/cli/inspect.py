@@ -1,4 +1,4 @@
-"""`moonpool model inspect`: what a checkpoint is and what it takes to serve it."""
+"""`moonpool model inspect`: what a checkpoint is and what serving it needs."""
 
 import dataclasses
 import json

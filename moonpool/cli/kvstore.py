@@ -1,4 +1,4 @@
-"""`moonpool kvstore stat|verify|compact|warm|advise`: looking at a kvstore, and looking after it."""
+"""`moonpool kvstore stat|verify|compact|warm|advise`: inspects and maintains a kvstore."""
 
 import json
 import threading
@@ -24,7 +24,7 @@ PAUSE_S = 0.2
 EXIT_FAULTY = 1
 GB = 1e9
 
-app = typer.Typer(name="moonpool kvstore", help="Look after kvstores.", add_completion=False)
+app = typer.Typer(name="moonpool kvstore", help="Inspect and maintain kvstores.", add_completion=False)
 VERBS = ("stat", "verify", "compact", "warm", "advise")
 
 Store = Annotated[str, typer.Argument(help="The kvstore, HOST:PORT.")]
@@ -33,7 +33,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 @contextmanager
 def _store(address: str) -> Iterator[KVStoreServiceStub]:
-    """A stub; an RPC's error becomes ours."""
+    """A stub; a gRPC error is raised as the `MoonpoolError` of its status."""
     try:
         with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
             yield KVStoreServiceStub(channel)
@@ -48,7 +48,7 @@ def _gauges(stub: KVStoreServiceStub) -> dict[str, float]:
 
 @app.command()
 def stat(address: Store, as_json: Json = False) -> None:
-    """Show what a kvstore holds and how it does."""
+    """Show the figures of a running kvstore."""
     with _store(address) as stub:
         gauges = _gauges(stub)
     if as_json:
@@ -71,8 +71,9 @@ def verify(
 ) -> None:
     """Check every record of a data folder against its checksums, and the index against the records. Changes nothing.
 
-    Ends with 1 when something is wrong. A kvstore would answer the blocks named with a miss.
+    Exits with 1 when a fault is found. A kvstore would answer the faulty blocks with a miss.
     """
+    from services.kvstore.operate.verify import COUNTS
     from services.kvstore.operate.verify import verify as check
 
     with _progress("segments", hidden=as_json) as advance:
@@ -82,14 +83,14 @@ def verify(
             {"segment": f.segment, "offset": f.offset, "key": f.key.hex() if f.key else None, "what": f.what}
             for f in report.faults
         ]
-        counts = {name: getattr(report, name) for name in ("segments", "records", "blocks", "dead", "bytes_read")}
+        counts = {name: getattr(report, name) for name in COUNTS}
         typer.echo(
             json.dumps({**counts, "index_error": report.index_error, "faults": report.fault_count, "first": faults})
         )
     else:
         typer.echo(
             f"{report.segments} segments, {report.records} records, {report.blocks} intact blocks, "
-            f"{report.dead} records no longer named, {report.bytes_read / GB:.3f} GB read"
+            f"{report.dead} dead records, {report.bytes_read / GB:.3f} GB read"
         )
         if report.index_error:
             typer.echo(f"index: {report.index_error}; a start will rebuild it")
@@ -102,18 +103,21 @@ def verify(
 def compact(
     address: Store,
     min_live_share: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Rewrite segments of which less is alive; 0 = the store's choice.")
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Rewrite segments with a smaller share of live bytes; 0 = the store's default."
+        ),
     ] = 0.0,
     wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the end; 0 = do not.")] = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Rewrite segments of the SSD tier in which little is alive."""
+    """Rewrite segments of the SSD tier that hold few live blocks."""
     with _store(address) as stub:
         before = _gauges(stub)
         request = kvstore_pb2.CompactRequest(min_live_share=min_live_share)
         segments = stub.Compact(request, timeout=CALL_TIMEOUT_S).segments
         if segments and wait_s:
-            _until(lambda: not _gauges(stub)["ssd_housekeeping"], wait_s, "the kvstore still compacts")
+            _until(lambda: not _gauges(stub)["ssd_housekeeping"], wait_s, "compaction has not finished")
         after = _gauges(stub)
     freed = before["ssd_bytes"] - after["ssd_bytes"]
     if as_json:
@@ -141,11 +145,11 @@ def warm(
 @app.command()
 def advise(
     address: Store,
-    more_gb: Annotated[float, typer.Option(min=0.0, help="What would so many more GB bring?")] = 100.0,
+    more_gb: Annotated[float, typer.Option(min=0.0, help="GB that would be added.")] = 100.0,
     picture: Annotated[Path | None, typer.Option(help="Draw the curve into this SVG file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say how much hit share another size of this kvstore would bring, from sampled reuse distances."""
+    """Estimate the hit share of a larger kvstore, from sampled reuse distances."""
     with _store(address) as stub:
         told = stub.ReuseCurve(kvstore_pb2.ReuseCurveRequest(), timeout=CALL_TIMEOUT_S)
     from services.kvstore.operate.reuse import hit_share
@@ -162,7 +166,7 @@ def advise(
         shares = {"now": hit_share(curve, now_bytes), "with_more": hit_share(curve, now_bytes + more_bytes)}
         typer.echo(json.dumps({**facts, **shares, "more_gb": more_gb, "points": points}))
     elif not curve:
-        typer.echo("nothing was asked for twice since this kvstore started")
+        typer.echo("no block was asked for twice since this kvstore started")
     else:
         typer.echo(advice(curve, now_bytes, more_bytes))
         typer.echo(f"({told.references} blocks asked for, {told.sampled:.1%} of all blocks followed)")
@@ -186,5 +190,5 @@ def _until(done: Callable[[], bool], wait_s: float, what: str) -> None:
 
 
 def run(args: list[str]) -> None:
-    """One verb with its arguments, as `moonpool kvstore VERB ...`; errors are the caller's to print."""
+    """Runs `moonpool kvstore VERB ...`; errors are raised, for the caller to print."""
     app(args, prog_name="moonpool kvstore")

@@ -1,7 +1,6 @@
 """The `moonpool` command: its verbs and their flags.
 
-A lazy leaf: each verb imports what it needs when it runs, so that `moonpool generate` needs no torch and `--help` is
-quick.
+Each verb imports what it needs when it runs, so that `moonpool generate` needs no torch and `--help` is quick.
 """
 
 import importlib
@@ -44,7 +43,7 @@ _service("decode", "Run one decode instance.")
 
 @app.command("kvstore", context_settings=PASS_THROUGH)
 def kvstore_(context: typer.Context) -> None:
-    """Run one kvstore; or look after one: kvstore stat|verify|compact|warm|advise."""
+    """Run one kvstore, or operate on one: kvstore stat|verify|compact|warm|advise."""
     from moonpool.cli import kvstore
 
     if context.args and context.args[0] in kvstore.VERBS:
@@ -60,19 +59,24 @@ def up(
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
     kvstore: Annotated[int, typer.Option(min=0, help="kvstore instances.")] = 1,
-    kvstore_replicas: Annotated[int, typer.Option(min=1, max=8, help="kvstores that hold a copy of each chain.")] = 1,
+    kvstore_replicas: Annotated[int, typer.Option(min=1, max=8, help="kvstores that hold a copy of each prefix.")] = 1,
     stages: Annotated[int, typer.Option(min=1, help="Pipeline stages of each prefill instance.")] = 1,
-    engine: Annotated[str, typer.Option(help="real, or paced:PROFILE to emulate compute.")] = "real",
+    engine: Annotated[str, typer.Option(help="real, or emulated:PROFILE to emulate compute.")] = "real",
     time_scale: Annotated[float, typer.Option(min=0, help="Emulated seconds per second; 0 = the profile's own.")] = 0.0,
-    data_dir: Annotated[Path | None, typer.Option(help="Keeps store and logs; default: a temporary folder.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of store and logs; default: a temporary one.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="The conductor's port; 0 = any free.")] = 50051,
-    threads: Annotated[int, typer.Option(min=0, help="Threads of each engine process; 0 = cores shared out.")] = 0,
+    threads: Annotated[
+        int, typer.Option(min=0, help="Threads of each engine process; 0 = an equal share of the cores.")
+    ] = 0,
     block_tokens: Annotated[int, typer.Option(help="Tokens per KV block.")] = 64,
-    kv_bytes: Annotated[int, typer.Option(help="Bytes of KV pool of each engine instance.")] = 256 << 20,
+    kv_bytes: Annotated[int, typer.Option(help="Bytes of each KV pool; 0 = 256 MiB, or the emulated hardware's.")] = 0,
     dram_bytes: Annotated[int, typer.Option(help="Bytes of each kvstore's DRAM tier.")] = 256 << 20,
     ssd_bytes: Annotated[int, typer.Option(help="Bytes of each kvstore's SSD tier.")] = 4 << 30,
-    spans_dir: Annotated[Path | None, typer.Option(help="Where services record spans (Chrome trace events).")] = None,
+    spans_dir: Annotated[
+        Path | None, typer.Option(help="Folder in which services record spans (Chrome trace events).")
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    restart: Annotated[bool, typer.Option(help="Restart a service that ends by itself; else the stack stops.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
     """Run a local stack in the foreground, until Ctrl-C."""
@@ -87,14 +91,14 @@ def up(
             ssd_bytes=ssd_bytes, log_level=log_level, spans_dir=spans_dir,
         )  # fmt: skip
 
-    raise typer.Exit(run_up(plan, data_dir, as_json=as_json))
+    raise typer.Exit(run_up(plan, data_dir, restart=restart, as_json=as_json))
 
 
 @app.command()
 def down(
     data_dir: Annotated[Path | None, typer.Option(help="The --data-dir of the stack; default: the last `up`.")] = None,
 ) -> None:
-    """Stop the stack that `moonpool up` started on this machine, and wait until it is gone."""
+    """Stop the stack that `moonpool up` started on this machine, and wait for its end."""
     from moonpool.cli.up import run_down
 
     raise typer.Exit(run_down(data_dir))
@@ -108,7 +112,9 @@ def generate(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
-    ttft_slo_s: Annotated[float | None, typer.Option(help="Refuse when the first token is predicted later.")] = None,
+    ttft_slo_s: Annotated[
+        float | None, typer.Option(help="Seconds; refuse when the first token is predicted later.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
 ) -> None:
     """Generate text from a prompt."""
@@ -123,12 +129,12 @@ def generate(
 @app.command()
 def check(
     address: Address = "127.0.0.1:50051",
-    wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds for which things may still be coming back.")] = 0.0,
+    wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for gauges to come to rest.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Ask every service whether all that was reserved has come back, and name what has not.
+    """Check that no service holds blocks, sessions or reservations while no request runs.
 
-    Ends with 0 when everything is at rest, with 1 when something is held, with 2 when a service does not answer.
+    Exit status: 0 when everything is at rest, 1 when something is held, 2 when a service does not answer.
     """
     from moonpool.cli.check import run_check
 
@@ -139,10 +145,10 @@ def check(
 def health(
     address: Address = "127.0.0.1:50051",
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds an answer may take.")] = 5.0,
-    wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds for which a no is asked again.")] = 0.0,
-    joined: Annotated[int, typer.Option(min=0, help="Instances that must have joined; of a conductor.")] = 0,
+    wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds to retry until it serves.")] = 0.0,
+    joined: Annotated[int, typer.Option(min=0, help="Instances that must have joined (conductor only).")] = 0,
 ) -> None:
-    """Ask any service whether it serves (grpc.health.v1): 0 when it does, 1 when not."""
+    """Ask a service whether it serves (grpc.health.v1). Exit status: 0 when it does, 1 when not."""
     from moonpool.cli.health import run_health
 
     raise typer.Exit(run_health(address, timeout_s=timeout_s, wait_s=wait_s, joined=joined))
@@ -156,9 +162,9 @@ def calibrate(
     hardware: Annotated[str, typer.Option(help="The class of machine, in words.")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0 = all cores.")] = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Steps of each size; the quickest counts.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Steps of each size; the median counts.")] = 5,
 ) -> None:
-    """Measure a model on this machine and write a profile for `--engine paced:FILE`."""
+    """Measure a model on this machine and write a profile for `--engine emulated:FILE`."""
     from moonpool.cli.calibrate import run_calibrate
 
     run_calibrate(model or bundled_model(), out, name=name, hardware=hardware, dtype=dtype, threads=threads,
@@ -170,7 +176,7 @@ def demo(
     model: Model = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per request at most.")] = 48,
 ) -> None:
-    """Start a local stack, serve some prompts, show what happened, stop."""
+    """Start a local stack, serve some prompts, show the results, stop."""
     from moonpool.cli.demo import run_demo
 
     raise typer.Exit(run_demo(model or bundled_model(), max_tokens))
@@ -195,7 +201,9 @@ def model_inspect(
     model: Annotated[str, typer.Argument(help="Hugging Face folder or hub id.")],
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     block_tokens: Annotated[int, typer.Option(help="Tokens per KV block.")] = 64,
-    memory_bytes: Annotated[int | None, typer.Option(help="What fits in so many bytes beside the weights?")] = None,
+    memory_bytes: Annotated[
+        int | None, typer.Option(help="Show how many tokens fit in this memory beside the weights.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Show a checkpoint's parameters, KV bytes per token, and what fits a given memory."""

@@ -1,7 +1,6 @@
 """A local stack: all four services as processes of this machine, started together and stopped together.
 
-Owns processes, their logs and their order; knows nothing of requests. `moonpool up`, `moonpool demo` and the
-integration tests run the very same class.
+`moonpool up`, `moonpool demo` and the integration tests run the same class.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from moonpool.errors import ConfigError, Unavailable
 
 LOG_TAIL_LINES = 25
 DRAIN_S = 8.0
-"""How long a service of the stack may finish what runs."""
+"""Seconds that a service has to finish its requests."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,14 +33,14 @@ class StackPlan:
         data_dir: kvstore data and logs live below it.
         dtype: "auto", "float32", "bfloat16" or "float16".
         prefill, decode, kvstore: number of instances of each.
-        kvstore_replicas: kvstores that hold a copy of each chain.
+        kvstore_replicas: kvstores that hold a copy of each prefix.
         stages: pipeline stages of each prefill instance.
         port: the conductor's port; 0 = any free one.
-        engine: "real", or "paced:PROFILE" to emulate the compute of prefill and decode.
+        engine: "real", or "emulated:PROFILE" to emulate the compute of prefill and decode.
         time_scale: seconds of the emulated profile that pass in one second; 0 = the profile's own.
-        threads: compute threads of each engine process; 0 = all cores shared out among them, at least one.
+        threads: compute threads of each engine process; 0 = an equal share of the cores, at least one.
         block_tokens: tokens per KV block.
-        kv_bytes: bytes of KV pool of each engine instance.
+        kv_bytes: bytes of KV pool of each engine instance; 0 = the instance's default (`EngineConfig.kv_bytes`).
         dram_bytes: bytes of each kvstore's DRAM tier.
         ssd_bytes: bytes of each kvstore's SSD tier.
         spans_dir: where services record their spans; None = nowhere.
@@ -61,7 +60,7 @@ class StackPlan:
     time_scale: float = 0.0
     threads: int = 0
     block_tokens: int = 64
-    kv_bytes: int = 256 << 20
+    kv_bytes: int = 0
     dram_bytes: int = 256 << 20
     ssd_bytes: int = 4 << 30
     log_level: str = "info"
@@ -77,10 +76,7 @@ class StackPlan:
 
 
 class ServiceProcess:
-    """One service as a child process: its ready line, its log, its end.
-
-    The child is told to die with this process, so that even a killed parent leaves nothing behind.
-    """
+    """One service as a child process. It dies with this process, so that a killed parent leaves no child."""
 
     def __init__(self, kind: str, service_id: str, arguments: Sequence[str], log_path: Path) -> None:
         self.kind = kind
@@ -104,7 +100,6 @@ class ServiceProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._process.pid
 
     @property
@@ -224,7 +219,7 @@ class LocalStack:
         return self.address
 
     def wait_joined(self, timeout_s: float) -> None:
-        """Waits until the conductor knows every instance of the plan.
+        """Waits until every instance has joined the conductor.
 
         Raises:
             Unavailable: an instance ended, or the time is over.
@@ -245,13 +240,19 @@ class LocalStack:
                 pause.wait(0.05)
 
     def restart(self, service_id: str, *, kill: bool = False, timeout_s: float = 60.0) -> None:
-        """Stops one member (gently or by SIGKILL) and starts it anew under the same id, waiting until it has joined."""
+        """Stops one member (by SIGTERM or SIGKILL), starts it again under its id, and waits until it has joined."""
         old = self.services[service_id]
         old.signal(signal.SIGKILL if kill else signal.SIGTERM)
         old.wait(timeout_s)
-        new = self._spawn(old.kind, service_id, old.arguments)
-        new.wait_ready(timeout_s)
+        self.spawn_again(service_id).wait_ready(timeout_s)
         self.wait_joined(timeout_s)
+
+    def spawn_again(self, service_id: str) -> ServiceProcess:
+        """Starts a service that has ended with the same arguments, without waiting for it."""
+        old = self.services[service_id]
+        # The others look for the conductor where it was, also if its port was any free one.
+        listen = ("--listen", self.address) if old.kind == "conductor" else ()
+        return self._spawn(old.kind, service_id, [*old.arguments, *listen])
 
     def stop(self, drain_s: float = 20.0) -> dict[str, int]:
         """Drains and stops everything, the conductor first, so that no new request comes.

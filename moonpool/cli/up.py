@@ -1,4 +1,4 @@
-"""`moonpool up` and `moonpool down`: a local stack in the foreground, and its end from elsewhere."""
+"""`moonpool up` runs a local stack in the foreground; `moonpool down` stops it from another terminal."""
 
 import contextlib
 import json
@@ -13,13 +13,19 @@ from pathlib import Path
 import typer
 
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan
-from moonpool.engine.emulated.profile import emulation_of
+from moonpool.cli.supervisor import Supervisor
+from moonpool.engine.emulated.profile import emulated_profile
+from moonpool.errors import Unavailable
 
 STOP_TIMEOUT_S = 60.0
+LOOK_S = 0.1
+
+Say = Callable[[dict[str, object], str], None]
+"""Prints an event: its JSON form or its text."""
 
 
 def state_file() -> Path:
-    """Where the last `moonpool up` of this user says who it is."""
+    """File in which this user's running `moonpool up` notes its process and address."""
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     return Path(base) / f"moonpool-up-{os.getuid()}.json"
 
@@ -33,11 +39,17 @@ def _data_folder(data_dir: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, as_json: bool) -> int:
-    """Starts a stack, says so, waits for SIGINT or SIGTERM (or the end of a service), drains.
+def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, restart: bool, as_json: bool) -> int:
+    """Starts a stack, reports its addresses, runs it until SIGINT or SIGTERM, drains it.
+
+    Args:
+        plan: makes the stack's plan for a data folder.
+        data_dir: data folder; None = a temporary one.
+        restart: start a service again that ends by itself; otherwise its end stops the stack.
+        as_json: print JSON lines.
 
     Returns:
-        0 after a clean stop; 1 when a service ended by itself or did not end well.
+        0 after a clean stop; 1 when a service was given up or did not end well.
     """
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -52,14 +64,14 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, as_json:
 
     with _data_folder(data_dir) as folder:
         planned = plan(folder)
-        ready, note = _emulation(planned)
+        ready, note = _emulated(planned)
         stack = LocalStack(planned, on_ready=on_ready)
         state = state_file()
         with stack:
             state.write_text(json.dumps({"pid": os.getpid(), "address": stack.address, "data_dir": str(folder)}))
             say({"ready": stack.address, "data_dir": str(folder), **ready}, f"ready: {stack.address}{note}")
             try:
-                lost = _wait(stack, stopping)
+                lost = _supervise(stack, stopping, say) if restart else _wait(stack, stopping)
                 statuses = stack.stop()
             finally:
                 state.unlink(missing_ok=True)
@@ -71,19 +83,40 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, as_json:
     return 1 if lost or bad else 0
 
 
-def _emulation(plan: StackPlan) -> tuple[dict[str, object], str]:
-    """What the ready line says of emulated compute, as JSON fields and as text; nothing when compute is real."""
-    paced = emulation_of(plan.engine, plan.time_scale)
-    if paced is None:
+def _emulated(plan: StackPlan) -> tuple[dict[str, object], str]:
+    """Additions to the ready line when compute is emulated, as JSON fields and as text."""
+    found = emulated_profile(plan.engine, plan.time_scale)
+    if found is None:
         return {}, ""
-    profile, scale = paced
+    profile, scale = found
     text = f"compute is emulated as {profile.name}: {profile.hardware}"
     return {"emulated": profile.name, "time_scale": scale}, f" ({text}; time scale {scale:g})"
 
 
+def _supervise(stack: LocalStack, stopping: threading.Event, say: Say) -> str:
+    """Restarts services until a signal comes; returns why one was given up, empty when none was."""
+
+    def on_end(name: str, status: int, pause_s: float) -> None:
+        event: dict[str, object] = {"service": name, "ended": status, "restart_in_s": pause_s}
+        say(event, f"{name} ended with status {status}; restarting it in {pause_s:g} s")
+
+    def on_ready(name: str) -> None:
+        service = stack.services[name]
+        event: dict[str, object] = {"service": name, "address": service.address, "pid": service.pid, "restarted": True}
+        say(event, f"{name} {service.address} (restarted)")
+
+    supervisor = Supervisor(stack.services, stack.spawn_again, on_end, on_ready)
+    while not stopping.wait(LOOK_S):
+        try:
+            supervisor.look()
+        except Unavailable as error:
+            return str(error)
+    return ""
+
+
 def _wait(stack: LocalStack, stopping: threading.Event) -> str:
-    """Waits for the wish to stop; returns why a service was lost, empty when none was."""
-    while not stopping.wait(0.5):
+    """Waits for a signal or the end of a service; returns which one ended, empty when none did."""
+    while not stopping.wait(LOOK_S):
         for service in stack.services.values():
             if service.returncode is not None:
                 return f"{service.id} ended with status {service.returncode}\n{service.log_tail()}"
@@ -110,7 +143,7 @@ def run_down(data_dir: Path | None) -> int:
     os.kill(pid, signal.SIGTERM)
     pause = threading.Event()
     for _ in range(int(STOP_TIMEOUT_S / 0.1)):
-        if not state.exists():  # its last act; the process itself may stay a zombie until its parent looks
+        if not state.exists():  # removed last; the process may remain a zombie until its parent reaps it
             typer.echo(f"stopped {running['address']}")
             return 0
         pause.wait(0.1)

@@ -1,4 +1,4 @@
-"""The client SDK: `Client` blocks, `AsyncClient` is for asyncio; both have the same shape.
+"""The client SDK: `Client` blocks, `AsyncClient` is for asyncio; both have the same calls.
 
     from moonpool.client import Client, SamplingParams
 
@@ -19,6 +19,7 @@ from moonpool.client.types import (
     Explanation,
     FinishReason,
     GaugeValue,
+    GenerateArguments,
     GenerateResult,
     InstanceInfo,
     Message,
@@ -53,6 +54,7 @@ __all__ = [
     "Explanation",
     "FinishReason",
     "GaugeValue",
+    "GenerateArguments",
     "GenerateResult",
     "InstanceInfo",
     "Internal",

@@ -1,30 +1,31 @@
-"""The asyncio client: the same shape as the blocking one."""
+"""The asyncio client: the one implementation of every call to a conductor; the blocking client drives it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeVar, Unpack
 
 from moonpool.client import translate
-from moonpool.client.blocking import CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S, QUERY_TIMEOUT_S
-from moonpool.client.transport import AsyncCall, AsyncGrpcTransport, AsyncTransport, NotConnected
+from moonpool.client.transport import Call, GrpcTransport, NotConnected, Transport
 from moonpool.client.types import (
     ClusterState,
     Explanation,
     GaugeValue,
+    GenerateArguments,
     GenerateResult,
-    Message,
     Placement,
-    SamplingParams,
-    Slo,
     TokenEvent,
 )
 from moonpool.errors import DeadlineExceeded
 from moonpool.v1 import conductor_pb2
 
 T = TypeVar("T")
+
+DEFAULT_TIMEOUT_S = 600.0
+CONNECT_TIMEOUT_S = 5.0
+QUERY_TIMEOUT_S = 10.0
 
 
 class AsyncTokenStream:
@@ -34,12 +35,12 @@ class AsyncTokenStream:
     cancels the request everywhere.
     """
 
-    def __init__(self, begin: Callable[[float], AsyncCall], timeout_s: float, connect_timeout_s: float) -> None:
+    def __init__(self, begin: Callable[[float], Call], timeout_s: float, connect_timeout_s: float) -> None:
         self._begin = begin
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._collector = translate.Collector()
-        self._call: AsyncCall | None = None
+        self._call: Call | None = None
         self._begun = False
         self._closed = False
 
@@ -62,19 +63,23 @@ class AsyncTokenStream:
         """Begin the request and iterate over its events.
 
         Raises:
-            MoonpoolError: what became of the request instead; see `moonpool.errors`.
-            RuntimeError: it was iterated already.
+            MoonpoolError: the request failed; see `moonpool.errors`.
+            RuntimeError: it was iterated before.
         """
         if self._begun:
-            raise RuntimeError("an AsyncTokenStream can be iterated once")
+            raise RuntimeError("a stream of tokens can be iterated once")
         self._begun = True
         return self._events()
 
-    async def aclose(self) -> None:
+    def cancel(self) -> None:
         """Cancel the request if it runs; may be called again."""
         self._closed = self._begun = True
         if self._call is not None:
             self._call.cancel()
+
+    async def aclose(self) -> None:
+        """As `cancel`."""
+        self.cancel()
 
     async def __aenter__(self) -> Self:
         return self
@@ -104,7 +109,7 @@ class AsyncTokenStream:
         except (Exception, asyncio.CancelledError):
             task = asyncio.current_task()
             if not self._closed or (task is not None and task.cancelling()):
-                raise  # otherwise it is what a call says that we cancelled ourselves
+                raise  # otherwise the error comes from our own cancel
         finally:
             if self._call is not None:
                 self._call.cancel()
@@ -119,7 +124,7 @@ class AsyncClient:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        transport: AsyncTransport | None = None,
+        transport: Transport | None = None,
     ) -> None:
         """Talk to the conductor at `address`; connects on first use.
 
@@ -129,85 +134,38 @@ class AsyncClient:
             connect_timeout_s: seconds for which a conductor that cannot be reached is tried again.
             transport: for tests; `address` is ignored.
         """
-        self._transport: AsyncTransport = transport if transport is not None else AsyncGrpcTransport(address)
+        self._transport: Transport = transport if transport is not None else GrpcTransport(address)
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
 
-    async def generate(
-        self,
-        *,
-        prompt: str | None = None,
-        token_ids: Sequence[int] | None = None,
-        messages: Sequence[Message] | None = None,
-        sampling: SamplingParams | None = None,
-        slo: Slo | None = None,
-        tenant: str = "",
-        model: str = "",
-        request_id: str = "",
-        timeout_s: float | None = None,
-    ) -> GenerateResult:
+    async def generate(self, **request: Unpack[GenerateArguments]) -> GenerateResult:
         """Generate a whole answer to exactly one of `prompt`, `token_ids` and `messages`.
 
         Args:
-            prompt: text, tokenised by the conductor.
-            token_ids: tokens as they are.
-            messages: a conversation; the model's chat template makes a prompt of it.
-            sampling: how tokens are chosen.
-            slo: what is expected of latency.
-            tenant: whose request it is; tenants do not share KV.
-            model: name of the model; "" = whatever is served.
-            request_id: unique in the cluster; drawn by the conductor when "".
-            timeout_s: seconds the request may take; None = the client's.
+            request: see `GenerateArguments`.
 
         Raises:
             InvalidRequest: names the field that is wrong.
-            Overloaded: no placement keeps the promise; says why, the prediction and when to retry.
+            Overloaded: no placement can keep the SLO; says why, the prediction and when to retry.
             Unavailable: no instance can serve it, or the conductor cannot be reached.
             DeadlineExceeded: it took longer than `timeout_s`.
         """
-        stream = self.stream(
-            prompt=prompt,
-            token_ids=token_ids,
-            messages=messages,
-            sampling=sampling,
-            slo=slo,
-            tenant=tenant,
-            model=model,
-            request_id=request_id,
-            timeout_s=timeout_s,
-        )
+        stream = self.stream(**request)
         async for _ in stream:
             pass
         assert stream.result is not None, "a stream that ended has a result"
         return stream.result
 
-    def stream(
-        self,
-        *,
-        prompt: str | None = None,
-        token_ids: Sequence[int] | None = None,
-        messages: Sequence[Message] | None = None,
-        sampling: SamplingParams | None = None,
-        slo: Slo | None = None,
-        tenant: str = "",
-        model: str = "",
-        request_id: str = "",
-        timeout_s: float | None = None,
-    ) -> AsyncTokenStream:
-        """Like `generate`, token by token: iterate over what is returned. Its errors come from the iteration."""
-        request = translate.generate_request(
-            prompt=prompt,
-            token_ids=token_ids,
-            messages=messages,
-            sampling=sampling,
-            slo=slo,
-            tenant=tenant,
-            model=model,
-            request_id=request_id,
-        )
-        transport = self._transport
+    def stream(self, **request: Unpack[GenerateArguments]) -> AsyncTokenStream:
+        """Like `generate`, token by token: iterate over what is returned. Its errors come from the iteration.
+
+        Raises:
+            InvalidRequest: an argument cannot be sent; names the field.
+        """
+        message, transport = translate.generate_request(request), self._transport
+        timeout_s = request.get("timeout_s")
         return AsyncTokenStream(
-            lambda seconds: transport.generate(request, seconds),
+            lambda seconds: transport.generate(message, seconds),
             self._timeout_s if timeout_s is None else timeout_s,
             self._connect_timeout_s,
         )

@@ -1,33 +1,29 @@
-"""The blocking client: on blocking gRPC, without an event loop of its own. Usable from several threads."""
+"""The blocking client: drives the asyncio client on an event loop in the background."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, Unpack
 
-from moonpool.client import translate
-from moonpool.client.transport import Call, GrpcTransport, NotConnected, Transport
+from moonpool.client.aio import (
+    CONNECT_TIMEOUT_S,
+    DEFAULT_TIMEOUT_S,
+    QUERY_TIMEOUT_S,
+    AsyncClient,
+    AsyncTokenStream,
+)
+from moonpool.client.background import BackgroundLoop
+from moonpool.client.transport import Transport
 from moonpool.client.types import (
     ClusterState,
     Explanation,
     GaugeValue,
+    GenerateArguments,
     GenerateResult,
-    Message,
     Placement,
-    SamplingParams,
-    Slo,
     TokenEvent,
 )
-from moonpool.errors import DeadlineExceeded
-from moonpool.v1 import conductor_pb2
-
-T = TypeVar("T")
-
-DEFAULT_TIMEOUT_S = 600.0
-CONNECT_TIMEOUT_S = 5.0
-QUERY_TIMEOUT_S = 10.0
 
 
 class TokenStream:
@@ -36,47 +32,37 @@ class TokenStream:
     Leaving the iteration (break, an exception, garbage collection) or `close` cancels the request everywhere.
     """
 
-    def __init__(self, begin: Callable[[float], Call], timeout_s: float, connect_timeout_s: float) -> None:
-        self._begin = begin
-        self._timeout_s = timeout_s
-        self._connect_timeout_s = connect_timeout_s
-        self._collector = translate.Collector()
-        self._call: Call | None = None
-        self._begun = False
-        self._closed = False
+    def __init__(self, stream: AsyncTokenStream, loop: BackgroundLoop) -> None:
+        self._stream = stream
+        self._loop = loop
 
     @property
     def result(self) -> GenerateResult | None:
         """The whole answer, once the iteration has ended."""
-        return self._collector.result
+        return self._stream.result
 
     @property
     def request_id(self) -> str:
         """The request's id, "" before it was placed."""
-        return self._collector.request_id
+        return self._stream.request_id
 
     @property
     def placement(self) -> Placement | None:
         """Where the request runs now, None before it was placed."""
-        return self._collector.placements[-1] if self._collector.placements else None
+        return self._stream.placement
 
     def __iter__(self) -> Iterator[TokenEvent]:
         """Begin the request and iterate over its events.
 
         Raises:
-            MoonpoolError: what became of the request instead; see `moonpool.errors`.
-            RuntimeError: it was iterated already.
+            MoonpoolError: the request failed; see `moonpool.errors`.
+            RuntimeError: it was iterated before, or the client is closed.
         """
-        if self._begun:
-            raise RuntimeError("a TokenStream can be iterated once")
-        self._begun = True
-        return self._events()
+        return self._events(aiter(self._stream))
 
     def close(self) -> None:
         """Cancel the request if it runs; may be called again, and from another thread."""
-        self._closed = self._begun = True
-        if self._call is not None:
-            self._call.cancel()
+        self._loop.post(self._stream.cancel)
 
     def __enter__(self) -> Self:
         return self
@@ -86,37 +72,19 @@ class TokenStream:
     ) -> None:
         self.close()
 
-    def _events(self) -> Iterator[TokenEvent]:
-        deadline = time.monotonic() + self._timeout_s
-        pauses = iter(translate.backoffs(self._connect_timeout_s))
-        try:
-            while not self._closed:
-                try:
-                    yield from self._attempt(deadline)
-                    return
-                except NotConnected:
-                    if self._collector.started:
-                        raise
-                    _pause(next(pauses, None), deadline)
-        finally:
-            if self._call is not None:
-                self._call.cancel()
+    def _events(self, events: AsyncIterator[TokenEvent]) -> Iterator[TokenEvent]:
+        async def following() -> TokenEvent | None:
+            return await anext(events, None)
 
-    def _attempt(self, deadline: float) -> Iterator[TokenEvent]:
-        self._call = self._begin(_remaining(deadline))
         try:
-            for message in self._call:
-                event = self._collector.take(message)
-                if event is not None:
-                    yield event
-            self._collector.ended()
-        except Exception:
-            if not self._closed:  # what a call that we cancelled says is of no interest
-                raise
+            while (event := self._loop.run(following())) is not None:
+                yield event
+        finally:
+            self.close()
 
 
 class Client:
-    """Talks to a conductor; a context manager. See `AsyncClient` for asyncio."""
+    """Talks to a conductor; a context manager. Usable from several threads. See `AsyncClient` for asyncio."""
 
     def __init__(
         self,
@@ -126,121 +94,35 @@ class Client:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         transport: Transport | None = None,
     ) -> None:
-        """Talk to the conductor at `address`; connects on first use.
-
-        Args:
-            address: "host:port".
-            timeout_s: seconds a request may take, unless the call says otherwise.
-            connect_timeout_s: seconds for which a conductor that cannot be reached is tried again.
-            transport: for tests; `address` is ignored.
-        """
-        self._transport: Transport = transport if transport is not None else GrpcTransport(address)
-        self._timeout_s = timeout_s
-        self._connect_timeout_s = connect_timeout_s
-
-    def generate(
-        self,
-        *,
-        prompt: str | None = None,
-        token_ids: Sequence[int] | None = None,
-        messages: Sequence[Message] | None = None,
-        sampling: SamplingParams | None = None,
-        slo: Slo | None = None,
-        tenant: str = "",
-        model: str = "",
-        request_id: str = "",
-        timeout_s: float | None = None,
-    ) -> GenerateResult:
-        """Generate a whole answer to exactly one of `prompt`, `token_ids` and `messages`.
-
-        Args:
-            prompt: text, tokenised by the conductor.
-            token_ids: tokens as they are.
-            messages: a conversation; the model's chat template makes a prompt of it.
-            sampling: how tokens are chosen.
-            slo: what is expected of latency.
-            tenant: whose request it is; tenants do not share KV.
-            model: name of the model; "" = whatever is served.
-            request_id: unique in the cluster; drawn by the conductor when "".
-            timeout_s: seconds the request may take; None = the client's.
-
-        Raises:
-            InvalidRequest: names the field that is wrong.
-            Overloaded: no placement keeps the promise; says why, the prediction and when to retry.
-            Unavailable: no instance can serve it, or the conductor cannot be reached.
-            DeadlineExceeded: it took longer than `timeout_s`.
-        """
-        stream = self.stream(
-            prompt=prompt,
-            token_ids=token_ids,
-            messages=messages,
-            sampling=sampling,
-            slo=slo,
-            tenant=tenant,
-            model=model,
-            request_id=request_id,
-            timeout_s=timeout_s,
+        """Take the arguments of `AsyncClient`; connects on first use."""
+        self._client = AsyncClient(
+            address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, transport=transport
         )
-        for _ in stream:
-            pass
-        assert stream.result is not None, "a stream that ended has a result"
-        return stream.result
+        self._loop = BackgroundLoop()
 
-    def stream(
-        self,
-        *,
-        prompt: str | None = None,
-        token_ids: Sequence[int] | None = None,
-        messages: Sequence[Message] | None = None,
-        sampling: SamplingParams | None = None,
-        slo: Slo | None = None,
-        tenant: str = "",
-        model: str = "",
-        request_id: str = "",
-        timeout_s: float | None = None,
-    ) -> TokenStream:
+    def generate(self, **request: Unpack[GenerateArguments]) -> GenerateResult:
+        """Generate a whole answer; see `AsyncClient.generate`. KeyboardInterrupt cancels the request."""
+        return self._loop.run(self._client.generate(**request))
+
+    def stream(self, **request: Unpack[GenerateArguments]) -> TokenStream:
         """Like `generate`, token by token: iterate over what is returned. Its errors come from the iteration."""
-        request = translate.generate_request(
-            prompt=prompt,
-            token_ids=token_ids,
-            messages=messages,
-            sampling=sampling,
-            slo=slo,
-            tenant=tenant,
-            model=model,
-            request_id=request_id,
-        )
-        transport = self._transport
-        return TokenStream(
-            lambda seconds: transport.generate(request, seconds),
-            self._timeout_s if timeout_s is None else timeout_s,
-            self._connect_timeout_s,
-        )
+        return TokenStream(self._client.stream(**request), self._loop)
 
     def cluster_state(self, *, timeout_s: float = QUERY_TIMEOUT_S) -> ClusterState:
         """Return the cluster as the conductor sees it."""
-        request = conductor_pb2.ClusterStateRequest()
-        return translate.cluster_state(
-            self._query(lambda seconds: self._transport.cluster_state(request, seconds), timeout_s)
-        )
+        return self._loop.run(self._client.cluster_state(timeout_s=timeout_s))
 
     def explain(self, request_id: str, *, timeout_s: float = QUERY_TIMEOUT_S) -> Explanation:
-        """Return how a request was placed and why.
-
-        Raises:
-            NotFound: the conductor knows no such request (any more).
-        """
-        request = conductor_pb2.ExplainRequest(request_id=request_id)
-        return translate.explanation(self._query(lambda seconds: self._transport.explain(request, seconds), timeout_s))
+        """Return how a request was placed and why; see `AsyncClient.explain`."""
+        return self._loop.run(self._client.explain(request_id, timeout_s=timeout_s))
 
     def stats(self, *, timeout_s: float = QUERY_TIMEOUT_S) -> tuple[GaugeValue, ...]:
         """Return everything the conductor holds, as gauges."""
-        request = conductor_pb2.ConductorStatsRequest()
-        return translate.gauges(self._query(lambda seconds: self._transport.stats(request, seconds), timeout_s))
+        return self._loop.run(self._client.stats(timeout_s=timeout_s))
 
     def close(self) -> None:
-        """End all calls; may be called again."""
-        self._transport.close()
+        """End all calls and the background thread; may be called again."""
+        self._loop.close(self._client.aclose)
 
     def __enter__(self) -> Self:
         return self
@@ -249,26 +131,3 @@ class Client:
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _query(self, ask: Callable[[float], T], timeout_s: float) -> T:
-        deadline = time.monotonic() + timeout_s
-        pauses = iter(translate.backoffs(self._connect_timeout_s))
-        while True:
-            try:
-                return ask(_remaining(deadline))
-            except NotConnected:
-                _pause(next(pauses, None), deadline)
-
-
-def _remaining(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise DeadlineExceeded("the time for this call has passed")
-    return left
-
-
-def _pause(pause_s: float | None, deadline: float) -> None:
-    """Wait before the next attempt; called while the error of the last one is handled, raises it if none is left."""
-    if pause_s is None or time.monotonic() + pause_s >= deadline:
-        raise
-    time.sleep(pause_s)

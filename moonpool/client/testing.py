@@ -8,9 +8,7 @@ assert fake.requests[0].text == "hi"
 
 from __future__ import annotations
 
-import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from typing import NoReturn
 
 from moonpool.client.aio import AsyncClient
 from moonpool.client.blocking import Client
@@ -19,7 +17,7 @@ from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 
 Script = Iterable[pb.GenerateResponse | Exception]
-"""What a request meets: messages in order; an exception among them is raised there."""
+"""Messages of one answer in order; an exception among them is raised at its place."""
 
 
 def answer(
@@ -65,30 +63,25 @@ class FakeConductor:
         self.gauges = pb.ConductorStatsResponse()
 
     def client(self, *, timeout_s: float = 10.0, connect_timeout_s: float = 0.0) -> Client:
-        """Return a blocking client of this conductor."""
         return Client(transport=_FakeTransport(self), timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
 
     def async_client(self, *, timeout_s: float = 10.0, connect_timeout_s: float = 0.0) -> AsyncClient:
-        """Return an asyncio client of this conductor."""
-        return AsyncClient(
-            transport=_AsyncFakeTransport(self), timeout_s=timeout_s, connect_timeout_s=connect_timeout_s
-        )
+        return AsyncClient(transport=_FakeTransport(self), timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
 
     def begin(self, request: pb.GenerateRequest, timeout_s: float) -> FakeCall:
-        """Begin a request."""
         self.requests.append(request)
         self.timeouts_s.append(timeout_s)
         return FakeCall(self, request, iter(self._script(request)))
 
     def explain(self, request: pb.ExplainRequest) -> pb.ExplainResponse:
-        """Tell what `explanations` holds."""
+        """Return what `explanations` holds; raises NotFound."""
         if request.request_id not in self.explanations:
             raise NotFound(f"no decision about request {request.request_id!r}")
         return self.explanations[request.request_id]
 
 
 class FakeCall:
-    """A call of either client: iterate over it one way or the other."""
+    """A running call."""
 
     def __init__(
         self, fake: FakeConductor, request: pb.GenerateRequest, script: Iterator[pb.GenerateResponse | Exception]
@@ -96,63 +89,29 @@ class FakeCall:
         self._fake = fake
         self._request = request
         self._script = script
-        self._over = threading.Event()
-
-    def __iter__(self) -> Iterator[pb.GenerateResponse]:
-        return self
-
-    def __next__(self) -> pb.GenerateResponse:
-        if self._over.is_set():
-            raise StopIteration
-        step = next(self._script, None)
-        if step is None:
-            self._over.set()
-            raise StopIteration
-        if isinstance(step, Exception):
-            self._fail(step)
-        return step
+        self._over = False
 
     def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
         return self
 
     async def __anext__(self) -> pb.GenerateResponse:
-        try:
-            return next(self)
-        except StopIteration:
-            raise StopAsyncIteration from None
+        step = None if self._over else next(self._script, None)
+        if step is None:
+            self._over = True
+            raise StopAsyncIteration
+        if isinstance(step, Exception):
+            self._over = True
+            raise step
+        return step
 
     def cancel(self) -> None:
         """End the call; noted if it was not over."""
-        if not self._over.is_set():
-            self._over.set()
+        if not self._over:
+            self._over = True
             self._fake.cancelled.append(self._request)
-
-    def _fail(self, error: Exception) -> NoReturn:
-        self._over.set()
-        raise error
 
 
 class _FakeTransport:
-    def __init__(self, fake: FakeConductor) -> None:
-        self._fake = fake
-
-    def generate(self, request: pb.GenerateRequest, timeout_s: float) -> FakeCall:
-        return self._fake.begin(request, timeout_s)
-
-    def explain(self, request: pb.ExplainRequest, timeout_s: float) -> pb.ExplainResponse:
-        return self._fake.explain(request)
-
-    def cluster_state(self, request: pb.ClusterStateRequest, timeout_s: float) -> pb.ClusterStateResponse:
-        return self._fake.state
-
-    def stats(self, request: pb.ConductorStatsRequest, timeout_s: float) -> pb.ConductorStatsResponse:
-        return self._fake.gauges
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class _AsyncFakeTransport:
     def __init__(self, fake: FakeConductor) -> None:
         self._fake = fake
 

@@ -1,13 +1,9 @@
-"""Pure translation between the SDK's types and the contract's messages, shared by both clients.
-
-Knows neither transports nor clocks.
-"""
+"""Pure translation between the SDK's types and the contract's messages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 from moonpool.client.types import (
@@ -16,21 +12,20 @@ from moonpool.client.types import (
     Explanation,
     FinishReason,
     GaugeValue,
+    GenerateArguments,
     GenerateResult,
     InstanceInfo,
-    Message,
     Placement,
-    SamplingParams,
-    Slo,
     Timing,
     TokenEvent,
     Usage,
 )
+from moonpool.contracts import assign, sampling_to_proto
 from moonpool.errors import InvalidRequest, StreamBroken
 from moonpool.v1 import conductor_pb2, kv_pb2
 
-MAX_REQUEST_BYTES = 64 << 20
-"""What gRPC takes as one message, on both sides."""
+MAX_REQUEST_BYTES = 8 << 20
+"""Largest message that gRPC takes, on both sides."""
 
 _FINISH: dict[int, FinishReason] = {
     kv_pb2.FINISH_REASON_STOP: "stop",
@@ -45,76 +40,53 @@ _KINDS: dict[int, str] = {
 }
 
 
-def generate_request(
-    *,
-    prompt: str | None,
-    token_ids: Sequence[int] | None,
-    messages: Sequence[Message] | None,
-    sampling: SamplingParams | None,
-    slo: Slo | None,
-    tenant: str,
-    model: str,
-    request_id: str,
-) -> conductor_pb2.GenerateRequest:
+def generate_request(given: GenerateArguments) -> conductor_pb2.GenerateRequest:
     """Build a request.
 
     Raises:
         InvalidRequest: not exactly one prompt was given, or a value does not fit its field; names it.
+        TypeError: an argument is not known.
     """
-    if sum(form is not None for form in (prompt, token_ids, messages)) != 1:
-        raise InvalidRequest("prompt", "exactly one of prompt, token_ids and messages must be given")
+    unknown = set(given) - set(GenerateArguments.__annotations__)
+    if unknown:
+        raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
     request = conductor_pb2.GenerateRequest()
-    for name, value in (("tenant", tenant), ("model", model), ("request_id", request_id)):
-        _assign(request, name, value)
-    if prompt is not None:
-        _assign(request, "text", prompt, "prompt")
-    elif token_ids is not None:
-        request.tokens.SetInParent()
-        _guarded("token_ids", lambda: request.tokens.token_ids.extend(token_ids))
-    elif messages is not None:
-        request.chat.SetInParent()
-        _guarded("messages", lambda: request.chat.messages.extend(map(_message, messages)))
+    for name in ("tenant", "model", "request_id"):
+        _assign(request, name, given.get(name, ""))
+    form = _set_prompt(request, given)
+    sampling, slo = given.get("sampling"), given.get("slo")
     if sampling is not None:
-        request.sampling.CopyFrom(sampling_message(sampling))
-    if slo is not None:
-        for name in ("ttft_s", "tbt_s"):
-            value_s = getattr(slo, name)
-            if value_s is not None:
-                _assign(request.slo, name, value_s, f"slo.{name}")
+        request.sampling.CopyFrom(sampling_to_proto(sampling))
+    for name in ("ttft_s", "tbt_s") if slo is not None else ():
+        value_s = getattr(slo, name)
+        if value_s is not None:
+            _assign(request.slo, name, value_s, f"slo.{name}")
     if request.ByteSize() > MAX_REQUEST_BYTES:
-        form = "prompt" if prompt is not None else "token_ids" if token_ids is not None else "messages"
         raise InvalidRequest(form, f"the request has {request.ByteSize()} bytes, at most {MAX_REQUEST_BYTES} are taken")
     return request
 
 
-def sampling_message(params: SamplingParams) -> kv_pb2.Sampling:
-    """Build the contract's sampling parameters; None stays unset.
-
-    Raises:
-        InvalidRequest: a value does not fit its field; names it.
-    """
-    sampling = kv_pb2.Sampling()
-    for parameter in fields(params):
-        name, value = parameter.name, getattr(params, parameter.name)
-        if value is None:
-            continue
-        if name == "stop":
-            stops = [value] if isinstance(value, str) else value
-            _guarded("sampling.stop", partial(sampling.stop.extend, stops))
-        elif name == "stop_token_ids":
-            _guarded("sampling.stop_token_ids", partial(sampling.stop_token_ids.extend, value))
-        elif name == "logit_bias":
-            _guarded("sampling.logit_bias", partial(sampling.logit_bias.update, value))
-        else:
-            _assign(sampling, name, value, f"sampling.{name}")
-    return sampling
+def _set_prompt(request: conductor_pb2.GenerateRequest, given: GenerateArguments) -> str:
+    """Set the prompt in the form that was given; returns the name of the form."""
+    prompt, token_ids, messages = given.get("prompt"), given.get("token_ids"), given.get("messages")
+    if sum(form is not None for form in (prompt, token_ids, messages)) != 1:
+        raise InvalidRequest("prompt", "exactly one of prompt, token_ids and messages must be given")
+    if prompt is not None:
+        _assign(request, "text", prompt, "prompt")
+        return "prompt"
+    if token_ids is not None:
+        request.tokens.SetInParent()
+        assign("token_ids", lambda: request.tokens.token_ids.extend(token_ids))
+        return "token_ids"
+    request.chat.SetInParent()
+    assign("messages", lambda: request.chat.messages.extend(map(_message, messages or ())))
+    return "messages"
 
 
 class Collector:
     """Makes events and finally the result of a stream's messages, and checks that no token is lost or doubled."""
 
     def __init__(self) -> None:
-        """Start with nothing received."""
         self.result: GenerateResult | None = None
         """The whole answer, once it has ended."""
         self.request_id = ""
@@ -255,14 +227,4 @@ def _copy(cls: Any, message: Any) -> Any:
 
 
 def _assign(message: Any, name: str, value: object, field: str | None = None) -> None:
-    _guarded(field or name, lambda: setattr(message, name, value))
-
-
-def _guarded(field: str, assign: Callable[[], object]) -> None:
-    """Run an assignment; what protobuf refuses (type, range) is the caller's mistake."""
-    try:
-        assign()
-    except KeyError as error:
-        raise InvalidRequest(field, f"{error} is missing") from None
-    except (TypeError, ValueError, UnicodeError) as error:
-        raise InvalidRequest(field, str(error)) from None
+    assign(field or name, lambda: setattr(message, name, value))

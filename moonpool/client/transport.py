@@ -1,12 +1,12 @@
-"""The seam below both clients: what they ask of a conductor, and gRPC as the real way to ask it.
+"""The seam below the client: what it asks of a conductor, and gRPC as the real way to ask it.
 
-A transport speaks the contract's messages and raises Moonpool's errors; it knows nothing of the SDK's types. Tests put
+A transport takes and returns the contract's messages and raises Moonpool's errors. Tests put
 `moonpool.client.testing.FakeConductor` in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -34,23 +34,11 @@ Response = TypeVar("Response", bound=Message)
 
 
 class NotConnected(Unavailable):
-    """The conductor could not be reached, or the connection broke: nobody there has answered."""
+    """The conductor could not be reached, or the connection broke before it answered."""
 
 
 class Call(Protocol):
-    """A running Generate call of the blocking client."""
-
-    def __iter__(self) -> Iterator[pb.GenerateResponse]:
-        """Messages as they come; raises MoonpoolError."""
-        ...
-
-    def cancel(self) -> None:
-        """End the call, and with it the request everywhere; may be called at any time and again."""
-        ...
-
-
-class AsyncCall(Protocol):
-    """A running Generate call of the asyncio client."""
+    """A running Generate call."""
 
     def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
         """Messages as they come; raises MoonpoolError."""
@@ -62,33 +50,9 @@ class AsyncCall(Protocol):
 
 
 class Transport(Protocol):
-    """What the blocking client asks of a conductor. All times are seconds; all calls raise MoonpoolError."""
+    """What a client asks of a conductor. All times are seconds; all calls raise MoonpoolError."""
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> Call:
-        """Begin a request."""
-        ...
-
-    def explain(self, request: pb.ExplainRequest, timeout_s: float) -> pb.ExplainResponse:
-        """Ask how a request was placed."""
-        ...
-
-    def cluster_state(self, request: pb.ClusterStateRequest, timeout_s: float) -> pb.ClusterStateResponse:
-        """Ask for the cluster's picture."""
-        ...
-
-    def stats(self, request: pb.ConductorStatsRequest, timeout_s: float) -> pb.ConductorStatsResponse:
-        """Ask for the conductor's gauges."""
-        ...
-
-    def close(self) -> None:
-        """End all calls; may be called again."""
-        ...
-
-
-class AsyncTransport(Protocol):
-    """What the asyncio client asks of a conductor. All times are seconds; all calls raise MoonpoolError."""
-
-    def generate(self, request: pb.GenerateRequest, timeout_s: float) -> AsyncCall:
         """Begin a request."""
         ...
 
@@ -110,7 +74,7 @@ class AsyncTransport(Protocol):
 
 
 def translate(error: grpc.RpcError) -> MoonpoolError:
-    """Our error for a failed call; UNAVAILABLE that no Moonpool service said is `NotConnected`."""
+    """Return our error for a failed call; UNAVAILABLE that does not come from a Moonpool service is `NotConnected`."""
     ours = from_rpc_error(error)
     metadata: Any = (error.trailing_metadata() or ()) if hasattr(error, "trailing_metadata") else ()
     answered = any(key == DETAIL_KEY for key, _ in metadata)
@@ -120,77 +84,23 @@ def translate(error: grpc.RpcError) -> MoonpoolError:
 
 
 class GrpcTransport:
-    """Blocking gRPC; usable from several threads."""
-
-    def __init__(self, address: str) -> None:
-        """Connect to "host:port" on first use."""
-        self._channel = grpc.insecure_channel(address, options=OPTIONS)
-        self._stub = ConductorServiceStub(self._channel)
-
-    def generate(self, request: pb.GenerateRequest, timeout_s: float) -> Call:
-        """Begin a request."""
-        return _GrpcCall(self._stub.Generate(request, timeout=timeout_s))
-
-    def explain(self, request: pb.ExplainRequest, timeout_s: float) -> pb.ExplainResponse:
-        """Ask how a request was placed."""
-        return _unary(self._stub.Explain, request, timeout_s)
-
-    def cluster_state(self, request: pb.ClusterStateRequest, timeout_s: float) -> pb.ClusterStateResponse:
-        """Ask for the cluster's picture."""
-        return _unary(self._stub.ClusterState, request, timeout_s)
-
-    def stats(self, request: pb.ConductorStatsRequest, timeout_s: float) -> pb.ConductorStatsResponse:
-        """Ask for the conductor's gauges."""
-        return _unary(self._stub.ConductorStats, request, timeout_s)
-
-    def close(self) -> None:
-        """Close the channel; its calls are cancelled."""
-        self._channel.close()
-
-
-class _GrpcCall:
-    def __init__(self, call: Any) -> None:
-        self._call = call
-
-    def __iter__(self) -> Iterator[pb.GenerateResponse]:
-        try:
-            yield from self._call
-        except grpc.RpcError as error:
-            raise translate(error) from None
-
-    def cancel(self) -> None:
-        self._call.cancel()
-
-
-def _unary(method: grpc.UnaryUnaryMultiCallable[Any, Response], request: Message, timeout_s: float) -> Response:
-    try:
-        return method(request, timeout=timeout_s)
-    except grpc.RpcError as error:
-        raise translate(error) from None
-
-
-class AsyncGrpcTransport:
     """gRPC on the running event loop; connects on first use."""
 
     def __init__(self, address: str) -> None:
-        """Note the address; the channel belongs to the loop that runs at first use."""
+        """Take "host:port"; the channel belongs to the loop that runs at first use."""
         self._address = address
         self._channel: grpc.aio.Channel | None = None
 
-    def generate(self, request: pb.GenerateRequest, timeout_s: float) -> AsyncCall:
-        """Begin a request."""
-        return _AsyncGrpcCall(self._stub().Generate(request, timeout=timeout_s))
+    def generate(self, request: pb.GenerateRequest, timeout_s: float) -> Call:
+        return _GrpcCall(self._stub().Generate(request, timeout=timeout_s))
 
     async def explain(self, request: pb.ExplainRequest, timeout_s: float) -> pb.ExplainResponse:
-        """Ask how a request was placed."""
         return await _answer(self._stub().Explain(request, timeout=timeout_s))
 
     async def cluster_state(self, request: pb.ClusterStateRequest, timeout_s: float) -> pb.ClusterStateResponse:
-        """Ask for the cluster's picture."""
         return await _answer(self._stub().ClusterState(request, timeout=timeout_s))
 
     async def stats(self, request: pb.ConductorStatsRequest, timeout_s: float) -> pb.ConductorStatsResponse:
-        """Ask for the conductor's gauges."""
         return await _answer(self._stub().ConductorStats(request, timeout=timeout_s))
 
     async def aclose(self) -> None:
@@ -205,8 +115,8 @@ class AsyncGrpcTransport:
         return ConductorServiceStub(self._channel)
 
 
-class _AsyncGrpcCall:
-    """An iterator and not a generator: one that is left half-way needs no clearing up by the event loop."""
+class _GrpcCall:
+    """An iterator and not a generator: abandoned half-way, it needs no cleanup by the event loop."""
 
     def __init__(self, call: Any) -> None:
         self._call = call

@@ -1,13 +1,12 @@
-"""What callers of the SDK hand in and get back: plain frozen dataclasses.
-
-Knows neither the wire nor transports. Names are those of vLLM and OpenAI where they have one.
-"""
+"""What callers of the SDK pass in and get back; names are those of vLLM and OpenAI where they have one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, TypedDict
+
+from moonpool.sampling import SamplingParams as SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -20,54 +19,37 @@ class Message(TypedDict):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How tokens are chosen. None = the server's default, which the comment names.
-
-    An unsupported or impossible value is refused by the server with `InvalidRequest`, which names the field.
-    """
-
-    max_tokens: int | None = None
-    """Tokens to generate at most (128); cut to what the model's length leaves."""
-    min_tokens: int = 0
-    """No end token is chosen before so many tokens."""
-    temperature: float | None = None
-    """0 = greedy (1.0)."""
-    top_p: float | None = None
-    """Smallest set of most likely tokens whose probability reaches it (1.0 = all)."""
-    top_k: int = 0
-    """Number of most likely tokens considered; 0 = all."""
-    min_p: float = 0.0
-    """Least probability relative to the most likely token."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logit of each token generated already."""
-    frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time it was generated."""
-    repetition_penalty: float | None = None
-    """Divides positive, multiplies negative logits of tokens in prompt or answer (1.0)."""
-    stop: str | Sequence[str] = ()
-    """The answer ends before any of these texts."""
-    stop_token_ids: Sequence[int] = ()
-    """The answer ends with any of these tokens."""
-    ignore_eos: bool = False
-    """The model's end tokens do not end the answer."""
-    seed: int | None = None
-    """Seed of the sampling; drawn by the server and told in the result when None."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of single tokens."""
-    logprobs: int | None = None
-    """Not supported yet."""
-    n: int | None = None
-    """Only 1 is supported yet."""
-    response_format: str = ""
-    """Not supported yet."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """What is expected of latency, seconds; None = no limit. What cannot be kept is refused with `Overloaded`."""
+    """Latency limits, seconds; None = no limit. A request that would miss one is refused with `Overloaded`."""
 
     ttft_s: float | None = None
     tbt_s: float | None = None
+
+
+class GenerateArguments(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`: exactly one of `prompt`, `token_ids` and `messages`.
+
+    Attributes:
+        prompt: text, tokenised by the conductor.
+        token_ids: tokens as they are.
+        messages: a conversation; the model's chat template makes a prompt of it.
+        sampling: how tokens are chosen.
+        slo: latency limits.
+        tenant: whose request it is; tenants do not share KV.
+        model: name of the model; "" = whatever is served.
+        request_id: unique in the cluster; drawn by the conductor when "".
+        timeout_s: seconds the request may take; None = the client's.
+    """
+
+    prompt: str | None
+    token_ids: Sequence[int] | None
+    messages: Sequence[Message] | None
+    sampling: SamplingParams | None
+    slo: Slo | None
+    tenant: str
+    model: str
+    request_id: str
+    timeout_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +151,7 @@ class ClusterState:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What one prefill instance was predicted to take, seconds; `excluded` says why it was left out."""
+    """Predicted seconds of one prefill instance; `excluded` says why it was left out."""
 
     instance: str
     local_blocks: int

@@ -46,6 +46,7 @@ class JoinAgent:
         held: HeldKeys,
         on_drain: Callable[[], None] = lambda: None,
         *,
+        changed: asyncio.Event | None = None,
         flush_s: float = 0.02,
         call_timeout_s: float = 10.0,
     ) -> None:
@@ -60,6 +61,7 @@ class JoinAgent:
                 both ways in between is listed at most once, as what it ended as.
             held: every key, for snapshots.
             on_drain: called when the conductor orders to drain (may be called more than once).
+            changed: set when load or keys have changed, where others than the agent's caller notice it.
             flush_s: distance of event messages, seconds.
             call_timeout_s: how long connecting, the welcome and each write may take, seconds.
         """
@@ -73,7 +75,7 @@ class JoinAgent:
         self._flush_s = flush_s
         self._call_timeout_s = call_timeout_s
         self._events = EventLog()
-        self._changed = asyncio.Event()
+        self._changed = changed or asyncio.Event()
         self._resync = False
         self._heartbeat_s = 1.0
         self.joined = asyncio.Event()

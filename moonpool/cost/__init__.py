@@ -1,6 +1,6 @@
 """Predicted seconds of prefill, decode, loading and sending, corrected by measurement.
 
-Torch-free and pure: no clock, no transport. Conductor, engines and simulator share it.
+Torch-free and pure: no clock, no transport. Conductor, engine instances and emulated engines use it.
 """
 
 from moonpool.cost.predict import (

@@ -1,7 +1,8 @@
-"""Predicted seconds: prefill, loading, sending, one decode step; and whether loading a prefix is worth it.
+"""Predicts the seconds of prefill, loading, sending and one decode step, and whether loading a prefix pays.
 
 Pure functions of speeds and sizes. The prefill formula is the polynomial of the Mooncake paper (FAST'25 section 5.2:
-seconds grow with the tokens computed and with the pairs of tokens that attend to each other).
+seconds grow with the tokens computed and with the pairs of tokens that attend to each other), plus what a prompt costs
+once: a fixed part and a part per token of its cached prefix.
 """
 
 from __future__ import annotations
@@ -14,11 +15,22 @@ def attention_pairs(new_tokens: int, prefix_tokens: int) -> int:
     return new_tokens * prefix_tokens + new_tokens * (new_tokens + 1) // 2
 
 
-def prefill_seconds(speeds: Speeds, new_tokens: int, prefix_tokens: int, *, steps: int = 1) -> float:
-    """Predict the seconds of computing `new_tokens` whose context is `prefix_tokens` long, in `steps` engine steps."""
+def prefill_seconds(
+    speeds: Speeds, new_tokens: int, prefix_tokens: int, *, steps: int = 1, begins: bool = True
+) -> float:
+    """Predict the seconds of computing `new_tokens` whose context is `prefix_tokens` long.
+
+    Args:
+        speeds: of the instance that computes.
+        new_tokens: tokens to compute; none take no time.
+        prefix_tokens: tokens before them, whose KV is there.
+        steps: engine steps it takes.
+        begins: the prompt begins here and its prefix was cached; False for a later chunk of the same prompt.
+    """
     if new_tokens <= 0:
         return 0.0
-    return (
+    once = speeds.prefill_per_prompt_s + speeds.prefill_per_cached_token_s * prefix_tokens if begins else 0.0
+    return once + (
         steps * speeds.prefill_base_s
         + speeds.prefill_per_token_s * new_tokens
         + speeds.prefill_per_pair_s * attention_pairs(new_tokens, prefix_tokens)

@@ -1,8 +1,4 @@
-"""An instance's speeds as numbers, and how they are corrected by what was measured.
-
-Owns the domain form of `SpeedReport` and its online correction. Knows nothing of instances, clocks or transports:
-durations are arguments.
-"""
+"""An instance's speeds: the coefficients from which seconds are predicted."""
 
 from __future__ import annotations
 
@@ -16,10 +12,11 @@ DEFAULT_BYTES_PER_S = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What an instance measured about itself; field for field the contract's `SpeedReport`.
+    """Speeds of one instance, measured or given by a profile; field for field the contract's `SpeedReport`.
 
     All times are seconds, all rates bytes per second. A rate of 0 means "not measured"; `DEFAULT_BYTES_PER_S` is
-    assumed for it.
+    assumed for it. `prefill_base_s` is counted per engine step, `prefill_per_prompt_s` per prompt,
+    `prefill_per_cached_token_s` per prompt and token of its cached prefix.
     """
 
     prefill_base_s: float = 0.0
@@ -30,6 +27,8 @@ class Speeds:
     decode_per_context_token_s: float = 0.0
     load_bytes_per_s: float = 0.0
     transfer_bytes_per_s: float = 0.0
+    prefill_per_prompt_s: float = 0.0
+    prefill_per_cached_token_s: float = 0.0
 
     def to_proto(self) -> conductor_pb2.SpeedReport:
         """Return the contract's message."""
@@ -47,6 +46,8 @@ class Speeds:
             prefill_base_s=self.prefill_base_s * factor,
             prefill_per_token_s=self.prefill_per_token_s * factor,
             prefill_per_pair_s=self.prefill_per_pair_s * factor,
+            prefill_per_prompt_s=self.prefill_per_prompt_s * factor,
+            prefill_per_cached_token_s=self.prefill_per_cached_token_s * factor,
         )
 
     def slowed_decode(self, factor: float) -> Speeds:

@@ -1,7 +1,4 @@
-"""Online correction of an instance's speeds by what was measured.
-
-Owns the running ratios of measured to predicted seconds. Knows no clock: callers measure and hand in durations.
-"""
+"""Corrects an instance's speeds by measured durations, with running ratios of measured to predicted seconds."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class SpeedTracker:
 
     @property
     def base(self) -> Speeds:
-        """The uncorrected speeds (with the rates followed so far)."""
+        """The speeds without correction of prefill and decode, with the rates measured so far."""
         return self._base
 
     @property
@@ -41,14 +38,16 @@ class SpeedTracker:
         return self._base.slowed_prefill(self._prefill_factor).slowed_decode(self._decode_factor)
 
     def rebase(self, base: Speeds) -> None:
-        """Take new speeds as the truth and forget all corrections, if they differ from the present base."""
+        """Replace the base and forget all corrections, if `base` differs from the present one."""
         if base != self._base:
             self._base = base
             self._prefill_factor = self._decode_factor = 1.0
 
-    def observe_prefill(self, new_tokens: int, prefix_tokens: int, seconds: float, *, steps: int = 1) -> None:
-        """Learn that computing took `seconds`."""
-        predicted = prefill_seconds(self._base, new_tokens, prefix_tokens, steps=steps)
+    def observe_prefill(
+        self, new_tokens: int, prefix_tokens: int, seconds: float, *, steps: int = 1, begins: bool = True
+    ) -> None:
+        """Learn that computing took `seconds`; arguments as in `prefill_seconds`."""
+        predicted = prefill_seconds(self._base, new_tokens, prefix_tokens, steps=steps, begins=begins)
         self._prefill_factor = self._corrected(self._prefill_factor, predicted, seconds)
 
     def observe_decode(self, sequences: int, context_tokens: int, seconds: float) -> None:

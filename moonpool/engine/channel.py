@@ -1,7 +1,6 @@
-"""The local way between an I/O process and one engine process: length-prefixed pickles over a socket pair.
+"""The local channel between an I/O process and one engine process: length-prefixed pickles over a socket pair.
 
-Owns framing and the two ends. Knows nothing of what the messages mean. Pickle is safe here and only here: both ends of
-the pair are this program, and nobody else can reach it.
+Pickle is safe here and only here: both ends are this program, and no other process can reach the pair.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 
 class ChannelClosed(Exception):  # noqa: N818 - an ending, not a fault
-    """The other end is gone."""
+    """The other end has closed."""
 
 
 def encode(message: object) -> bytes:
@@ -39,7 +38,7 @@ class BlockingChannel:
         """Sends a message; blocks while the other end does not read.
 
         Raises:
-            ChannelClosed: The other end is gone.
+            ChannelClosed: The other end has closed.
         """
         data = encode(message)
         try:
@@ -52,7 +51,7 @@ class BlockingChannel:
         """The next message; blocks until there is one.
 
         Raises:
-            ChannelClosed: The other end is gone.
+            ChannelClosed: The other end has closed.
         """
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         return pickle.loads(self._exactly(length))  # noqa: S301 - see the module's docstring
@@ -87,9 +86,9 @@ class AsyncChannel:
         return cls(*await asyncio.open_unix_connection(sock=sock))
 
     def send(self, message: object) -> None:
-        """Sends a message without waiting; dropped when the other end is gone (`receive` tells).
+        """Sends a message without waiting; dropped when the other end has closed (`receive` raises).
 
-        What is under way is bounded by the protocol: `stages` steps and their gates.
+        The protocol bounds the messages under way: `stages` steps and their gates.
         """
         if not self._writer.is_closing():
             self._writer.write(encode(message))
@@ -98,7 +97,7 @@ class AsyncChannel:
         """The next message.
 
         Raises:
-            ChannelClosed: The other end is gone.
+            ChannelClosed: The other end has closed.
         """
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))

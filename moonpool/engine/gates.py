@@ -1,19 +1,20 @@
-"""Gates and aborts of steps in one engine process: set by the receiving thread, awaited by the computing one.
-
-Owns their order and their end. Knows nothing of layers' computation or of the channel.
-"""
+"""Gates and aborts of steps in one engine process: set by the receiving thread, awaited by the computing one."""
 
 import threading
 
 
 class Gates:
-    """What was said of steps that are not done yet. Steps are done in the order of their ids."""
+    """Open gates and aborts of steps that are not done yet. Steps are done in the order of their ids."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._open: dict[int, int] = {}  # step -> highest open layer
         self._aborted: set[int] = set()
         self._done: int | None = None  # all steps up to this one are done
+
+    def __len__(self) -> int:
+        """Steps that something is remembered of."""
+        return len(self._open.keys() | self._aborted)
 
     def open(self, step_id: int, layer: int) -> None:
         """Opens the gates of this layer and all lower ones. Ignored once the step is done."""

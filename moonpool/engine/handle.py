@@ -1,33 +1,17 @@
 """The I/O process's view of an engine: run steps, open gates, abort, and learn of its death.
 
-Owns the `Engine` protocol that services are written against. Knows nothing of torch, gRPC or requests. Engine
-processes behind it are in `moonpool.engine.launch`; an emulated engine can stand behind the same protocol.
+Services are written against the `Engine` protocol. Behind it are engine processes (`moonpool.engine.launch`) or an
+emulated engine.
 """
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from moonpool.cost import Speeds
-from moonpool.engine.messages import LayerDone
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.sched.steps import Step
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step came to, when all stages are done with it and its blocks are quiet."""
-
-    sampled: tuple[int | None, ...]
-    """One entry per sequence of the step, None where nothing was to be sampled; () when aborted."""
-    aborted: bool
-    """Some layer was not computed: KV of the step's tokens is not to be used."""
-    start_ns: int
-    """First stage's beginning, time.monotonic_ns."""
-    end_ns: int
-    """Last stage's end."""
+from moonpool.sched.steps import LayerDone, Step, StepResult
 
 
 @runtime_checkable

@@ -1,19 +1,16 @@
-"""What prefill and decode instances have in common: from flags to a running, joined, drained service.
-
-Owns the life of the process: engine up, server up, joined to the conductor, drained. What is served follows from the
-flags in `moonpool.engine.plan`. Must not know what the service does with its engine, and must not import torch.
-"""
+"""Runs a prefill or decode instance: starts engine and server, joins the conductor, serves, drains. Torch-free."""
 
 import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from moonpool.cluster import HeldKeys, JoinAgent
-from moonpool.engine.emulated.engine import PacedEngine
+from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.handle import Engine
-from moonpool.engine.plan import EngineConfig, EnginePlan, plan_engine
+from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
 from moonpool.engine.start import start_engine
 from moonpool.errors import Unavailable
 from moonpool.rpc.channels import Channels
@@ -32,42 +29,42 @@ WRITE_BACK_GRACE_S = 3.0
 DRAIN_SHARE = 0.8
 """Share of `drain_s` in which running requests may finish."""
 
-__all__ = ["EngineConfig", "EnginePlan", "EngineService", "Parts", "plan_engine", "run_instance"]
+__all__ = ["EngineConfig", "EngineService", "EngineSetup", "InstanceContext", "engine_setup", "run_instance"]
 log = get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Parts:
+class InstanceContext:
     """What a service is built from.
 
     Attributes:
-        plan: what is served.
+        setup: what is served.
         engine: runs the steps.
         channels: to other instances.
-        link: paces what leaves this process.
-        instance: who we are; its address is filled in once the server listens.
+        link: limits the rate of KV that leaves this process.
+        instance: this instance; its address is filled in once the server listens.
         spans: where spans are recorded.
-        poke: says that keys or load have changed, so that the conductor hears of it soon.
+        notify: call it when keys or load have changed, so that the conductor is told soon.
     """
 
-    plan: EnginePlan
+    setup: EngineSetup
     engine: Engine
     channels: Channels
     link: Link
     instance: kv_pb2.Instance
     spans: Recorder
-    poke: Callable[[], None]
+    notify: Callable[[], None]
 
     def hello(self) -> kv_pb2.StreamHello:
-        """First message of the KV streams we open."""
+        """First message of the KV streams that this instance opens."""
         return kv_pb2.StreamHello(
-            sender=self.instance, namespace=self.plan.namespace, layout=self.plan.layout.to_proto()
+            sender=self.instance, namespace=self.setup.namespace, layout=self.setup.layout.to_proto()
         )
 
     def engine_gauges(self) -> list[Entry]:
-        """Whether compute is emulated, and if so, how well the pace is kept."""
-        own = self.engine.gauges() if isinstance(self.engine, PacedEngine) else []
-        return [("emulated", lambda: float(bool(self.plan.model.emulated)), None), *own]
+        """Whether compute is emulated, and if so, how late its steps are."""
+        own = self.engine.gauges() if isinstance(self.engine, EmulatedEngine) else []
+        return [("emulated", lambda: float(bool(self.setup.model.emulated)), None), *own]
 
 
 class EngineService(Protocol):
@@ -79,7 +76,7 @@ class EngineService(Protocol):
         ...
 
     async def run(self) -> None:
-        """Works until cancelled, or raises when it cannot go on."""
+        """Runs until cancelled, or raises when it cannot go on."""
         ...
 
     def load(self) -> conductor_pb2.LoadReport:
@@ -91,7 +88,7 @@ class EngineService(Protocol):
         ...
 
     def drain(self) -> None:
-        """Take no new requests; may be called again."""
+        """Refuses new requests from now on, and notifies; may be called again."""
         ...
 
     async def drained(self) -> None:
@@ -103,11 +100,12 @@ async def run_instance(
     context: ProcessContext,
     config: EngineConfig,
     kind: kv_pb2.InstanceKind.ValueType,
-    build: Callable[[Parts], tuple[EngineService, Service]],
+    build: Callable[[InstanceContext], tuple[EngineService, Service]],
     *,
     stages: int = 1,
+    start: Callable[..., AbstractAsyncContextManager[Engine]] = start_engine,
 ) -> None:
-    """Runs one engine instance until it is told to stop.
+    """Runs one engine instance until it is told to stop; `start` starts its engine.
 
     Raises:
         ConfigError: a setting is refused.
@@ -116,17 +114,17 @@ async def run_instance(
         Unavailable: the engine died.
     """
     decode = kind == kv_pb2.INSTANCE_KIND_DECODE
-    plan = await asyncio.to_thread(plan_engine, config, stages=stages, decode=decode)
-    log.info("engine starts", model=plan.model.name, dtype=plan.spec.dtype, blocks=plan.spec.blocks, stages=stages)
-    if plan.spec.emulation is not None:
-        context.spans.instant("engine.emulated", **plan.spec.emulation.describe())
+    setup = await asyncio.to_thread(engine_setup, config, stages=stages, decode=decode)
+    log.info("starting engine", model=setup.model.name, dtype=setup.spec.dtype, blocks=setup.spec.blocks, stages=stages)
+    if setup.spec.emulated is not None:
+        context.spans.instant("engine.emulated", **setup.spec.emulated.describe())
     async with contextlib.AsyncExitStack() as stack:
         channels = await stack.enter_async_context(Channels())
-        engine = await stack.enter_async_context(start_engine(plan.spec, start_timeout_s=config.start_timeout_s))
-        poke = _Poke()
+        engine = await stack.enter_async_context(start(setup.spec, start_timeout_s=config.start_timeout_s))
+        changed = asyncio.Event()
         instance = context.instance(kind, config.id, "")
-        parts = Parts(plan, engine, channels, Link(plan.link_rate), instance, context.spans, poke)
-        service, contract = build(parts)
+        link = Link(setup.link_rate)
+        service, contract = build(InstanceContext(setup, engine, channels, link, instance, context.spans, changed.set))
         metrics = Metrics(config.service())
         metrics.watch(service.gauges())
         await stack.enter_async_context(metrics.served(config.metrics_listen))
@@ -137,29 +135,18 @@ async def run_instance(
             config.conductor,
             conductor_pb2.JoinHello(
                 instance=instance,
-                model=plan.model,
-                total_blocks=plan.spec.blocks,
+                model=setup.model,
+                total_blocks=setup.spec.blocks,
                 speed=engine.speeds.to_proto(),
             ),
             service.load,
             lambda: _events(service.manager),
             HeldKeys(1, lambda _: service.manager.keys()),
             service.drain,
+            changed=changed,
         )
-        poke.target = agent.poke
-        life = _Life(service, agent, engine, server, config.drain_s)
-        await life.run(context.stopping, lambda: context.announce(instance.address))
-
-
-class _Poke:
-    """The agent's `poke`, before there is an agent."""
-
-    def __init__(self) -> None:
-        self.target: Callable[[], None] | None = None
-
-    def __call__(self) -> None:
-        if self.target is not None:
-            self.target()
+        lifecycle = _Lifecycle(service, agent, engine, server, config.drain_s)
+        await lifecycle.run(context.stopping, lambda: context.announce(instance.address))
 
 
 def _events(manager: BlockManager) -> tuple[list[bytes], list[bytes]]:
@@ -168,8 +155,8 @@ def _events(manager: BlockManager) -> tuple[list[bytes], list[bytes]]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Life:
-    """Serving, then draining; or dying with the engine."""
+class _Lifecycle:
+    """Serves, then drains; ends at once when the engine dies."""
 
     service: EngineService
     agent: JoinAgent
@@ -203,17 +190,16 @@ class _Life:
         raise Unavailable(f"the engine died: {reason}")
 
     async def _drain(self) -> None:
-        # The process cancels us after `drain_s`; what is left of it is for leaving in order.
+        # The process cancels this after `drain_s`; the rest of that time is for an orderly end.
         grace_s = self.drain_s * DRAIN_SHARE
         log.info("draining", grace_s=grace_s)
         self.server.set_serving(False)
         self.service.drain()
-        self.agent.poke()
         try:
             async with asyncio.timeout(grace_s):
                 await self.service.drained()
         except TimeoutError:
-            log.warning("requests were still running when the grace period ended")
+            log.warning("grace period ended with requests still running")
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

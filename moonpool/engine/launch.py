@@ -1,7 +1,6 @@
-"""Brings an engine's processes up and takes them down again.
+"""Starts an engine's processes (pool, processes, rendezvous, warm-up) and ends them.
 
-Owns the order of that: pool, processes, rendezvous, warm-up; and the environment workers run in. The running engine is
-in `moonpool.engine.process`.
+The running engine is in `moonpool.engine.process`.
 """
 
 import asyncio
@@ -19,10 +18,10 @@ from moonpool.engine.channel import AsyncChannel
 from moonpool.engine.handle import Engine
 from moonpool.engine.messages import EngineSpec, StageSpec
 from moonpool.engine.process import ProcessEngine, Worker
-from moonpool.engine.stages import stage_ranges
 from moonpool.engine.warmup import measure
 from moonpool.errors import DeadlineExceeded
 from moonpool.kv.pool import KVPool
+from moonpool.sched.stages import stage_ranges
 
 WORKER = (sys.executable, "-m", "moonpool.engine.worker")
 
@@ -50,7 +49,7 @@ def _spawn(command: Sequence[str], pool_fd: int, env: dict[str, str]) -> tuple[s
                 [*command, "--channel", str(theirs.fileno()), "--pool", str(pool_fd)],
                 pass_fds=(theirs.fileno(), pool_fd),
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # our standard output speaks to whoever started us; a worker has nothing to say there
+                stdout=2,  # standard output belongs to the process that started this one
                 env=env,
                 start_new_session=True,  # Ctrl-C is ours alone
             )

@@ -1,18 +1,16 @@
-"""What travels between an I/O process and its engine processes: frozen, picklable, free of torch.
-
-Owns the vocabulary of the local channel. Knows nothing of how messages are carried, of requests, or of gRPC.
+"""Messages between an I/O process and its engine processes: frozen, picklable, free of torch.
 
 A *step* is one forward pass over a packed batch of sequences, run by all stages in the order in which steps were sent.
-Its way: `Step` to every stage; each stage answers `LayerDone` per layer (when asked for) and one `StepDone`; the last
+`Step` goes to every stage; each stage answers `LayerDone` per layer (when asked for) and one `StepDone`; the last
 stage's `StepDone` carries the sampled tokens. `OpenGate` and `AbortStep` may come at any time in between, even before
 the step has begun, and are ignored once it is done. Step ids grow from step to step.
 """
 
 from dataclasses import dataclass
 
-from moonpool.engine.emulated.profile import Emulation
+from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.kv.layout import KVLayout
-from moonpool.sched.steps import Step
+from moonpool.sched.steps import LayerDone, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +41,8 @@ class EngineSpec:
     """A step that is not done after so long means a hung worker: the engine fails, seconds."""
     measure: bool = True
     """Time a few steps at start to learn `Engine.speeds`; off, the speeds are all defaults (tests)."""
-    emulation: Emulation | None = None
+    emulated: EmulatedCompute | None = None
     """Set when compute is emulated: then there is no engine process, and nothing is read of the checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerDone:
-    """The step's KV of one layer is in the pool."""
-
-    step_id: int
-    layer: int
-    """Index in the model."""
-    start_ns: int
-    """When its computation began (after the gate), time.monotonic_ns."""
-    end_ns: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,4 @@
-"""How hidden states go from stage to stage: a status word, then the tensor, over gloo on this host.
-
-Owns the links between stages. Knows nothing of layers, gates or the channel to the I/O process.
+"""The links between stages: hidden states go as a status word, then the tensor, over gloo on this host.
 
 The status word makes an aborted step coherent: whatever happens to a step on one stage, the next one receives exactly
 one status word for it, and a tensor only when the word says so. So no stage ever waits for a tensor that will not come.
@@ -88,7 +86,7 @@ class GlooLinks:
         self._stage, self._stages = stage, stages
         self._hidden_size, self._dtype = hidden_size, dtype
         self._outstanding = outstanding
-        # What is under way, with the tensors it needs alive.
+        # Sends under way, with the tensors that they keep alive.
         self._under_way: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
 
     def receive(self, step_id: int, rows: int) -> Tensor | None:

@@ -1,12 +1,8 @@
-"""Engine processes seen from the I/O process: carries steps to them and back, notices their death, ends them.
+"""An engine on one process per stage: sends them steps, notices when one dies, and ends them.
 
-Owns the running processes and their channels; `moonpool.engine.launch` starts them. Knows nothing of torch, gRPC or
-requests.
-
-A step is sent to all stages at once; each works on it in its turn. It is over when every stage has said so: only then
-are its blocks quiet. When one process dies the engine has failed for good: the others are killed, runs in flight raise,
-and so does every later one. In the other direction workers die when their channel closes, so a killed I/O process
-leaves none.
+A step is sent to all stages at once; it is over when every stage has reported so, and only then are its blocks quiet.
+When one process dies the engine has failed for good: the others are killed, and running and later steps raise. Workers
+exit when their channel closes, so a killed I/O process leaves none behind.
 """
 
 import asyncio
@@ -18,12 +14,11 @@ from dataclasses import dataclass, field
 import moonpool.errors
 from moonpool.cost import Speeds
 from moonpool.engine.channel import AsyncChannel, ChannelClosed
-from moonpool.engine.handle import StepResult
-from moonpool.engine.messages import AbortStep, EngineSpec, Failed, LayerDone, OpenGate, Ready, Shutdown, StepDone
+from moonpool.engine.messages import AbortStep, EngineSpec, Failed, OpenGate, Ready, Shutdown, StepDone
 from moonpool.errors import Internal, MoonpoolError, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.sched.steps import Step
+from moonpool.sched.steps import LayerDone, Step, StepResult
 
 _SHUTDOWN_S = 5.0
 _REAP_S = 2.0
@@ -31,7 +26,7 @@ _REAP_S = 2.0
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One stage's process and our end of its channel."""
+    """One stage's process and this end of its channel."""
 
     stage: int
     process: subprocess.Popen[bytes]
@@ -115,11 +110,11 @@ class ProcessEngine:
         self._last_step_id = step.step_id
         deadline = self._loop.call_later(self._spec.step_timeout_s, self._hung, step.step_id)
         flight = _Flight(self._loop.create_future(), on_layer, deadline)
-        # Nobody may be waiting any more when it fails: that is no defect to be reported by the loop.
+        # When the caller was cancelled, the loop must not report the future's exception as never retrieved.
         flight.future.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._flights[step.step_id] = flight
         self._send(step)
-        # Shielded: a cancelled caller must not make us forget a step that is still writing.
+        # Shielded: the step of a cancelled caller is still writing.
         return await asyncio.shield(flight.future)
 
     def open_gate(self, step_id: int, layer: int) -> None:
@@ -136,7 +131,11 @@ class ProcessEngine:
         for worker in self._workers:
             worker.channel.send(message)
 
-    # --- what comes back -------------------------------------------------------------------------------------------
+    async def idle(self) -> None:
+        """Waits until no step is in flight, those of cancelled callers included."""
+        await asyncio.gather(*(flight.future for flight in self._flights.values()), return_exceptions=True)
+
+    # --- answers of the stages -------------------------------------------------------------------------------------
 
     async def ready(self) -> None:
         """Waits until every stage has loaded.
@@ -155,13 +154,13 @@ class ProcessEngine:
         try:
             message = await worker.channel.receive()
         except ChannelClosed:
-            raise Unavailable(await self._obituary(worker)) from None
+            raise Unavailable(await self._death_of(worker)) from None
         if isinstance(message, Failed):
             raise as_error(message, str(worker))
         assert isinstance(message, Ready)
 
     def listen(self) -> None:
-        """Starts to read what the stages say."""
+        """Starts to read the messages of the stages."""
         self._readers = [asyncio.create_task(self._read(worker), name=str(worker)) for worker in self._workers]
 
     async def _read(self, worker: Worker) -> None:
@@ -170,9 +169,9 @@ class ProcessEngine:
                 self._handle(worker, await worker.channel.receive())
         except ChannelClosed:
             if not self._closing:
-                self._fail(await self._obituary(worker))
-        except Exception as error:  # a message that cannot be read: the stages cannot be trusted any more
-            self._fail(f"{worker} cannot be understood: {type(error).__name__}: {error}")
+                self._fail(await self._death_of(worker))
+        except Exception as error:  # an unreadable message leaves the stages in an unknown state
+            self._fail(f"{worker} sent an unreadable message: {type(error).__name__}: {error}")
 
     def _handle(self, worker: Worker, message: LayerDone | StepDone | Failed) -> None:
         if isinstance(message, Failed):
@@ -188,7 +187,7 @@ class ProcessEngine:
         elif flight.on_layer is not None and flight.error is None:
             try:
                 flight.on_layer(message)
-            except Exception as error:  # the caller's defect is the caller's to hear of
+            except Exception as error:  # raised to the caller when the step is over
                 flight.error = error
 
     def _finish(self, step_id: int) -> None:
@@ -203,7 +202,7 @@ class ProcessEngine:
         self._fail(f"step {step_id} was not done after {self._spec.step_timeout_s:g} s")
 
     def _fail(self, reason: str) -> None:
-        """The engine has failed: nothing is running on it any more when this returns."""
+        """Fails the engine; no process runs any more when this returns."""
         if self._failed.done():
             return
         self._failed.set_result(reason)
@@ -213,22 +212,22 @@ class ProcessEngine:
             flight.future.set_exception(Unavailable(reason))
         self._flights.clear()
 
-    async def _obituary(self, worker: Worker) -> str:
-        """Says how a worker ended whose channel has closed."""
+    async def _death_of(self, worker: Worker) -> str:
+        """How a worker ended whose channel has closed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = await asyncio.to_thread(worker.process.wait, _REAP_S)
             return f"{worker} {_ending(code)}{self._others(worker)}"
         return f"{worker} closed its channel{self._others(worker)}"
 
     def _others(self, worker: Worker) -> str:
-        """What else has died: of two stages the one that tells first is rarely the one to blame."""
+        """Other stages that have died: the first report is rarely from the stage that caused the failure."""
         dead = [(w, w.process.poll()) for w in self._workers if w is not worker]
         return "".join(f"; {w} {_ending(code)}" for w, code in dead if code is not None)
 
-    # --- the end ---------------------------------------------------------------------------------------------------
+    # --- shutdown --------------------------------------------------------------------------------------------------
 
     async def shutdown(self) -> None:
-        """Aborts what is in flight and lets the stages end themselves; ends them by force after some seconds.
+        """Aborts steps in flight and lets the stages exit; kills them after some seconds.
 
         Idempotent. Runs in flight return (aborted or not), or raise Unavailable when force was needed.
         """
@@ -258,11 +257,11 @@ class ProcessEngine:
             worker.process.kill()
         for worker in self._workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(_REAP_S)  # killed processes are gone in milliseconds
+                worker.process.wait(_REAP_S)  # a killed process ends in milliseconds
 
 
 def as_error(failure: Failed, who: str) -> MoonpoolError:
-    """The error that a worker's last words describe."""
+    """The error that a worker's `Failed` message describes."""
     kind = getattr(moonpool.errors, failure.kind, None) if failure.kind else None
     if not (isinstance(kind, type) and issubclass(kind, MoonpoolError)):
         return Internal(f"{who} failed: {failure.message}")

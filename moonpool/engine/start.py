@@ -2,7 +2,7 @@
 
 from contextlib import AbstractAsyncContextManager
 
-from moonpool.engine.emulated.engine import start_paced
+from moonpool.engine.emulated.engine import start_emulated
 from moonpool.engine.handle import Engine
 from moonpool.engine.launch import start_processes
 from moonpool.engine.messages import EngineSpec
@@ -17,6 +17,8 @@ def start_engine(spec: EngineSpec, *, start_timeout_s: float = 120.0) -> Abstrac
         DeadlineExceeded: Not ready within `start_timeout_s`.
         Unavailable: A worker died on its way up.
     """
-    if spec.emulation is not None:
-        return start_paced(spec, spec.emulation)
+    if spec.emulated is not None:
+        return start_emulated(
+            spec.emulated, spec.layout, spec.blocks, stages=spec.stages, gate_timeout_s=spec.gate_timeout_s
+        )
     return start_processes(spec, start_timeout_s=start_timeout_s)

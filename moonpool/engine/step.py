@@ -1,7 +1,4 @@
-"""One stage's share of one step: layer by layer, behind gates, with events, and sampling at the end.
-
-Owns the order of what happens in a step. Knows nothing of processes, the channel or how stages are linked.
-"""
+"""One stage's share of one step: layer by layer, behind gates, with events, and sampling at the end."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.gates import Gates
-from moonpool.engine.messages import LayerDone, StepDone
+from moonpool.engine.messages import StepDone
 from moonpool.engine.pipeline import Links
 from moonpool.errors import Unsupported
 from moonpool.kv.pool import PoolPart
@@ -19,7 +16,7 @@ from moonpool.model.batch import PackedBatch
 from moonpool.model.load import torch_dtype
 from moonpool.model.sampler import sample
 from moonpool.model.stage import StageModel
-from moonpool.sched.steps import Step, finished_blocks
+from moonpool.sched.steps import LayerDone, Step, finished_blocks
 
 
 def pool_tensor(part: PoolPart) -> Tensor:
@@ -74,7 +71,7 @@ class StageRunner:
         sampled: tuple[int | None, ...] = ()
         if hidden is not None and self.model.is_last:
             sampled = self._sample(step, hidden, batch)
-        # Done before it is said to be done: whoever hears it may say something of the next step.
+        # Gates are done before the report: its receiver may open gates of the next step at once.
         self.gates.done(step.step_id)
         self.emit(StepDone(step.step_id, self.stage, sampled, hidden is None, start_ns, time.monotonic_ns()))
 

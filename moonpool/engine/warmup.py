@@ -1,15 +1,15 @@
 """Measures an engine's speeds by a few short steps at start, before the first request.
 
-Owns which steps are timed and how coefficients follow from the times. Works on any `Engine`; must not know what is
-behind it. Uses step ids up to 0, so that schedulers can begin with 1.
+Works on any `Engine`. Step ids end at 0, so that schedulers can begin with 1.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moonpool.cost import Speeds
+from moonpool.cost import Speeds, attention_pairs
 from moonpool.engine.handle import Engine
-from moonpool.sched.steps import SampleSpec, SequenceStep, Step
+from moonpool.sampling import SampleSpec
+from moonpool.sched.steps import SequenceStep, Step
 
 _FIRST_STEP_ID = -1000
 _LONG_TOKENS = 512
@@ -29,7 +29,17 @@ class PrefillTime:
     @property
     def pairs(self) -> float:
         """(token computed, token attended to) pairs."""
-        return self.tokens * self.prefix + self.tokens * (self.tokens + 1) / 2
+        return float(attention_pairs(self.tokens, self.prefix))
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(chunk, prefix)."""
+        return self.tokens, self.prefix
+
+    @property
+    def row(self) -> tuple[float, float, float]:
+        """What base, per token and per pair are multiplied by."""
+        return 1.0, self.tokens, self.pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +51,28 @@ class DecodeTime:
     """Tokens of context of all sequences together."""
     seconds: float
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """(sequences, context of each)."""
+        return self.sequences, self.context // self.sequences
+
+    @property
+    def row(self) -> tuple[float, float, float]:
+        """What base, per sequence and per token of context are multiplied by."""
+        return 1.0, self.sequences, self.context
+
 
 def fit_prefill(short: PrefillTime, long: PrefillTime, prefixed: PrefillTime) -> tuple[float, float, float]:
     """(base, per token, per pair), none negative, from three times; `prefixed` has the tokens of `long`.
 
-    Timings are noisy and cannot be trusted to grow; what comes out negative is taken for nothing, and the rest then
-    explains the long time. Attention is given at most half of the long step: in short prompts it is less, and what it
-    is given wrongly grows with the square of a prompt's length.
+    Timings are noisy and may not grow with size: a negative coefficient becomes 0, and the others then explain the
+    long time. Attention gets at most half of the long step: in short prompts its share is less, and an error in it
+    grows with the square of a prompt's length.
     """
     pair_span = prefixed.pairs - long.pairs
     per_pair = max(0.0, (prefixed.seconds - long.seconds) / pair_span) if pair_span > 0 else 0.0
     per_pair = min(per_pair, 0.5 * long.seconds / long.pairs)
-    # What is left of each without its pairs.
+    # Seconds of each without its pairs.
     short_s, long_s = (max(0.0, t.seconds - per_pair * t.pairs) for t in (short, long))
     span = long.tokens - short.tokens
     per_token = max(0.0, (long_s - short_s) / span) if span > 0 else long_s / long.tokens
@@ -72,7 +92,7 @@ def fit_decode(one: DecodeTime, many: DecodeTime, deep: DecodeTime) -> tuple[flo
 
 
 class StepTimer:
-    """Runs steps on blocks that nobody uses yet, and takes the quickest of each kind. One per engine."""
+    """Times steps on blocks that are not in use yet: the quickest of some tries. One per engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,7 +1,7 @@
 """An engine process: `python -m moonpool.engine.worker --channel FD --pool FD`, started by the I/O process only.
 
-Owns the process's life: it takes its orders from the channel, and ends with it. Must not know gRPC or requests.
-Torch is imported after the receiving thread has started, so that the process dies with its parent even while importing.
+It takes its orders from the channel and exits when the channel closes. Torch is imported after the receiving thread
+has started, so that the process ends with its parent even while importing.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Receiver:
                 else:
                     self.orders.put_nowait(message)
         except ChannelClosed:
-            # Nobody is left to work for. The computing thread may be anywhere, in a collective even: leave at once.
+            # The I/O process has ended. The computing thread may be blocked in a collective: exit at once.
             if self._rendezvous:
                 shutil.rmtree(self._rendezvous, ignore_errors=True)
         except BaseException:

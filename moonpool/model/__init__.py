@@ -1,6 +1,6 @@
 """The transformer: weights of a stage, one forward over a packed batch, the sampler, random checkpoints.
 
-Needs torch. Owns what is computed; it must not know processes, requests, gRPC or where KV blocks come from.
+Needs torch.
 """
 
 from moonpool.model.batch import PackedBatch

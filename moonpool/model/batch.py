@@ -1,7 +1,4 @@
-"""One step's work as packed tensors: any mix of prompt chunks and decode steps, without padding.
-
-Owns the translation from sequences (tokens, start, block table) to tensors. It must not know weights or attention.
-"""
+"""The sequences of one step as packed tensors: any mix of prompt chunks and decode steps, without padding."""
 
 from __future__ import annotations
 

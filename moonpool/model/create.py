@@ -1,7 +1,4 @@
-"""Writes checkpoints with random weights: Hugging Face folders of a named shape that transformers loads too.
-
-Owns the distribution of the random weights and the made-up tokenizer. It must not know how checkpoints are read.
-"""
+"""Writes checkpoints with random weights: Hugging Face folders of a named shape that transformers loads too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Reads the weights of one stage from a checkpoint folder; nothing else of it is read.
+"""Reads the weights of one stage from a Hugging Face checkpoint of the Llama family, and fuses projections.
 
-Owns the names of tensors in Hugging Face checkpoints of the Llama family, and how they are fused. It must not know
-what is computed with them. Only safetensors are read: nothing is ever unpickled or executed.
+Only safetensors are read: nothing is ever unpickled or executed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, with the scalings that are supported. Must not know layers or caches.
+"""Rotary position embeddings, with the scalings that are supported.
 
 Source: Su et al. 2021 (RoFormer), in the half-split form of transformers' `rotate_half`; Llama-3 scaling as in
 transformers' `_compute_llama3_parameters`.

@@ -1,8 +1,7 @@
 """Chooses tokens from logits: a pure function of logits, parameters, history, seed, sample index and position.
 
-Owns the order of the operations and the counter-based generator. It has no state: whoever computes the same logits
-chooses the same token, after a crash and on another instance too. It must not know sequences or batches' composition:
-a row's result never depends on the other rows.
+It has no state: an instance that computes the same logits chooses the same token, also after a crash and on another
+instance. A row's result never depends on the other rows.
 
 Order: logit bias and banned tokens, penalties, temperature, top-k, top-p, min-p, then one draw by inverse CDF. Names
 and meaning as in vLLM: top-p looks at what top-k has left, and repetition looks at prompt and output, presence and
@@ -13,85 +12,26 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from moonpool.errors import Internal
+from moonpool.sampling import SampleSpec
 
 # A full sort of a 152k vocabulary takes 10 ms, the most likely 1024 take 0.7 ms and nearly always suffice.
-_CANDIDATES = 1024
+CANDIDATES = 1024
 # Temperatures below this are greedy: dividing by them would overflow.
 _GREEDY_BELOW = 1e-5
 
 
-class SampleParams(Protocol):
-    """What `sample` reads; `moonpool.engine.messages.SampleSpec` has it."""
-
-    @property
-    def temperature(self) -> float:
-        """0 = greedy."""
-
-    @property
-    def top_p(self) -> float:
-        """Smallest set of most likely tokens whose probability reaches it; 1 = all."""
-
-    @property
-    def top_k(self) -> int:
-        """Number of most likely tokens considered; 0 = all."""
-
-    @property
-    def min_p(self) -> float:
-        """Least probability relative to the most likely token."""
-
-    @property
-    def presence_penalty(self) -> float:
-        """Subtracted from the logit of each token already generated."""
-
-    @property
-    def frequency_penalty(self) -> float:
-        """Subtracted for each time a token was generated."""
-
-    @property
-    def repetition_penalty(self) -> float:
-        """Divides positive, multiplies negative logits of tokens in prompt or output."""
-
-    @property
-    def logit_bias(self) -> Mapping[int, float]:
-        """Added to the logits of single tokens."""
-
-    @property
-    def seed(self) -> int:
-        """The request's seed, 64 bits unsigned."""
-
-    @property
-    def sample_index(self) -> int:
-        """Which of the request's samples."""
-
-    @property
-    def position(self) -> int:
-        """Output position of the token to choose."""
-
-    @property
-    def history(self) -> bytes | None:
-        """All tokens so far, little-endian int32; needed by penalties only."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """How many of them are the prompt's."""
-
-    @property
-    def banned(self) -> Sequence[int]:
-        """Tokens that must not be chosen."""
-
-
 @torch.inference_mode()
-def sample(logits: Tensor, specs: Sequence[SampleParams]) -> list[int]:
+def sample(logits: Tensor, specs: Sequence[SampleSpec], candidates: int = CANDIDATES) -> list[int]:
     """Choose one token per row of `logits` [R, vocab] float32 by the row's parameters.
 
     Greedy is the highest logit, the lowest index among equals. `logits` may be overwritten.
+    `candidates`: most likely tokens that are sorted first; all are when these do not suffice.
 
     Raises:
         Internal: a row's logits are not finite; no token would be right.
@@ -104,8 +44,8 @@ def sample(logits: Tensor, specs: Sequence[SampleParams]) -> list[int]:
     tokens = _greedy(logits)
     for row, spec in enumerate(specs):
         changed = _adjust(logits[row], spec)
-        if spec.temperature >= _GREEDY_BELOW:
-            tokens[row] = _draw(logits[row] / spec.temperature, spec)
+        if spec.params.temperature >= _GREEDY_BELOW:
+            tokens[row] = _draw(logits[row] / spec.params.temperature, spec, candidates)
         elif changed:
             tokens[row] = int(logits[row].argmax())
     return tokens
@@ -135,50 +75,51 @@ def _greedy(logits: Tensor) -> list[int]:
     return (run * width + runs[torch.arange(rows), run].argmax(-1)).tolist()
 
 
-def _adjust(row: Tensor, spec: SampleParams) -> bool:
+def _adjust(row: Tensor, spec: SampleSpec) -> bool:
     """Apply bias, bans and penalties to `row` in place; says whether anything was to be applied."""
+    params = spec.params
     changed = False
-    if spec.logit_bias:
+    if params.logit_bias:
         changed = True
-        row[list(spec.logit_bias)] += torch.tensor(list(spec.logit_bias.values()), dtype=torch.float32)
+        row[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
     if spec.banned:
         changed = True
         row[list(spec.banned)] = -torch.inf
-    penalised = spec.repetition_penalty != 1 or spec.presence_penalty or spec.frequency_penalty
-    if not spec.history or not penalised:
+    if not spec.history or not params.penalised:
         return changed
     history = torch.frombuffer(bytearray(spec.history), dtype=torch.int32).long()
-    if spec.repetition_penalty != 1:
+    if params.repetition_penalty != 1:
         seen = torch.unique(history)
         values = row[seen]
-        row[seen] = torch.where(values > 0, values / spec.repetition_penalty, values * spec.repetition_penalty)
+        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     output, counts = torch.unique(history[spec.prompt_tokens :], return_counts=True)
-    row[output] -= spec.presence_penalty + spec.frequency_penalty * counts
+    row[output] -= params.presence_penalty + params.frequency_penalty * counts
     return True
 
 
-def _draw(row: Tensor, spec: SampleParams) -> int:
+def _draw(row: Tensor, spec: SampleSpec, candidates: int) -> int:
     """Draw a token from `row` (logits over temperature, [vocab])."""
+    params = spec.params
     u = uniform(spec.seed, spec.sample_index, spec.position)
     vocab = row.shape[0]
-    if not 0 < spec.top_k < vocab and spec.top_p >= 1:
+    if not 0 < params.top_k < vocab and params.top_p >= 1:
         weights = torch.softmax(row.double(), dim=-1)
-        return _pick(_at_least(weights, spec.min_p, weights.max()), u)
+        return _pick(_at_least(weights, params.min_p, weights.max()), u)
     # Candidates in order of (logit falling, index rising): the order must not depend on how they were found.
-    count = min(vocab, _CANDIDATES if spec.top_k <= _CANDIDATES else vocab)
+    count = min(vocab, candidates if params.top_k <= candidates else vocab)
     values, indices = _most_likely(row, count)
-    if count < vocab and spec.top_k == 0:
+    if count < vocab and params.top_k == 0:
         inside = torch.logsumexp(values.double(), 0) - torch.logsumexp(row.double(), 0)
-        if inside.exp() < spec.top_p:
+        if inside.exp() < params.top_p:
             values, indices = _most_likely(row, vocab)
-    elif spec.top_k:
-        values, indices = values[: spec.top_k], indices[: spec.top_k]
-    everything = values if spec.top_k else row
+    elif params.top_k:
+        values, indices = values[: params.top_k], indices[: params.top_k]
+    everything = values if params.top_k else row
     weights = (values.double() - torch.logsumexp(everything.double(), 0)).exp()
-    if spec.top_p < 1:
+    if params.top_p < 1:
         before = weights.cumsum(0) - weights
-        weights = weights[before < spec.top_p]
-    return int(indices[_pick(_at_least(weights, spec.min_p, weights[0]), u)])
+        weights = weights[before < params.top_p]
+    return int(indices[_pick(_at_least(weights, params.min_p, weights[0]), u)])
 
 
 def _most_likely(row: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """Consecutive layers of a transformer on one device, over a packed batch with KV in the pool.
 
-Owns the arithmetic: which operations in which precision. It must not know checkpoints' files, other stages, or
-who waits for what between two layers: the caller runs `embed`, `layer` by `layer`, `logits`.
+The caller runs `embed`, `layer` by `layer`, and `logits`, and may wait between two layers.
 
 Precision follows transformers: RMS norms and RoPE's angles in float32, the rest in the weights' type.
 """

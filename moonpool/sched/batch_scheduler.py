@@ -1,9 +1,7 @@
 """Decode's continuous batching: which sequences get their next token in the next step.
 
-Owns the batch, the queue before it and the promises of blocks. Knows nothing of transfers, streams or time.
-
-Room is accounted for in three states: *promised* (a number, bound to no block), *bound* (allocated, KV is coming), and
-in the batch. A sequence is promised the blocks for its longest possible life, so a running one never lacks a block.
+A sequence's blocks are first *promised* (a number), then *bound* (allocated, its KV is coming), then in the batch. The
+promise covers the longest possible sequence, so a running one never lacks a block.
 """
 
 from array import array
@@ -50,7 +48,7 @@ class DecodeSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class DecodeStep:
     """What the engine is to run next."""
 
     step: Step
@@ -98,14 +96,14 @@ class BatchScheduler:
     """The batch of one decode instance.
 
     Sequences that have ended (finished or removed) are the caller's again, blocks included: it registers, writes back
-    and releases them when whoever reads them is quiet.
+    and releases them when nothing reads them any more.
     """
 
     def __init__(self, blocks: BlockManager, *, block_tokens: int, max_batch: int, max_tokens: int) -> None:
         """Plans over `blocks`.
 
         Args:
-            blocks: Of the instance's pool. Nobody else may allocate or acquire past `bind` and `reserve`.
+            blocks: Of the instance's pool. All allocation and acquiring goes through `bind` and `reserve`.
             block_tokens: Tokens in a block.
             max_batch: Sequences in a step at most.
             max_tokens: Longest sequence the model takes, prompt and output.
@@ -118,7 +116,7 @@ class BatchScheduler:
         self._waiting: deque[DecodeSequence] = deque()
         self._running: list[DecodeSequence] = []
         self._sequences: dict[str, DecodeSequence] = {}
-        self._plan: StepPlan | None = None
+        self._plan: DecodeStep | None = None
         self._next_step_id = 1
 
     # --- promises --------------------------------------------------------------------------------------------------
@@ -195,7 +193,7 @@ class BatchScheduler:
         return sum(len(sequence.token_ids) for sequence in self._sequences.values())
 
     @property
-    def step_in_flight(self) -> StepPlan | None:
+    def step_in_flight(self) -> DecodeStep | None:
         """The step that is running."""
         return self._plan
 
@@ -240,8 +238,8 @@ class BatchScheduler:
         self._drop(sequence)
         return sequence
 
-    def plan(self) -> StepPlan | None:
-        """The next step: one token for each sequence of the batch. None when a step is running or nobody waits."""
+    def plan(self) -> DecodeStep | None:
+        """The next step: one token for each sequence of the batch. None when a step is running or no sequence waits."""
         if self._plan is not None:
             return None
         while self._waiting and len(self._running) < self.max_batch:
@@ -252,7 +250,7 @@ class BatchScheduler:
             sequence.in_flight = True
         step = Step(self._next_step_id, tuple(self._step_of(sequence) for sequence in self._running))
         self._next_step_id += 1
-        self._plan = StepPlan(step, tuple(self._running))
+        self._plan = DecodeStep(step, tuple(self._running))
         return self._plan
 
     def step_done(self, sampled: Sequence[int | None], *, aborted: bool = False) -> StepOutcome:

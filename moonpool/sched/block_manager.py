@@ -1,13 +1,10 @@
-"""Who uses which block of one instance's KV pool, which blocks are kept for reuse, and which goes first.
-
-Owns ids, reference counts, keys and the order of eviction. Knows nothing of what is in the blocks, of sequences, time,
-processes or messages.
+"""The blocks of one instance's KV pool: reference counts, keys, reuse and the order of eviction.
 
 A block is in exactly one of three states:
 
-    free    nobody refers to it, it has no key        -> handed out first, the most recently freed one before others
-    cached  nobody refers to it, it has a key         -> evicted only when nothing is free, least recently used first
-    used    somebody refers to it, with or without key
+    free    no references, no key      -> allocated first, the most recently freed one before others
+    cached  no references, has a key   -> evicted only when nothing is free, least recently used first
+    used    referenced, with or without a key
 """
 
 from collections import OrderedDict
@@ -50,17 +47,17 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody refers to and that hold nothing worth keeping."""
+        """Blocks without references and without a key."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody refers to and that are kept for reuse."""
+        """Blocks without references that are kept for reuse under their key."""
         return len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """Blocks somebody refers to."""
+        """Blocks with references."""
         return self.num_blocks - len(self._free) - len(self._cached)
 
     @property
@@ -139,7 +136,7 @@ class BlockManager:
     def release(self, blocks: Sequence[int]) -> None:
         """Refers once less to blocks, given in the order of their chain.
 
-        Blocks nobody refers to any more become cached if they have a key, else free. The chain's tail is put in the
+        Blocks without further references become cached if they have a key, else free. The chain's tail is put in the
         eviction order before its head: a chain without head is useless.
         """
         for block in reversed(blocks):

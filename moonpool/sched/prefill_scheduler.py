@@ -1,9 +1,9 @@
 """Which tokens of which prompts the next prefill step computes.
 
-Owns the queue, the sequences' progress and the binding of blocks. Knows nothing of how KV is loaded, computed or sent:
-it is told (`load_started`, `layer_ready`, `load_complete`, `load_failed`, `step_done`) and it answers with plans.
+It plans steps; the caller loads, computes and sends, and reports progress (`load_started`, `layer_ready`,
+`load_complete`, `load_failed`, `step_done`).
 
-A sequence's way:
+A sequence's states:
 
     add -> waiting -> start_next -> started -> plan ... step_done -> finished -> remove
                                       |  load_started -> LOADING -> layer_ready -> GATED -> load_complete -> IDLE
@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import tokens_to_bytes
 from moonpool.sched.block_manager import BlockManager
-from moonpool.sched.prefill_sequence import Load, PlannedChunk, PrefillSequence, StepOutcome, StepPlan
+from moonpool.sched.prefill_sequence import Load, PlannedChunk, PrefillSequence, PrefillStep, StepOutcome
 from moonpool.sched.steps import SequenceStep, Step
 
-__all__ = ["Load", "PlannedChunk", "PrefillScheduler", "PrefillSequence", "StepOutcome", "StepPlan"]
+__all__ = ["Load", "PlannedChunk", "PrefillScheduler", "PrefillSequence", "PrefillStep", "StepOutcome"]
 
 
 class PrefillScheduler:
@@ -39,7 +39,7 @@ class PrefillScheduler:
         """Plans over `blocks`.
 
         Args:
-            blocks: Of the instance's pool; shared with whoever else refers to blocks.
+            blocks: Of the instance's pool; shared with others that hold references.
             block_tokens: Tokens in a block.
             step_tokens: Tokens computed by one step at most.
             stages: Steps in flight at most.
@@ -60,7 +60,7 @@ class PrefillScheduler:
         self._waiting: deque[PrefillSequence] = deque()
         self._started: dict[str, PrefillSequence] = {}  # in the order of starting; until removed
         self._sequences: dict[str, PrefillSequence] = {}
-        self._in_flight: dict[int, StepPlan] = {}
+        self._in_flight: dict[int, PrefillStep] = {}
         self._next_step_id = 1
 
     # --- the queue -------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class PrefillScheduler:
         The caller's loader and senders must be quiet: they write and read the blocks that are released here.
 
         Returns:
-            Whether it is gone already; an unknown one is.
+            Whether it is removed already; True for an unknown one.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None:
@@ -187,7 +187,7 @@ class PrefillScheduler:
     def load_broken(self, request_id: str) -> int | None:
         """The running load is going to fail: nothing of the sequence is planned until `load_failed`.
 
-        For a caller who has to see to it first that nobody reads blocks which will be computed anew. Without effect
+        For a caller that must first wait until the blocks to be recomputed are not read any more. Without effect
         when no load is running. The loader must be quiet.
 
         Returns:
@@ -230,7 +230,7 @@ class PrefillScheduler:
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
-    def plan(self, now: float) -> StepPlan | None:
+    def plan(self, now: float) -> PrefillStep | None:
         """The next step, or None when nothing can be computed now or `stages` steps are in flight."""
         if len(self._in_flight) >= self.stages:
             return None
@@ -252,7 +252,7 @@ class PrefillScheduler:
         if not chunks:
             return None
         step = Step(self._next_step_id, tuple(self._step_of(c) for c in chunks), gated, self.layer_events)
-        plan = StepPlan(step, tuple(chunks))
+        plan = PrefillStep(step, tuple(chunks))
         self._next_step_id += 1
         self._in_flight[step.step_id] = plan
         return plan
@@ -344,7 +344,7 @@ class PrefillScheduler:
             self.blocks.register(sequence.block_table[index], sequence.keys[index])
 
     def _rewind(self, sequence: PrefillSequence) -> None:
-        """What is in flight counts for nothing; goes on from what is there when the last of it is done."""
+        """Discards the chunks in flight; planning goes on when the last of them is done."""
         sequence.num_scheduled = sequence.num_computed
         sequence.stale = sequence.in_flight > 0
 

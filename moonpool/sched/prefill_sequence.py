@@ -1,7 +1,4 @@
-"""What a prefill scheduler plans over and answers with: sequences, chunks, plans, outcomes.
-
-Owns their meaning. The rules by which they change are in `moonpool.sched.prefill_scheduler`.
-"""
+"""Data of `moonpool.sched.prefill_scheduler`: sequences, chunks, steps and their outcomes."""
 
 from array import array
 from collections.abc import Sequence
@@ -14,7 +11,7 @@ from moonpool.sched.steps import History, Step
 
 
 class Load(Enum):
-    """What is happening to a sequence's prefix."""
+    """State of a sequence's prefix load."""
 
     IDLE = "idle"
     """Nothing is being loaded (not yet, not any more, or never)."""
@@ -93,7 +90,7 @@ class PlannedChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class PrefillStep:
     """What the engine is to run next."""
 
     step: Step

@@ -1,42 +1,18 @@
-"""A step: one forward pass over a packed batch, as schedulers plan it and engines run it. Frozen and picklable."""
+"""A step: one forward pass over a packed batch, as schedulers plan it and engines run it, and its results.
+
+Frozen and picklable.
+"""
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moonpool.kv.keys import BlockKey
-
-
-@dataclass(frozen=True, slots=True)
-class SampleSpec:
-    """Everything that one sampled token is a function of, besides the logits. Names as in the contract's Sampling."""
-
-    temperature: float = 0.0
-    """0 = greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 = all."""
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    """Added to the logits of single tokens."""
-    seed: int = 0
-    """Of the counter-based generator, 64 bits unsigned."""
-    sample_index: int = 0
-    position: int = 0
-    """Output position of the token to be sampled, 0 for the first."""
-    history: bytes | None = None
-    """All tokens so far (prompt, then output), little-endian int32; only when penalties are active."""
-    prompt_tokens: int = 0
-    """How many of them are the prompt's."""
-    banned: tuple[int, ...] = ()
-    """Tokens that must not be chosen (end tokens while min_tokens is not reached)."""
+from moonpool.sampling import SampleSpec
 
 
 def _nothing() -> None:
-    """What a history is at the other end of a channel."""
+    """The value of a `History` at the other end of a channel: None."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -59,7 +35,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class SequenceStep:
-    """One sequence's share of a step: compute the KV of some tokens, and perhaps sample the next one."""
+    """One sequence's share of a step: compute the KV of some tokens, and sample the next one if wanted."""
 
     token_ids: bytes
     """The tokens to compute, little-endian int32; at least one."""
@@ -102,3 +78,29 @@ def finished_blocks(step: Step, block_tokens: int) -> list[tuple[int, int]]:
         if end % block_tokens and step.layer_events and sequence.sample is not None:
             found[sequence.block_table[last]] = end % block_tokens
     return list(found.items())
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDone:
+    """The step's KV of one layer is in the pool."""
+
+    step_id: int
+    layer: int
+    """Index in the model."""
+    start_ns: int
+    """When its computation began (after the gate), time.monotonic_ns."""
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step came to, when all stages are done with it and its blocks are quiet."""
+
+    sampled: tuple[int | None, ...]
+    """One entry per sequence of the step, None where nothing was to be sampled; () when aborted."""
+    aborted: bool
+    """Some layer was not computed: KV of the step's tokens is not to be used."""
+    start_ns: int
+    """First stage's beginning, time.monotonic_ns."""
+    end_ns: int
+    """Last stage's end."""

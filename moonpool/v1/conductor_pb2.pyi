@@ -508,6 +508,8 @@ class SpeedReport(_message.Message):
     DECODE_PER_CONTEXT_TOKEN_S_FIELD_NUMBER: _builtins.int
     LOAD_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     TRANSFER_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    PREFILL_PER_PROMPT_S_FIELD_NUMBER: _builtins.int
+    PREFILL_PER_CACHED_TOKEN_S_FIELD_NUMBER: _builtins.int
     prefill_base_s: _builtins.float
     """Fixed seconds per prefill step."""
     prefill_per_token_s: _builtins.float
@@ -524,6 +526,10 @@ class SpeedReport(_message.Message):
     """Bytes per second at which KV is read from the store."""
     transfer_bytes_per_s: _builtins.float
     """Bytes per second at which KV is sent to decode."""
+    prefill_per_prompt_s: _builtins.float
+    """Fixed seconds per prompt, however many steps it takes."""
+    prefill_per_cached_token_s: _builtins.float
+    """Seconds per cached token of a prompt, once per prompt."""
     def __init__(
         self,
         *,
@@ -535,10 +541,12 @@ class SpeedReport(_message.Message):
         decode_per_context_token_s: _builtins.float = ...,
         load_bytes_per_s: _builtins.float = ...,
         transfer_bytes_per_s: _builtins.float = ...,
+        prefill_per_prompt_s: _builtins.float = ...,
+        prefill_per_cached_token_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_base_s", b"decode_base_s", "decode_per_context_token_s", b"decode_per_context_token_s", "decode_per_sequence_s", b"decode_per_sequence_s", "load_bytes_per_s", b"load_bytes_per_s", "prefill_base_s", b"prefill_base_s", "prefill_per_pair_s", b"prefill_per_pair_s", "prefill_per_token_s", b"prefill_per_token_s", "transfer_bytes_per_s", b"transfer_bytes_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_base_s", b"decode_base_s", "decode_per_context_token_s", b"decode_per_context_token_s", "decode_per_sequence_s", b"decode_per_sequence_s", "load_bytes_per_s", b"load_bytes_per_s", "prefill_base_s", b"prefill_base_s", "prefill_per_cached_token_s", b"prefill_per_cached_token_s", "prefill_per_pair_s", b"prefill_per_pair_s", "prefill_per_prompt_s", b"prefill_per_prompt_s", "prefill_per_token_s", b"prefill_per_token_s", "transfer_bytes_per_s", b"transfer_bytes_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

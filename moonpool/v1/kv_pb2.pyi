@@ -667,7 +667,7 @@ class SequenceSpec(_message.Message):
     """32-byte root of the block-key chain, the parent of the first block's key."""
     @_builtins.property
     def sampling(self) -> Global___Sampling:
-        """Sampling parameters, all set."""
+        """Sampling parameters; `seed` is set, every other unset field has its default."""
 
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -192,6 +192,34 @@ class PrefillAccepted(_message.Message):
 Global___PrefillAccepted: _TypeAlias = PrefillAccepted  # noqa: Y015
 
 @_typing.final
+class StoreMiss(_message.Message):
+    """A block that a kvstore was believed to hold and did not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORE_FIELD_NUMBER: _builtins.int
+    BLOCK_FIELD_NUMBER: _builtins.int
+    block: _builtins.int
+    """Index of the block in the sequence; the store gave those before it."""
+    @_builtins.property
+    def store(self) -> _kv_pb2.Instance:
+        """The kvstore."""
+
+    def __init__(
+        self,
+        *,
+        store: _kv_pb2.Instance | None = ...,
+        block: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["store", b"store"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "store", b"store"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreMiss: _TypeAlias = StoreMiss  # noqa: Y015
+
+@_typing.final
 class FirstToken(_message.Message):
     """The prompt's KV is computed and the next token is sampled."""
 
@@ -203,6 +231,7 @@ class FirstToken(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token."""
     local_tokens: _builtins.int
@@ -215,6 +244,10 @@ class FirstToken(_message.Message):
     """Time spent waiting, seconds."""
     prefill_s: _builtins.float
     """Time from the first step to the token, seconds."""
+    @_builtins.property
+    def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreMiss]:
+        """Blocks that could not be loaded because the store had lost them."""
+
     def __init__(
         self,
         *,
@@ -224,10 +257,11 @@ class FirstToken(_message.Message):
         computed_tokens: _builtins.int = ...,
         queue_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
+        misses: _abc.Iterable[Global___StoreMiss] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "misses", b"misses", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

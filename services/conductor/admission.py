@@ -1,6 +1,6 @@
-"""Whether a request is taken: refusal early, with the reason, the prediction and when to try again.
+"""Refuses requests early, with the reason, the prediction and when to try again.
 
-Pure. The paper refuses with HTTP 429 when the predicted time to first token or between tokens exceeds its SLO.
+Pure. The Mooncake paper refuses with HTTP 429 when the predicted time to first token or between tokens exceeds its SLO.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One request's answer as it grows: tokens, text, the end, and what was measured on the way.
-
-Owns when an answer ends. Knows neither instances nor clocks: times are arguments.
-"""
+"""One request's answer as it grows: tokens, text, finish reason and measured times. Times are arguments."""
 
 from __future__ import annotations
 
@@ -34,12 +31,11 @@ class Answer:
 
     @classmethod
     def begin(cls, request: Request, served: Served, arrived: float) -> Answer:
-        """Start an empty answer."""
         return cls(request, AnswerText(request, served), arrived)
 
     @property
     def remaining(self) -> int:
-        """Tokens still to come at most."""
+        """Largest number of tokens still to come."""
         return self.request.max_tokens - len(self.tokens)
 
     def prefilled(self, first: prefill_pb2.FirstToken) -> None:

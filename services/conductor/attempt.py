@@ -1,6 +1,6 @@
-"""One attempt at a request: a prefill instance computes, a decode instance (if wanted) generates, an inbox gathers.
+"""One attempt at a request: a prefill instance computes, a decode instance generates if more than one token is wanted.
 
-An async context manager: on leaving, in whatever way, counters, subscription, promise and call are given back.
+An async context manager: on leaving, counters, subscription, promise and call are released on every path.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from typing import Self
 import grpc
 
 from moonpool.errors import Internal, MoonpoolError, StreamBroken
+from moonpool.kv.keys import KEY_BYTES
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2, prefill_pb2
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
 from services.conductor.answer import Answer
-from services.conductor.cluster import Cluster, Tails
+from services.conductor.cluster import BackgroundTasks, Cluster
 from services.conductor.inbox import Inbox
 from services.conductor.planner import Plan
 from services.conductor.reserve import Claim, Promise
 from services.conductor.stores import StoreView
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A request with a place: the plan, the engines' form of the request, and what is held for it."""
+    """A placed request: the plan, the request as engines see it, and what is reserved for it."""
 
     plan: Plan
     spec: kv_pb2.SequenceSpec
@@ -41,12 +42,12 @@ class Placed:
 
 
 class Attempt:
-    """One placement of one request, carried out."""
+    """Carries out one placement of one request."""
 
     def __init__(
         self,
         cluster: Cluster,
-        tails: Tails,
+        background: BackgroundTasks,
         answer: Answer,
         placed: Placed,
         deadline: float,
@@ -59,7 +60,7 @@ class Attempt:
         self.decode_used = False
         """Decode was told to start."""
         self._cluster = cluster
-        self._tails = tails
+        self._background = background
         self._answer = answer
         self._plan = placed.plan
         self._spec = placed.spec
@@ -76,7 +77,7 @@ class Attempt:
         self._reader: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Begin: count it, subscribe, call prefill."""
+        """Subscribe to decode and call prefill."""
         try:
             self._begin()
         except BaseException:
@@ -87,20 +88,20 @@ class Attempt:
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give everything back; waits for nothing."""
+        """Release everything at once; a prefill whose answer is complete ends in the background."""
         if exc is None and self._prefilled and self._reader is not None and not self._reader.done():
-            # The answer is complete; prefill finishes its own affairs (verdict, write-back) within bounds.
+            # The answer is complete; prefill still waits for decode's verdict and offers blocks to the store.
             call, reader = self._call, self._reader
             self._call = self._reader = None
-            self._tails.adopt(lambda: _finish(call, reader))
+            self._background.adopt(lambda: _finish(call, reader))
         self._release()
 
     def ended_here(self, *, known_at_decode: bool) -> None:
-        """The answer is complete; unless decode knows, it is told when the attempt is left."""
+        """Note that the answer is complete; unless decode knows, it is told when the attempt is left."""
         self._decode_knows = self._decode_knows or known_at_decode
 
     def blamed(self) -> set[str]:
-        """Ids of instances that had better be avoided after this attempt failed."""
+        """Ids of instances that the next attempt should avoid."""
         blamed = {self._claim.member.id} if self._prefill_failed or self._promise is None else set()
         if self._promise is not None and (self._prefilled or not self._prefill_failed):
             blamed.add(self._promise.member.id)
@@ -156,14 +157,14 @@ class Attempt:
         return request
 
     def _stores(self, views: Sequence[StoreView]) -> list[tuple[kv_pb2.Instance, int]]:
-        """Those of a plan's kvstores that are members still, with the leading blocks they hold."""
+        """Those of a plan's kvstores that are still members, with the leading blocks they hold."""
         members = [(self._cluster.registry.get(view.id), view.blocks) for view in views]
         return [(member.instance, blocks) for member, blocks in members if member is not None]
 
     async def _read(
         self, call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
     ) -> None:
-        """Follow the prefill's story; its first token goes to the inbox at once."""
+        """Read the prefill's events; its first token goes to the inbox at once."""
         try:
             async for response in call:
                 if response.HasField("first_token") and not self._prefilled:
@@ -173,7 +174,7 @@ class Attempt:
         except grpc.aio.AioRpcError as error:
             self._fail(from_rpc_error(error))
         except Exception as defect:
-            _log.error("reading a prefill failed", exc_info=defect)
+            log.error("reading a prefill failed", exc_info=defect)
             self._fail(Internal("reading a prefill failed"))
 
     def _first_token(self, first: prefill_pb2.FirstToken) -> None:
@@ -182,6 +183,9 @@ class Attempt:
         if not first.loaded_tokens:
             tracker = self._claim.member.tracker
             tracker.observe_prefill(first.computed_tokens, first.local_tokens, first.prefill_s)
+        for miss in first.misses:
+            key = self._spec.block_keys[miss.block * KEY_BYTES : (miss.block + 1) * KEY_BYTES]
+            self._cluster.index.forget(miss.store.id, [key], self._plan.index_version)
         self._answer.prefilled(first)
         self.inbox.tokens(self._start, [first.token_id])
         if self._promise is not None and not self._answer.request.ends_with(first.token_id, self._start + 1):
@@ -190,7 +194,7 @@ class Attempt:
             steps.start(self._spec.request_id, self._promise.target, first.token_id)
 
     def _fail(self, error: MoonpoolError) -> None:
-        """Prefill failed; that matters unless decode has begun, which it does only when all KV has arrived."""
+        """Fail the attempt, unless decode has begun: it begins only when all KV has arrived."""
         if not self.inbox.closed and self.inbox.position <= self._start + 1:
             self._prefill_failed = True
             self.inbox.fail(error)
@@ -200,7 +204,7 @@ async def _finish(
     call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse] | None,
     reader: asyncio.Task[None],
 ) -> None:
-    """Wait for a prefill's last words; when nobody has the patience any more, cancel it."""
+    """Wait until the prefill's stream ends; cancel it when the wait is cancelled or takes too long."""
     try:
         await reader
     finally:

@@ -1,4 +1,4 @@
-"""What the conductor reads of a checkpoint: its name, its configuration, its tokenizer. Never its weights."""
+"""The parts of a checkpoint that the conductor reads: name, configuration and tokenizer, but no weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The conductor's picture of the cluster and what may be done with it, in one place for the servicers.
+"""The conductor's state: registry, index, planner, decisions and the streams to decode instances.
 
-Owns registry, index, planner, decisions and the streams to decode instances; tells waiters when the picture changes and
-requests when an instance is lost. It has no clock of its own but the event loop's.
+Wakes requests that wait for a change, and fails those whose instance is lost.
 """
 
 from __future__ import annotations
@@ -24,17 +23,16 @@ from services.conductor.planner import Planner
 from services.conductor.registry import Member, Registry, ServedModel
 from services.conductor.steps import StepsPool
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 MAX_EVENT_KEYS = 1 << 16
-"""Keys stored, or removed, in one message: they are taken in one go of the event loop."""
+"""Keys stored, or removed, in one message: one message is applied without a pause of the event loop."""
 
 
 class Cluster:
     """Everything the conductor knows of its instances."""
 
     def __init__(self, config: ConductorConfig, served: ServedModel, channels: Channels) -> None:
-        """Start with nobody."""
         self.channels = channels
         self.registry = Registry(served)
         self.index = PrefixIndex(config.max_index_keys)
@@ -42,13 +40,13 @@ class Cluster:
         self.decisions = Decisions(config.explain_history)
         self.steps = StepsPool(channels)
         self.room_queue = asyncio.Lock()
-        """Held by the one request that looks for room at decode; the others wait for it, first come, first served."""
+        """Held by the request that looks for room at decode; the others wait in order of arrival."""
         self._changed = asyncio.Event()
         self._watched: dict[tuple[str, int], set[Inbox]] = {}
 
     @property
     def watched(self) -> int:
-        """Instances whose loss some request waits to be told of."""
+        """Instances that some request watches for loss."""
         return len(self._watched)
 
     def join(self, hello: conductor_pb2.JoinHello, now: float) -> Member:
@@ -58,7 +56,7 @@ class Cluster:
         if earlier is not None and earlier.instance.incarnation != member.instance.incarnation:
             self._fail_requests(earlier, "was restarted")
             self.steps.lost(earlier.instance)
-        elif earlier is not None:  # the same process came back: what runs there goes on
+        elif earlier is not None:  # the same process came back: its requests go on
             member.prefills, member.decodes, member.placed = earlier.prefills, earlier.decodes, earlier.placed
             member.loads = earlier.loads
         self.index.add_instance(member.id)
@@ -66,7 +64,7 @@ class Cluster:
         return member
 
     def leave(self, member: Member, *, lost: bool) -> None:
-        """Let a member go; with `lost` its requests fail now instead of with their streams."""
+        """Remove a member; with `lost` its requests fail now instead of with their streams."""
         if self.registry.leave(member):
             self.index.remove_instance(member.id)
         if lost:
@@ -77,11 +75,10 @@ class Cluster:
         self._note_change()
 
     def is_member(self, member: Member) -> bool:
-        """Tell whether it has neither left nor been replaced."""
+        """Whether the member has neither left nor been replaced."""
         return self.registry.get(member.id) is member
 
     def report(self, member: Member, load: conductor_pb2.LoadReport, now: float) -> None:
-        """Take a load report."""
         self.registry.report(member, load, now)
         self._note_change()
 
@@ -112,11 +109,11 @@ class Cluster:
                 del self._watched[key]
 
     def released(self) -> None:
-        """Say that room may have become free, so that those who wait for some look again."""
+        """Wake requests that wait for room: some may be free."""
         self._note_change()
 
     def next_change(self) -> asyncio.Event:
-        """Return an event that the next change of the picture sets."""
+        """Return an event that is set when members, loads or room change."""
         return self._changed
 
     def _note_change(self) -> None:
@@ -128,26 +125,24 @@ class Cluster:
             inbox.fail(StreamBroken(f"{member.id} {why}"))
 
 
-class Tails:
-    """Work that goes on after its request has ended, each for a bounded time; closed together."""
+class BackgroundTasks:
+    """Tasks that outlive their request, each for a bounded time; closed together."""
 
     def __init__(self, limit_s: float = 5.0) -> None:
-        """Let each run for `limit_s` seconds at most."""
         self._limit_s = limit_s
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        """Tails not ended."""
         return len(self._tasks)
 
     def adopt(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Run `work` to its end or limit; failures are logged, nobody waits for them."""
+        """Run `work` to its end or limit; a failure is logged."""
         task = asyncio.create_task(self._run(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def aclose(self) -> None:
-        """Cancel what runs still."""
+        """Cancel all tasks."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -158,6 +153,6 @@ class Tails:
             async with asyncio.timeout(self._limit_s):
                 await work()
         except TimeoutError:
-            _log.debug("a tail took too long")
+            log.debug("background task cancelled", limit_s=self._limit_s)
         except Exception as error:
-            _log.debug("a tail failed", error=str(error))
+            log.debug("background task failed", error=str(error))

@@ -9,7 +9,7 @@ from services.conductor.stores import MAX_REPLICAS
 
 
 class ConductorConfig(ServiceConfig):
-    """Takes requests, places them on instances, and keeps the cluster's picture."""
+    """Takes requests, places them on instances, and keeps the state of the cluster."""
 
     listen: ListenAddress = Field(
         "127.0.0.1:50051",
@@ -29,18 +29,18 @@ class ConductorConfig(ServiceConfig):
         1,
         ge=1,
         le=MAX_REPLICAS,
-        description="kvstores that hold a copy of each chain, as far as there are so many; with 2, the loss of one "
-        "costs nothing and a hot prefix is read from two",
+        description="kvstores that hold a copy of each prefix, if there are so many; with 2, the loss of one "
+        "loses no KV and a hot prefix is read from two",
     )
     max_queue: int = Field(1024, ge=1, description="requests served at once; further ones are refused as overloaded")
     heartbeat_s: float = Field(
-        1.0, gt=0, le=60, description="seconds between instances' load reports; silence of three is taken for loss"
+        1.0, gt=0, le=60, description="seconds between instances' load reports; an instance that misses three is lost"
     )
     request_timeout_s: float = Field(
         600.0, gt=0, description="seconds a request may take when the client sets no deadline"
     )
     reserve_timeout_s: float = Field(5.0, gt=0, description="seconds a decode instance may take to promise room")
-    retries: int = Field(3, ge=0, description="times a request is placed anew after an instance or a transfer failed")
+    retries: int = Field(3, ge=0, description="times a request is placed again after an instance or a transfer failed")
     recovery_s: float = Field(
         15.0, ge=0, description="seconds a request whose instance failed waits for another one to appear"
     )

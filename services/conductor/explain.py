@@ -1,4 +1,4 @@
-"""How the last requests were placed, for `Explain`. Pure; bounded: the oldest decision is forgotten first."""
+"""How the last requests were placed, for `Explain`; the oldest decision is dropped first."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ class Decisions:
     """The last `limit` requests' decisions, by request id."""
 
     def __init__(self, limit: int) -> None:
-        """Start with none."""
         self._limit = limit
         self._records: OrderedDict[str, conductor_pb2.ExplainResponse] = OrderedDict()
 
     def __len__(self) -> int:
-        """Decisions kept."""
         return len(self._records)
 
     def placed(self, request_id: str, placement: conductor_pb2.Placement, candidates: Iterable[PrefillChoice]) -> None:

@@ -1,8 +1,7 @@
-"""One request from arrival to its last token: attempts until one brings the answer to its end.
+"""One request from arrival to its last token: place, reserve, prefill, decode; again after a failed attempt.
 
-Owns the order of things (place, reserve, prefill, start, tokens) and that everything reserved comes back on every path.
-A failed attempt is followed by another one with prompt and generated tokens; sampling is a pure function of the
-position, so the stream continues exactly where it was.
+A new attempt starts from the prompt and the tokens generated so far. Sampling is a pure function of the position, so
+the stream continues where it stopped.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor import admission
 from services.conductor.answer import LENGTH, STOP, Answer
 from services.conductor.attempt import Attempt, Placed
-from services.conductor.cluster import Cluster, Tails
+from services.conductor.cluster import BackgroundTasks, Cluster
 from services.conductor.config import ConductorConfig
 from services.conductor.planner import Plan
 from services.conductor.request import ATTEMPT_MARK
 from services.conductor.reserve import Claim, reserve
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 FIRST_BACKOFF_S = 0.05
 BACKOFF_FACTOR = 4.0
 _FINAL = (InvalidRequest, Unsupported)
 _INNER = (TransferFailed, StreamBroken, FrameError, Mismatch)
-"""What instances say to each other; to a client it means that nobody could serve its request."""
+"""Errors between instances; a client is told that its request could not be served."""
 
 Emit = Callable[[conductor_pb2.GenerateResponse], Awaitable[None]]
 
@@ -50,7 +49,13 @@ class Generation:
     """One request being served."""
 
     def __init__(
-        self, cluster: Cluster, tails: Tails, config: ConductorConfig, answer: Answer, deadline: float, emit: Emit
+        self,
+        cluster: Cluster,
+        background: BackgroundTasks,
+        config: ConductorConfig,
+        answer: Answer,
+        deadline: float,
+        emit: Emit,
     ) -> None:
         """Wire the request.
 
@@ -58,7 +63,7 @@ class Generation:
         message to the client and waits for a slow one.
         """
         self._cluster = cluster
-        self._tails = tails
+        self._background = background
         self._config = config
         self._request = answer.request
         self._answer = answer
@@ -71,7 +76,7 @@ class Generation:
         self._stopping = False
 
     def cancel(self) -> None:
-        """End the answer now, with what there is of it, as cancelled."""
+        """End the answer now as cancelled, with the tokens so far."""
         self._stopping = True
         if self._attempt is not None:
             self._attempt.inbox.finish(kv_pb2.FINISH_REASON_CANCELLED)
@@ -82,7 +87,7 @@ class Generation:
 
         Raises:
             Overloaded, Unavailable, InvalidRequest: it was not taken, or cannot be continued.
-            DeadlineExceeded: its deadline has passed.
+            DeadlineExceeded: the request took too long.
         """
         try:
             async with asyncio.timeout(self._deadline - self._clock()):
@@ -105,12 +110,12 @@ class Generation:
                     raise
                 if self._stopping or failures >= self._config.retries:
                     raise _given_up(error, failures + 1) from error
-                _log.warning("placing anew", request=self._request.id, failures=failures + 1, error=str(error))
+                log.warning("placing anew", request=self._request.id, failures=failures + 1, error=str(error))
                 await self._back_off(failures)
                 failures += 1
 
     async def _back_off(self, failures: int) -> None:
-        """Give the cluster's picture time to change; not before the first retry if others can take over."""
+        """Wait before a retry, unless it is the first and other instances can take over."""
         kinds = (kv_pb2.INSTANCE_KIND_PREFILL, kv_pb2.INSTANCE_KIND_DECODE)
         members = [self._cluster.registry.of_kind(kind) for kind in kinds]
         alone = any(all(member.id in self._suspects for member in same) for same in members)
@@ -118,7 +123,7 @@ class Generation:
             await asyncio.sleep(FIRST_BACKOFF_S * BACKOFF_FACTOR**failures)
 
     async def _attempt_at(self, placed: Placed) -> None:
-        attempt = Attempt(self._cluster, self._tails, self._answer, placed, self._deadline)
+        attempt = Attempt(self._cluster, self._background, self._answer, placed, self._deadline)
         self._attempt = attempt
         try:
             async with attempt:
@@ -158,12 +163,12 @@ class Generation:
             request_id=self._request.id,
             placement=self._placement,
             prompt_tokens=len(self._request.prompt),
-            seed=self._request.sampling.seed,
+            seed=self._request.sampling.seed or 0,
         )
         await self._emit(conductor_pb2.GenerateResponse(placed=placed))
 
     async def _place(self, failures: int) -> Placed:
-        """Find a place; waits for room, or for lost instances to come back, as long as it may."""
+        """Find a place; waits for room, or for lost instances to come back, within limits."""
         keys = self._request.keys_with(self._answer.tokens)
         wire_id = f"{self._request.id}{ATTEMPT_MARK}{failures}" if failures else self._request.id
         spec = self._request.sequence(wire_id, self._answer.tokens, keys)
@@ -171,7 +176,7 @@ class Generation:
         try:
             if failures or not self._cluster.room_queue.locked():
                 return await self._try_place(keys, spec, recovering=failures > 0)
-            error = admission.no_room("others are waiting for room already")
+            error = admission.no_room("other requests wait for room already")
         except (Unavailable, Overloaded) as refusal:
             error = refusal
         return await self._wait_for_place(keys, spec, error, recovering=failures > 0)
@@ -179,21 +184,21 @@ class Generation:
     async def _wait_for_place(
         self, keys: Sequence[bytes], spec: kv_pb2.SequenceSpec, error: MoonpoolError, *, recovering: bool
     ) -> Placed:
-        """Look for a place again whenever the cluster's picture changes; one request at a time looks for room."""
+        """Look for a place whenever the cluster changes; one request at a time looks for room."""
         queue = contextlib.nullcontext() if recovering else self._cluster.room_queue
-        patience_s = self._patience(error, recovering=recovering)
-        if self._stopping or patience_s <= 0:
+        limit_s = self._wait_limit_s(error, recovering=recovering)
+        if self._stopping or limit_s <= 0:
             self._cluster.decisions.refused(self._request.id, str(error))
             raise error
         try:
-            async with asyncio.timeout(patience_s), queue:
+            async with asyncio.timeout(limit_s), queue:
                 while True:
                     change = self._cluster.next_change()
                     try:
                         return await self._try_place(keys, spec, recovering=recovering)
                     except (Unavailable, Overloaded) as refusal:
                         error = refusal
-                    if self._stopping or self._patience(error, recovering=recovering) <= 0:
+                    if self._stopping or self._wait_limit_s(error, recovering=recovering) <= 0:
                         break
                     await change.wait()
         except TimeoutError:
@@ -201,7 +206,7 @@ class Generation:
         self._cluster.decisions.refused(self._request.id, str(error))
         raise error
 
-    def _patience(self, error: MoonpoolError, *, recovering: bool) -> float:
+    def _wait_limit_s(self, error: MoonpoolError, *, recovering: bool) -> float:
         """Seconds to wait for the cluster to change after `error`."""
         if recovering:
             return self._config.recovery_s
@@ -217,6 +222,7 @@ class Generation:
             tokens=len(self._request.prompt) + len(self._answer.tokens),
             answer_tokens=self._answer.remaining,
             keys=keys,
+            prompt_key=self._request.prompt_key,
             now=now,
             suspects=self._suspects,
         )
@@ -226,13 +232,13 @@ class Generation:
         assert member is not None, "planned an instance that is not there"
         self._cluster.registry.placed(member)
         source = self._cluster.registry.get(plan.prefill.kvstore) if plan.prefill.kvstore else None
-        claim = Claim.stake(member, spec.request_id, plan.prefill.busy_s, now, source)
+        claim = Claim.take(member, spec.request_id, plan.prefill.busy_s, now, source)
         if not plan.decodes:
             return Placed(plan, spec, claim, None)
         tbt_s = None if recovering else self._request.slo.tbt_s
         try:
             promise, refused = await reserve(
-                self._cluster, self._tails, plan, spec, tbt_s, self._config.reserve_timeout_s
+                self._cluster, self._background, plan, spec, tbt_s, self._config.reserve_timeout_s
             )
         except BaseException:
             claim.release(self._clock())
@@ -241,7 +247,7 @@ class Generation:
         return Placed(plan, spec, claim, promise)
 
     def _admit(self, plan: Plan, now: float) -> None:
-        """Refuse what cannot keep its promise, as long as nothing of it was delivered.
+        """Refuse a request whose SLO is predicted to be missed; only before its first placement.
 
         Raises:
             Overloaded: with reason, prediction and retry time.
@@ -257,7 +263,7 @@ class Generation:
 
 
 def _given_up(error: MoonpoolError, attempts: int) -> MoonpoolError:
-    """What a client is told when the last attempt has failed too."""
+    """The error for the client when the last attempt has failed."""
     if isinstance(error, _INNER):
         return Unavailable(f"given up after {attempts} placements; the last failed: {error}")
     return error

@@ -1,7 +1,6 @@
-"""What one attempt at a request has heard from its instances and not yet handed on.
+"""Tokens of one attempt that have come from its instances and are not handed on yet.
 
-Owns the rule that the answer's tokens continue without loss or doubling. Bounded by the answer's length: tokens that
-come faster than the client reads are gathered, not queued one by one.
+No token is lost or doubled. Tokens that come faster than the client reads are gathered, up to the answer's length.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The prefix index: which instance holds which KV blocks, as far as their events have told.
+"""The prefix index: which instance holds which KV blocks, as far as its events say.
 
-A replica of the instances' own truth: it follows sequence numbers, asks for a resync when one is missing, and drops
-what it doubts, because doubt is a cache miss. Pure: no grpc, asyncio, clock or randomness; knows instances by id only.
+Follows each instance's sequence numbers and asks for a resync when one is missing; doubtful keys are dropped, as that
+is only a cache miss. Pure; knows instances by id.
 
-Each key maps to a bit mask of instances, so that one walk along a chain yields the longest consecutive prefix of all
-instances at once.
+Each key maps to a bit mask of instances, so one walk along a chain gives the longest prefix of every instance.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from itertools import islice
 
 
 class Applied(Enum):
-    """What became of an event message."""
+    """Result of an event message."""
 
     DONE = auto()
-    """It is in the index."""
+    """The index has it."""
     RESYNC = auto()
     """A message before it is missing; the instance's keys were dropped and a snapshot is wanted."""
     IGNORED = auto()
@@ -31,7 +30,7 @@ class _Holder:
     """One instance's part of the index."""
 
     bit: int
-    keys: dict[bytes, None] = field(default_factory=dict)  # in order of arrival, oldest first
+    keys: dict[bytes, int] = field(default_factory=dict)  # version of the last report; oldest key first
     next_sequence: int = 0  # 0 = a snapshot is awaited
     synced: bool = False  # the snapshot was complete
 
@@ -40,20 +39,25 @@ class PrefixIndex:
     """Key -> instances, bounded per instance: beyond the bound an instance's oldest keys are forgotten."""
 
     def __init__(self, max_keys_per_instance: int = 4_000_000) -> None:
-        """Start empty."""
         if max_keys_per_instance < 1:
             raise ValueError("max_keys_per_instance must be positive")
         self._limit = max_keys_per_instance
         self._holders: dict[str, _Holder] = {}
         self._masks: dict[bytes, int] = {}
         self._by_bit: dict[int, str] = {}
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Messages applied so far."""
+        return self._version
 
     def __len__(self) -> int:
         """Distinct keys."""
         return len(self._masks)
 
     def add_instance(self, instance_id: str) -> None:
-        """Make room for an instance; its first message must begin a snapshot. An earlier one of that id is dropped."""
+        """Add an instance, empty; its first message must begin a snapshot. An earlier one of that id is removed."""
         self.remove_instance(instance_id)
         position = next(i for i in range(len(self._by_bit) + 1) if 1 << i not in self._by_bit)
         self._by_bit[1 << position] = instance_id
@@ -82,6 +86,7 @@ class PrefixIndex:
             KeyError: the instance was not added.
         """
         holder = self._holders[instance_id]
+        self._version += 1
         if snapshot_begin:
             self._forget(holder, list(holder.keys))
             holder.synced = False
@@ -116,11 +121,15 @@ class PrefixIndex:
                 self._note(lengths, alive, len(keys))
         return lengths
 
-    def forget(self, instance_id: str, keys: Iterable[bytes]) -> None:
-        """Drop keys that an instance turned out not to have; its own events will tell the truth later."""
+    def forget(self, instance_id: str, keys: Iterable[bytes], version: int) -> None:
+        """Drop keys that an instance was found not to hold, until it reports them again.
+
+        Those that it reported after `version`, the state of the index that promised them, are kept. Unknown instances
+        and keys are fine.
+        """
         holder = self._holders.get(instance_id)
         if holder is not None:
-            self._forget(holder, keys)
+            self._forget(holder, [key for key in keys if holder.keys.get(key, version) <= version])
 
     def held(self, instance_id: str) -> int:
         """Keys listed for an instance; 0 for an unknown one."""
@@ -128,7 +137,7 @@ class PrefixIndex:
         return len(holder.keys) if holder is not None else 0
 
     def synced(self, instance_id: str) -> bool:
-        """Tell whether an instance's snapshot is complete and no message was missed since."""
+        """Whether an instance's snapshot is complete and no message was missed since."""
         holder = self._holders.get(instance_id)
         return holder is not None and holder.synced
 
@@ -146,13 +155,13 @@ class PrefixIndex:
         assert masks == self._masks
 
     def _remember(self, holder: _Holder, keys: Iterable[bytes]) -> None:
-        masks, bit = self._masks, holder.bit
+        masks, bit, version = self._masks, holder.bit, self._version
         for key in keys:
             if key not in holder.keys:
-                holder.keys[key] = None
                 masks[key] = masks.get(key, 0) | bit
+            holder.keys[key] = version
         if len(holder.keys) > self._limit:
-            # Some at once: the first key of a dict is found slowly when many before it were deleted one by one.
+            # Several at once: finding the first key of a dict is slow after many were deleted before it.
             spare = max(1, self._limit // 16) - 1
             surplus = min(len(holder.keys) - self._limit + spare, len(holder.keys))
             self._forget(holder, list(islice(holder.keys, surplus)))

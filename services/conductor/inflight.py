@@ -1,7 +1,7 @@
-"""What the conductor itself has put on an instance and has not come back yet.
+"""What the conductor has placed on an instance and has not ended yet.
 
-Reports lag behind by a heartbeat; without these counters a burst would herd onto the instance that was best before it.
-Pure: time is an argument (seconds of a monotonic clock).
+Load reports lag by a heartbeat; without these counters a burst would go to one instance. Times are arguments, in
+seconds of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PrefillsInFlight:
         self.predicted_s[request_id] = predicted_s
 
     def end(self, request_id: str, now: float) -> None:
-        """The prompt has its first token, or was given up; unknown ids are fine."""
+        """Note that a prompt has its first token or was cancelled; unknown ids are fine."""
         if request_id not in self.predicted_s:
             return
         if next(iter(self.predicted_s)) == request_id:
@@ -36,7 +36,7 @@ class PrefillsInFlight:
         del self.predicted_s[request_id]
 
     def queue_seconds(self, now: float) -> float:
-        """Predicted seconds until all of them are through; the first one's elapsed time counts as worked off."""
+        """Predicted seconds until all of them are done; the time since the first one began is subtracted."""
         if not self.predicted_s:
             return 0.0
         head = next(iter(self.predicted_s.values()))
@@ -67,7 +67,7 @@ class DecodesInFlight:
         self.unreported_blocks.pop(request_id, None)
 
     def reported(self) -> None:
-        """A load report has come: it includes what was promised so far."""
+        """Note a load report: it includes everything promised so far."""
         self.unreported_blocks.clear()
 
     def total_context_tokens(self) -> int:

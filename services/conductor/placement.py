@@ -1,13 +1,9 @@
-"""Where a request goes: Algorithm 1 of the Mooncake paper, with a choice between loading and recomputing.
-
-Pure functions of what the caller knows: no grpc, asyncio, clock or randomness, no state. The same code runs in a
-simulation.
+"""Where a request goes: Algorithm 1 of the Mooncake paper, with a choice between loading and recomputing. Pure.
 
 For each prefill instance the time to first token is predicted as waiting + loading + computing. As in Algorithm 1 a
-prefix held elsewhere is considered only when it is longer than the instance's own by a factor (`balancing_threshold`);
-unlike there it is used only when loading it is predicted to be quicker than recomputing it, and "elsewhere" is a
-kvstore. The least prediction wins; ties go to the instance that was given least so far, so that equals take turns. An
-own prefix of 0 lets any remote prefix be considered.
+prefix in a kvstore is considered only when it is longer than the instance's own by a factor (`balancing_threshold`);
+unlike there it is used only when loading it is predicted to be quicker than recomputing it. The least prediction wins;
+ties go to the instance with the fewest requests so far, so that equals take turns.
 
 A decode instance is chosen by the predicted time of receiving the KV it lacks and generating the expected tokens.
 """
@@ -33,8 +29,8 @@ SPEED_NOISE = 1.5
 """Factor by which measured speeds of identical instances differ on noisy machines."""
 
 DOUBT = 0.95
-"""What is left of an instance's distance to the best prediction each time a request goes elsewhere: only use corrects
-an estimate, so one that was measured in a bad moment must not keep the instance idle for ever."""
+"""Factor on an instance's distance to the best prediction each time a request goes elsewhere. Only use corrects an
+estimate, so a bad measurement must not keep an instance idle for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +67,7 @@ class PrefillView:
     total_blocks: int
     placed: int = 0
     draining: bool = False
-    suspect: bool = False  # failed this request before: only when nobody else is left
+    suspect: bool = False  # failed this request before: used only when no other is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +179,7 @@ def _prefill_exclusion(demand: Demand, view: PrefillView) -> str:
 def rank_decodes(demand: Demand, shape: Shape, decodes: Sequence[DecodeView]) -> list[DecodeChoice]:
     """Return the decode instances that could take the request, best first.
 
-    Those without room by their last report come last and not never: the report may be stale, and their answer to
-    Reserve is the truth.
+    Those without room by their last report come last: the report may be stale, and Reserve decides.
     """
 
     def predict(view: DecodeView) -> DecodeChoice:
@@ -199,7 +194,7 @@ def rank_decodes(demand: Demand, shape: Shape, decodes: Sequence[DecodeView]) ->
     best_s = min((choice.finish_s for _, choice in choices), default=0.0)
 
     def rank(view: DecodeView, choice: DecodeChoice) -> tuple[bool, bool, int, float, int, str]:
-        # Among those that noise alone may tell apart, the one with fewer sequences: else the luckiest start-up
+        # Where predictions differ by less than noise, the one with fewer sequences: otherwise the luckiest start-up
         # measurement draws all light load to one instance.
         doubted_s = best_s + (choice.finish_s - best_s) * DOUBT**view.passed_over
         sequences = view.sequences if doubted_s <= SPEED_NOISE * best_s else sys.maxsize

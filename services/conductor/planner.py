@@ -1,7 +1,4 @@
-"""From what the conductor knows to a plan for one request: views of registry and index, fed to placement.
-
-Owns the translation of loads, in-flight counters and index matches into placement's views. Pure: time is an argument.
-"""
+"""Plans one request: turns loads, counters and index matches into placement's views. Time is an argument."""
 
 from __future__ import annotations
 
@@ -25,18 +22,18 @@ from services.conductor.registry import DECODE, KVSTORE, PREFILL, Member, Regist
 from services.conductor.stores import Forks, StoreView, by_reading, choose_write_back, scores
 
 EXPECTED_ANSWER_TOKENS = 256
-"""Answers are mostly shorter than what they may be; decode instances are compared for at most so many tokens."""
+"""Answers are mostly shorter than their limit; decode instances are compared for at most so many tokens."""
 
 MAX_OTHER_SOURCES = 2
-"""Stores that a prefix may be loaded from should the chosen one fail."""
+"""Further stores to load a prefix from if the chosen one fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Where a request could go, best first.
 
-    `decodes` is empty when decode is not wanted. `sources` are the kvstores that the prefix is loaded from, each in
-    place of the one before; `write_back` are those that shall hold the chain.
+    `decodes` is empty when decode is not wanted. The prefix is loaded from the first of `sources` that answers;
+    `write_back` are the kvstores that shall hold the chain. `index_version` is the state of the index behind the plan.
     """
 
     prefill: PrefillChoice
@@ -45,6 +42,7 @@ class Plan:
     write_back: tuple[StoreView, ...]
     candidates: tuple[PrefillChoice, ...]
     demand: Demand
+    index_version: int
     emulated: bool = False
 
     def placement(self, decode: str) -> conductor_pb2.Placement:
@@ -60,12 +58,11 @@ class Plan:
 
 
 class Planner:
-    """Plans requests; reads registry and index, changes neither; remembers where chains part."""
+    """Plans requests from registry and index, which it only reads; remembers where chains fork."""
 
     def __init__(
         self, registry: Registry, index: PrefixIndex, balancing_threshold: float, kvstore_replicas: int = 1
     ) -> None:
-        """Wire the planner."""
         self._registry = registry
         self._index = index
         self._threshold = balancing_threshold
@@ -78,6 +75,7 @@ class Planner:
         tokens: int,
         answer_tokens: int,
         keys: Sequence[bytes],
+        prompt_key: bytes,
         now: float,
         suspects: Collection[str] = (),
     ) -> Plan:
@@ -87,8 +85,9 @@ class Planner:
             tokens: prompt and, for a continued answer, what was generated before.
             answer_tokens: tokens still to be generated; with 1, prefill alone can serve the request.
             keys: of all full blocks of `tokens`.
+            prompt_key: hash of the prompt, which decides on the store when there is no full block.
             now: seconds of the clock that in-flight counters use.
-            suspects: ids of instances that failed this request before; used only when nobody else is left.
+            suspects: ids of instances that failed this request before; used only when no other is left.
 
         Raises:
             Unavailable: no prefill or no decode instance takes requests.
@@ -105,7 +104,7 @@ class Planner:
             decode_tokens=min(answer_tokens - 1, EXPECTED_ANSWER_TOKENS),
         )
         held = self._index.match(keys)
-        stores = self._store_views(keys, held)
+        stores = self._store_views(keys or [prompt_key], held)
         prefills = [self._prefill_view(m, held, now, suspects) for m in self._of_kind(PREFILL)]
         ranked = rank_prefills(demand, shape, prefills, stores, self._threshold)
         best = ranked[0]
@@ -119,13 +118,16 @@ class Planner:
             write_back=self._write_back(keys, stores),
             candidates=tuple(ranked),
             demand=demand,
+            index_version=self._index.version,
             emulated=self._registry.emulated,
         )
 
     def _store_views(self, keys: Sequence[bytes], held: dict[str, int]) -> list[StoreView]:
         members = [member for member in self._of_kind(KVSTORE) if not member.load.draining]
         longest = max((held.get(member.id, 0) for member in members), default=0)
-        wanted = scores(keys, longest, {member.id: member.capacity_bytes for member in members})
+        # The first block that no store holds decides, which is the first that may be the chain's own.
+        key = keys[min(longest, len(keys) - 1)]
+        wanted = scores(key, {member.id: member.capacity_bytes for member in members})
         return [
             StoreView(
                 id=member.id,
@@ -137,9 +139,7 @@ class Planner:
         ]
 
     def _write_back(self, keys: Sequence[bytes], stores: Sequence[StoreView]) -> tuple[StoreView, ...]:
-        """The stores that shall hold the chain; none for a prompt without a full block."""
-        if not keys:
-            return ()
+        """The stores that shall hold the chain, also for a prompt without a full block: its answer may fill some."""
         longest = max((store.blocks for store in stores), default=0)
         parts = len(stores) > self._replicas and 0 < longest < len(keys)  # else there is nothing to decide
         shared = parts and self._forks.shared(keys[longest - 1], keys[longest])
@@ -168,7 +168,7 @@ class Planner:
 
     def _prefill_view(self, member: Member, held: dict[str, int], now: float, suspects: Collection[str]) -> PrefillView:
         speeds = member.tracker.speeds
-        # What others placed there shows only in reports, what we placed just now only in our own counters.
+        # Requests of other conductors show only in reports, our latest ones only in our own counters.
         reported = speeds.prefill_per_token_s * member.load.queued_tokens
         return PrefillView(
             id=member.id,

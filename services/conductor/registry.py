@@ -1,7 +1,6 @@
-"""Who belongs to the cluster: instances with their incarnations, loads, speeds and what is in flight on them.
+"""The members of the cluster: instances with their incarnations, loads, speeds and what is in flight on them.
 
-Owns the one model that is served: adopted from the first engine that joins, and kept until no engine is left. Pure: no
-grpc, asyncio or randomness; time is an argument. How instances come and go on streams is join.py's business.
+The first engine that joins decides which model is served, until no engine is left. Pure; time is an argument.
 """
 
 from __future__ import annotations
@@ -51,12 +50,10 @@ class Member:
 
     @property
     def id(self) -> str:
-        """Name of the instance."""
         return self.instance.id
 
     @property
     def kind(self) -> kv_pb2.InstanceKind.ValueType:
-        """What it does."""
         return self.instance.kind
 
 
@@ -64,7 +61,6 @@ class Registry:
     """The members, at most one per instance id: the last that joined."""
 
     def __init__(self, served: ServedModel) -> None:
-        """Start with nobody."""
         self._served = served
         self._members: dict[str, Member] = {}
         self._model: conductor_pb2.ModelInfo | None = None
@@ -75,11 +71,9 @@ class Registry:
         return iter(list(self._members.values()))
 
     def __len__(self) -> int:
-        """Number of members."""
         return len(self._members)
 
     def get(self, instance_id: str) -> Member | None:
-        """The member of that id."""
         return self._members.get(instance_id)
 
     def of_kind(self, kind: kv_pb2.InstanceKind.ValueType) -> list[Member]:
@@ -99,7 +93,7 @@ class Registry:
 
     @property
     def emulated(self) -> bool:
-        """Compute of the engines is emulated. An emulated engine and a real one never share a namespace."""
+        """Whether compute is emulated; emulated and real engines never share a namespace."""
         return self._model is not None and self._model.emulated != ""
 
     @property
@@ -109,7 +103,7 @@ class Registry:
 
     @property
     def ready(self) -> bool:
-        """Requests can be served: at least one prefill and one decode instance take some."""
+        """Whether at least one prefill and one decode instance take requests."""
         return all(any(not member.load.draining for member in self.of_kind(kind)) for kind in ENGINES)
 
     def join(self, hello: conductor_pb2.JoinHello, now: float) -> Member:
@@ -117,7 +111,7 @@ class Registry:
 
         Raises:
             InvalidRequest: the hello is incomplete.
-            Mismatch: it serves something else than the conductor or the other engines; names the field.
+            Mismatch: it serves another model than the conductor or the other engines; names the field.
         """
         instance = hello.instance
         self.check(hello)
@@ -149,14 +143,14 @@ class Registry:
             self._check_model(hello)
 
     def placed(self, member: Member) -> None:
-        """A request was placed on a member, and so on none of the others of its kind."""
+        """Count a request placed on a member, and passed over by the others of its kind."""
         for other in self.of_kind(member.kind):
             other.passed_over += 1
         member.placed += 1
         member.passed_over = 0
 
     def leave(self, member: Member) -> bool:
-        """Let a member go; False when it was replaced by a later incarnation or had left."""
+        """Remove a member; False when it was replaced by a later incarnation or had left."""
         if self._members.get(member.id) is not member:
             return False
         del self._members[member.id]
@@ -164,7 +158,6 @@ class Registry:
         return True
 
     def report(self, member: Member, load: conductor_pb2.LoadReport, now: float) -> None:
-        """Take a member's load report."""
         member.load = load
         member.last_heard = now
         member.decodes.reported()

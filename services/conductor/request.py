@@ -1,21 +1,22 @@
-"""From a client's message to a request in the domain: every field checked, every default set.
+"""From a client's message to a valid request: every field checked, every default set.
 
-Owns what is valid. It tokenises, hence is meant to run on a worker thread; it knows neither grpc nor instances.
+Tokenises the prompt, so it runs on a worker thread.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from moonpool.checkpoint import ModelConfig, Tokenizer
+from moonpool.contracts import sampling_from_proto, sampling_to_proto
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.kv.layout import KVLayout
-from moonpool.sched.limits import check_end_tokens, check_sampling, with_defaults
+from moonpool.sampling import SamplingParams, check_end_tokens
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.admission import Slo
 
@@ -40,12 +41,12 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A valid request. `sampling` has every field set; `end_token_ids` end the generation."""
+    """A valid request. `sampling` has a seed; `end_token_ids` end the generation."""
 
     id: str
     tenant: str
     prompt: array[int]
-    sampling: kv_pb2.Sampling
+    sampling: SamplingParams
     stops: tuple[str, ...]
     end_token_ids: tuple[int, ...]
     slo: Slo
@@ -57,6 +58,10 @@ class Request:
     def max_tokens(self) -> int:
         """Tokens to generate at most."""
         return self.sampling.max_tokens
+
+    @property
+    def prompt_key(self) -> BlockKey:
+        return block_keys(self.chain_root, self.prompt, len(self.prompt))[0]
 
     def ends_with(self, token_id: int, generated: int) -> bool:
         """Tell whether `token_id`, being the `generated`-th token of the answer, is its regular end."""
@@ -79,7 +84,7 @@ class Request:
             token_ids=tokens_to_bytes(self.prompt + generated),
             prompt_tokens=len(self.prompt),
             block_keys=pack_keys(keys),
-            sampling=self.sampling,
+            sampling=sampling_to_proto(self.sampling),
             end_token_ids=self.end_token_ids,
             tenant=self.tenant,
             chain_root=self.chain_root,
@@ -122,7 +127,7 @@ def read_request(
 
 
 def _check_envelope(message: conductor_pb2.GenerateRequest, served: Served) -> None:
-    # A newer client's field, left out in silence, would be an answer to another question.
+    # Ignoring a newer client's field would answer another request than the one asked.
     for field, part in (("", message), ("sampling", message.sampling), ("slo", message.slo)):
         unknown = UnknownFieldSet(part)
         if len(unknown):
@@ -132,7 +137,7 @@ def _check_envelope(message: conductor_pb2.GenerateRequest, served: Served) -> N
     _require("request_id", printable, f"printable characters other than {ATTEMPT_MARK!r} only")
     _require("tenant", len(message.tenant) <= MAX_TENANT_CHARS, f"at most {MAX_TENANT_CHARS} characters")
     _require("model", message.model in ("", served.name), f"only {served.name!r} is served, not {message.model!r}")
-    _require("from_position", message.from_position == 0, "taking up a broken stream is not supported yet")
+    _require("from_position", message.from_position == 0, "resuming a stream is not supported yet")
 
 
 def _read_prompt(message: conductor_pb2.GenerateRequest, served: Served) -> array[int]:
@@ -142,7 +147,7 @@ def _read_prompt(message: conductor_pb2.GenerateRequest, served: Served) -> arra
             field = "prompt"
             _require(field, message.text != "", "must not be empty")
             _check_chars(field, len(message.text), served)
-            tokens = array("i", served.tokenizer.encode(message.text))
+            tokens = _encode(field, message.text, served, add_special=True)
         case "tokens":
             field = "token_ids"
             _check_length(field, len(message.tokens.token_ids), served)
@@ -152,7 +157,7 @@ def _read_prompt(message: conductor_pb2.GenerateRequest, served: Served) -> arra
             _require(field, 0 < len(message.chat.messages) <= served.max_tokens, f"1 to {served.max_tokens} turns")
             _check_chars(field, sum(len(turn.role) + len(turn.content) for turn in message.chat.messages), served)
             turns = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
-            tokens = array("i", served.tokenizer.apply_chat_template(turns))
+            tokens = _encode(field, served.tokenizer.render_chat(turns), served, add_special=False)
         case _:
             raise InvalidRequest("prompt", "one of text, tokens and chat must be set")
     _check_length(field, len(tokens), served)
@@ -167,23 +172,32 @@ def _check_length(field: str, tokens: int, served: Served) -> None:
     _require(field, tokens < served.max_tokens, f"the prompt has {tokens} tokens; {room}")
 
 
+def _encode(field: str, text: str, served: Served, *, add_special: bool) -> array[int]:
+    """Tokenise a text; one that is too long is refused before it costs more than one that is not."""
+    longer = served.tokenizer.is_longer(text, served.max_tokens)
+    _require(field, not longer, f"the prompt has more than {served.max_tokens} tokens, the model's length")
+    return array("i", served.tokenizer.encode(text, add_special))
+
+
 def _check_chars(field: str, chars: int, served: Served) -> None:
-    """Refuse text that must be too long before it is tokenised, which takes about a second per million characters."""
+    """Refuse text that is too long whatever its tokens are, before it is looked at."""
     limit = served.max_tokens * served.tokenizer.longest_token_chars
     _require(field, chars <= limit, f"{chars} characters make more than {served.max_tokens} tokens, the model's length")
 
 
 def _read_sampling(
     given: kv_pb2.Sampling, served: Served, prompt_tokens: int, draw_seed: Callable[[], int]
-) -> kv_pb2.Sampling:
-    """Return the parameters with all defaults set; `max_tokens` is cut to what the model's length leaves."""
-    sampling = with_defaults(given)
-    if not given.HasField("seed"):
-        sampling.seed = draw_seed()
-    check_sampling(sampling, served.config.vocab_size)
-    sampling.max_tokens = min(sampling.max_tokens, served.max_tokens - prompt_tokens)
-    sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
-    return sampling
+) -> SamplingParams:
+    """Return the checked parameters with a seed; `max_tokens` is cut to what the model's length leaves."""
+    params = sampling_from_proto(given)
+    params.check(served.config.vocab_size)
+    max_tokens = min(params.max_tokens, served.max_tokens - prompt_tokens)
+    return replace(
+        params,
+        seed=draw_seed() if params.seed is None else params.seed,
+        max_tokens=max_tokens,
+        min_tokens=min(params.min_tokens, max_tokens),
+    )
 
 
 def _read_slo(slo: conductor_pb2.Slo) -> Slo:

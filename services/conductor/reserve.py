@@ -1,7 +1,7 @@
-"""Taking a place at a prefill instance (a count of ours), and getting a promise of room from a decode instance.
+"""Counts a prompt on a prefill instance, and asks decode instances for a promise of room.
 
-Owns giving both back when nobody waits any more. Counted from the moment of choosing: a burst of requests would
-otherwise herd onto one instance while its answers are under way.
+Both count from the moment of choosing; otherwise a burst of requests would go to one instance while its answers are
+under way.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from services.conductor.admission import NO_DECODE_ROOM, NO_ROOM_RETRY_S
-from services.conductor.cluster import Cluster, Tails
+from services.conductor.cluster import BackgroundTasks, Cluster
 from services.conductor.placement import Demand
 from services.conductor.planner import Plan
 from services.conductor.registry import Member
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class Promise:
 
     @property
     def decode(self) -> kv_pb2.Instance:
-        """Who promised."""
+        """The instance that promised."""
         return self.member.instance
 
     def release(self) -> None:
-        """Count it no longer; may be called again. Telling decode is `StepsStream.cancel`'s business."""
+        """Stop counting it; may be called again. `StepsStream.cancel` tells decode."""
         self.member.decodes.end(self.sequence_id)
 
 
@@ -47,7 +47,7 @@ class Promise:
 class Claim:
     """A prompt's place in a prefill instance's queue, counted on its member until `release`.
 
-    As long it counts on `source`, too, the kvstore that it loads a prefix from.
+    It also counts on `source`, the kvstore that it loads a prefix from.
     """
 
     member: Member
@@ -55,7 +55,7 @@ class Claim:
     source: Member | None = None
 
     @classmethod
-    def stake(cls, member: Member, sequence_id: str, busy_s: float, now: float, source: Member | None = None) -> Claim:
+    def take(cls, member: Member, sequence_id: str, busy_s: float, now: float, source: Member | None = None) -> Claim:
         """Count the prompt from now on, so that the next one placed sees it."""
         member.prefills.begin(sequence_id, busy_s, now)
         if source is not None:
@@ -63,7 +63,7 @@ class Claim:
         return cls(member, sequence_id, source)
 
     def release(self, now: float) -> None:
-        """Count it no longer; may be called again."""
+        """Stop counting it; may be called again."""
         self.member.prefills.end(self.sequence_id, now)
         if self.source is not None:
             self.source.loads.discard(self.sequence_id)
@@ -71,7 +71,7 @@ class Claim:
 
 async def reserve(
     cluster: Cluster,
-    tails: Tails,
+    background: BackgroundTasks,
     plan: Plan,
     spec: kv_pb2.SequenceSpec,
     tbt_slo_s: float | None,
@@ -100,11 +100,11 @@ async def reserve(
         if member is None:
             continue
         try:
-            return await _ask(cluster, tails, member, plan.demand, request, timeout_s), failed
+            return await _ask(cluster, background, member, plan.demand, request, timeout_s), failed
         except Overloaded as error:
             refusal = error
         except MoonpoolError as error:
-            _log.warning("cannot reserve", decode=member.id, request=spec.request_id, error=str(error))
+            log.warning("cannot reserve", decode=member.id, request=spec.request_id, error=str(error))
             failure = error
             failed.add(member.id)
     if refusal is not None:
@@ -123,7 +123,7 @@ async def reserve(
 
 async def _ask(
     cluster: Cluster,
-    tails: Tails,
+    background: BackgroundTasks,
     member: Member,
     demand: Demand,
     request: decode_pb2.ReserveRequest,
@@ -133,7 +133,7 @@ async def _ask(
     member.decodes.begin(sequence_id, demand.prompt_tokens, demand.total_blocks)
     cluster.registry.placed(member)
     try:
-        target = await _call(cluster, tails, member, request, timeout_s)
+        target = await _call(cluster, background, member, request, timeout_s)
         if target.decode.incarnation != member.instance.incarnation:
             cluster.steps.get(target.decode).cancel(sequence_id, target)
             raise Unavailable(f"{member.id} was restarted")
@@ -144,7 +144,7 @@ async def _ask(
 
 
 async def _call(
-    cluster: Cluster, tails: Tails, member: Member, request: decode_pb2.ReserveRequest, timeout_s: float
+    cluster: Cluster, background: BackgroundTasks, member: Member, request: decode_pb2.ReserveRequest, timeout_s: float
 ) -> kv_pb2.TransferTarget:
     stub = DecodeServiceStub(cluster.channels.get(member.instance.address))
 
@@ -157,10 +157,10 @@ async def _call(
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from None
     except asyncio.CancelledError:
-        # The promise may be on its way: wait for it in the background, then give it back.
+        # A promise may still come: wait for it in the background, then cancel it.
         async def undo() -> None:
             late = await asked
             cluster.steps.get(member.instance).cancel(request.sequence.request_id, late.target)
 
-        tails.adopt(undo)
+        background.adopt(undo)
         raise

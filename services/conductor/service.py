@@ -1,4 +1,4 @@
-"""A conductor from its settings to its end: what is built in which order, and how it drains."""
+"""Builds a conductor from its settings, runs it, and drains it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.checkpoint import Checkpoint
-from services.conductor.cluster import Cluster, Tails
+from services.conductor.cluster import BackgroundTasks, Cluster
 from services.conductor.config import ConductorConfig
 from services.conductor.servicer import ConductorServicer
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 DESCRIPTOR = conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
 DRAIN_MARGIN = 0.8
@@ -36,10 +36,10 @@ async def conductor(
         tokenizing = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "tokenize"))
         channels = await stack.enter_async_context(Channels())
         cluster = Cluster(config, checkpoint.served(), channels)
-        tails = Tails()
+        background = BackgroundTasks()
         stack.push_async_callback(cluster.steps.aclose)
-        stack.push_async_callback(tails.aclose)
-        servicer = ConductorServicer(config, checkpoint, cluster, tails, tokenizing, spans)
+        stack.push_async_callback(background.aclose)
+        servicer = ConductorServicer(config, checkpoint, cluster, background, tokenizing, spans)
         metrics = Metrics(config.service())
         metrics.watch(servicer.gauges)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
@@ -60,7 +60,7 @@ async def serve(context: ProcessContext, config: ConductorConfig) -> None:
     """
     checkpoint = await asyncio.to_thread(Checkpoint.load, config.model)
     async with conductor(config, checkpoint, context.incarnation, context.spans) as (servicer, address):
-        _log.info("serving", address=address, model=checkpoint.name)
+        log.info("serving", address=address, model=checkpoint.name)
         context.announce(address)
         await context.stopping.wait()
         await servicer.drain(config.drain_s * DRAIN_MARGIN)

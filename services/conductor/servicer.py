@@ -1,4 +1,4 @@
-"""ConductorService: the contract's messages to the domain and back. Method names are the contract's."""
+"""ConductorService: translates between the contract's messages and the domain."""
 
 # ruff: noqa: N802
 
@@ -18,7 +18,7 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor import admission
 from services.conductor.answer import Answer
 from services.conductor.checkpoint import Checkpoint
-from services.conductor.cluster import Cluster, Tails
+from services.conductor.cluster import BackgroundTasks, Cluster
 from services.conductor.config import ConductorConfig
 from services.conductor.generate import Generation
 from services.conductor.join import JoinServer
@@ -37,15 +37,15 @@ class ConductorServicer:
         config: ConductorConfig,
         checkpoint: Checkpoint,
         cluster: Cluster,
-        tails: Tails,
+        background: BackgroundTasks,
         tokenizing: ThreadPoolExecutor,
         spans: Recorder,
     ) -> None:
-        """Wire the servicer; `set_instance` must be called before the first request."""
+        """`set_instance` must be called before the first request."""
         self._config = config
         self._checkpoint = checkpoint
-        self._cluster = cluster
-        self._tails = tails
+        self.cluster = cluster
+        self._background = background
         self._tokenizing = tokenizing
         self._spans = spans
         self._joins = JoinServer(cluster, config.heartbeat_s)
@@ -58,10 +58,10 @@ class ConductorServicer:
         self.gauges = self._make_gauges()
 
     def set_instance(self, instance: kv_pb2.Instance) -> None:
-        """Say who we are, once the port is known."""
+        """Fill in this conductor's address, once the port is known."""
         self._instance.CopyFrom(instance)
         self._joins.conductor.CopyFrom(instance)
-        self._cluster.steps.conductor.CopyFrom(instance)
+        self.cluster.steps.conductor.CopyFrom(instance)
 
     async def drain(self, limit_s: float) -> None:
         """Take no new requests, let those that run end within `limit_s`, then end them as cancelled."""
@@ -76,7 +76,6 @@ class ConductorServicer:
         self._joins.stop()
 
     async def Generate(self, request: conductor_pb2.GenerateRequest, context: _GenerateContext) -> None:
-        """Serve one request."""
         arrived = time.monotonic()
         request_id = request.request_id or secrets.token_hex(8)
         if self._draining:
@@ -105,12 +104,12 @@ class ConductorServicer:
             self._tokenizing, read_request, message, served, request_id, lambda: secrets.randbits(64)
         )
         answer = Answer.begin(request, served, arrived)
-        generation = Generation(self._cluster, self._tails, self._config, answer, deadline, context.write)
+        generation = Generation(self.cluster, self._background, self._config, answer, deadline, context.write)
         self._running[request_id] = generation
         await generation.run()
 
     def _served_now(self) -> Served:
-        model, layout = self._cluster.registry.model, self._cluster.registry.layout
+        model, layout = self.cluster.registry.model, self.cluster.registry.layout
         if model is None or layout is None:
             raise Unavailable("no prefill and no decode instance has joined")
         checkpoint = self._checkpoint
@@ -123,19 +122,19 @@ class ConductorServicer:
         await self._joins.serve(context)
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: object) -> conductor_pb2.ExplainResponse:
-        """Tell how a request was placed."""
-        return self._cluster.decisions.get(request.request_id)
+        """Return how a request was placed."""
+        return self.cluster.decisions.get(request.request_id)
 
     async def ClusterState(
         self, request: conductor_pb2.ClusterStateRequest, context: object
     ) -> conductor_pb2.ClusterStateResponse:
         """List the instances."""
-        registry = self._cluster.registry
+        registry = self.cluster.registry
         instances = [
             conductor_pb2.InstanceState(
                 instance=member.instance,
                 load=member.load,
-                indexed_blocks=self._cluster.index.held(member.id),
+                indexed_blocks=self.cluster.index.held(member.id),
                 total_blocks=member.total_blocks,
             )
             for member in registry
@@ -158,11 +157,10 @@ class ConductorServicer:
     async def ConductorStats(
         self, request: conductor_pb2.ConductorStatsRequest, context: object
     ) -> conductor_pb2.ConductorStatsResponse:
-        """Everything the conductor holds."""
         return conductor_pb2.ConductorStatsResponse(instance=self._instance, gauges=self.gauges.read())
 
     def _make_gauges(self) -> Gauges:
-        cluster = self._cluster
+        cluster = self.cluster
         return Gauges(
             [
                 ("requests_running", lambda: len(self._running), 0),
@@ -172,7 +170,7 @@ class ConductorServicer:
                 ("decodes_in_flight", lambda: sum([len(m.decodes) for m in cluster.registry.of_kind(DECODE)]), 0),
                 ("loads_in_flight", lambda: sum([len(m.loads) for m in cluster.registry.of_kind(KVSTORE)]), 0),
                 ("watched_instances", lambda: cluster.watched, 0),
-                ("tails", lambda: len(self._tails), 0),
+                ("background_tasks", lambda: len(self._background), 0),
                 ("steps_messages_unsent", lambda: cluster.steps.unsent, 0),
                 ("looking_for_room", cluster.room_queue.locked, 0),
                 ("decode_blocks_unreported", lambda: self._unreported_blocks(), 0),
@@ -185,4 +183,4 @@ class ConductorServicer:
         )
 
     def _unreported_blocks(self) -> int:
-        return sum(member.decodes.total_unreported_blocks() for member in self._cluster.registry.of_kind(DECODE))
+        return sum(member.decodes.total_unreported_blocks() for member in self.cluster.registry.of_kind(DECODE))

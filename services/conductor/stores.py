@@ -1,11 +1,9 @@
 """Which kvstore a chain is read from and which ones its new blocks go to (docs/stores.md has the reasons).
 
-A store is of use for the leading blocks of a chain only, so the unit of placement is the whole chain: what a store
-holds of it, it holds from the first block on. Whoever holds most of a chain keeps it. A chain that nobody holds, or
-that parts here from a prefix which many share, goes to the stores that rendezvous hashing picks by the first block it
-does not share.
-
-Pure: no grpc, asyncio, clock or randomness. `Forks` remembers, everything else is a function of what the caller knows.
+Only leading blocks of a chain are of use, so the unit of placement is the whole chain: a store holds it from the first
+block on. The store that holds most of a chain keeps it. A chain that no store holds, or that leaves a prefix which many
+chains share, goes to the stores that rendezvous hashing picks by its first own block. Pure, except that `Forks` has
+memory.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from dataclasses import dataclass
 from moonpool.kv import rendezvous
 
 SHARED_BY = 4
-"""A prefix that so many chains have continued in different ways is shared: more than a turn that was asked again."""
+"""A prefix that so many different chains continue is shared; fewer may be one turn asked again."""
 
 MAX_FORKS = 1 << 14
 MAX_REPLICAS = 8
@@ -27,8 +25,8 @@ MAX_REPLICAS = 8
 class StoreView:
     """A kvstore as a request sees it.
 
-    `blocks` are the leading blocks of the request's chain it holds, `busy` the sessions it serves, `score` how much
-    rendezvous hashing wants the chain there.
+    `blocks` are the leading blocks of the request's chain it holds, `busy` the sessions it serves, `score` that of
+    rendezvous hashing.
     """
 
     id: str
@@ -38,15 +36,15 @@ class StoreView:
 
 
 def by_reading(stores: Sequence[StoreView]) -> list[StoreView]:
-    """Return the stores in the order in which the chain had best be read: longest prefix, least busy, score."""
+    """Return the stores in the order to read the chain from: longest prefix, least busy, highest score."""
     return sorted(stores, key=lambda store: (-store.blocks, store.busy, -store.score, store.id))
 
 
 def choose_write_back(stores: Sequence[StoreView], copies: int, *, shared: bool = False) -> list[StoreView]:
-    """Return the stores that shall hold the chain, at most `copies` of them, the most wanted first.
+    """Return the stores that shall hold the chain, at most `copies` of them, best first.
 
-    A store that holds at least half of what the best one does keeps the chain: it is quicker filled up than another
-    is filled. With `shared`, nobody has it yet but for a prefix that is not its own, and the score alone decides.
+    A store that holds at least half of what the best one does keeps the chain: completing it is quicker than filling
+    another. With `shared`, stores hold only a prefix that many chains share, and the score alone decides.
     """
     half = max((store.blocks for store in stores), default=0) / 2
 
@@ -64,37 +62,30 @@ def weights(capacities: Mapping[str, int]) -> dict[str, float]:
     return {name: float(capacity) if capacity > 0 else usual for name, capacity in capacities.items()}
 
 
-def scores(keys: Sequence[bytes], longest: int, capacities: Mapping[str, int]) -> dict[str, float]:
-    """Return how much each store wants a chain of which the best holder has `longest` leading blocks.
-
-    The first block that nobody holds decides, the first that may be the chain's own; without one it is the last.
-    """
-    if not keys:
-        return dict.fromkeys(capacities, 0.0)
-    key = keys[min(longest, len(keys) - 1)]
+def scores(key: bytes, capacities: Mapping[str, int]) -> dict[str, float]:
+    """Return the score of each store for a key by weighted rendezvous hashing; the highest is preferred."""
     return {name: rendezvous.score(key, name, weight) for name, weight in weights(capacities).items()}
 
 
 class Forks:
-    """Where chains part: for each last held block the different blocks that followed it, in bounded memory.
+    """Where chains fork: for each last held block the different blocks that followed it, in bounded memory.
 
-    A conversation's next turn follows its tip, once. A block that ever new chains follow ends a prefix that they share,
-    a system prompt, and those chains need not stay together. What was forgotten is learnt again.
+    A conversation's next turn follows its last block once. A block that many different chains follow ends a prefix that
+    they share, such as a system prompt, and those chains may go to different stores.
     """
 
     def __init__(self, max_blocks: int = MAX_FORKS) -> None:
-        """Remember nothing; beyond `max_blocks` blocks, the ones that were not met for longest are forgotten."""
+        """Start empty; beyond `max_blocks` blocks, the least recently met are dropped."""
         if max_blocks < 1:
             raise ValueError("max_blocks must be positive")
         self._limit = max_blocks
         self._followers: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Blocks remembered."""
         return len(self._followers)
 
     def shared(self, block: bytes, follower: bytes) -> bool:
-        """Note that a chain goes on from `block` with `follower`; tell whether `block` ends a shared prefix."""
+        """Note that a chain continues `block` with `follower`; return whether `block` ends a shared prefix."""
         known = self._followers.pop(block, ())
         if len(known) < SHARED_BY and follower not in known:
             known = (*known, follower)
@@ -104,7 +95,7 @@ class Forks:
         return len(known) >= SHARED_BY
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the memory is not what it says."""
+        """Raise AssertionError when the memory is inconsistent."""
         assert len(self._followers) <= self._limit
         for known in self._followers.values():
             assert 0 < len(set(known)) == len(known) <= SHARED_BY

@@ -1,4 +1,4 @@
-"""An answer's text as its tokens come: detokenised, and cut before a stop string. Pure."""
+"""An answer's text: detokenised as tokens come, and cut before a stop string."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Receives KV: one object per stream from a prefill process, writing slices where they belong.
-
-Owns the check of every frame (stream, transfer, generation, checksum, sizes, once only) before a byte of it is written.
-Knows nothing of what happens to a sequence afterwards: `arrived` and `end` are told.
-"""
+"""Receives KV: one object per stream from a prefill process. Each frame is checked before its slices are written."""
 
 import time
 from collections.abc import Callable
@@ -16,47 +12,47 @@ from moonpool.streams.receiving import FrameReceiver
 from moonpool.streams.transfer import InboundTransfer, TransferState
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import decode_pb2, kv_pb2
-from services.decode.seats import Seat, Seats
+from services.decode.requests import DecodeRequest, RequestTable
 
 log = get_logger(__name__)
 
 
 class Receiver:
-    """One stream's receiving end.
+    """The receiving end of one stream.
 
     Args:
-        sender: who sends.
-        instance: who we are.
-        seats: whose KV may come.
-        pool: where it goes.
-        arrived: told when all KV of a seat has come.
-        end: ends a seat, with the reason; answers on this stream.
-        on_change: blocks were bound.
+        sender: the prefill instance.
+        instance: this instance.
+        requests: all requests of the instance.
+        pool: KV is written there.
+        arrived: called when all KV of a request has come.
+        end: ends a request, with the reason.
+        notify: called when blocks were bound.
     """
 
     def __init__(
         self,
         sender: kv_pb2.Instance,
         instance: kv_pb2.Instance,
-        seats: Seats,
+        requests: RequestTable,
         pool: KVPool,
-        arrived: Callable[[Seat], None],
-        end: Callable[[Seat, str], None],
-        on_change: Callable[[], None],
+        arrived: Callable[[DecodeRequest], None],
+        end: Callable[[DecodeRequest, str], None],
+        notify: Callable[[], None],
     ) -> None:
         self.outbox = Outbox()
         self.received_bytes = 0
         self.stray_frames = 0
         self._sender = sender
         self._instance = instance
-        self._seats = seats
+        self._requests = requests
         self._pool = pool
         self._layout: KVLayout = pool.layout
         self._arrived = arrived
         self._end = end
-        self._on_change = on_change
+        self._notify = notify
         self._credits = FrameReceiver()
-        self._receiving: set[int] = set()  # transfers that were opened here and have no verdict
+        self._receiving: dict[int, DecodeRequest] = {}  # by transfer id: opened on this stream, without a verdict
 
     @property
     def credits_kept(self) -> int:
@@ -71,8 +67,8 @@ class Receiver:
         """Takes one message.
 
         Raises:
-            InvalidRequest: it has no business here; the stream cannot go on.
-            StreamBroken: the sender reads nothing of what it is told.
+            InvalidRequest: a stream has no such message here; the stream cannot go on.
+            StreamBroken: the sender does not read the answers.
         """
         match message.WhichOneof("message"):
             case "open":
@@ -92,22 +88,19 @@ class Receiver:
             complete=transfer.state is TransferState.COMPLETE,
             reason=transfer.reason,
         )
-        self._receiving.discard(transfer.transfer_id)
+        self._receiving.pop(transfer.transfer_id, None)
         credit = None if self._receiving else self._credits.idle()
         if credit is not None:
             self._post(decode_pb2.ReceiveKVResponse(credit=credit))
 
     def broken(self) -> None:
-        """The stream has ended: what it had not brought whole will not come."""
+        """Ends the requests whose KV was not complete when the stream ended."""
         self.outbox.close(StreamBroken("the sender's stream ended"))
-        for seat in self._seats:
-            if seat.source is self:
-                seat.source = None
-                if not seat.complete:
-                    self._end(seat, "the sender's stream broke")
+        for request in list(self._receiving.values()):
+            self._end(request, "the sender's stream broke")
 
     def _open(self, message: decode_pb2.TransferOpen) -> None:
-        seat = self._seats.get(message.transfer_id, message.generation)
+        request = self._requests.get(message.transfer_id, message.generation)
         if message.decode_incarnation != self._instance.incarnation:
             self._answer(
                 message.transfer_id,
@@ -116,59 +109,59 @@ class Receiver:
                 reason="promised by an earlier life of this instance",
             )
             return
-        if seat is None:
+        if request is None:
             self._answer(message.transfer_id, message.generation, complete=False, reason="no such transfer (any more)")
             return
         try:
-            self._seats.bind(seat, time.monotonic())
+            self._requests.bind(request, self.verdict, time.monotonic())
         except TransferFailed as error:
             self._answer(message.transfer_id, message.generation, complete=False, reason=str(error))
             return
-        seat.source = self
-        self._receiving.add(message.transfer_id)
-        self._on_change()
-        if seat.complete:
-            self._complete(seat)
+        self._receiving[message.transfer_id] = request
+        self._notify()
+        if request.complete:
+            self._complete(request)
 
     def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
         self.received_bytes += payload.nbytes
-        seat = self._seats.get(header.session, header.generation)
-        if seat is None or seat.source is not self or seat.transfer.state is not TransferState.RECEIVING:
-            # Its transfer has ended here while it was on its way, and its blocks may be somebody else's by now.
+        request = self._requests.get(header.session, header.generation)
+        if request is None or header.session not in self._receiving:
+            # The transfer has ended while the frame was on its way; its blocks may belong to another request by now.
             self.stray_frames += 1
         else:
-            self._write(seat, header, payload)
+            self._write(request, header, payload)
         credit = self._credits.consumed(payload.nbytes, idle=not self._receiving)
         if credit is not None:
             self.outbox.post(decode_pb2.ReceiveKVResponse(credit=credit))
 
-    def _write(self, seat: Seat, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
+    def _write(self, request: DecodeRequest, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
         try:
-            for run, data, hashes in seat.transfer.opener.open(header, payload):
-                seat.transfer.accept(run, time.monotonic())
+            for run, data, hashes in request.transfer.opener.open(header, payload):
+                request.transfer.accept(run, time.monotonic())
                 for (index, _, piece), value in zip(split_run(run, data, self._layout), hashes, strict=True):
-                    self._pool.write(run.layer, seat.block_table[index], piece, value)
+                    self._pool.write(run.layer, request.block_table[index], piece, value)
         except (FrameError, TransferFailed) as error:
-            log.warning("bad frame", sender=self._sender.id, request=seat.arrival.request_id, reason=str(error))
-            if seat.complete:  # nothing is missing, so what was wrong came on top of it: the KV itself is whole
-                self._complete(seat)
+            log.warning("bad frame", sender=self._sender.id, request=request.incoming.request_id, reason=str(error))
+            if request.complete:  # all slices had come before the bad one
+                self._complete(request)
             else:
-                self._end(seat, str(error))
+                self._end(request, str(error))
             return
-        if seat.complete:
-            self._complete(seat)
+        if request.complete:
+            self._complete(request)
 
-    def _complete(self, seat: Seat) -> None:
-        self._seats.completed(seat)
-        self.verdict(seat.transfer)
-        self._arrived(seat)
+    def _complete(self, request: DecodeRequest) -> None:
+        self._requests.completed(request)
+        self.verdict(request.transfer)
+        self._arrived(request)
 
     def _close(self, message: decode_pb2.TransferClose) -> None:
-        seat = self._seats.get(message.transfer_id, message.generation)
-        if seat is None or seat.source is not self or seat.transfer.done:
+        request = self._requests.get(message.transfer_id, message.generation)
+        if request is None or message.transfer_id not in self._receiving:
             return
         self._end(
-            seat, "the sender gave up" if message.aborted else f"closed with {seat.transfer.missing()} slices missing"
+            request,
+            "the sender gave up" if message.aborted else f"closed with {request.transfer.missing()} slices missing",
         )
 
     def _answer(self, transfer_id: int, generation: int, *, complete: bool, reason: str) -> None:
@@ -182,4 +175,4 @@ class Receiver:
         try:
             self.outbox.post(answer)
         except StreamBroken:
-            return  # the sender learns of it by the stream's end
+            return  # the sender notices the end of the stream

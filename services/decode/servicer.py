@@ -1,4 +1,4 @@
-"""The DecodeService contract: messages in, messages out. Translation only; what they mean is decided elsewhere."""
+"""The DecodeService contract: translates messages into calls of a `DecodeInstance` and back."""
 
 import asyncio
 import time
@@ -15,10 +15,10 @@ from moonpool.streams.outbox import STALL_S
 from moonpool.streams.receiving import check_hello
 from moonpool.telemetry.gauges import Gauges
 from moonpool.v1 import decode_pb2, kv_pb2
+from services.decode.instance import DecodeInstance
 from services.decode.receiver import Receiver
-from services.decode.seats import Seat
-from services.decode.steps import Subscriber
-from services.decode.work import Work
+from services.decode.requests import DecodeRequest
+from services.decode.subscriber import Subscriber
 
 HELLO_TIMEOUT_S = 10.0
 MAX_STORES = 16
@@ -28,23 +28,23 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DecodeServicer:
-    """Serves one decode instance's work."""
+    """Serves one decode instance's instance."""
 
-    def __init__(self, work: Work, gauges: Gauges) -> None:
-        self._work = work
+    def __init__(self, instance: DecodeInstance, gauges: Gauges) -> None:
+        self._instance = instance
         self._gauges = gauges
 
     async def Reserve(  # noqa: N802
         self, request: decode_pb2.ReserveRequest, context: Context
     ) -> decode_pb2.ReserveResponse:
         """Promises room, or refuses."""
-        work = self._work
-        work.check_open()
+        instance = self._instance
+        instance.check_open()
         stores = _stores(request)
         if request.HasField("tbt_slo_s") and not request.tbt_slo_s > 0:
             raise InvalidRequest("tbt_slo_s", "must be above 0")
-        arrival = work.plan.arrival(request.sequence)
-        predicted = self._predicted_tbt_s(len(arrival.token_ids))
+        incoming = instance.setup.incoming(request.sequence)
+        predicted = self._predicted_tbt_s(len(incoming.token_ids))
         if request.HasField("tbt_slo_s") and predicted > request.tbt_slo_s:
             raise Overloaded(
                 f"a token every {predicted:.4g} s is predicted",
@@ -53,73 +53,75 @@ class DecodeServicer:
                 slo_s=request.tbt_slo_s,
                 retry_after_s=1.0,
             )
-        seat = work.reserve(arrival, stores, time.monotonic())
+        promised = instance.reserve(incoming, stores, time.monotonic())
         return decode_pb2.ReserveResponse(
-            target=self._target(seat), lease_s=work.seats.lease_s, predicted_tbt_s=predicted
+            target=self._target(promised), lease_s=instance.requests.lease_s, predicted_tbt_s=predicted
         )
 
     async def ReceiveKV(  # noqa: N802
         self, requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRequest]], context: Context
     ) -> None:
         """Receives KV of many transfers from one prefill process."""
-        work = self._work
+        instance = self._instance
         first = await _first(requests)
         if first is None:
             return
         if first.message.WhichOneof("message") != "hello":
             raise InvalidRequest("hello", "must be the first message of a stream")
         hello = first.message.hello
-        check_hello(hello, namespace=work.plan.namespace, layout=work.layout)
-        generator = work.generator
+        check_hello(hello, namespace=instance.setup.namespace, layout=instance.layout)
+        loop = instance.loop
         receiver = Receiver(
-            hello.sender, work.instance, work.seats, work.pool, generator.arrived, generator.end, generator.on_change
+            hello.sender, instance.identity, instance.requests, instance.pool, loop.arrived, loop.end, loop.notify
         )
-        work.receivers.add(receiver)
+        instance.receivers.add(receiver)
         try:
             receiver.welcome()
-            await _until_first(_receive(requests, receiver), receiver.outbox.drain(context.write), work.closing.wait())
+            await _until_first(
+                _receive(requests, receiver), receiver.outbox.drain(context.write), instance.closing.wait()
+            )
         finally:
-            work.receivers.discard(receiver)
-            work.retire(receiver)
+            instance.receivers.discard(receiver)
+            instance.retire(receiver)
 
     async def Steps(  # noqa: N802
         self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Context
     ) -> None:
         """Starts and cancels sequences; returns tokens."""
-        work = self._work
+        instance = self._instance
         first = await _first(requests)
         if first is None:
             return
         if first.WhichOneof("message") != "hello":
             raise InvalidRequest("hello", "must be the first message of a stream")
-        reader = Subscriber(first.hello.conductor)
-        work.subscribers.add(reader)
+        subscriber = Subscriber(first.hello.conductor)
+        instance.subscribers.add(subscriber)
         try:
-            await _until_first(_obey(requests, reader, work), _tell(reader, context))
+            await _until_first(_obey(requests, subscriber, instance), _tell(subscriber, context))
         finally:
-            work.subscribers.discard(reader)
-            work.generator.unsubscribe(reader)
+            instance.subscribers.discard(subscriber)
+            instance.loop.unsubscribe(subscriber)
 
     async def DecodeStats(  # noqa: N802
         self, request: decode_pb2.DecodeStatsRequest, context: Context
     ) -> decode_pb2.DecodeStatsResponse:
         """Everything the instance holds."""
-        return decode_pb2.DecodeStatsResponse(instance=self._work.instance, gauges=self._gauges.read())
+        return decode_pb2.DecodeStatsResponse(instance=self._instance.identity, gauges=self._gauges.read())
 
     def _predicted_tbt_s(self, tokens: int) -> float:
         """Seconds per step with one more sequence of so many tokens, and all that have been promised, in the batch."""
-        work = self._work
-        context = sum(len(seat.arrival.token_ids) for seat in work.seats if seat.sequence is None)
-        context += work.scheduler.context_tokens + tokens
-        sequences = min(len(work.seats) + 1, work.scheduler.max_batch)
-        return decode_step_seconds(work.generator.tracker.speeds, sequences, context)
+        instance = self._instance
+        context = sum(len(request.incoming.token_ids) for request in instance.requests if request.sequence is None)
+        context += instance.scheduler.context_tokens + tokens
+        sequences = min(len(instance.requests) + 1, instance.scheduler.max_batch)
+        return decode_step_seconds(instance.loop.tracker.speeds, sequences, context)
 
-    def _target(self, seat: Seat) -> kv_pb2.TransferTarget:
+    def _target(self, request: DecodeRequest) -> kv_pb2.TransferTarget:
         return kv_pb2.TransferTarget(
-            decode=self._work.instance,
-            transfer_id=seat.transfer.transfer_id,
-            generation=seat.transfer.generation,
-            held_blocks=seat.transfer.held_blocks,
+            decode=self._instance.identity,
+            transfer_id=request.transfer.transfer_id,
+            generation=request.transfer.generation,
+            held_blocks=request.transfer.held_blocks,
         )
 
 
@@ -142,36 +144,38 @@ async def _receive(requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRe
         receiver.take(request.message, payload)
 
 
-async def _obey(requests: AsyncIterator[decode_pb2.StepsRequest], reader: Subscriber, work: Work) -> None:
+async def _obey(
+    requests: AsyncIterator[decode_pb2.StepsRequest], subscriber: Subscriber, instance: DecodeInstance
+) -> None:
     async for request in requests:
-        await reader.room()
+        await subscriber.room()
         match request.WhichOneof("message"):
             case "start":
-                _start(request.start, reader, work)
+                _start(request.start, subscriber, instance)
             case "cancel":
-                reader.cancelled(request.cancel.request_id, work.generator.cancel(request.cancel))
+                subscriber.cancelled(request.cancel.request_id, instance.loop.cancel(request.cancel))
             case "resume":
                 raise Unsupported("resuming a sequence is not built yet")
             case other:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
 
-def _start(message: decode_pb2.StartSequence, reader: Subscriber, work: Work) -> None:
-    if work.generator.dead:
-        reader.failed(message.request_id, work.generator.dead)
-    elif not 0 <= message.first_token_id < work.plan.vocab_size:  # an engine must never meet such a token
-        reader.failed(message.request_id, f"there is no token {message.first_token_id}")
+def _start(message: decode_pb2.StartSequence, subscriber: Subscriber, instance: DecodeInstance) -> None:
+    if instance.loop.dead:
+        subscriber.failed(message.request_id, instance.loop.dead)
+    elif not 0 <= message.first_token_id < instance.setup.vocab_size:  # an engine must never meet such a token
+        subscriber.failed(message.request_id, f"there is no token {message.first_token_id}")
     else:
-        work.generator.start(reader, message)
+        instance.loop.start(subscriber, message)
 
 
-async def _tell(reader: Subscriber, context: Context) -> None:
-    while (message := await reader.next()) is not None:
+async def _tell(subscriber: Subscriber, context: Context) -> None:
+    while (message := await subscriber.next()) is not None:
         try:
             async with asyncio.timeout(STALL_S):
                 await context.write(message)
         except TimeoutError:
-            raise Unavailable(f"{reader.conductor.id} read nothing for {STALL_S:g} s") from None
+            raise Unavailable(f"{subscriber.conductor.id} read nothing for {STALL_S:g} s") from None
 
 
 async def _first(requests: AsyncIterator[M]) -> M | None:
@@ -183,9 +187,9 @@ async def _first(requests: AsyncIterator[M]) -> M | None:
         raise DeadlineExceeded(f"no hello came within {HELLO_TIMEOUT_S:g} s") from None
 
 
-async def _until_first(*works: Awaitable[object]) -> None:
-    """Runs until the first of several works has ended, cancels the others, and raises what it raised."""
-    tasks = [asyncio.ensure_future(work) for work in works]
+async def _until_first(*coroutines: Awaitable[object]) -> None:
+    """Runs coroutines until the first has ended, cancels the others, and raises what it raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         done = [task for task in tasks if task.done()]

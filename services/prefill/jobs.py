@@ -1,18 +1,15 @@
-"""Jobs: one prompt at a prefill instance, from the request to the last thing its conductor is told.
-
-Owns what was asked for and the bounded story that goes back. Knows nothing of steps, streams or stores.
-"""
+"""A prefill job: the request, its progress, and a bounded queue of events for the conductor."""
 
 import asyncio
 import dataclasses
 from collections.abc import Sequence
 
 from moonpool.cluster.instances import check_instance
-from moonpool.engine.arrival import Arrival
+from moonpool.engine.incoming import IncomingRequest
 from moonpool.errors import InvalidRequest, MoonpoolError
 from moonpool.sched.prefill_scheduler import PrefillSequence
 from moonpool.v1 import kv_pb2, prefill_pb2
-from services.prefill.outbound import Delivery
+from services.prefill.kv_sender import KVSender
 
 MAX_EVENTS = 8
 MAX_STORES = 16
@@ -20,16 +17,15 @@ MAX_STORES = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """A kvstore that blocks go to; `held` are the leading ones it is believed to hold, None when nothing is known."""
+    """A kvstore that blocks are written to; `held`: leading blocks it is believed to hold, None = unknown."""
 
     store: kv_pb2.Instance
     held: int | None
 
     def first(self, computed: int) -> int:
-        """The first block it is offered, when those from `computed` on were computed here.
+        """The first block to offer, when the blocks from `computed` on were computed here.
 
-        What was computed here is offered in any case: a store that could not give it does not hold it, whatever is
-        believed.
+        Computed blocks are always offered: a store that could not provide them does not hold them.
         """
         return computed if self.held is None else min(self.held, computed)
 
@@ -39,30 +35,32 @@ class Job:
     """One prompt.
 
     Attributes:
-        arrival: what was asked for.
-        sequence: its progress; `sequence.request_id` is the job's own key, because a request may come back while an
-            earlier attempt is still leaving.
-        target: where the KV goes, None for nowhere.
-        sources: where a prefix may be loaded from, the best first.
-        stores: where blocks are stored.
-        delivery: the sending to `target`.
+        incoming: what was asked for.
+        sequence: its progress; `sequence.request_id` is the job's own key, because an earlier attempt of the same
+            request may still be leaving.
+        target: the decode instance's transfer that takes the KV; None = none.
+        sources: kvstores to load a prefix from, the best first.
+        stores: kvstores to write blocks to.
+        sender: sends the KV to `target`.
         load_blocks: pool blocks that a prefix is loaded into; empty when nothing is loaded.
-        layers_ready: leading layers of that prefix that are there.
+        layers_ready: leading layers of that prefix that are in the pool.
+        misses: blocks that a source was believed to hold and did not.
         gated_step: id of the step that follows the load layer by layer.
-        stale_step: id of a step that counts for nothing; its layers are not to be sent.
-        started: blocks are bound.
-        computed: the first token is known.
-        task: the job's life.
+        stale_step: id of an aborted step; its layers are not sent.
+        started: set when blocks are bound.
+        computed: set when the first token is known.
+        task: runs the job.
     """
 
-    arrival: Arrival
+    incoming: IncomingRequest
     sequence: PrefillSequence
     target: kv_pb2.TransferTarget | None
     sources: list[prefill_pb2.PrefixSource]
     stores: list[Target]
-    delivery: Delivery | None = None
+    sender: KVSender | None = None
     load_blocks: list[int] = dataclasses.field(default_factory=list)
     layers_ready: int = 0
+    misses: list[prefill_pb2.StoreMiss] = dataclasses.field(default_factory=list)
     gated_step: int | None = None
     stale_step: int | None = None
     token_at: float = 0.0
@@ -75,26 +73,32 @@ class Job:
     _ended: bool = False
 
     @classmethod
-    def from_proto(cls, request: prefill_pb2.PrefillRequest, arrival: Arrival, key: str, now: float) -> "Job":
-        """From the contract; `arrival` is the request's sequence, checked.
+    def from_proto(cls, request: prefill_pb2.PrefillRequest, incoming: IncomingRequest, key: str, now: float) -> "Job":
+        """From the contract.
+
+        Args:
+            request: as it was received.
+            incoming: its sequence, checked.
+            key: id of the job in the scheduler.
+            now: time.monotonic().
 
         Raises:
             InvalidRequest: naming the field at fault.
         """
         if request.HasField("target"):
             check_instance(request.target.decode, "target.decode")
-            if request.target.held_blocks > len(arrival.keys):
-                raise InvalidRequest("target.held_blocks", f"must be at most {len(arrival.keys)}")
+            if request.target.held_blocks > len(incoming.keys):
+                raise InvalidRequest("target.held_blocks", f"must be at most {len(incoming.keys)}")
         if request.HasField("source"):
             check_instance(request.source.instance, "source.instance")
         if request.HasField("write_back"):
             check_instance(request.write_back, "write_back")
-        _check_others("other_sources", [source.instance for source in request.other_sources])
-        _check_others("replicas", [replica.instance for replica in request.replicas])
+        _check_stores("other_sources", request.other_sources)
+        _check_stores("replicas", request.replicas)
         return cls(
-            arrival,
+            incoming,
             PrefillSequence(
-                key, arrival.token_ids, arrival.keys, arrival.sampling, added_at=now, history=arrival.history()
+                key, incoming.token_ids, incoming.keys, incoming.sampling, added_at=now, history=incoming.history()
             ),
             request.target if request.HasField("target") else None,
             [*([request.source] if request.HasField("source") else []), *request.other_sources],
@@ -103,43 +107,43 @@ class Job:
 
     @property
     def request_id(self) -> str:
-        """Of the request."""
-        return self.arrival.request_id
+        """Id of the request."""
+        return self.incoming.request_id
 
     @property
     def key(self) -> str:
-        """Name in the scheduler."""
+        """Id in the scheduler."""
         return self.sequence.request_id
 
     @property
     def ended(self) -> bool:
-        """Whether the story is told to its end."""
+        """Whether the last event was reported."""
         return self._ended
 
-    def tell(self, event: prefill_pb2.PrefillResponse) -> None:
-        """The next piece of the story."""
+    def report(self, event: prefill_pb2.PrefillResponse) -> None:
+        """Queues an event for the conductor."""
         if not self._ended:
             self._events.put_nowait(event)
 
     def end(self, error: MoonpoolError | None = None) -> None:
-        """The story is over; the first end counts."""
+        """Ends the events, with an error if one is given; only the first call counts."""
         if not self._ended:
             self._ended = True
             self._events.put_nowait(error)
 
     async def next(self) -> prefill_pb2.PrefillResponse | None:
-        """The next piece, None after the last; raises how it ended badly."""
+        """The next event, None after the last; raises the error that `end` was given."""
         event = await self._events.get()
         if isinstance(event, MoonpoolError):
             raise event
         return event
 
 
-def _check_others(field: str, others: Sequence[kv_pb2.Instance]) -> None:
-    if len(others) > MAX_STORES:
+def _check_stores(field: str, stores: Sequence[prefill_pb2.PrefixSource | prefill_pb2.StoreReplica]) -> None:
+    if len(stores) > MAX_STORES:
         raise InvalidRequest(field, f"at most {MAX_STORES} kvstores")
-    for index, other in enumerate(others):
-        check_instance(other, f"{field}[{index}].instance")
+    for index, store in enumerate(stores):
+        check_instance(store.instance, f"{field}[{index}].instance")
 
 
 def _targets(request: prefill_pb2.PrefillRequest) -> list[Target]:

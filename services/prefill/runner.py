@@ -1,7 +1,7 @@
-"""The step loop of a prefill instance, and every job's life around it.
+"""The step loop of a prefill instance, and every job's way through it.
 
-Owns the order of things: blocks are bound, a prefix is loaded, steps run, slices leave, the first token is told, blocks
-come back when nobody computes, loads or sends them any more. Knows nothing of gRPC.
+Blocks are bound, a prefix is loaded, steps run, slices leave, the first token is reported, and the blocks are freed
+when nothing computes, loads or sends them any more.
 """
 
 import asyncio
@@ -10,18 +10,17 @@ from collections.abc import Callable
 from functools import partial
 
 from moonpool.cost import SpeedTracker, prefill_seconds
-from moonpool.engine.handle import Engine, StepResult
-from moonpool.engine.messages import LayerDone
+from moonpool.engine.handle import Engine
 from moonpool.errors import Internal, MoonpoolError, Unavailable
 from moonpool.kv.layout import KVLayout
-from moonpool.sched.prefill_scheduler import PlannedChunk, PrefillScheduler, PrefillSequence, StepPlan
+from moonpool.sched.prefill_scheduler import PlannedChunk, PrefillScheduler, PrefillSequence, PrefillStep
+from moonpool.sched.steps import LayerDone, StepResult
 from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import prefill_pb2
 from services.prefill.jobs import Job
-from services.prefill.loading import Loading
-from services.prefill.prefix import PrefixLoader
+from services.prefill.prefix_loader import PrefixLoader
 
 log = get_logger(__name__)
 
@@ -33,10 +32,10 @@ class Runner:
         engine: runs the steps.
         scheduler: plans them.
         loader: loads prefixes.
-        write_back: takes new full blocks.
-        tracker: learns what steps take.
+        write_back: stores new full blocks.
+        tracker: learns the times of steps.
         spans: where spans are recorded.
-        on_change: load or keys have changed.
+        notify: called when load or keys have changed.
         verdict_timeout_s: longest wait for decode's confirmation after the last slice.
     """
 
@@ -48,16 +47,16 @@ class Runner:
         write_back: WriteBack,
         tracker: SpeedTracker,
         spans: Recorder,
-        on_change: Callable[[], None],
+        notify: Callable[[], None],
         verdict_timeout_s: float,
     ) -> None:
         self._engine = engine
         self._scheduler = scheduler
-        self._loading = Loading(engine, scheduler, loader, self.wake)
+        self._loader = loader
         self._write_back = write_back
         self._tracker = tracker
         self._spans = spans
-        self._on_change = on_change
+        self._notify = notify
         self._verdict_timeout_s = verdict_timeout_s
         self._layout: KVLayout = engine.layout
         self._jobs: dict[str, Job] = {}
@@ -85,7 +84,7 @@ class Runner:
         """Takes a job.
 
         Raises:
-            Unavailable: the engine is dead, or not running yet.
+            Unavailable: the engine has died or is not running yet.
             InvalidRequest: the prompt can never fit.
         """
         if self._group is None or self.dead:
@@ -93,20 +92,20 @@ class Runner:
         self._scheduler.add(job.sequence)
         self._jobs[job.key] = job
         self.empty.clear()
-        job.task = self._group.create_task(self._live(job))
+        job.task = self._group.create_task(self._run_job(job))
         # Not a `finally` in the task: a task that is cancelled before its first step never reaches it.
-        job.task.add_done_callback(lambda _: self._over(job))
+        job.task.add_done_callback(lambda _: self._ended(job))
         self.wake()
 
     def cancel(self, job: Job) -> None:
-        """A job is wanted no more; everything it holds comes back. Without effect on one that has ended."""
+        """Cancels a job and frees all it holds. Without effect on one that has ended."""
         if job.task is not None and job.key in self._jobs:
             job.task.cancel()
 
     def wake(self) -> None:
-        """Something has changed: perhaps more can be started or planned."""
+        """Plans again and notifies: more may be startable now."""
         self._wake.set()
-        self._on_change()
+        self._notify()
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -138,7 +137,7 @@ class Runner:
             now = time.monotonic()
             while (sequence := self._scheduler.start_next(now)) is not None:
                 job = self._jobs[sequence.request_id]
-                self._loading.decide(job)
+                self._loader.decide(job)
                 job.started.set()
             plan = self._scheduler.plan(now)
             if plan is None:
@@ -147,16 +146,16 @@ class Runner:
                 self._planned(plan, chunk)
             group.create_task(self._step(plan))
 
-    def _planned(self, plan: StepPlan, chunk: PlannedChunk) -> None:
+    def _planned(self, plan: PrefillStep, chunk: PlannedChunk) -> None:
         job = self._jobs.get(chunk.sequence.request_id)
         if job is None:
             return
         if plan.step.gated:
-            self._loading.followed(job, plan.step.step_id)
-        if chunk.first:  # from here on what is cached does not change any more
-            self._loading.deliver(job, job.sequence.num_cached)
+            self._loader.followed(job, plan.step.step_id)
+        if chunk.first:  # the number of cached tokens is final now
+            self._loader.send_leading(job, job.sequence.num_cached)
 
-    async def _step(self, plan: StepPlan) -> None:
+    async def _step(self, plan: PrefillStep) -> None:
         try:
             result = await self._engine.run(plan.step, on_layer=partial(self._on_layer, plan))
         except MoonpoolError as error:
@@ -176,24 +175,24 @@ class Runner:
                 self._computed(job, token)
         self.wake()
 
-    def _on_layer(self, plan: StepPlan, done: LayerDone) -> None:
+    def _on_layer(self, plan: PrefillStep, done: LayerDone) -> None:
         """A layer of a step is in the pool: its new slices may leave."""
         self._spans.add("engine.layer", done.start_ns, done.end_ns, step=done.step_id, layer=done.layer)
         size = self._layout.block_tokens
         for chunk in plan.chunks:
             job = self._jobs.get(chunk.sequence.request_id)
-            if job is not None and job.delivery is not None and job.stale_step != done.step_id:
-                job.delivery.add(done.layer, chunk.start // size, -(-chunk.end // size), done.step_id)
+            if job is not None and job.sender is not None and job.stale_step != done.step_id:
+                job.sender.add(done.layer, chunk.start // size, -(-chunk.end // size), done.step_id)
 
-    def _aborted(self, plan: StepPlan) -> None:
-        """The engine gave a step up. Where that was not our wish, its slices may be on their way: the jobs fail."""
+    def _aborted(self, plan: PrefillStep) -> None:
+        """Fails the jobs of a step that the engine gave up by itself: some of its slices may have left already."""
         for chunk in plan.chunks:
             job = self._jobs.get(chunk.sequence.request_id)
             if job is not None and job.stale_step != plan.step.step_id:
                 self._fail(job, Unavailable("the engine gave up a step"))
 
     def _computed(self, job: Job, token: int) -> None:
-        """A prompt is computed and its next token known: the token goes out at once, it waits for no transfer."""
+        """A prompt is computed: reports its first token at once, without waiting for the transfer."""
         sequence = job.sequence
         job.token_at = time.monotonic()
         assert sequence.first_step_at is not None
@@ -204,11 +203,12 @@ class Runner:
             computed_tokens=sequence.num_tokens - sequence.num_cached - sequence.num_loaded,
             queue_s=sequence.first_step_at - sequence.added_at,
             prefill_s=job.token_at - sequence.first_step_at,
+            misses=job.misses,
         )
-        job.tell(prefill_pb2.PrefillResponse(first_token=first))
+        job.report(prefill_pb2.PrefillResponse(first_token=first))
         self._store_new_blocks(job)
-        if job.delivery is not None:
-            job.delivery.finish()
+        if job.sender is not None:
+            job.sender.finish()
         job.computed.set()
 
     def _store_new_blocks(self, job: Job) -> None:
@@ -221,14 +221,15 @@ class Runner:
                 continue
             blocks = sequence.block_table[first:end]
             self._scheduler.blocks.acquire(blocks)
-            parents = job.arrival.parents()[first:end]
-            self._write_back.submit(target.store, sequence.keys[first:end], parents, job.arrival.tenant, blocks)
+            parents = job.incoming.parents()[first:end]
+            self._write_back.submit(target.store, sequence.keys[first:end], parents, job.incoming.tenant, blocks)
 
-    def _record(self, plan: StepPlan, result: StepResult) -> None:
+    def _record(self, plan: PrefillStep, result: StepResult) -> None:
         if len(plan.chunks) == 1 and not plan.step.gated and not result.aborted:
             chunk = plan.chunks[0]
             seconds = (result.end_ns - result.start_ns) / 1e9
-            self._tracker.observe_prefill(chunk.end - chunk.start, chunk.start, seconds)
+            begins = chunk.start == chunk.sequence.num_cached + chunk.sequence.num_loaded
+            self._tracker.observe_prefill(chunk.end - chunk.start, chunk.start, seconds, begins=begins)
         if self._spans.enabled:
             requests = [self._request_of(chunk.sequence) for chunk in plan.chunks]
             self._spans.add(
@@ -246,34 +247,34 @@ class Runner:
         job = self._jobs.get(sequence.request_id)
         return job.request_id if job is not None else ""
 
-    # --- a job's life ----------------------------------------------------------------------------------------------
+    # --- jobs ------------------------------------------------------------------------------------------------------
 
-    async def _live(self, job: Job) -> None:
-        """From submission to the end. What follows from the end is `_over`'s, whichever way it comes."""
+    async def _run_job(self, job: Job) -> None:
+        """A job from submission to its end; `_ended` cleans up, however it ends."""
         try:
             await job.started.wait()
             async with asyncio.TaskGroup() as group:
                 if job.load_blocks:
-                    group.create_task(self._loading.load(job))
-                if job.delivery is not None:
-                    group.create_task(job.delivery.stream())
+                    group.create_task(self._loader.load(job, self.wake))
+                if job.sender is not None:
+                    group.create_task(job.sender.stream())
                 await job.computed.wait()
-            # Nobody reads or writes the blocks any more; the verdict does not need them.
-            self._leave(job)
-            if job.delivery is not None:
-                await job.delivery.verdict(self._verdict_timeout_s)
-            job.tell(self._finished(job))
+            # Loading and sending have ended; the verdict does not need the blocks.
+            self._free(job)
+            if job.sender is not None:
+                await job.sender.verdict(self._verdict_timeout_s)
+            job.report(self._finished(job))
             job.end()
         except MoonpoolError as failure:
             job.end(failure)
         except BaseExceptionGroup as failures:
             job.end(_reason(failures))
 
-    def _over(self, job: Job) -> None:
-        """A job's task has ended, and with it whoever loaded or sent for it."""
-        if job.delivery is not None:
-            job.delivery.abandon()
-        self._leave(job)
+    def _ended(self, job: Job) -> None:
+        """A job's task has ended, and with it its load and its sending."""
+        if job.sender is not None:
+            job.sender.abandon()
+        self._free(job)
         del self._jobs[job.key]
         job.end(Unavailable("the prefill was cancelled"))
         if not self._jobs:
@@ -282,14 +283,14 @@ class Runner:
 
     def _finished(self, job: Job) -> prefill_pb2.PrefillResponse:
         finished = prefill_pb2.PrefillFinished()
-        if job.delivery is not None:
+        if job.sender is not None:
             finished.transfer_tail_s = time.monotonic() - job.token_at
-            finished.sent_bytes = job.delivery.sent_bytes
+            finished.sent_bytes = job.sender.sent_bytes
         return prefill_pb2.PrefillResponse(finished=finished)
 
-    def _leave(self, job: Job) -> None:
-        """Gives the blocks back. Loader and sender have ended; a step in flight keeps the blocks until it is done."""
-        self._loading.give_up(job)
+    def _free(self, job: Job) -> None:
+        """Frees the blocks; a step in flight keeps them until it is done. Loading and sending must have ended."""
+        self._loader.give_up(job)
         self._scheduler.remove(job.key)
 
     def _fail(self, job: Job, error: MoonpoolError) -> None:
@@ -300,13 +301,13 @@ class Runner:
         if self.dead:
             return
         self.dead = reason
-        log.error("engine dead", reason=reason)
+        log.error("engine died", reason=reason)
         for job in list(self._jobs.values()):
             self._fail(job, Unavailable(reason))
 
 
 def _reason(failures: BaseExceptionGroup[BaseException]) -> MoonpoolError:
-    """What a job failed of: the first of our errors, or a defect."""
+    """The first MoonpoolError of a failure, or an Internal error."""
     leaves: list[BaseException] = []
     stack: list[BaseException] = [failures]
     while stack:

@@ -1,4 +1,4 @@
-"""The PrefillService contract: messages in, messages out. Translation only; what they mean is decided elsewhere."""
+"""The PrefillService contract: translates messages into calls of a `PrefillInstance` and back."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -7,25 +7,25 @@ import grpc.aio
 
 from moonpool.telemetry.gauges import Gauges
 from moonpool.v1 import kv_pb2, prefill_pb2
-from services.prefill.work import Work
+from services.prefill.instance import PrefillInstance
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PrefillServicer:
-    """Serves one prefill instance's work. `ReadKV` is not built yet: the server answers so itself."""
+    """Serves one prefill instance. `ReadKV` is not built yet: the server answers so itself."""
 
-    def __init__(self, work: Work, gauges: Gauges) -> None:
-        self._work = work
+    def __init__(self, instance: PrefillInstance, gauges: Gauges) -> None:
+        self._instance = instance
         self._gauges = gauges
 
     async def Prefill(  # noqa: N802
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """Computes one prompt; leaving the call cancels it."""
-        runner = self._work.runner
+        runner = self._instance.runner
         predicted = runner.predicted_start_s()
-        job = self._work.submit(request)
+        job = self._instance.submit(request)
         try:
             accepted = prefill_pb2.PrefillAccepted(predicted_start_s=predicted)
             yield prefill_pb2.PrefillResponse(accepted=accepted)
@@ -38,7 +38,7 @@ class PrefillServicer:
         self, request: prefill_pb2.CancelRequest, context: Context
     ) -> prefill_pb2.CancelResponse:
         """Cancels a prefill by request id."""
-        runner = self._work.runner
+        runner = self._instance.runner
         jobs = runner.find(request.request_id)
         outcome = kv_pb2.CANCEL_OUTCOME_UNKNOWN
         if jobs:
@@ -52,4 +52,4 @@ class PrefillServicer:
         self, request: prefill_pb2.PrefillStatsRequest, context: Context
     ) -> prefill_pb2.PrefillStatsResponse:
         """Everything the instance holds."""
-        return prefill_pb2.PrefillStatsResponse(instance=self._work.instance, gauges=self._gauges.read())
+        return prefill_pb2.PrefillStatsResponse(instance=self._instance.identity, gauges=self._gauges.read())

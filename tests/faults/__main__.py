@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gap-s", type=float, default=2.0, help="mean seconds between faults")
     parser.add_argument("--kinds", default=",".join(FAULTS), help="faults, separated by commas")
     parser.add_argument("--targets", default="prefill,decode,kvstore,conductor", help="kinds of services that are hit")
-    parser.add_argument("--engine", default="real", help="real or paced:PROFILE")
+    parser.add_argument("--engine", default="real", help="real or emulated:PROFILE")
     parser.add_argument("--prefill", type=int, default=2, help="prefill instances")
     parser.add_argument("--decode", type=int, default=2, help="decode instances")
     parser.add_argument("--kvstore", type=int, default=1, help="kvstores")

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from moonpool.engine.emulated.content import continuation, sampling_seed
-from moonpool.sched.steps import SampleSpec
+from moonpool.sampling import SampleSpec, SamplingParams
 from tests.integration.reference import GAP_TOLERANCE, Reference
 
 DRAW_TOLERANCE = 1e-4
@@ -28,7 +28,7 @@ class ReferenceJudge:
         return ""
 
 
-class PacedJudge:
+class EmulatedJudge:
     """An emulated engine's answer is a function of its prompt: equal or wrong."""
 
     def __init__(self, vocab_size: int, reserved: Collection[int]) -> None:
@@ -37,7 +37,7 @@ class PacedJudge:
 
     def wrong(self, prompt: Sequence[int], output: Sequence[int], seed: int | None) -> str:
         """See `Judge.wrong`."""
-        state = 0 if seed is None else sampling_seed(SampleSpec(temperature=1.0, seed=seed))
+        state = 0 if seed is None else sampling_seed(SampleSpec(SamplingParams(temperature=1.0), seed=seed))
         right = continuation(prompt, len(output), self._vocab_size, self._reserved, seed=state)
         for position, (token, wanted) in enumerate(zip(output, right, strict=True)):
             if token != wanted:

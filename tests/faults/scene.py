@@ -4,7 +4,7 @@ from pathlib import Path
 
 from moonpool.checkpoint import load_config
 from moonpool.cli.stack import StackPlan
-from tests.faults.judges import PacedJudge, ReferenceJudge
+from tests.faults.judges import EmulatedJudge, ReferenceJudge
 from tests.faults.storm import Judge
 from tests.integration.reference import Reference
 
@@ -16,7 +16,7 @@ def judge_of(model: Path, engine: str) -> Judge:
     if engine == "real":
         return ReferenceJudge(Reference(model))
     config = load_config(model)
-    return PacedJudge(config.vocab_size, config.eos_token_ids)
+    return EmulatedJudge(config.vocab_size, config.eos_token_ids)
 
 
 def base_plan(model: Path, folder: Path, engine: str, *, blocks: int = 256) -> StackPlan:

@@ -50,7 +50,7 @@ def check_at_rest(address: str) -> None:
 
 @pytest.fixture
 def up(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`moonpool up --json` with the tiny checkpoint, and the address of its ready line."""
     monkeypatch.setitem(ENVIRONMENT, "XDG_RUNTIME_DIR", str(tmp_path))
@@ -64,6 +64,7 @@ def up(
         "--threads",
         "1",
         "--json",
+        *getattr(request, "param", ()),
     ]
     process = subprocess.Popen([*CLI, "up", *flags], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     try:
@@ -105,6 +106,40 @@ def test_up_generate_check_interrupt(up: tuple[subprocess.Popen[str], str]) -> N
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0
     assert [pid for pid in descendants if Path(f"/proc/{pid}").exists()] == []
+
+
+def next_event(process: subprocess.Popen[str], key: str) -> dict[str, object]:
+    """The next JSON line that has a key; the test's timeout bounds the wait."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        event: dict[str, object] = json.loads(line)
+        if key in event:
+            return event
+    pytest.fail(f"`up` ended without {key}")
+
+
+def test_killed_services_come_back_and_serve(up: tuple[subprocess.Popen[str], str]) -> None:
+    """`kill -9` of a service does not end the stack: it is restarted under its name, and requests are served."""
+    process, address = up
+    for kind, name in (("decode", "decode-0"), ("conductor", "conductor")):
+        (victim,) = [pid for pid in children_of(process.pid) if f"services.{kind}".encode() in cmdline(pid)]
+        os.kill(victim, signal.SIGKILL)
+        ended = next_event(process, "ended")
+        assert (ended["service"], ended["ended"]) == (name, -signal.SIGKILL)
+        assert next_event(process, "restarted")["pid"] != victim
+        assert moonpool("health", "--address", address, "--joined", "3", "--wait-s", "30").returncode == 0
+        done = moonpool("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5", "--json")
+        assert done.returncode == 0, done.stderr
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("up", [["--no-restart"]], indirect=True)
+def test_without_restarts_the_end_of_a_service_ends_the_stack(up: tuple[subprocess.Popen[str], str]) -> None:
+    process, _ = up
+    (decode,) = [pid for pid in children_of(process.pid) if b"services.decode" in cmdline(pid)]
+    os.kill(decode, signal.SIGKILL)
+    assert process.wait(60) == 1
 
 
 def test_down(up: tuple[subprocess.Popen[str], str]) -> None:

@@ -46,7 +46,7 @@ def plan(plan: StackPlan) -> StackPlan:
     profile = plan.data_dir / "slow-prefill.yaml"
     profile.write_text(PROFILE)
     pool = str(2 * BLOCKS + 2)
-    slow = dataclasses.replace(plan, kvstore=3, dtype="auto", engine=f"paced:{profile}")
+    slow = dataclasses.replace(plan, kvstore=3, dtype="auto", engine=f"emulated:{profile}")
     return with_flags(slow, "prefill", "--blocks", pool, "--write-back-blocks", pool)
 
 

@@ -1,7 +1,7 @@
 """Faults in every service while clients ask and leave: no wrong token, no hang beyond deadlines, everything back.
 
 The faults and the requests follow from a seed, what they meet in the services does not. Minutes of the same:
-`python -m tests.faults --seconds 300 --seed 7 --engine paced:llama-70b-a800`.
+`python -m tests.faults --seconds 300 --seed 7 --engine emulated:llama-70b-a800`.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ import pytest
 from tests.faults.scene import base_plan, judge_of
 from tests.faults.storm import StormPlan, run_storm
 
-EMULATED = "paced:llama-70b-a800"
+EMULATED = "emulated:llama-70b-a800"
 
 
 @pytest.mark.timeout(600)

@@ -22,7 +22,7 @@ from tests.load.mooncake import TraceRequest
 from tests.load.program import Program
 from tests.load.program import main as run
 
-ENGINE = "paced:llama-70b-a800"
+ENGINE = "emulated:llama-70b-a800"
 TIME_SCALE = 100.0
 
 
@@ -30,7 +30,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     """The program's own flags."""
     prompts.flags(parser)
     parser.add_argument("--model", default=str(model_dir()), help="default: the bundled model")
-    parser.add_argument("--engine", default=ENGINE, help="of the stack of its own: real or paced:PROFILE")
+    parser.add_argument("--engine", default=ENGINE, help="of the stack of its own: real or emulated:PROFILE")
     parser.add_argument("--engine-time-scale", type=float, default=0.0, help=f"default: {TIME_SCALE:g} when emulated")
     parser.add_argument("--prefill", type=int, default=1, help="prefill instances of the stack of its own")
     parser.add_argument("--decode", type=int, default=1, help="decode instances")

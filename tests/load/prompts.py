@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import load_config
-from moonpool.engine.plan import EngineConfig, EnginePlan, plan_engine
+from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
 from moonpool.kv.keys import block_keys, pack_keys, tokens_to_bytes
 from moonpool.kv.keys import chain_root as root_of
 from moonpool.v1 import kv_pb2
@@ -30,12 +30,12 @@ def model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=str(model_dir()), help="default: the bundled model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--block-tokens", type=int, default=64)
-    parser.add_argument("--engine", default="real", help="real, or paced:PROFILE to emulate compute")
+    parser.add_argument("--engine", default="real", help="real, or emulated:PROFILE to emulate compute")
     parser.add_argument("--engine-time-scale", type=float, default=0.0, help="emulated seconds per second")
-    parser.add_argument("--kv-bytes", type=int, default=256 << 20, help="of its KV pool")
+    parser.add_argument("--kv-bytes", type=int, default=0, help="of its KV pool; 0 = its default")
 
 
-def plan_of(options: argparse.Namespace, *, decode: bool) -> EnginePlan:
+def plan_of(options: argparse.Namespace, *, decode: bool) -> EngineSetup:
     """What an instance with these flags serves."""
     config = EngineConfig(
         id="load",
@@ -47,7 +47,7 @@ def plan_of(options: argparse.Namespace, *, decode: bool) -> EnginePlan:
         time_scale=options.engine_time_scale,
         kv_bytes=options.kv_bytes,
     )
-    return plan_engine(config, decode=decode)
+    return engine_setup(config, decode=decode)
 
 
 class Prompts:
@@ -82,7 +82,7 @@ class Prompts:
         return array("i", generator.choices(range(16, self.vocab_size), k=max(0, count)))
 
 
-def sequence(request_id: str, tokens: "array[int]", output_tokens: int, plan: EnginePlan) -> kv_pb2.SequenceSpec:
+def sequence(request_id: str, tokens: "array[int]", output_tokens: int, plan: EngineSetup) -> kv_pb2.SequenceSpec:
     """A prompt as engine instances are told of it: greedy, as long an answer as asked for."""
     root = root_of(plan.namespace, "")
     return kv_pb2.SequenceSpec(

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from moonpool.engine.plan import EnginePlan
+from moonpool.engine.setup import EngineSetup
 from moonpool.errors import MoonpoolError
 from moonpool.rpc.server import serving
 from moonpool.streams.outbox import Outbox
@@ -21,7 +21,7 @@ LEASE_S = 3600.0
 class Sink:
     """Transfers that are expected, and what has come of them."""
 
-    def __init__(self, plan: EnginePlan) -> None:
+    def __init__(self, plan: EngineSetup) -> None:
         self.instance = kv_pb2.Instance(id="load-sink", incarnation=1, kind=kv_pb2.INSTANCE_KIND_DECODE)
         self._plan = plan
         self._transfers: dict[int, InboundTransfer] = {}
@@ -90,7 +90,7 @@ def _verdict(transfer: InboundTransfer) -> decode_pb2.ReceiveKVResponse:
 
 
 @contextlib.asynccontextmanager
-async def sink(plan: EnginePlan) -> AsyncIterator[Sink]:
+async def sink(plan: EngineSetup) -> AsyncIterator[Sink]:
     """A sink that listens."""
     it = Sink(plan)
     contract = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"], it

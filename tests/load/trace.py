@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import statistics
 import sys
 import tempfile
 from collections import Counter
@@ -23,7 +24,7 @@ from moonpool.cli.check import Reading, wait_at_rest
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, GenerateResult, SamplingParams, Slo
 from moonpool.engine.emulated.content import continuation
-from moonpool.engine.emulated.profile import emulation_of
+from moonpool.engine.emulated.profile import emulated_profile
 from moonpool.errors import Unavailable
 from tests.load.frame import Outcome, Send, Summary, open_loop, summarize
 from tests.load.mooncake import TraceRequest, generate_trace, read_trace, reusable_share, trace_path
@@ -40,14 +41,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=200, help="first requests of the trace; 0 = all")
     parser.add_argument("--seed", type=int, default=0, help="of the generated trace")
     parser.add_argument("--rate", type=float, default=2.0, help="requests per profile second of the generated trace")
-    parser.add_argument("--engine", default="paced:llama-70b-a800")
+    parser.add_argument("--engine", default="emulated:llama-70b-a800")
     parser.add_argument("--time-scale", type=float, default=1.0, help="seconds of trace and profile in one second")
     parser.add_argument("--prefill", type=int, default=8)
     parser.add_argument("--decode", type=int, default=8)
     parser.add_argument("--kvstore", type=int, default=1)
     parser.add_argument("--block-tokens", type=int, default=512, help="tokens per KV block; traces have 512")
     parser.add_argument("--step-tokens", type=int, default=4096, help="prompt tokens of one prefill step")
-    parser.add_argument("--kv-bytes", type=int, default=256 << 20, help="emulated bytes of each instance's pool")
+    parser.add_argument(
+        "--kv-bytes", type=int, default=0, help="emulated bytes of each pool; 0 = what the hardware holds"
+    )
     parser.add_argument("--dram-bytes", type=int, default=1 << 30, help="emulated bytes of each kvstore's DRAM")
     parser.add_argument("--ttft-slo-s", type=float, default=30.0, help="profile seconds, for goodput")
     parser.add_argument("--tpot-slo-s", type=float, default=0.1, help="profile seconds, for goodput")
@@ -93,6 +96,7 @@ class Answers:
     cached_tokens: int = 0
     wrong: list[str] = field(default_factory=list)
     placed_anew: int = 0
+    ttft_over_predicted: list[float] = field(default_factory=list)
     prefills: Counter[str] = field(default_factory=Counter)
     decodes: Counter[str] = field(default_factory=Counter)
 
@@ -103,6 +107,8 @@ class Answers:
         self.prompt_tokens += result.usage.prompt_tokens
         self.cached_tokens += result.usage.cached_tokens
         self.placed_anew += len(result.placements) - 1
+        if result.placement.predicted_ttft_s:
+            self.ttft_over_predicted.append(result.timing.ttft_s / result.placement.predicted_ttft_s)
         self.prefills[result.placement.prefill] += 1
         self.decodes[result.placement.decode or "none"] += 1
 
@@ -144,8 +150,10 @@ class Report:
     reusable_share: float
     """What an unlimited cache without delay would reach, in blocks of 512 tokens."""
     placed_anew: int
+    ttft_over_predicted: float
+    """Measured TTFT over the conductor's prediction, median."""
     late_share: float
-    """Seconds that steps were late, by which the emulation is slower than its profile, of their time."""
+    """Seconds that steps ended late, as a share of the seconds of all steps."""
     wrong_answers: int
     not_at_rest: str
     prefills: dict[str, int]
@@ -185,9 +193,9 @@ async def load(address: str, trace: Sequence[TraceRequest], scale: float, slo: S
 
 def replay(options: argparse.Namespace, plan: StackPlan, trace: Sequence[TraceRequest], source: str) -> Report:
     """Starts the stack, replays, checks, stops."""
-    paced = emulation_of(plan.engine, plan.time_scale)
-    assert paced is not None, "only emulated engines follow a trace's time scale"
-    profile, scale = paced
+    found = emulated_profile(plan.engine, plan.time_scale)
+    assert found is not None, "only emulated engines follow a trace's time scale"
+    profile, scale = found
     limits = {"ttft_slo_s": options.ttft_slo_s / scale, "tpot_slo_s": options.tpot_slo_s / scale}
     slo = Slo(ttft_s=limits["ttft_slo_s"]) if options.refuse else Slo()
     with LocalStack(plan) as stack:
@@ -209,6 +217,7 @@ def replay(options: argparse.Namespace, plan: StackPlan, trace: Sequence[TraceRe
         hit_rate=answers.cached_tokens / max(1, answers.prompt_tokens),
         reusable_share=reusable_share(trace),
         placed_anew=answers.placed_anew,
+        ttft_over_predicted=statistics.median(answers.ttft_over_predicted or [0.0]),
         late_share=_total(readings, "emulated_late_seconds") / steps if steps else 0.0,
         wrong_answers=len(answers.wrong),
         not_at_rest=held,
@@ -254,7 +263,8 @@ def show(report: Report) -> None:
     print(f"rate      {summary.requests_per_s:.3f} requests/s, {summary.tokens_per_s:.1f} tokens/s")
     print(f"hit rate  {report.hit_rate:.1%} of prompt tokens (unlimited cache {report.reusable_share:.1%})")
     print(f"errors    {summary.errors or 'none'}; placed anew {report.placed_anew}; wrong {report.wrong_answers}")
-    print(f"pace      steps {report.late_share:.1%} late")
+    print(f"TTFT      {report.ttft_over_predicted:.2f} of the predicted one at the median")
+    print(f"late      {report.late_share:.1%} of the time of all steps")
     print(f"prefill   {report.prefills}\ndecode    {report.decodes}")
     used = ", ".join(f"{kind} {seconds:.1f}" for kind, seconds in report.cpu_s.items())
     print(f"machine   {report.processes} processes, {report.resident_mb:.0f} MB resident; CPU s: {used}")

@@ -1,11 +1,9 @@
-"""What emulated KV and emulated tokens are: cheap functions of a sequence's tokens, so that wrong ones are noticed.
-
-Owns these functions and nothing else: pure, without engines, pools or time. Tests compute with them what must come out.
+"""Emulated KV and emulated tokens: cheap pure functions of a sequence's tokens, so that tests can check them.
 
 KV of one token, K or V, one head, one layer, is 8 bytes: (pad XOR token), each byte x then replaced by a·x + b mod 256,
-with a and b the layer's and plane's own. The pad of slot t is bytes 8t..8t+7 of the extendable blake3 output of the
-parent block's key. So a block's bytes say which tokens it holds, after which whole history, of which namespace and
-tenant, and in which layer: what the block's key says, slot by slot, also while the block is not full.
+with a and b different for each layer and plane. The pad of slot t is bytes 8t..8t+7 of the extendable blake3 output of
+the parent block's key. So a block's bytes depend on its tokens, its whole history, namespace, tenant and layer: they
+say slot by slot what a block key says, also while the block is not full.
 """
 
 import sys
@@ -18,13 +16,13 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from moonpool.engine.emulated.profile import SLOT_BYTES
 from moonpool.kv.keys import tokens_to_bytes
 from moonpool.kv.layout import KVLayout
-from moonpool.sched.steps import SampleSpec
+from moonpool.sampling import SampleSpec
 
 _TOKEN_SALT = 0x6D6F6F6E706F6F6C
 _MASK = (1 << 64) - 1
 
 
-class PacedKV:
+class EmulatedKV:
     """Bytes of emulated KV in one layout."""
 
     def __init__(self, layout: KVLayout) -> None:
@@ -43,12 +41,12 @@ class PacedKV:
         ]
 
     def base(self, parent: bytes, token_ids: "array[int]", first_slot: int = 0) -> bytes:
-        """What all layers' slices of some slots are made of: pad XOR token, 8 bytes a slot.
+        """Bytes from which the slices of all layers are made: pad XOR token, 8 bytes per slot.
 
         Args:
-            parent: key of the block before, or the chain's root.
+            parent: key of the previous block, or the chain's root.
             token_ids: tokens of consecutive slots of one block.
-            first_slot: the first of them.
+            first_slot: slot of the first token.
         """
         size = len(token_ids) * SLOT_BYTES
         pad = blake3(parent).digest(length=size, seek=first_slot * SLOT_BYTES)
@@ -66,7 +64,7 @@ class PacedKV:
             view[start : start + len(base)] = base.translate(table)
 
     def wrong_slot(self, view: memoryview, layer: int, base: bytes, first_slot: int = 0) -> int | None:
-        """The first of some slots that does not hold what it should in a layer slice; None when all do."""
+        """The first slot of a layer slice with wrong bytes; None when all are right."""
         begin = first_slot * SLOT_BYTES
         for plane, table in enumerate(self._tables[layer]):
             start = plane * self._plane_bytes + begin
@@ -84,9 +82,9 @@ def choose_token(
 
     Args:
         digest: `history_digest` of all tokens before it.
-        vocab_size: tokens there are.
+        vocab_size: number of tokens.
         reserved: never chosen.
-        banned: not chosen now.
+        banned: not chosen in this position.
         seed: of the sampling; 0 = greedy.
     """
     assert vocab_size > len(reserved) + len(banned), "no token is left to choose"
@@ -99,13 +97,13 @@ def choose_token(
 
 
 def history_digest(token_ids: "Sequence[int] | array[int]") -> int:
-    """64-bit digest of a history; `History` of another instance, batch or chunking makes no difference."""
+    """64-bit digest of a history, the same on every instance and for every batch and chunking."""
     return xxh3_64_intdigest(tokens_to_bytes(token_ids))
 
 
 def sampling_seed(sample: SampleSpec) -> int:
-    """What the sampling adds to the history: nothing when greedy."""
-    if sample.temperature == 0:
+    """Seed that the sampling parameters add to the history; 0 when greedy."""
+    if sample.params.temperature == 0:
         return 0
     return (sample.seed * 0x9E3779B97F4A7C15 + sample.sample_index + 1) & _MASK
 
@@ -113,7 +111,7 @@ def sampling_seed(sample: SampleSpec) -> int:
 def continuation(
     token_ids: Sequence[int], count: int, vocab_size: int, reserved: Collection[int] = (), *, seed: int = 0
 ) -> list[int]:
-    """The right greedy answer of `count` tokens to a prompt (`seed` = `sampling_seed` where it is not greedy)."""
+    """The right greedy answer of `count` tokens to a prompt (`seed`: `sampling_seed`, when not greedy)."""
     digest = xxh3_64(tokens_to_bytes(token_ids))
     answer: list[int] = []
     for _ in range(count):

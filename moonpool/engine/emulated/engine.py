@@ -1,48 +1,55 @@
-"""The emulated engine: an `Engine` whose steps take the time that a profile gives, and compute nothing.
+"""The emulated engine: an `Engine` whose steps take the time that a profile gives and compute nothing.
 
-Owns steps in flight, gates, and the pace; lives in the I/O process, on its event loop. What the blocks hold is in
-`moonpool.engine.emulated.sequence`. Everything around it is real: protocol, frames, leases, store and scheduling; the
-pool's bytes are real too, and wrong ones are noticed: the engine fails, and with it the instance.
+It runs in the I/O process, on its event loop. Protocol, frames, leases, store and scheduling around it are real; so are
+the pool's bytes (`moonpool.engine.emulated.sequence`): a block with wrong bytes fails the engine, and with it the
+instance.
 
-A step's layers are spread evenly over its time, and its stages work as a pipeline. The work that emulation costs, and
-late timers, are part of a step's time: the next step makes up for what is small; what is more is counted as late.
+A step's layers are spread evenly over its time, and its stages work as a pipeline. The processor time of emulating and
+late timers are part of a step's time: the next step makes up for up to `CARRY_S`, more is counted as late.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from moonpool.cost import Speeds
-from moonpool.engine.emulated.content import PacedKV
-from moonpool.engine.emulated.profile import Emulation, load_seconds, step_seconds
-from moonpool.engine.emulated.sequence import PacedSequences, Share, WrongKV
-from moonpool.engine.handle import Engine, StepResult
-from moonpool.engine.messages import EngineSpec, LayerDone
-from moonpool.engine.stages import stage_ranges
+from moonpool.engine.emulated.content import EmulatedKV
+from moonpool.engine.emulated.profile import EmulatedCompute, load_seconds, step_seconds
+from moonpool.engine.emulated.sequence import EmulatedSequences, Share, WrongKV
 from moonpool.errors import Internal, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.sched.steps import Step, finished_blocks
+from moonpool.sched.stages import stage_ranges
+from moonpool.sched.steps import LayerDone, Step, StepResult, finished_blocks
 from moonpool.telemetry.gauges import Entry
 from moonpool.telemetry.logs import get_logger
 
 CARRY_S = 0.005
-"""Lateness of one step that the next one makes up for; timers count milliseconds."""
+"""Lateness of a step that the next one makes up for at most: event loops have timers of milliseconds."""
 TIMER_S = 0.0005
-"""Timers are not set for less."""
+"""No timer is set for a shorter wait."""
 
 log = get_logger(__name__)
 
-_now = time.monotonic
-_sleep = asyncio.sleep
 OnLayer = Callable[[LayerDone], None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Time of an emulated engine."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+
+MONOTONIC = Clock()
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """What was said of a step, perhaps before it began."""
+    """Gates and abort of a step; they may come before the step begins."""
 
     open_layer: int = -1
     aborted: bool = False
@@ -51,8 +58,8 @@ class _Flight:
 
 
 @dataclass(slots=True)
-class _Pace:
-    """When a step's layers are due, seconds of time.monotonic."""
+class _Schedule:
+    """When a step's layers are due, seconds of the engine's clock."""
 
     begin: float
     due: float
@@ -60,49 +67,57 @@ class _Pace:
     load_layer_s: float
     """Seconds that one layer of the prefix takes to load."""
 
-    def layer(self) -> None:
-        """One more layer."""
+    def add_layer(self) -> None:
+        """Moves the due time to the end of the next layer."""
         self.due += self.layer_s
 
     def not_before(self, moment: float) -> None:
-        """What is to come cannot begin earlier."""
+        """Delays the layers that have not begun."""
         self.due = max(self.due, moment)
 
 
-class PacedEngine:
-    """Satisfies `moonpool.engine.handle.Engine`."""
+class EmulatedEngine:
+    """Satisfies `moonpool.engine.handle.Engine`.
 
-    def __init__(self, spec: EngineSpec, emulation: Emulation, pool: KVPool) -> None:
-        self._spec = spec
-        self._emulation = emulation
+    Attributes:
+        step_s: seconds that all steps were to take.
+        late_s: seconds by which steps ended late.
+    """
+
+    def __init__(
+        self, emulated: EmulatedCompute, pool: KVPool, *, gate_timeout_s: float, clock: Clock = MONOTONIC
+    ) -> None:
+        self._gate_timeout_s = gate_timeout_s
+        self._emulated = emulated
         self._pool = pool
-        self._speeds = emulation.speeds
-        self._ranges = stage_ranges(spec.layout.layers, spec.stages)
+        self._clock = clock
+        self._speeds = emulated.speeds
+        self._ranges = [(part.layer_begin, part.layer_end) for part in pool.parts]
         self._turns = [asyncio.Lock() for _ in self._ranges]
-        self._sequences = PacedSequences(emulation, PacedKV(spec.layout), pool)
+        self._sequences = EmulatedSequences(emulated, EmulatedKV(pool.layout), pool)
         self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._flights: dict[int, _Flight] = {}
         self._tasks: set[asyncio.Task[StepResult]] = set()
         self._last_step_id: int | None = None
         self._last_done: int | None = None
         self._carry_s = 0.0
-        self.paced_s = 0.0
+        self.step_s = 0.0
         self.late_s = 0.0
 
     @property
     def layout(self) -> KVLayout:
         """Arrangement of the KV."""
-        return self._spec.layout
+        return self._pool.layout
 
     @property
     def blocks(self) -> int:
         """Blocks in the pool."""
-        return self._spec.blocks
+        return self._pool.blocks
 
     @property
     def stages(self) -> int:
         """Stages of the emulated pipeline."""
-        return self._spec.stages
+        return len(self._ranges)
 
     @property
     def pool(self) -> KVPool:
@@ -115,14 +130,19 @@ class PacedEngine:
         return self._speeds
 
     @property
+    def steps_held(self) -> int:
+        """Steps whose gates or aborts are remembered: running ones and ones that have not begun."""
+        return len(self._flights)
+
+    @property
     def failed(self) -> "asyncio.Future[str]":
         """Done, with the reason, when wrong KV was found."""
         return self._failed
 
     def gauges(self) -> list[Entry]:
-        """How well the pace is kept, in this machine's seconds."""
+        """Seconds of steps and of their lateness, in this machine's seconds."""
         return [
-            ("emulated_step_seconds", lambda: self.paced_s, None),
+            ("emulated_step_seconds", lambda: self.step_s, None),
             ("emulated_late_seconds", lambda: self.late_s, None),
             ("emulated_slices_checked", lambda: self._sequences.slices_checked, None),
         ]
@@ -169,13 +189,13 @@ class PacedEngine:
 
     def _flight(self, step_id: int) -> _Flight:
         if self._last_done is not None and step_id <= self._last_done:
-            return _Flight()  # nobody listens any more
+            return _Flight()  # the step has ended
         return self._flights.setdefault(step_id, _Flight())
 
     def _over(self, task: "asyncio.Task[StepResult]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever ran the step may be gone
+            task.exception()  # retrieved here, because the caller may have been cancelled
 
     def _fail(self, reason: str) -> None:
         if not self._failed.done():
@@ -184,7 +204,7 @@ class PacedEngine:
     async def _run(self, step: Step, on_layer: OnLayer) -> StepResult:
         flight = self._flight(step.step_id)
         try:
-            result = await self._paced(step, flight, on_layer)
+            result = await self._timed(step, flight, on_layer)
         except WrongKV as wrong:
             log.error("wrong KV", step=step.step_id, reason=str(wrong))
             self._fail(f"wrong KV in step {step.step_id}: {wrong}")
@@ -199,70 +219,71 @@ class PacedEngine:
             raise flight.error
         return result
 
-    async def _paced(self, step: Step, flight: _Flight, on_layer: OnLayer) -> StepResult:
+    async def _timed(self, step: Step, flight: _Flight, on_layer: OnLayer) -> StepResult:
         start_ns = time.monotonic_ns()
-        pace = self._pace(step)
+        schedule = self._schedule(step)
         shares: list[Share] = []
         whole = True
         for stage, turn in enumerate(self._turns):
             waits = turn.locked()
             async with turn:
                 if waits:
-                    pace.not_before(_now())
+                    schedule.not_before(self._clock.now())
                 shares = shares or [self._sequences.share(sequence) for sequence in step.sequences]
                 # An aborted step goes through the other stages too, so that steps end in order.
-                whole = whole and await self._stage(stage, step, flight, pace, shares, on_layer)
-        return self._finished(step, shares, start_ns, pace) if whole else self._aborted(step, start_ns)
+                whole = whole and await self._stage(stage, step, flight, schedule, shares, on_layer)
+        return self._finished(step, shares, start_ns, schedule) if whole else self._aborted(step, start_ns)
 
-    def _pace(self, step: Step) -> _Pace:
-        seconds = step_seconds(self._speeds, step, decode=self._emulation.decode)
+    def _schedule(self, step: Step) -> _Schedule:
+        begins = [self._sequences.begin(sequence) for sequence in step.sequences]
+        seconds = step_seconds(self._speeds, step, decode=self._emulated.decode, begins=begins)
         load_s = load_seconds(self._speeds, step, self.layout.token_bytes) if step.gated else 0.0
-        begin = _now() - self._carry_s
-        return _Pace(begin, begin, seconds / self.layout.layers, load_s / self.layout.layers)
+        begin = self._clock.now() - self._carry_s
+        return _Schedule(begin, begin, seconds / self.layout.layers, load_s / self.layout.layers)
 
     async def _stage(
-        self, stage: int, step: Step, flight: _Flight, pace: _Pace, shares: Sequence[Share], on_layer: OnLayer
+        self, stage: int, step: Step, flight: _Flight, schedule: _Schedule, shares: Sequence[Share], on_layer: OnLayer
     ) -> bool:
         """All layers of a stage; False when the step was aborted before the last."""
         first, end = self._ranges[stage]
         finished = finished_blocks(step, self.layout.block_tokens)
         for layer in range(first, end):
             if step.gated:
-                await self._gate(flight, layer, pace)
+                await self._gate(flight, layer, schedule)
             if flight.aborted:
                 return False
             start_ns = time.monotonic_ns()
-            pace.layer()
+            schedule.add_layer()
             for share in shares:
                 self._sequences.run(share, layer)
             for block, valid_tokens in finished:
                 self._pool.seal(layer, block, valid_tokens)
             if step.layer_events or step.gated or layer == end - 1:
-                await self._until(pace.due)
+                await self._until(schedule.due)
             if step.layer_events and on_layer is not None and flight.error is None:
                 try:
                     on_layer(LayerDone(step.step_id, layer, start_ns, time.monotonic_ns()))
-                except Exception as error:  # the caller's defect is the caller's to hear of
+                except Exception as error:  # raised to the caller when the step has ended
                     flight.error = error
         return True
 
-    async def _gate(self, flight: _Flight, layer: int, pace: _Pace) -> None:
-        """Waits until a layer's gate is open, or the step was given up, by somebody or by our patience."""
+    async def _gate(self, flight: _Flight, layer: int, schedule: _Schedule) -> None:
+        """Waits until a layer's gate is open or the step is aborted; aborts it after `gate_timeout_s`."""
         if flight.open_layer < layer and not flight.aborted:
             try:
-                async with asyncio.timeout(self._spec.gate_timeout_s):
+                async with asyncio.timeout(self._gate_timeout_s):
                     while flight.open_layer < layer and not flight.aborted:
                         flight.changed.clear()
                         await flight.changed.wait()
             except TimeoutError:
                 flight.aborted = True
-            pace.not_before(_now())
-        pace.not_before(pace.begin + (layer + 1) * pace.load_layer_s)
+            schedule.not_before(self._clock.now())
+        schedule.not_before(schedule.begin + (layer + 1) * schedule.load_layer_s)
 
-    def _finished(self, step: Step, shares: Sequence[Share], start_ns: int, pace: _Pace) -> StepResult:
-        late = _now() - pace.due
+    def _finished(self, step: Step, shares: Sequence[Share], start_ns: int, schedule: _Schedule) -> StepResult:
+        late = self._clock.now() - schedule.due
         self._carry_s = min(late, CARRY_S) if self.stages == 1 else 0.0
-        self.paced_s += pace.layer_s * self.layout.layers
+        self.step_s += schedule.layer_s * self.layout.layers
         self.late_s += max(0.0, late - CARRY_S)
         for sequence in step.sequences:
             self._sequences.done(sequence, aborted=False)
@@ -274,23 +295,31 @@ class PacedEngine:
         return StepResult((), True, start_ns, time.monotonic_ns())
 
     async def _until(self, due: float) -> None:
-        await asyncio.sleep(0)  # others get their turn, however late we are
-        left = due - _now()
+        await asyncio.sleep(0)  # lets other tasks run, however late this step is
+        left = due - self._clock.now()
         if left > TIMER_S:
-            await _sleep(left)  # a timer that is a little early is made up for like one that is late
+            await self._clock.sleep(left)  # an early timer is made up for like a late one
 
 
 @asynccontextmanager
-async def start_paced(spec: EngineSpec, emulation: Emulation) -> AsyncIterator[Engine]:
+async def start_emulated(
+    emulated: EmulatedCompute,
+    layout: KVLayout,
+    blocks: int,
+    *,
+    stages: int,
+    gate_timeout_s: float,
+    clock: Clock = MONOTONIC,
+) -> AsyncIterator["EmulatedEngine"]:
     """An emulated engine; leaving the context ends it and frees the pool. See `moonpool.engine.start.start_engine`.
 
     Raises:
-        ConfigError: a value of `spec` is refused (stages, blocks, memory).
+        ConfigError: a value is refused (stages, blocks, memory).
     """
-    pool = KVPool.create(spec.layout, spec.blocks, stage_ranges(spec.layout.layers, spec.stages))
+    pool = KVPool.create(layout, blocks, stage_ranges(layout.layers, stages))
     try:
-        log.warning("compute is emulated: times are a profile's, tokens mean nothing", **emulation.describe())
-        engine = PacedEngine(spec, emulation, pool)
+        log.warning("compute is emulated: times are a profile's, tokens mean nothing", **emulated.describe())
+        engine = EmulatedEngine(emulated, pool, gate_timeout_s=gate_timeout_s, clock=clock)
         try:
             yield engine
         finally:

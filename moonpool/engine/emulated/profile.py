@@ -1,11 +1,10 @@
-"""Profiles of emulated compute: what steps take on some hardware, read from small YAML files.
+"""Profiles of emulated compute: how long steps take on some hardware and how much KV it holds, from YAML files.
 
-Owns the files' form, the scaling of time and of KV bytes, and which step takes how long. Knows nothing of engines,
-clocks or torch. The bundled profiles lie in `profiles`; `docs/emulation.md` explains the fields.
+The bundled profiles are in `profiles`; `docs/emulation.md` explains the fields.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -17,26 +16,28 @@ from moonpool.errors import ConfigError
 from moonpool.kv.layout import KVLayout
 from moonpool.sched.steps import Step
 
-SCHEME = "paced:"
-"""What `--engine` begins with when compute is to be emulated; the profile's name or path follows."""
+SCHEME = "emulated:"
+"""Prefix of `--engine` that asks for emulated compute; the profile's name or path follows."""
+_FORMER_SCHEME = "paced:"
 SLOT_BYTES = 8
 """Bytes of one token's K (or V) of one head in one layer of emulated KV."""
 KV_DTYPE = "float16"
 _SUFFIX = ".yaml"
 _FOLDER = Path(__file__).resolve().parent / "profiles"
 _PREFILL = ("base_s", "per_token_s", "per_pair_s")
+_PROMPT = ("per_prompt_s", "per_cached_token_s")
 _DECODE = ("base_s", "per_sequence_s", "per_context_token_s")
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a model takes on some hardware. Seconds and bytes are the real ones, nothing scaled."""
+    """Times and sizes of a model on some hardware. Seconds and bytes are the hardware's, nothing is scaled."""
 
     name: str
     hardware: str
     """The class of machine, in words."""
     speeds: Speeds
-    """Rates of 0 mean: not emulated, as fast as this machine does it."""
+    """A rate of 0 is not emulated: KV moves as fast as this machine moves it."""
     token_bytes: int
     """True bytes of KV per token over all layers."""
     max_tokens: int
@@ -46,7 +47,9 @@ class Profile:
     kv_heads: int = 1
     """Heads of the emulated KV."""
     time_scale: float = 1.0
-    """Seconds of the profile that pass in one second, unless told otherwise."""
+    """Seconds of the profile that pass in one second, unless `--time-scale` says otherwise."""
+    pool_bytes: int = 0
+    """True bytes of KV that the hardware's memory holds beside the weights; 0 = not given."""
 
     def layout(self, block_tokens: int) -> KVLayout:
         """Arrangement of the emulated KV: 8 bytes per token, head, layer, and K or V."""
@@ -72,8 +75,10 @@ class Profile:
         model, kv = top.section("model"), top.section("kv")
         prefill, decode = top.section("prefill"), top.section("decode")
         rates = top.section("rates", required=False)
+        memory = top.section("memory", required=False)
         speeds = Speeds(
             **{f"prefill_{name}": prefill.number(name) for name in _PREFILL},
+            **{f"prefill_{name}": prefill.number(name, 0.0) for name in _PROMPT},
             **{f"decode_{name}": decode.number(name) for name in _DECODE},
             load_bytes_per_s=rates.number("load_bytes_per_s", 0.0),
             transfer_bytes_per_s=rates.number("transfer_bytes_per_s", 0.0),
@@ -87,8 +92,9 @@ class Profile:
             layers=kv.count("layers"),
             kv_heads=kv.count("kv_heads"),
             time_scale=top.number("time_scale", 1.0),
+            pool_bytes=_pool_bytes(memory) if memory else 0,
         )
-        for section in (top, model, kv, prefill, decode, rates):
+        for section in (top, model, kv, prefill, decode, rates, memory):
             section.finish()
         if profile.time_scale <= 0:
             raise ConfigError("time_scale", f"must be positive, is {profile.time_scale:g} ({source})")
@@ -96,7 +102,7 @@ class Profile:
 
 
 class _Fields:
-    """One mapping of a profile: every field is asked for once, what is left over is an error."""
+    """One mapping of a profile: every field is taken once, and a field that is left over is an error."""
 
     def __init__(self, data: object, source: str, prefix: str) -> None:
         if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
@@ -105,13 +111,16 @@ class _Fields:
         self._source = source
         self._prefix = prefix
 
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
     def section(self, name: str, *, required: bool = True) -> "_Fields":
         return _Fields(self._take(name) if required else self._left.pop(name, {}), self._source, f"{name}.")
 
     def text(self, name: str) -> str:
         value = self._take(name)
         if not isinstance(value, str) or not value or not value.isprintable():
-            raise self._error(name, f"must be a line of text, is {value!r}")
+            raise self.error(name, f"must be a line of text, is {value!r}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -121,26 +130,35 @@ class _Fields:
         except (TypeError, ValueError):
             number = math.nan
         if not 0.0 <= number < math.inf:
-            raise self._error(name, f"must be a number of at least 0, is {value!r}")
+            raise self.error(name, f"must be a number of at least 0, is {value!r}")
         return number
 
     def count(self, name: str) -> int:
         value = self._take(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._error(name, f"must be a whole number of at least 1, is {value!r}")
+            raise self.error(name, f"must be a whole number of at least 1, is {value!r}")
         return value
 
     def finish(self) -> None:
         for name in self._left:
-            raise self._error(name, "no such field")
+            raise self.error(name, "no such field")
 
     def _take(self, name: str) -> Any:
         if name not in self._left:
-            raise self._error(name, "is missing")
+            raise self.error(name, "is missing")
         return self._left.pop(name)
 
-    def _error(self, name: str, message: str) -> ConfigError:
+    def error(self, name: str, message: str) -> ConfigError:
         return ConfigError(self._prefix + name, f"{message} (profile {self._source})")
+
+
+def _pool_bytes(memory: _Fields) -> int:
+    """Bytes left for KV of a device's memory, without the reserve and the weights."""
+    device, reserve = memory.number("device_bytes"), memory.number("reserve_share")
+    left = device * (1.0 - reserve) - memory.number("weight_bytes")
+    if left <= 0:
+        raise memory.error("device_bytes", f"{device:g} bytes leave no room for KV beside reserve and weights")
+    return int(left)
 
 
 def bundled_profiles() -> list[str]:
@@ -167,17 +185,17 @@ def load_profile(name: str) -> Profile:
 
 
 @dataclass(frozen=True, slots=True)
-class Emulation:
-    """How one instance emulates: its part of `EngineSpec`."""
+class EmulatedCompute:
+    """Emulated compute of one instance; part of `EngineSpec`."""
 
     profile: Profile
     time_scale: float
     """Seconds of the profile that pass in one second."""
     decode: bool
-    """Steps are decode's: one token per sequence. Otherwise prefill's."""
+    """Whether steps are decode steps, one token per sequence."""
     vocab_size: int
     reserved: frozenset[int] = field(default_factory=frozenset)
-    """Tokens that are never chosen (end tokens: an emulated answer is as long as it may be)."""
+    """Tokens that are never chosen: the end tokens, so that an answer is as long as `max_tokens`."""
 
     @property
     def speeds(self) -> Speeds:
@@ -185,23 +203,25 @@ class Emulation:
         speeds, faster = self.profile.speeds, 1.0 / self.time_scale
         rate = self.time_scale * self.profile.kv_scale
         return Speeds(
-            **{f"prefill_{name}": getattr(speeds, f"prefill_{name}") * faster for name in _PREFILL},
+            **{f"prefill_{name}": getattr(speeds, f"prefill_{name}") * faster for name in (*_PREFILL, *_PROMPT)},
             **{f"decode_{name}": getattr(speeds, f"decode_{name}") * faster for name in _DECODE},
             load_bytes_per_s=speeds.load_bytes_per_s * rate,
             transfer_bytes_per_s=speeds.transfer_bytes_per_s * rate,
         )
 
     def describe(self) -> Mapping[str, str | float]:
-        """What logs and ready lines say."""
+        """Fields of logs and spans."""
         return {"emulated": self.profile.name, "time_scale": self.time_scale, "hardware": self.profile.hardware}
 
 
-def emulation_of(engine: str, time_scale: float) -> tuple[Profile, float] | None:
-    """What `--engine` and `--time-scale` ask for: a profile and its time scale, or None for a real engine.
+def emulated_profile(engine: str, time_scale: float) -> tuple[Profile, float] | None:
+    """The profile and time scale that `--engine` and `--time-scale` ask for; None for a real engine.
 
     Raises:
-        ConfigError: `engine` is neither "real" nor "paced:PROFILE", or a time scale is given for a real engine.
+        ConfigError: `engine` is neither "real" nor "emulated:PROFILE", or a time scale is given for a real engine.
     """
+    if engine.startswith(_FORMER_SCHEME):
+        raise ConfigError("engine", f"'{_FORMER_SCHEME}PROFILE' is now called '{SCHEME}PROFILE'")
     if engine.startswith(SCHEME):
         profile = load_profile(engine.removeprefix(SCHEME))
         return profile, time_scale or profile.time_scale
@@ -212,17 +232,26 @@ def emulation_of(engine: str, time_scale: float) -> tuple[Profile, float] | None
     return None
 
 
-def step_seconds(speeds: Speeds, step: Step, *, decode: bool) -> float:
-    """Seconds that a step takes: prefill's by (chunk, prefix) of each sequence, decode's by (batch, context)."""
+def step_seconds(speeds: Speeds, step: Step, *, decode: bool, begins: Sequence[bool] = ()) -> float:
+    """Seconds that a step takes.
+
+    Args:
+        speeds: of the emulated hardware.
+        step: sequences; prefill counts the chunk and prefix of each, decode the batch and its context.
+        decode: whether it is a decode step.
+        begins: for each sequence, whether it begins with this step, after a cached prefix; empty = none does.
+    """
     sizes = [(len(sequence.token_ids) // 4, sequence.start) for sequence in step.sequences]
     if decode:
         return decode_step_seconds(speeds, len(sizes), sum(tokens + start for tokens, start in sizes))
-    # One step has one fixed part, however many prompts share it.
-    return speeds.prefill_base_s + sum(prefill_seconds(speeds, tokens, start, steps=0) for tokens, start in sizes)
+    return speeds.prefill_base_s + sum(  # the base is per step, however many prompts share it
+        prefill_seconds(speeds, tokens, start, steps=0, begins=first)
+        for (tokens, start), first in zip(sizes, begins or [False] * len(sizes), strict=True)
+    )
 
 
 def load_seconds(speeds: Speeds, step: Step, token_bytes: int) -> float:
-    """Seconds that the prefix behind a step's gates takes to load; 0 where the profile has no rate for it."""
+    """Seconds that a gated step's prefix takes to load; 0 where the profile has no rate for it."""
     if not speeds.load_bytes_per_s:
         return 0.0
     return sum(sequence.loading_tokens for sequence in step.sequences) * token_bytes / speeds.load_bytes_per_s

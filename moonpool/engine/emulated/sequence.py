@@ -1,7 +1,4 @@
-"""One sequence's share of an emulated step: which slots are checked, which are written, and which token follows.
-
-Owns what is known of a sequence between steps: which of its blocks were found right. Knows nothing of time.
-"""
+"""One sequence's share of an emulated step: which slots are checked, which are written, and which token follows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,35 +6,35 @@ from weakref import WeakKeyDictionary
 
 from xxhash import xxh3_64
 
-from moonpool.engine.emulated.content import PacedKV, choose_token, sampling_seed
-from moonpool.engine.emulated.profile import Emulation
+from moonpool.engine.emulated.content import EmulatedKV, choose_token, sampling_seed
+from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.kv.keys import BlockKey, block_keys, tokens_to_bytes
 from moonpool.kv.pool import KVPool
 from moonpool.sched.steps import History, SequenceStep
 
 AGAIN_TOKENS = 64
-"""Tokens whose KV is checked again in each step, in one layer, one piece of the prefix after the other."""
+"""Tokens whose KV is checked again per step: one piece of the prefix in one layer, the next piece in the next step."""
 
 
-class WrongKV(Exception):  # noqa: N818 - what was found
-    """A block does not hold what it should."""
+class WrongKV(Exception):  # noqa: N818 - names the finding
+    """A block does not hold the KV of its tokens."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a sequence."""
+    """State of a sequence between steps."""
 
     table: tuple[int, ...] = ()
-    """Its blocks in the last step."""
+    """Its block table in the last step."""
     tokens: int = 0
-    """Leading tokens whose KV in these blocks was found right, or was written here."""
+    """Leading tokens whose KV in these blocks was checked or written here."""
     keys: list[BlockKey] = field(default_factory=list)
-    """Keys of the answer's full blocks, after those that its history has."""
+    """Keys of the full blocks after those of its history."""
     digest: xxh3_64 = field(default_factory=xxh3_64)
     hashed: int = 0
     """Leading tokens that are in the digest."""
     turn: int = 0
-    """Pieces of slices that were checked again."""
+    """Pieces of slices checked again so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,33 +43,40 @@ class Slots:
 
     block: int
     index: int
-    """Place of the block in the sequence."""
+    """Index of the block in the sequence."""
     first: int
     base: bytes
 
 
 @dataclass(slots=True)
 class Share:
-    """What one step does for one sequence."""
+    """Work of one step for one sequence."""
 
     check: list[Slots]
-    """The prefix, where it is not known to be right: checked in every layer."""
+    """The part of the prefix that was not checked before; checked in every layer."""
     again: tuple[Slots, int] | None
-    """One slice that was right before, and its layer: something may have written over it since."""
+    """A slice checked before and its layer: something may have overwritten it since."""
     write: list[Slots]
     token: int | None
 
 
-class PacedSequences:
+class EmulatedSequences:
     """The sequences of one engine."""
 
-    def __init__(self, emulation: Emulation, kv: PacedKV, pool: KVPool) -> None:
-        self._emulation = emulation
+    def __init__(self, emulated: EmulatedCompute, kv: EmulatedKV, pool: KVPool) -> None:
+        self._emulated = emulated
         self._kv = kv
         self._pool = pool
         self._size = kv.layout.block_tokens
         self._known: WeakKeyDictionary[History, _Known] = WeakKeyDictionary()
         self.slices_checked = 0
+
+    def begin(self, step: SequenceStep) -> bool:
+        """Whether this is the sequence's first step here, or its first after an abort; it is known from now on."""
+        if step.history is None or step.history in self._known:
+            return False
+        self._known[step.history] = _Known()
+        return True
 
     def share(self, step: SequenceStep) -> Share:
         """Prepares a step.
@@ -109,7 +113,7 @@ class PacedSequences:
             self._kv.write(self._pool.slice(layer, slots.block), layer, slots.base, slots.first)
 
     def done(self, step: SequenceStep, *, aborted: bool) -> None:
-        """A step is over; of an aborted one's sequences nothing is known any more."""
+        """Notes the end of a step; the sequences of an aborted step are forgotten."""
         assert step.history is not None
         if aborted:
             self._known.pop(step.history, None)
@@ -119,7 +123,7 @@ class PacedSequences:
         known.tokens = step.start + len(step.token_ids) // 4
 
     def _still_right(self, known: _Known, step: SequenceStep) -> int:
-        """Leading tokens that need no check: known to be right, in the same blocks as then."""
+        """Leading tokens that need no check: checked before, and still in the same blocks."""
         tokens = min(known.tokens, step.start)
         blocks = -(-tokens // self._size)
         if step.block_table[:blocks] == known.table[:blocks]:
@@ -153,7 +157,7 @@ class PacedSequences:
         return known.keys[index - 1 - given]
 
     def _check_key(self, history: History, index: int) -> None:
-        """The key under which a full block was found must be that of the tokens that are attended to."""
+        """Checks that a full block's key is the key of the tokens attended to."""
         if index >= len(history.keys):
             return
         parent = history.keys[index - 1] if index else history.chain_root
@@ -163,7 +167,7 @@ class PacedSequences:
 
     def _again(self, history: History, known: _Known, step: SequenceStep, right: int) -> tuple[Slots, int] | None:
         size = min(AGAIN_TOKENS, self._size)
-        pieces = right // size  # block sizes are multiples of 16: a piece may end with its block, before its size
+        pieces = right // size  # where the block size is no multiple, the last piece of a block is shorter
         if not pieces:
             return None
         layer, begin = known.turn // pieces % self._kv.layout.layers, known.turn % pieces * size
@@ -188,8 +192,8 @@ class PacedSequences:
         known.hashed = end
         return choose_token(
             known.digest.intdigest(),
-            self._emulation.vocab_size,
-            self._emulation.reserved,
+            self._emulated.vocab_size,
+            self._emulated.reserved,
             step.sample.banned,
             seed=sampling_seed(step.sample),
         )

@@ -1,14 +1,11 @@
-"""What operators ask of a running store: to compact, to warm up, and what another size would bring.
-
-Owns the checks of what is asked and that stores without an SSD tier say so. Must not know of RPCs.
-"""
+"""What operators ask of a running store: to compact, to warm up, and what another size would bring."""
 
 import dataclasses
 import math
 
 from moonpool.errors import InvalidRequest, Unsupported
 from services.kvstore.core.store import BlockStore
-from services.kvstore.operate.reuse import Curve, ReuseSample, in_bytes
+from services.kvstore.operate.reuse import Curve, ReuseSample
 from services.kvstore.operate.warming import Warmed, Warmer
 from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.ssd.tier import MIN_LIVE_SHARE, SsdTier
@@ -16,16 +13,7 @@ from services.kvstore.ssd.tier import MIN_LIVE_SHARE, SsdTier
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operations:
-    """The operations of one store.
-
-    Attributes:
-        store: the store.
-        ssd: its SSD tier; None without one.
-        writer: who does the SSD tier's work.
-        warmer: who fills DRAM.
-        reuse: what is known of reuse distances.
-        capacity_bytes: of both tiers.
-    """
+    """The operations of one store; `ssd` and `writer` are None without an SSD tier. `capacity_bytes` is of both."""
 
     store: BlockStore
     ssd: SsdTier | None
@@ -35,13 +23,13 @@ class Operations:
     capacity_bytes: int
 
     def compact(self, min_live_share: float) -> int:
-        """Begins to rewrite segments of which less than this share is alive; returns how many there are.
+        """Begins to rewrite segments of which less than this share is live; returns how many there are.
 
         Args:
-            min_live_share: in (0, 1]; 0 = the tier's own choice.
+            min_live_share: in (0, 1]; 0 = the tier's default.
 
         Raises:
-            InvalidRequest: no such share.
+            InvalidRequest: the share is not between 0 and 1.
             Unsupported: there is no SSD tier.
         """
         if math.isnan(min_live_share) or not 0.0 <= min_live_share <= 1.0:
@@ -64,8 +52,8 @@ class Operations:
         return await self.warmer.warm(max_bytes)
 
     def sizes(self) -> Curve:
-        """(bytes, hit share) of stores of other sizes; blocks count as those here do on average."""
+        """(bytes, hit share) of stores of other sizes, with blocks of the average size of those held."""
         dram, ssd = self.store.tiers.dram, self.ssd
         blocks = len(dram) + (len(ssd) if ssd is not None else 0)
         nbytes = dram.block_bytes + (ssd.live_bytes if ssd is not None else 0)
-        return in_bytes(self.reuse.curve(), nbytes // blocks) if blocks else []
+        return [(size * (nbytes // blocks), share) for size, share in self.reuse.curve()] if blocks else []

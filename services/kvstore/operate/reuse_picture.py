@@ -1,13 +1,10 @@
-"""The hit curve as a picture: hit share over the store's size, and what more of it would buy, as an SVG file.
-
-Owns the drawing, without a library: lines and text. Knows a curve in bytes only.
-"""
+"""The hit curve as an SVG file: hit share over the store's size in bytes, and what a larger store would add."""
 
 import html
 import math
 from collections.abc import Iterator
 
-from services.kvstore.operate.reuse import Curve, hit_share, worth
+from services.kvstore.operate.reuse import Curve, hit_share
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 56, 24, 48, 44
 _LINE, _NOW, _MORE = "#2a6fdb", "#333333", "#d9822b"
@@ -15,31 +12,29 @@ _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
 def size_text(nbytes: float) -> str:
-    """Bytes in words, three digits."""
+    """Bytes with a unit, three digits."""
     power = min(int(math.log10(nbytes)) // 3, len(_UNITS) - 1) if nbytes >= 1 else 0
     return f"{nbytes / 1000**power:.3g} {_UNITS[power]}"
 
 
 def answer(curve: Curve, now_bytes: int, more_bytes: int) -> str:
     """The advice in one sentence."""
-    before, gain = hit_share(curve, now_bytes), worth(curve, now_bytes, more_bytes)
+    before, after = hit_share(curve, now_bytes), hit_share(curve, now_bytes + more_bytes)
     return (
         f"{size_text(now_bytes)} hit {100 * before:.1f} %; another {size_text(more_bytes)} would add "
-        f"{100 * gain:.1f} points; no size hits more than {100 * _most(curve):.1f} %"
+        f"{100 * (after - before):.1f} points; no size hits more than {100 * _most(curve):.1f} %"
     )
 
 
 def picture(curve: Curve, now_bytes: int, more_bytes: int) -> str:
-    """Hit share over bytes (logarithmic), with the present size and the one that is thought of marked.
+    """Hit share over bytes (logarithmic), with the present and the larger size marked.
 
     Args:
         curve: over bytes.
         now_bytes: the present size, positive.
-        more_bytes: what would be added to it, positive.
+        more_bytes: added to it for the larger size, positive.
     """
-    least = max(1, min([now_bytes, *(size for size, _ in curve[:1])]))
-    greatest = max([now_bytes + more_bytes, *(size for size, _ in curve[-1:])])
-    axes = _Axes(math.log(least), max(math.log(greatest), math.log(least) + 1e-6), max(_most(curve), 0.01))
+    axes = _Axes(curve, now_bytes, now_bytes + more_bytes)
     body = [
         f'<text x="{LEFT}" y="18" font-weight="bold">Hit share over size (LRU, estimated from a sample)</text>',
         f'<text x="{LEFT}" y="34">{html.escape(answer(curve, now_bytes, more_bytes))}</text>',
@@ -61,14 +56,16 @@ def _most(curve: Curve) -> float:
 
 
 class _Axes:
-    """Sizes from exp(`low`) to exp(`high`), logarithmic; hit shares from 0 to `most`."""
+    """Places of sizes (logarithmic) and hit shares in the picture; all of `curve` and both sizes fit."""
 
-    def __init__(self, low: float, high: float, most: float) -> None:
-        self._low, self._high, self._most = low, high, most
+    def __init__(self, curve: Curve, least: int, greatest: int) -> None:
+        sizes = [max(1, size) for size in (least, greatest, *(size for size, _ in curve))]
+        self._low = math.log(min(sizes))
+        self._span = max(math.log(max(sizes)) - self._low, 1e-6)
+        self._most = max(_most(curve), 0.01)
 
     def _x(self, size: float) -> float:
-        part = (math.log(max(size, 1)) - self._low) / (self._high - self._low)
-        return round(LEFT + min(1.0, max(0.0, part)) * (WIDTH - LEFT - RIGHT), 1)
+        return round(LEFT + (math.log(max(size, 1)) - self._low) / self._span * (WIDTH - LEFT - RIGHT), 1)
 
     def _y(self, share: float) -> float:
         return round(HEIGHT - BOTTOM - share / self._most * (HEIGHT - TOP - BOTTOM), 1)
@@ -76,7 +73,7 @@ class _Axes:
     def frame(self) -> Iterator[str]:
         yield f'<path d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}" fill="none" stroke="#333"/>'
         for part in (0.0, 0.25, 0.5, 0.75, 1.0):
-            y, size = self._y(part * self._most), math.exp(self._low + part * (self._high - self._low))
+            y, size = self._y(part * self._most), math.exp(self._low + part * self._span)
             yield f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="#ddd"/>'
             yield f'<text x="{LEFT - 4}" y="{y + 4}" text-anchor="end">{100 * part * self._most:.1f} %</text>'
             x, y = self._x(size), HEIGHT - BOTTOM + 14
@@ -94,6 +91,5 @@ class _Axes:
     def mark(self, size: int, text: str, colour: str) -> Iterator[str]:
         x = self._x(size)
         yield f'<path d="M{x} {TOP}V{HEIGHT - BOTTOM}" stroke="{colour}" stroke-dasharray="4 3"/>'
-        anchor = "end" if x > WIDTH / 2 else "start"
-        shift = -4 if anchor == "end" else 4
+        anchor, shift = ("end", -4) if x > WIDTH / 2 else ("start", 4)
         yield f'<text x="{x + shift}" y="{TOP + 10}" text-anchor="{anchor}" fill="{colour}">{html.escape(text)}</text>'

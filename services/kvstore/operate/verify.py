@@ -1,6 +1,6 @@
-"""Checking a data folder that no kvstore uses: every record against its checksums, and the index against the records.
+"""Checks a data folder that no kvstore uses: every record against its checksums, and the index against the records.
 
-Owns the check and its report. Changes nothing in the folder. Everything here blocks.
+Nothing in the folder is changed. All functions block.
 """
 
 import dataclasses
@@ -23,11 +23,12 @@ from services.kvstore.ssd.segments import SegmentFile, list_segments, segment_pa
 
 _THREADS = 4
 _MAX_FAULTS = 1000
+COUNTS = ("segments", "records", "blocks", "dead", "bytes_read")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is not as it should be.
+    """One difference between the folder and a consistent store.
 
     Attributes:
         segment: id of the segment.
@@ -47,13 +48,13 @@ class VerifyReport:
     """What a check found.
 
     Attributes:
-        segments: files looked at.
+        segments: files read.
         records: whole records in them.
-        blocks: records that are blocks' places and intact.
-        dead: records that are not: replaced, dropped, or never committed.
+        blocks: intact records that the index names.
+        dead: records it does not name: replaced, dropped, or never committed.
         bytes_read: of records whose checksums were computed.
-        faults: what a store would answer with a miss; the first thousand.
-        fault_count: how many there are.
+        faults: blocks a store would answer with a miss; the first thousand.
+        fault_count: number of all faults.
         index_error: why the index cannot be used, None when it can; a store would rebuild it from the segments.
     """
 
@@ -68,23 +69,18 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
         return not self.fault_count and self.index_error is None
 
-    def _add(self, fault: Fault) -> None:
+    def add(self, fault: Fault) -> None:
         self.fault_count += 1
         if len(self.faults) < _MAX_FAULTS:
             self.faults.append(fault)
 
-    def _merge(self, other: "VerifyReport") -> None:
-        self.segments += other.segments
-        self.records += other.records
-        self.blocks += other.blocks
-        self.dead += other.dead
-        self.bytes_read += other.bytes_read
-        for fault in other.faults:
-            self._add(fault)
-        self.fault_count += other.fault_count - len(other.faults)
+    def merge(self, other: "VerifyReport") -> None:
+        for count in COUNTS:
+            setattr(self, count, getattr(self, count) + getattr(other, count))
+        self.fault_count += other.fault_count
+        self.faults += other.faults[: _MAX_FAULTS - len(self.faults)]
 
 
 def verify(path: pathlib.Path, on_segment: Callable[[int, int], None] = lambda done, of: None) -> VerifyReport:
@@ -92,10 +88,10 @@ def verify(path: pathlib.Path, on_segment: Callable[[int, int], None] = lambda d
 
     Args:
         path: a data folder, as `--data-dir` names it.
-        on_segment: told how many segments are done, of how many.
+        on_segment: called with the number of segments done, and of all.
 
     Raises:
-        ConfigError: naming `data_dir`: it is none, cannot be read, or a kvstore is using it.
+        ConfigError: `path` holds no store, cannot be read, or a kvstore is using it.
     """
     try:
         lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
@@ -127,7 +123,7 @@ def _verify(path: pathlib.Path, on_segment: Callable[[int, int], None]) -> Verif
         report.index_error = str(error)
     catalogue = _catalogue(folder, files, image) if image is not None else None
     for number in sorted(image.segments.keys() - files.keys()) if image is not None else ():
-        report._add(Fault(number, None, None, "the index names a segment that is not there"))
+        report.add(Fault(number, None, None, "the index names a segment that is not there"))
 
     def check(number: int) -> VerifyReport:
         file = SegmentFile(segment_path(folder, number), direct=True)
@@ -138,13 +134,13 @@ def _verify(path: pathlib.Path, on_segment: Callable[[int, int], None]) -> Verif
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-verify") as pool:
         for done, part in enumerate(pool.map(check, files), 1):
-            report._merge(part)
+            report.merge(part)
             on_segment(done, len(files))
     return report
 
 
 def _catalogue(folder: pathlib.Path, files: dict[int, int], image: IndexImage) -> Catalogue:
-    """What the index says, of segments that are there."""
+    """The index's entries of the segments that are there."""
     catalogue = Catalogue(image.formats, image.tenants)
     for number in files:
         segment = Segment(number, SegmentFile(segment_path(folder, number)), image.segments.get(number, 0))
@@ -162,7 +158,7 @@ def _check_segment(number: int, file: SegmentFile, size: int, catalogue: Catalog
         segment = catalogue.segments[number]
         named = {segment.offset(slot): catalogue.row(segment, slot) for slot in catalogue.live_slots(segment)}
         if size < segment.size:
-            report._add(Fault(number, None, None, f"the segment has {size} bytes instead of {segment.size}"))
+            report.add(Fault(number, None, None, f"the segment has {size} bytes instead of {segment.size}"))
     for found in file.scan():
         report.records += 1
         row = named.pop(found.offset, None)
@@ -174,14 +170,14 @@ def _check_segment(number: int, file: SegmentFile, size: int, catalogue: Catalog
         if what is None:
             report.blocks += 1
         else:
-            report._add(Fault(number, found.offset, found.key, what))
+            report.add(Fault(number, found.offset, found.key, what))
     for offset, row in named.items():
-        report._add(Fault(number, offset, row[0], "the index names a record that is not there"))
+        report.add(Fault(number, offset, row[0], "the index names a record that is not there"))
     return report
 
 
 def _check_record(file: SegmentFile, found: Found, row: Row | None, catalogue: Catalogue | None) -> str | None:
-    """What is wrong with a record whose header is intact; None for nothing."""
+    """The fault of a record whose header is intact; None when it has none."""
     kind = found.kind
     if row is not None and catalogue is not None:
         key, _, length, block_format, tenant = row

@@ -1,8 +1,4 @@
-"""Filling free DRAM from the durable tier, after a restart: the most recently written blocks first.
-
-Owns which blocks are read and in which portions; reading them is `LayerReader`'s business, and that what was read whole
-stays in DRAM is that of `Reads`. Evicts nothing: warming ends when free DRAM does.
-"""
+"""Fills free DRAM from the SSD tier after a restart, the most recently written blocks first; evicts nothing."""
 
 import asyncio
 import contextlib
@@ -18,64 +14,70 @@ from services.kvstore.core.store import BlockStore
 from services.kvstore.streams.layers import LayerReader
 
 PORTION_BLOCKS = 64
-"""Most blocks that are read together."""
-
+"""Blocks read together at most."""
 STEP_BLOCKS = 1024
-"""Blocks of the durable tier that are looked at before others have their turn: there may be millions."""
+"""Blocks of the SSD tier looked at before other tasks run; there may be millions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Warmed:
-    """What came into DRAM."""
+    """Blocks and bytes that were read into DRAM."""
 
     blocks: int
     nbytes: int
 
 
 class Warmer:
-    """Brings blocks of one store from its durable tier into DRAM.
+    """Reads blocks of one store from its SSD tier into DRAM.
 
     Args:
         store: the store.
         pool: threads that read.
-        ahead: bytes that may be read and not taken yet.
+        ahead: bounds the bytes read and not taken yet.
+        step_blocks: see `STEP_BLOCKS`.
     """
 
-    def __init__(self, store: BlockStore, pool: ThreadPoolExecutor, ahead: ByteCredits) -> None:
+    def __init__(
+        self,
+        store: BlockStore,
+        pool: ThreadPoolExecutor,
+        ahead: ByteCredits,
+        step_blocks: int = STEP_BLOCKS,
+    ) -> None:
+        self._step_blocks = step_blocks
         self._store = store
         self._pool = pool
         self._ahead = ahead
         self._turn = asyncio.Lock()
 
     async def warm(self, max_bytes: int) -> Warmed:
-        """Reads blocks until `max_bytes` (0 = no bound) or free DRAM are used up; one call at a time does so.
+        """Reads blocks until `max_bytes` (0 = no bound) or free DRAM is used up; calls run one after the other.
 
         Raises:
             Overloaded: too many reading sessions are open.
         """
         async with self._turn:
+            dram = self._store.tiers.dram
             blocks = nbytes = 0
             async with contextlib.aclosing(self._portions()) as portions:
                 async for block_format, keys in portions:
                     size = block_format.layout.block_bytes
-                    room = self._store.tiers.dram.free_bytes
-                    if max_bytes:
-                        room = min(room, max_bytes - nbytes)
+                    room = min(dram.free_bytes, max_bytes - nbytes) if max_bytes else dram.free_bytes
                     keys = keys[: room // size]
                     if not keys:
                         break
                     await self._read(block_format, keys)
-                    came = sum(key in self._store.tiers.dram for key in keys)
+                    came = sum(key in dram for key in keys)
                     blocks += came
                     nbytes += came * size
             return Warmed(blocks, nbytes)
 
     async def _portions(self) -> AsyncGenerator[tuple[BlockFormat, list[BlockKey]], None]:
-        """Blocks of the durable tier that are not in DRAM, newest first, those of one format together."""
+        """Blocks of the SSD tier that are not in DRAM, newest first, in portions of one format."""
         tiers = self._store.tiers
         if tiers.ssd is None:
             return
-        for step in tiers.ssd.newest_first(STEP_BLOCKS):
+        for step in tiers.ssd.newest_first(self._step_blocks):
             cold = [key for key in step if key not in tiers.dram]
             for block_format, keys in itertools.groupby(cold, tiers.format_of):
                 while block_format is not None and (portion := list(itertools.islice(keys, PORTION_BLOCKS))):

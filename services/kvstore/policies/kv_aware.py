@@ -1,8 +1,4 @@
-"""Our own policy: chains leave tail first, and the first tail to leave is the one least likely to be wanted again.
-
-Owns the tree of the held blocks (a block's parent is the one before it in its chain), the classes into which blocks
-fall, and the order of the tree's leaves. How likely blocks of a class come back is learnt in `returns`.
-"""
+"""Moonpool's own policy: chains leave tail first, and the tail least likely to be used again leaves first."""
 
 import heapq
 import itertools
@@ -13,26 +9,27 @@ from moonpool.kv.keys import BlockKey
 from services.kvstore.policies.returns import ReturnRates
 
 MEMORY = 8
-"""What was seen loses half its weight while as many blocks are referred to as are held, so many times."""
+"""What was seen loses half its weight after this many times as many references as blocks are held."""
 HORIZON = 16
-"""A sampled key is followed until as many blocks were referred to as are held, so many times."""
+"""A sampled key is followed for this many times as many references as blocks are held."""
 POPULAR_USES = 4
-"""A block used so often since it came is shared by many; what its latest chain was says little about it."""
+"""A block used so often since it came is shared by many requests; its latest chain says little about it."""
 MAX_GROWTH = 12
-"""Classes by growth: 1, 2-3, 4-7, ... blocks; all beyond 2^11 are one."""
+"""Classes by growth: 1, 2-3, 4-7, ... blocks; all from 2^11 on are one."""
+REFIT_LEAST = 1024
+"""References between two estimates at least; half the number of held blocks if that is more."""
 
 FRESH, POPULAR, FIRST_GROWTH = 0, 1, 2
 KINDS = TAIL = FIRST_GROWTH + 2 * MAX_GROWTH
-"""Classes; a growth's last block has a class of its own, so much higher than the others'."""
-_REFIT_PART, _REFIT_LEAST = 2, 1024
+"""Classes; the last block of a growth, until it is used, belongs to the class with a number higher by `TAIL`."""
 _SPARE_ENTRIES = 64
 
 
 class Growth:
-    """Blocks that came in one go: what one request added to its chain.
+    """The blocks that one request added to its chain.
 
     Attributes:
-        continued: the chain had been there and was continued here for the first time.
+        continued: whether it is the first growth behind blocks that were there before.
         blocks: how many came.
     """
 
@@ -44,12 +41,12 @@ class Growth:
 
     @property
     def kind(self) -> int:
-        """The class of the chain's blocks until somebody continues it."""
+        """The class of the chain's blocks until another request continues it."""
         return FIRST_GROWTH + min(self.blocks.bit_length(), MAX_GROWTH) - 1 + MAX_GROWTH * self.continued
 
 
 class Node:
-    """A block in the tree; one that is not held is there for its held descendants only."""
+    """A block in the tree; one that is not held is kept for its held descendants only."""
 
     __slots__ = ("children", "growth", "held", "key", "kind", "parent", "queued", "since", "uses")
 
@@ -72,23 +69,28 @@ _Place = tuple[float, int, int, Node, int, int]
 
 
 class KVAware:
-    """Order by what KV is: a block is worth nothing without those before it, and a conversation is not a document.
+    """Offers the leaves of the tree of chains, the least likely to be used again first.
 
-    Only leaves may leave, so a chain goes tail first and a block never before one that needs it. Leaves are ordered by
-    how soon their class at their age is expected to be used again, as `ReturnRates` has learnt it. A block's class is
-    what the latest request on its chain did:
+    A block is useless without those before it, so only leaves may leave: a chain goes tail first. Leaves are ordered by
+    how soon their class at their age is expected to be used again, as `ReturnRates` estimates it. The class is what the
+    latest request on the block's chain did: by how many blocks it made the chain longer, in powers of two (a question
+    adds few, a document many), and whether it was the first to continue the chain (a turn of a conversation). Blocks
+    that many requests share have a class of their own. The last block of a chain has a class beside that of the others.
 
-    - by how much it made the chain longer, in powers of two: a question makes it a little longer, a document a lot;
-    - whether it was the first to continue a chain that was there before (a turn of a conversation);
-    - apart from these the chain's very last block, and blocks that many requests share.
+    Until the classes differ, the order is that of LRU.
 
-    Until something is learnt, and wherever there is nothing to learn, that is the order of LRU.
+    Args:
+        refit_least: references between two estimates at least.
+
+    Attributes:
+        nodes: the tree: every held block, and blocks not held that have held descendants.
     """
 
-    def __init__(self) -> None:
-        self._nodes: dict[BlockKey, Node] = {}
+    def __init__(self, refit_least: int = REFIT_LEAST) -> None:
+        self.nodes: dict[BlockKey, Node] = {}
+        self._refit_least = refit_least
         self._held = 0
-        self._leaves: list[list[_Entry]] = [[] for _ in range(2 * KINDS)]  # a heap per class, with entries out of date
+        self._leaves: list[list[_Entry]] = [[] for _ in range(2 * KINDS)]  # a heap per class, with outdated entries
         self._entries = 0  # in all heaps
         self._queued = 0  # leaves
         self._number = 0
@@ -97,10 +99,8 @@ class KVAware:
         self._forget_at = 0
         self._rates = ReturnRates(KINDS)
 
-    # What happens
-
     def added(self, info: BlockInfo) -> None:
-        """A block came. It belongs to the growth its parent came with, unless that was used since."""
+        """A block belongs to the growth its parent came with, unless the parent was used since."""
         node = self._node(info)
         assert not node.held
         self._now += 1
@@ -113,10 +113,10 @@ class KVAware:
         self._queue(node)
 
     def touched(self, chain: Sequence[BlockKey]) -> None:
-        """They are as young as can be; where parents are not known, the head counts as the youngest."""
+        """Where parents are not known, the head counts as the youngest."""
         self._now += len(chain)
         for key in reversed(chain):
-            node = self._nodes[key]
+            node = self.nodes[key]
             node.since = self._now
             node.uses += 1
             if node.uses >= POPULAR_USES:
@@ -126,11 +126,11 @@ class KVAware:
         self._learn()
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
-        """How much the chain has grown is known now, and what that says of all its blocks."""
+        """How much the chain has grown is known now; it sets the class of all its blocks."""
         for key in reversed(chain):
-            self._nodes[key].since = self._now
-            self._queue(self._nodes[key])
-        node: Node | None = self._nodes[chain[-1]] if chain else None
+            self.nodes[key].since = self._now
+            self._queue(self.nodes[key])
+        node: Node | None = self.nodes[chain[-1]] if chain else None
         if node is None or node.growth is None:
             return
         kind = node.growth.kind
@@ -143,32 +143,30 @@ class KVAware:
         self._learn()
 
     def removed(self, key: BlockKey) -> None:
-        """Forgets the block, but not its place while blocks behind it are held."""
-        node: Node | None = self._nodes[key]
+        """Keeps the block's place in the tree while blocks behind it are held."""
+        node: Node | None = self.nodes[key]
         assert node is not None
         assert node.held
         self._unqueue(node)
         node.held, node.growth = False, None
         self._held -= 1
         while node is not None and not node.children and not node.held:
-            del self._nodes[node.key]
+            del self.nodes[node.key]
             node = node.parent
             if node is not None:
                 node.children -= 1
                 self._queue(node)
         self._tidy()
 
-    # Who is next
-
     def candidates(self) -> Iterator[BlockKey]:
-        """Leaves, the least worth first; a block follows once all behind it have been named."""
+        """Leaves, the least worth first; a block follows once all blocks behind it have been named."""
         frontier: list[_Place] = []
         for kind, heap in enumerate(self._leaves):
             while heap and heap[0][2].queued != heap[0][1]:
                 heapq.heappop(heap)
                 self._entries -= 1
             self._look(frontier, kind, 0)
-        unnamed: dict[Node, int] = {}  # children that were not named, of the parents of those that were
+        unnamed: dict[Node, int] = {}  # children not named yet, of parents with one that was
         numbers = itertools.count(-1, -1)
         while frontier:
             _, _, number, node, kind, index = heapq.heappop(frontier)
@@ -178,19 +176,13 @@ class KVAware:
                 if node.queued != number:
                     continue
             yield node.key
-            parent = node.parent
-            while parent is not None:
-                unnamed[parent] = unnamed.get(parent, parent.children) - 1
-                if unnamed[parent]:
-                    break
-                if parent.held:
-                    worth = self._rates.worth(parent.kind, self._now - parent.since)
-                    heapq.heappush(frontier, (worth, parent.since, next(numbers), parent, parent.kind, -1))
-                    break
-                parent = parent.parent
+            parent = _freed_by(node, unnamed)
+            if parent is not None:
+                worth = self._rates.worth(parent.kind, self._now - parent.since)
+                heapq.heappush(frontier, (worth, parent.since, next(numbers), parent, parent.kind, -1))
 
     def _look(self, frontier: "list[_Place]", kind: int, index: int) -> None:
-        """Puts an entry of a class's heap among those of which the least is next."""
+        """Adds an entry of a class's heap to the frontier."""
         heap = self._leaves[kind]
         if index < len(heap):
             since, number, node = heap[index]
@@ -200,18 +192,12 @@ class KVAware:
     def __len__(self) -> int:
         return self._held
 
-    # Parts
-
     def _node(self, info: BlockInfo) -> Node:
-        """The block's place in the tree, and its parent's, which may come later."""
-        node = self._nodes.get(info.key)
-        if node is None:
-            node = self._nodes[info.key] = Node(info.key)
+        """The block's node, and its parent's, which may come later."""
+        node = self._at(info.key)
         if node.parent is None and info.parent != NO_PARENT:
-            parent = self._nodes.get(info.parent)
-            if parent is None:
-                parent = self._nodes[info.parent] = Node(info.parent)
-            if not _descends(parent, node):  # writers' word is not checked elsewhere
+            parent = self._at(info.parent)
+            if not _descends(parent, node):  # a writer may name any parent
                 node.parent = parent
                 parent.children += 1
                 self._unqueue(parent)
@@ -223,8 +209,14 @@ class KVAware:
             self._rates.classify(node.key, kind)
             self._queue(node)
 
+    def _at(self, key: BlockKey) -> Node:
+        node = self.nodes.get(key)
+        if node is None:
+            node = self.nodes[key] = Node(key)
+        return node
+
     def _queue(self, node: Node) -> None:
-        """Gives a leaf its place among the leaves of its class; what is no leaf has none."""
+        """Puts a leaf among the leaves of its class."""
         if node.children or not node.held:
             return
         self._unqueue(node)
@@ -235,56 +227,69 @@ class KVAware:
         self._entries += 1
         self._tidy()
 
+    def _unqueue(self, node: Node) -> None:
+        """Outdates the node's entry, if it has one."""
+        self._queued -= node.queued > 0
+        node.queued = 0
+
     def _tidy(self) -> None:
-        """Drops entries out of date when they are the most."""
+        """Drops outdated entries when they are the majority."""
         if self._entries > 2 * self._queued + _SPARE_ENTRIES:
             self._leaves = [[entry for entry in heap if entry[2].queued == entry[1]] for heap in self._leaves]
             for heap in self._leaves:
                 heapq.heapify(heap)
             self._entries = sum(map(len, self._leaves))
 
-    def _unqueue(self, node: Node) -> None:
-        """Its entry, if it has one, is out of date."""
-        self._queued -= node.queued > 0
-        node.queued = 0
-
     def _learn(self) -> None:
+        held = max(self._held, self._refit_least)
         if self._now >= self._forget_at:
-            self._forget_at = self._now + MEMORY * max(self._held, _REFIT_LEAST)
-            self._rates.forget(self._now, HORIZON * max(self._held, _REFIT_LEAST))
+            self._forget_at = self._now + MEMORY * held
+            self._rates.forget(self._now, HORIZON * held)
         if self._now >= self._fit_at:
-            self._fit_at = self._now + max(self._held // _REFIT_PART, _REFIT_LEAST)
+            self._fit_at = self._now + max(self._held // 2, self._refit_least)
             self._rates.fit(self._now)
 
     def check_invariants(self) -> None:
-        """The tree is one, all leaves are queued where their class says, and nothing is kept without need."""
         children: dict[Node, int] = {}
-        for key, node in self._nodes.items():
+        for key, node in self.nodes.items():
             assert node.key == key
             assert node.held or node.children
+            assert (node.growth is not None) == node.held
             if node.parent is not None:
-                assert self._nodes[node.parent.key] is node.parent
+                assert self.nodes[node.parent.key] is node.parent
                 children[node.parent] = children.get(node.parent, 0) + 1
-        assert all(node.children == children.get(node, 0) for node in self._nodes.values())
-        nodes = [node for node in self._nodes.values() if node.held]
+        assert all(node.children == children.get(node, 0) for node in self.nodes.values())
+        nodes = [node for node in self.nodes.values() if node.held]
         assert len(nodes) == self._held
-        assert all((node.growth is not None) == node.held for node in self._nodes.values())
         queued = {node: kind for kind, heap in enumerate(self._leaves) for _, n, node in heap if n == node.queued}
         assert queued == {node: node.kind for node in nodes if not node.children}
-        assert all(node.queued == 0 for node in self._nodes.values() if node not in queued)
+        assert all(node.queued == 0 for node in self.nodes.values() if node not in queued)
         assert len(queued) == self._queued
         assert self._entries == sum(map(len, self._leaves)) <= 2 * self._queued + _SPARE_ENTRIES
         self._rates.check_invariants()
 
 
 def _growth_after(parent: Node | None) -> Growth:
-    """What a block belongs to that comes behind `parent`."""
+    """The growth that a block behind `parent` belongs to."""
     if parent is None or parent.growth is None:
         return Growth(continued=False)
     if not parent.uses:
         return parent.growth
     popular = parent.uses >= POPULAR_USES
     return Growth(continued=parent.uses == 1 or (parent.growth.continued and not popular))
+
+
+def _freed_by(node: Node, unnamed: dict[Node, int]) -> Node | None:
+    """The held block before `node` whose children have all been named; None while there is none."""
+    parent = node.parent
+    while parent is not None:
+        unnamed[parent] = unnamed.get(parent, parent.children) - 1
+        if unnamed[parent]:
+            return None
+        if parent.held:
+            return parent
+        parent = parent.parent
+    return None
 
 
 def _descends(node: Node, ancestor: Node) -> bool:

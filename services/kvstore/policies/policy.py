@@ -1,11 +1,11 @@
-"""Eviction policies of the DRAM tier: in which order blocks leave when room is needed.
+"""Eviction policies of the DRAM tier: the order in which blocks leave when room is needed.
 
-A policy knows keys and what is known about a block; it owns an order and nothing else. It must not know of bytes,
-budgets, holds, clocks or I/O: the tier asks for candidates and takes the first that may go. A new policy is a module in
-`services/kvstore/policies` with a class of these methods, and an entry in `POLICIES`. Time is what the policy has seen.
+A policy keeps an order of keys and nothing else: no bytes, clocks or I/O. The tier asks for candidates and evicts the
+first that is neither pinned nor being read. A new policy is a class with the methods of `EvictionPolicy` and an entry
+in `POLICIES`.
 
-What a tier tells, in this order, of a request that reads a chain and stores what was missing of it: `touched` with what
-was here, `added` for every block that came, `arrived` with what came once all of it is here.
+For each request that reads a chain and stores its missing blocks, the tier calls `touched` with the blocks it holds,
+`added` for every block that comes, and `arrived` once all of them are there.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +14,7 @@ from typing import Protocol
 from moonpool.kv.blocks import BlockInfo
 from moonpool.kv.keys import BlockKey
 from services.kvstore.policies.kv_aware import KVAware
-from services.kvstore.policies.length_aware import LengthAware
-from services.kvstore.policies.lfu import LFU
+from services.kvstore.policies.lfu import LFU, LengthAware
 from services.kvstore.policies.lru import LRU
 from services.kvstore.policies.s3_fifo import S3FIFO
 
@@ -23,7 +22,7 @@ __all__ = ["LFU", "LRU", "POLICIES", "S3FIFO", "EvictionPolicy", "KVAware", "Len
 
 
 class EvictionPolicy(Protocol):
-    """An order of eviction over the keys that were added and not removed."""
+    """An order of eviction over the keys that were added and not removed; `len` is the number of keys held."""
 
     def added(self, info: BlockInfo) -> None:
         """A block came that the policy does not hold."""
@@ -34,7 +33,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
-        """Blocks of one chain, head first, that came together have all come; all are held. This is no use of them."""
+        """All blocks of one chain that came together are held, head first. This is not a use."""
         ...
 
     def removed(self, key: BlockKey) -> None:
@@ -42,15 +41,13 @@ class EvictionPolicy(Protocol):
         ...
 
     def candidates(self) -> Iterator[BlockKey]:
-        """Keys in the order in which they should leave; the policy is not changed while it is walked."""
+        """Keys in the order in which they should leave; the policy is not changed during the walk."""
         ...
 
-    def __len__(self) -> int:
-        """Number of keys held."""
-        ...
+    def __len__(self) -> int: ...
 
     def check_invariants(self) -> None:
-        """The policy's parts agree with each other."""
+        """Asserts that the policy's parts agree with each other."""
         ...
 
 

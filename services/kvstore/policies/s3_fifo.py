@@ -7,9 +7,9 @@ from moonpool.kv.blocks import BlockInfo
 from moonpool.kv.keys import BlockKey
 
 _SMALL_SHARE = 10
-"""The small queue may be one part in so many of all."""
+"""The small queue may be 1 / `_SMALL_SHARE` of all keys."""
 _GHOSTS_PER_MAIN = 2
-"""Keys remembered after they left the small queue, per key that the main queue may have."""
+"""Keys remembered after they left the small queue, per key that fits the main queue."""
 _MOST_USES = 3
 
 _Queue = collections.OrderedDict[BlockKey, None]
@@ -18,7 +18,7 @@ _Queue = collections.OrderedDict[BlockKey, None]
 class S3FIFO:
     """New blocks queue in a small FIFO; those used there, or back soon after they left it, move to the main FIFO.
 
-    A block that reaches the front of the small queue unused leaves; one that was used goes on to the main queue, where
+    A block that reaches the front of the small queue unused leaves; one that was used moves to the main queue, where
     every use is worth another round. The sizes follow from the number of keys when room is made, that is, when the tier
     is full.
     """
@@ -30,7 +30,6 @@ class S3FIFO:
         self._uses: dict[BlockKey, int] = {}  # since it came to its queue, at most `_MOST_USES`
 
     def added(self, info: BlockInfo) -> None:
-        """To the end of the small queue, or of the main one if it left the small one not long ago."""
         assert info.key not in self._uses
         if info.key in self._ghosts:
             del self._ghosts[info.key]
@@ -40,15 +39,14 @@ class S3FIFO:
         self._uses[info.key] = 0
 
     def touched(self, chain: Sequence[BlockKey]) -> None:
-        """One use more for each; nothing moves."""
         for key in chain:
             self._uses[key] = min(self._uses[key] + 1, _MOST_USES)
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
-        """No use."""
+        """Not a use."""
 
     def removed(self, key: BlockKey) -> None:
-        """One that leaves the small queue is remembered for a while."""
+        """Remembers a key that leaves the small queue for a while."""
         if key in self._main:
             del self._main[key]
         else:
@@ -60,10 +58,10 @@ class S3FIFO:
             self._ghosts.popitem(last=False)
 
     def candidates(self) -> Iterator[BlockKey]:
-        """What would leave, one after the other, were no new ones to come.
+        """The blocks in the order in which they leave when no new ones come.
 
-        Blocks at the fronts that stay because they were used go where they go now, until an unused one stands there:
-        as long as that one does not leave, asking again changes nothing.
+        Used blocks at the fronts move on now, until an unused one is at the front. Until that one leaves, asking again
+        changes nothing.
         """
         self._settle()
         return self._walk()
@@ -73,7 +71,7 @@ class S3FIFO:
 
     def _settle(self) -> None:
         while self._uses:
-            from_small = self._takes_small(len(self._small), len(self._main))
+            from_small = _takes_small(len(self._small), len(self._main))
             key = next(iter(self._small if from_small else self._main))
             uses = self._uses[key]
             if not uses:
@@ -87,9 +85,9 @@ class S3FIFO:
     def _walk(self) -> Iterator[BlockKey]:
         small, main = iter(self._small), iter(self._main)
         small_left, main_left = len(self._small), len(self._main)
-        again: collections.deque[tuple[BlockKey, int]] = collections.deque()  # what would queue behind `main` by now
+        again: collections.deque[tuple[BlockKey, int]] = collections.deque()  # requeued behind the main queue
         while small_left or main_left:
-            from_small = self._takes_small(small_left, main_left)
+            from_small = _takes_small(small_left, main_left)
             key = next(small if from_small else main, None)
             if key is None:
                 key, uses = again.popleft()
@@ -105,14 +103,13 @@ class S3FIFO:
             else:
                 yield key
 
-    @staticmethod
-    def _takes_small(small: int, main: int) -> bool:
-        """Whether the small queue is the next to give a block."""
-        return not main or small >= max(1, (small + main) // _SMALL_SHARE)
-
     def check_invariants(self) -> None:
-        """Every key is in one of the two queues, and not remembered as gone; the memory is bounded."""
         assert not self._small.keys() & self._main.keys()
         assert self._uses.keys() == self._small.keys() | self._main.keys()
         assert not self._ghosts.keys() & self._uses.keys()
         assert all(0 <= uses <= _MOST_USES for uses in self._uses.values())
+
+
+def _takes_small(small: int, main: int) -> bool:
+    """Whether the next block leaves the small queue."""
+    return not main or small >= max(1, (small + main) // _SMALL_SHARE)

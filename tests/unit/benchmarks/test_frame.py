@@ -1,4 +1,4 @@
-"""The benchmark frame: medians and ratios run by run, targets, what is kept, and what is skipped."""
+"""The benchmark frame: medians and ratios run by run, targets, and what is kept and skipped."""
 
 import argparse
 import json
@@ -14,6 +14,7 @@ def test_ratios_are_taken_pair_by_pair() -> None:
     assert (row.value, row.limit_value, row.ratio) == (2.0, 4.0, 0.5)
     assert row.spread == 1.0
     assert row.met
+    assert paired("x", "GB/s", [(1.0, 2.0)], "limit").spread is None, "one run has no spread"
 
 
 def test_less_is_better_turns_the_ratio_round() -> None:
@@ -37,7 +38,7 @@ def test_a_report_has_machine_versions_and_rows() -> None:
             "name": "a",
             "value": 1.0,
             "unit": "s",
-            "spread": 0.0,
+            "spread": None,
             "limit_name": "limit",
             "limit_value": 2.0,
             "ratio": 0.5,
@@ -64,7 +65,7 @@ def test_run_prints_and_keeps_the_same_object(tmp_path: Path, capsys: pytest.Cap
     assert printed == json.loads(out.read_text())
     assert (printed["rows"][0]["value"], printed["date"]) == (3.0, "2026-11-20")
     assert not run("x", measure, ["--size", "1"], flags=_flags)
-    assert "MISSED" in capsys.readouterr().out
+    assert "target 1 missed: 0.5" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_missing_peer_is_skipped_visibly(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +74,7 @@ def test_a_missing_peer_is_skipped_visibly(capsys: pytest.CaptureFixture[str]) -
         return []
 
     assert run("x", measure, [])
-    assert "SKIPPED, a_peer_that_is_nowhere is not installed" in capsys.readouterr().out
+    assert "not measured, a_peer_that_is_nowhere is not installed" in capsys.readouterr().out
     run("x", measure, ["--json"])
     assert json.loads(capsys.readouterr().out)["skipped"] == "a_peer_that_is_nowhere is not installed"
     with pytest.raises(Skipped):

@@ -1,4 +1,4 @@
-"""The kvstore's benchmarks: their shapes, their ratios, what is skipped, and each part once in tiny."""
+"""The kvstore's benchmarks: shapes, ratios, figures that are not measured, and each part once on little data."""
 
 import argparse
 import json
@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from benchmarks import kvstore, kvstore_peers
-from benchmarks.frame import Row, Skipped, absent, report, run
-from benchmarks.kvstore_churn import picture_path
+from benchmarks.frame import Absent, Row, Skipped, report, run
+from benchmarks.kvstore_churn import Churn, picture_path
+from benchmarks.kvstore_client import IncompleteError
 from benchmarks.kvstore_index import CHAIN_BLOCKS, build, chain_keys, record_bytes
 from benchmarks.kvstore_match import percentile
 from benchmarks.kvstore_peers import BETTER, FLOOR, TARGET, name_of, operations, rows_of
 from benchmarks.kvstore_picture import picture
 from benchmarks.kvstore_shape import BLOCK_SIZES, Memory, chain, layout_of, parents, root_of, split
-from benchmarks.kvstore_ssd import Figures
+from benchmarks.kvstore_ssd import MIN_BLOCKS, TIMES_PUT, Figures, blocks_bytes, put_sustained
 from benchmarks.page import page
 
 KIB = 1 << 10
@@ -48,7 +49,7 @@ def test_a_size_that_is_not_made_of_slices_is_refused() -> None:
             layout_of(size)
 
 
-def test_chains_of_unlike_seeds_are_unlike_and_of_like_ones_the_same() -> None:
+def test_chains_of_different_seeds_differ_and_of_equal_ones_are_equal() -> None:
     keys = chain("a", 3)
     assert [len(key) for key in keys] == [32] * 3
     assert keys == chain("a", 3)
@@ -79,7 +80,7 @@ def test_flags_name_what_they_do_not_take() -> None:
     assert options("--sizes-kib", "64,1024").sizes_kib == [64, 1024]
     with pytest.raises(argparse.ArgumentTypeError, match=r"no such part: x; there are dram, peers"):
         kvstore.parts("x")
-    with pytest.raises(argparse.ArgumentTypeError, match="no multiple"):
+    with pytest.raises(argparse.ArgumentTypeError, match="not a multiple"):
         kvstore.sizes("100")
 
 
@@ -96,24 +97,32 @@ def test_ours_stands_beside_each_peer_and_the_better_of_them_run_by_run() -> Non
     speeds = {"moonpool": [1.0, 3.0, 2.0], "redis": [1.0, 1.0, 4.0], "mooncake": [0.5, 2.0, 1.0]}
     titles = {"moonpool": "Moonpool", "redis": "Redis", "mooncake": "Mooncake Store"}
     redis, mooncake, better = rows_of("Put", speeds, {}, titles)
+    assert isinstance(redis, Row)
+    assert isinstance(mooncake, Row)
+    assert isinstance(better, Row)
     assert (redis.limit_name, redis.ratio, redis.target) == ("Redis", 1.0, None)
     assert (mooncake.limit_name, mooncake.ratio) == ("Mooncake Store", 2.0)
     assert (better.limit_name, better.limit_value, better.ratio) == (BETTER, 2.0, 1.0)  # beside 1, 2 and 4
     assert (better.target, better.met) == (TARGET, False)
 
 
-def test_grpc_alone_is_no_peer() -> None:
+def test_grpc_alone_is_not_a_peer() -> None:
     titles = {"redis": "Redis", FLOOR: "bare gRPC"}
     rows = rows_of("Put", {"moonpool": [1.0], "redis": [2.0], FLOOR: [4.0]}, {}, titles)
-    assert [(row.limit_name, row.ratio) for row in rows] == [("Redis", 0.5), ("bare gRPC", 0.25), (BETTER, 0.5)]
+    assert [(row.limit_name, row.ratio) for row in rows if isinstance(row, Row)] == [
+        ("Redis", 0.5),
+        ("bare gRPC", 0.25),
+        (BETTER, 0.5),
+    ]
 
 
-def test_absent_peers_are_rows_that_say_so_and_miss_no_target() -> None:
+def test_a_peer_that_is_not_installed_has_no_figure() -> None:
     titles = {"redis": "Redis", "mooncake": "Mooncake Store"}
-    rows = rows_of("Put", {"moonpool": [1.0], "redis": [2.0]}, {"mooncake": "mooncake is not installed"}, titles)
-    assert [row.skipped for row in rows] == ["", "mooncake is not installed", "mooncake is not installed"]
-    assert [row.limit_name for row in rows] == ["Redis", "Mooncake Store", BETTER]
-    assert all(row.met is None for row in rows)
+    reason = "mooncake is not installed"
+    rows = rows_of("Put", {"moonpool": [1.0], "redis": [2.0]}, {"mooncake": reason}, titles)
+    assert isinstance(rows[0], Row)
+    assert (rows[0].limit_name, rows[0].target) == ("Redis", None)
+    assert rows[1:] == [Absent("Put", "Mooncake Store", reason), Absent("Put", BETTER, reason)]
 
 
 def test_operations_stay_within_bounds() -> None:
@@ -123,7 +132,7 @@ def test_operations_stay_within_bounds() -> None:
     assert name_of("get", 64 * KIB, 16) == "Get, blocks of 64 KiB, 16 at a time"
 
 
-def test_a_put_to_ssd_stands_beside_the_lesser_of_its_two_limits() -> None:
+def test_a_put_to_ssd_stands_beside_the_slower_of_its_two_references() -> None:
     figures = Figures()
     figures.put, figures.append, figures.put_dram = [4.0, 4.0], [2.0, 5.0], [3.0, 1.0]
     figures.get, figures.read, figures.read_whole = [1.0, 1.0], [0.9, 0.9], [0.5, 0.5]
@@ -140,31 +149,69 @@ def test_percentiles() -> None:
     assert (percentile(values, 50), percentile(values, 99), percentile([7.0], 99)) == (100.0, 198.0, 7.0)
 
 
-# What is skipped
+# What is not measured
 
 
-def test_skipped_rows_are_shown_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
-    row = absent("Put", "GB/s", "Redis", "redis is not installed")
+def test_a_figure_that_was_not_measured_is_named_and_has_no_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    row = Absent("Put", "Redis", "redis is not installed")
     assert run("x", lambda options, progress: [row], [])
     shown = capsys.readouterr().out
-    assert "SKIPPED" in shown
+    assert "not measured" in shown
     assert "redis is not installed" in shown
     kept = report("x", [row], date="2026-11-20")
-    assert json.loads(json.dumps(kept))["rows"][0]["skipped"] == "redis is not installed"
-    assert "| Put | skipped | Redis |  |  | redis is not installed |  (0) |" in page([kept])
+    assert json.loads(json.dumps(kept))["rows"] == []
+    assert "- Put, beside Redis: redis is not installed" in page([kept])
 
 
-def test_a_peer_that_is_missing_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_missing_starts_nothing() -> None:
+    class Missing:
+        NAME = "Redis"
+
+        def running(self, nbytes: int) -> Any:
+            raise Skipped("it is not installed")
+
+        def client(self, address: str, memory: Memory) -> Any:
+            raise AssertionError("no store to connect to")
+
     said: list[str] = []
-
-    def gone(nbytes: int) -> Any:
-        raise Skipped("it is not installed")
-
-    monkeypatch.setattr(kvstore_peers, "MODULES", {"redis": "benchmarks.peers.redis_store"})
-    monkeypatch.setattr("benchmarks.peers.redis_store.running", gone)
-    with kvstore_peers.drivers(said.append) as (found, missing, titles):
+    with kvstore_peers.drivers(said.append, {"redis": Missing()}) as (found, missing, titles):
         assert (found, missing, titles) == ({}, {"redis": "it is not installed"}, {"redis": "Redis"})
-    assert said == ["Redis is SKIPPED: it is not installed"]
+    assert said == ["Redis is not measured: it is not installed"]
+
+
+class ForgetfulStore:
+    """Says that it holds half of each chain, and has evicted it when it is read."""
+
+    def __init__(self, forgets: bool) -> None:
+        self.layout = layout_of(64 * KIB)
+        self.forgets = forgets
+
+    async def match(self, keys: list[bytes]) -> int:
+        return len(keys) // 2
+
+    async def get(self, keys: list[bytes]) -> None:
+        if self.forgets:
+            raise IncompleteError
+
+    async def put(self, keys: list[bytes]) -> None: ...
+
+
+@pytest.mark.parametrize(("forgets", "moved"), [(True, 0), (False, 2)])
+async def test_churn_counts_only_bytes_that_were_moved(forgets: bool, moved: int) -> None:
+    clock = iter([0.0, 1.0])
+    store: Any = ForgetfulStore(forgets)
+    churn = Churn([store], 1, until=0.5, began=0.0, clock=lambda: next(clock))
+    await churn.worker(1)
+    chain_bytes = 8 << 20
+    assert churn.got + churn.put == moved * chain_bytes // 2
+    assert (churn.requests, churn.incomplete) == (1, int(forgets))
+
+
+def test_what_an_earlier_run_read_does_not_pass_for_this_one() -> None:
+    memory = Memory(2 * 64 * KIB)
+    memory.target[:] = memory.source
+    memory.clear_target()
+    assert memory.differs(2, 64 * KIB) == 2
 
 
 # Pictures and data folders
@@ -205,16 +252,24 @@ def test_a_made_data_folder_is_one_that_the_store_opens(tmp_path: Path) -> None:
 def test_the_dram_part_measures_and_checks() -> None:
     rows = kvstore.measure(options("--only", "dram", "--sizes-kib", "64", "--gigabytes", "0.001"), nothing)
     assert [row.name for row in rows][::2] == ["DRAM, Put, blocks of 64 KiB", "DRAM, Get, blocks of 64 KiB"]
-    assert [row.target for row in rows] == [0.5, None, 0.5, None]
-    assert all(row.value > 0 for row in rows)
+    measured = [row for row in rows if isinstance(row, Row)]
+    assert [row.target for row in measured] == [0.5, None, 0.5, None]
+    assert all(row.value > 0 for row in measured)
+
+
+@pytest.mark.slow
+async def test_a_sustained_put_moves_three_times_what_its_tier_holds(tmp_path: Path) -> None:
+    assert await put_sustained(tmp_path / "data", Memory(1 << 20), 1, MIN_BLOCKS) > 0
+    kept = sum(path.stat().st_size for path in (tmp_path / "data" / "segments").iterdir())
+    assert 0 < TIMES_PUT * kept <= blocks_bytes(MIN_BLOCKS)
 
 
 @pytest.mark.slow
 def test_the_other_parts_measure(tmp_path: Path) -> None:
     flags = ("--ssd-gigabytes", "0.004", "--blocks", "40000", "--churn-s", "0.5", "--churn-megabytes", "32")
     where = ("--folder", str(tmp_path), "--picture", str(tmp_path / "churn.svg"))
-    rows: list[Row] = kvstore.measure(options("--only", "ssd,prefix,match,churn", *flags, *where), nothing)
+    rows = kvstore.measure(options("--only", "ssd,prefix,match,churn", *flags, *where), nothing)
     assert len(rows) == 12
-    assert all(row.value > 0 for row in rows)
+    assert all(isinstance(row, Row) and row.value > 0 for row in rows)
     assert (tmp_path / "churn.svg").read_text().startswith("<svg")
     assert [path.name for path in tmp_path.iterdir()] == ["churn.svg"]

@@ -1,4 +1,4 @@
-"""The process in which a store's client is measured, and programs that are not ours: what is answered when."""
+"""The process in which a store's client is measured, and other projects' programs as child processes."""
 
 import os
 import socket
@@ -63,7 +63,7 @@ def test_batches_are_the_same_for_all_stores() -> None:
     assert [len(keys) for keys in batches("s", 2, 3)] == [3, 3]
 
 
-def test_a_program_that_is_nowhere_is_skipped() -> None:
+def test_a_program_that_is_not_installed_is_skipped() -> None:
     with pytest.raises(Skipped, match="no-such-program is not installed"):
         program("no-such-program")
 
@@ -76,7 +76,7 @@ def test_a_program_is_there_while_the_body_runs() -> None:
         socket.create_connection(("127.0.0.1", port), 5)
 
 
-def test_a_program_that_ends_is_an_error_with_its_words() -> None:
+def test_a_program_that_ends_is_an_error_with_its_output() -> None:
     argv = [sys.executable, "-c", "raise SystemExit('out of cheese')"]
     with pytest.raises(RuntimeError, match="out of cheese"), listening(argv, free_port(), os.environ):
         raise AssertionError("it does not listen")

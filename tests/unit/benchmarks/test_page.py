@@ -9,11 +9,11 @@ from benchmarks.page import load, page, trend, write
 
 
 def keep(folder: Path, date: str, ratio: float, *, cores: int = 2, skipped: str = "") -> None:
-    row = {
+    row: dict[str, object] = {
         "name": "a | b",
         "value": ratio * 4,
         "unit": "GB/s",
-        "spread": 0.0,
+        "spread": 0.25,
         "limit_name": "raw TCP",
         "limit_value": 4.0,
         "ratio": ratio,
@@ -42,16 +42,34 @@ def test_the_page_shows_the_latest_and_the_way_there(tmp_path: Path) -> None:
     keep(tmp_path, "2026-11-01", 0.4)
     keep(tmp_path, "2026-11-10", 0.3, cores=16)
     text = write(tmp_path).read_text()
-    assert "| a \\| b | 2.4 GB/s | raw TCP | 4 | 0.60 | 0.5 met | ▁█ (2) |" in text
-    assert "| a \\| b | 1.2 GB/s | raw TCP | 4 | 0.30 | 0.5 **missed** | ▄ (1) |" in text
+    assert "| a \\| b | 2.4 GB/s | 25 % | raw TCP | 4 | 0.60 | target 0.5 met: 0.6 | ▁█ (2) |" in text
+    assert "| a \\| b | 1.2 GB/s | 25 % | raw TCP | 4 | 0.30 | target 0.5 missed: 0.3 | ▄ (1) |" in text
+    assert "1 of 1 targets missed." in text
+    assert "0 of 1 targets missed." in text
     assert text.count("## kv_stream") == 2
     assert "P, 2 cores; last measured 2026-11-20." in text
     assert page(load(tmp_path)) == text
 
 
+def test_a_row_says_when_its_spread_is_not_known(tmp_path: Path) -> None:
+    keep(tmp_path, "2026-11-20", 0.6)
+    (path,) = tmp_path.glob("*.json")
+    result = json.loads(path.read_text())
+    result["rows"][0]["spread"] = None
+    assert "| 2.4 GB/s | one run |" in page([result])
+    del result["rows"][0]["spread"]
+    assert "| 2.4 GB/s | not recorded |" in page([result])
+
+
+def test_a_figure_that_was_not_measured_again_has_its_date(tmp_path: Path) -> None:
+    keep(tmp_path, "2026-11-01", 0.4)
+    keep(tmp_path, "2026-11-20", 0.4, skipped="torch is not installed")
+    assert "| a \\| b (measured 2026-11-01) |" in write(tmp_path).read_text()
+
+
 def test_what_was_skipped_is_said(tmp_path: Path) -> None:
     keep(tmp_path, "2026-11-20", 0.6, skipped="torch is not installed")
-    assert "Skipped: torch is not installed." in page(load(tmp_path))
+    assert "Not measured then: torch is not installed." in page(load(tmp_path))
 
 
 def test_a_file_that_is_no_result_is_named(tmp_path: Path) -> None:

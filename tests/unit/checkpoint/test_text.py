@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -47,6 +48,38 @@ def test_encode_and_decode() -> None:
     assert all(
         len(TOKENIZER.decode([token], skip_special=False)) <= TOKENIZER.longest_token_chars for token in range(4096)
     )
+
+
+class CountingBackend:
+    """The bundled tokenizer's backend, counting the characters that it encodes."""
+
+    def __init__(self) -> None:
+        self.backend = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
+        self.chars = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.chars += sum(map(len, texts))
+        return self.backend.encode_batch_fast(texts, **options)
+
+
+def test_a_text_that_is_far_too_long_is_not_tokenised_to_its_end() -> None:
+    backend: Any = CountingBackend()
+    tokenizer = Tokenizer(backend, None)
+    assert tokenizer.is_longer("x = foo(y)\n" * 400_000, 1000)
+    assert backend.chars <= 20_000
+    backend.chars = 0
+    assert not tokenizer.is_longer("x" * 1000, 1000)
+    assert backend.chars == 0, "a token has a byte at least"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.text(max_size=40), st.integers(1, 3000), st.integers(0, 40))
+def test_only_texts_that_are_too_long_are_called_so(text: str, repeats: int, spare: int) -> None:
+    whole = text * repeats
+    assert not TOKENIZER.is_longer(whole, len(TOKENIZER.encode(whole)) + spare)
 
 
 def test_chat_equals_transformers() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,14 +18,18 @@ from moonpool.errors import DeadlineExceeded
 from moonpool.rpc.server import serving
 from moonpool.v1 import conductor_pb2 as pb
 
+from .conftest import Dial
+
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["ConductorService"]
 WAIT_S = 10.0
+HOLDS = ("hold", "interrupt")
 
 
 class Scripted:
-    """Serves "ok", "overloaded", "none" by prompt; "hold" never ends, and notes that it was cancelled."""
+    """Serves "ok", "overloaded", "none" by prompt; "hold" never ends; "interrupt" does neither, and sends SIGINT."""
 
     def __init__(self) -> None:
+        self.begun = threading.Event()
         self.cancelled = threading.Event()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
@@ -33,14 +38,17 @@ class Scripted:
         if request.text == "none":
             raise Unavailable("no engines")
         messages = answer()
+        self.begun.set()
+        if request.text == "interrupt":
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         try:
             for message in messages[:-1]:
                 yield message
-            if request.text == "hold":
+            if request.text in HOLDS:
                 await asyncio.Event().wait()
             yield messages[-1]
         finally:
-            if request.text == "hold":
+            if request.text in HOLDS:
                 self.cancelled.set()
 
     async def ClusterState(self, request: pb.ClusterStateRequest, context: Any) -> pb.ClusterStateResponse:
@@ -70,9 +78,9 @@ def served(scripted: Scripted) -> Iterator[str]:
         thread.join(WAIT_S)
 
 
-def test_blocking() -> None:
+def test_calls_errors_cancelling_and_deadlines(dial: Dial) -> None:
     scripted = Scripted()
-    with served(scripted) as address, Client(address, timeout_s=WAIT_S) as client:
+    with served(scripted) as address, dial(address, timeout_s=WAIT_S) as client:
         assert client.generate(prompt="ok").text == "1 2 3 "
         assert client.cluster_state().ready
         with pytest.raises(Overloaded) as caught:
@@ -87,35 +95,52 @@ def test_blocking() -> None:
             client.generate(prompt="hold", timeout_s=0.2)
 
 
-def test_an_unreachable_address_is_unavailable_within_bounds() -> None:
-    with Client("127.0.0.1:1", connect_timeout_s=0.1) as client, pytest.raises(Unavailable):
+def test_an_unreachable_address_is_unavailable_within_bounds(dial: Dial) -> None:
+    with dial("127.0.0.1:1", connect_timeout_s=0.1) as client, pytest.raises(Unavailable):
         client.generate(prompt="hi")
 
 
-async def test_asyncio() -> None:
+async def test_cancelling_the_task_that_reads_cancels_the_request() -> None:
     scripted = Scripted()
-    async with (
-        serving("127.0.0.1:0", [(DESCRIPTOR, scripted)], grace_s=0.0) as server,
-        AsyncClient(server.address, timeout_s=WAIT_S) as client,
-    ):
-        assert (await client.generate(prompt="ok")).text == "1 2 3 "
-        with pytest.raises(Overloaded):
-            await client.generate(prompt="overloaded")
-        async for _ in client.stream(prompt="hold"):
-            break
-        assert await asyncio.to_thread(scripted.cancelled.wait, WAIT_S)
-        scripted.cancelled.clear()
-        begun = asyncio.Event()
+    with served(scripted) as address:
+        async with AsyncClient(address, timeout_s=WAIT_S) as client:
+            begun = asyncio.Event()
 
-        async def read() -> None:
-            async for _ in client.stream(prompt="hold"):
-                begun.set()
+            async def read() -> None:
+                async for _ in client.stream(prompt="hold"):
+                    begun.set()
 
-        task = asyncio.create_task(read())
-        await begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert await asyncio.to_thread(scripted.cancelled.wait, WAIT_S)
-        with pytest.raises(DeadlineExceeded):
-            await client.generate(prompt="hold", timeout_s=0.2)
+            task = asyncio.create_task(read())
+            await begun.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await asyncio.to_thread(scripted.cancelled.wait, WAIT_S)
+
+
+def test_keyboard_interrupt_cancels_the_request() -> None:
+    scripted = Scripted()
+    with served(scripted) as address, Client(address, timeout_s=WAIT_S) as client:
+        with pytest.raises(KeyboardInterrupt):
+            client.generate(prompt="interrupt")
+        assert scripted.cancelled.wait(WAIT_S)
+        assert client.generate(prompt="ok").text == "1 2 3 "
+
+
+def test_closing_from_another_thread_ends_a_stream_and_a_call() -> None:
+    scripted = Scripted()
+    with served(scripted) as address, Client(address, timeout_s=WAIT_S) as client, ThreadPoolExecutor() as pool:
+        stream = client.stream(prompt="hold")
+        events = iter(stream)
+        for _ in range(3):
+            next(events)
+        rest = pool.submit(list, events)
+        stream.close()
+        assert rest.result(WAIT_S) == []
+        assert scripted.cancelled.wait(WAIT_S)
+        scripted.begun.clear()
+        call = pool.submit(client.generate, prompt="hold")
+        assert scripted.begun.wait(WAIT_S)
+        client.close()
+        with pytest.raises(Unavailable):
+            call.result(WAIT_S)

@@ -1,31 +1,20 @@
-"""A small cluster in this process: a real conductor, and engines that only speak the contract."""
+"""Members of a cluster that only speak the contract: a prefill and a decode that follow a script, and a kvstore."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import moonpool.bundled
-from moonpool.client import AsyncClient
-from moonpool.cluster import HeldKeys, JoinAgent
+from moonpool.cluster import JoinAgent
+from moonpool.contracts import sampling_from_proto
 from moonpool.errors import MoonpoolError, Overloaded
 from moonpool.kv.keys import tokens_from_bytes
 from moonpool.kv.layout import KVLayout
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.server import serving
-from moonpool.telemetry.spans import Recorder
-from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
-from services.conductor.checkpoint import Checkpoint
-from services.conductor.config import ConductorConfig
-from services.conductor.service import conductor
-from services.conductor.servicer import ConductorServicer
+from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 
-TINY = Path(moonpool.bundled.__file__).parent / "tiny"
 BLOCK_TOKENS = 16
 WAIT_S = 10.0
 
@@ -60,8 +49,8 @@ def model_info(**changes: Any) -> conductor_pb2.ModelInfo:
 
 
 @dataclass
-class FakeEngine:
-    """What fakes have in common."""
+class FakeMember:
+    """A member of the cluster: who it is, the load and the keys it reports. By itself, a kvstore."""
 
     id: str
     kind: kv_pb2.InstanceKind.ValueType
@@ -101,7 +90,7 @@ class FakeEngine:
 
 
 @dataclass
-class FakePrefill(FakeEngine):
+class ScriptedPrefill(FakeMember):
     """Samples the first token at once. `before` and `after` are raised or awaited around it, first come first used."""
 
     before: list[MoonpoolError | asyncio.Event] = field(default_factory=list)
@@ -110,6 +99,7 @@ class FakePrefill(FakeEngine):
     running: int = 0
     first_token: int | None = None
     cached_tokens: int = 0
+    misses: list[prefill_pb2.StoreMiss] = field(default_factory=list)  # told with every first token
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
@@ -121,7 +111,10 @@ class FakePrefill(FakeEngine):
             length = len(tokens_from_bytes(request.sequence.token_ids))
             token = next_token(length) if self.first_token is None else self.first_token
             first = prefill_pb2.FirstToken(
-                token_id=token, local_tokens=self.cached_tokens, computed_tokens=length - self.cached_tokens
+                token_id=token,
+                local_tokens=self.cached_tokens,
+                computed_tokens=length - self.cached_tokens,
+                misses=self.misses,
             )
             yield prefill_pb2.PrefillResponse(first_token=first)
             await _meet(self.after)
@@ -132,7 +125,7 @@ class FakePrefill(FakeEngine):
 
 
 @dataclass
-class FakeDecode(FakeEngine):
+class ScriptedDecode(FakeMember):
     """Generates by the rule of `next_token`, one message per token."""
 
     refusals: list[MoonpoolError] = field(default_factory=list)
@@ -147,7 +140,7 @@ class FakeDecode(FakeEngine):
     cancelled: list[str] = field(default_factory=list)
     progress: Callable[[], None] = lambda: None
     streams: int = 0
-    _ids: Any = field(default_factory=lambda: itertools.count(1))
+    ids: Any = field(default_factory=lambda: itertools.count(1))
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
         if self.refusals:
@@ -156,7 +149,7 @@ class FakeDecode(FakeEngine):
         self.history.append(request.sequence.request_id)
         self.requests.append(request)
         self.note()
-        target = kv_pb2.TransferTarget(decode=self.instance, transfer_id=next(self._ids), generation=1)
+        target = kv_pb2.TransferTarget(decode=self.instance, transfer_id=next(self.ids), generation=1)
         return decode_pb2.ReserveResponse(target=target, lease_s=5.0)
 
     async def Steps(self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Any) -> None:
@@ -221,7 +214,7 @@ class FakeDecode(FakeEngine):
             reason = kv_pb2.FINISH_REASON_UNSPECIFIED
             if tokens[-1] in spec.end_token_ids:
                 reason = kv_pb2.FINISH_REASON_STOP
-            elif position + 1 == spec.sampling.max_tokens:
+            elif position + 1 == sampling_from_proto(spec.sampling).max_tokens:
                 reason = kv_pb2.FINISH_REASON_LENGTH
             message = decode_pb2.SequenceTokens(
                 request_id=start.request_id, position=position, token_ids=[tokens[-1]], finish_reason=reason
@@ -234,11 +227,6 @@ class FakeDecode(FakeEngine):
             if reason:
                 return
             await asyncio.sleep(0)
-
-
-@dataclass
-class FakeStore(FakeEngine):
-    """Holds keys."""
 
 
 async def _meet(steps: list[MoonpoolError | asyncio.Event]) -> None:
@@ -255,105 +243,13 @@ def no_room() -> Overloaded:
     return Overloaded("full", reason="no_decode_room", retry_after_s=1.0)
 
 
-SERVICES: dict[type, Any] = {
-    FakePrefill: prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],
-    FakeDecode: decode_pb2.DESCRIPTOR.services_by_name["DecodeService"],
-    FakeStore: kvstore_pb2.DESCRIPTOR.services_by_name["KVStoreService"],
-}
+def prefill(number: int = 0, **settings: Any) -> ScriptedPrefill:
+    return ScriptedPrefill(f"prefill-{number}", kv_pb2.INSTANCE_KIND_PREFILL, **settings)
 
 
-@dataclass
-class Stack:
-    """A running conductor and its engines."""
-
-    servicer: ConductorServicer
-    address: str
-    client: AsyncClient
-    checkpoint: Checkpoint
-    _exit: AsyncExitStack
-
-    async def join(self, engine: FakeEngine, model: conductor_pb2.ModelInfo | None = None) -> asyncio.Task[None]:
-        """Serve an engine and let it join; returns its agent's task, which ends with the stack."""
-        services = [(SERVICES[type(engine)], engine)]
-        server = await self._exit.enter_async_context(serving("127.0.0.1:0", services, grace_s=0.0))
-        engine.address = server.address
-        hello = conductor_pb2.JoinHello(instance=engine.instance, total_blocks=engine.total_blocks)
-        if not isinstance(engine, FakeStore):
-            hello.model.CopyFrom(model or self.model())
-        engine.load.free_blocks = engine.total_blocks
-        channels = await self._exit.enter_async_context(Channels())
-        engine.agent = JoinAgent(
-            channels,
-            self.address,
-            hello,
-            lambda: engine.load,
-            engine.take_events,
-            HeldKeys(1, lambda _: list(engine.keys)),
-        )
-        stopping = asyncio.Event()
-        task = asyncio.create_task(engine.agent.run(stopping))
-
-        async def leave() -> None:
-            stopping.set()
-            await asyncio.wait({task}, timeout=WAIT_S)
-
-        self._exit.push_async_callback(leave)
-        return task
-
-    def model(self, **changes: Any) -> conductor_pb2.ModelInfo:
-        served = self.checkpoint.served()
-        same = {"name": served.name, "config_hash": served.config_hash, "vocab_size": served.vocab_size}
-        return model_info(**{**same, **changes})
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for the conductor's picture to fulfil a condition."""
-        cluster = self.servicer._cluster
-        async with asyncio.timeout(WAIT_S):
-            while not condition():
-                change = cluster.next_change()
-                if condition():
-                    return
-                await change.wait()
-
-    async def gauges(self) -> dict[str, float]:
-        return {gauge.name: gauge.value for gauge in await self.client.stats() if gauge.at_rest is not None}
-
-    async def rest(self) -> None:
-        """Wait until nothing is held any more, and check the cores."""
-        async with asyncio.timeout(WAIT_S):
-            while any(gauge.at_rest not in (None, gauge.value) for gauge in await self.client.stats()):
-                pass  # each question lets the conductor go on
-        self.servicer._cluster.registry.check_invariants()
-        self.servicer._cluster.index.check_invariants()
+def decode(number: int = 0, **settings: Any) -> ScriptedDecode:
+    return ScriptedDecode(f"decode-{number}", kv_pb2.INSTANCE_KIND_DECODE, **settings)
 
 
-@asynccontextmanager
-async def stack(*engines: FakeEngine, **settings: Any) -> AsyncIterator[Stack]:
-    """A conductor that `engines` have joined."""
-    checkpoint = Checkpoint.load(str(TINY))
-    config = ConductorConfig(
-        **{"listen": "127.0.0.1:0", "id": "conductor-0", "model": str(TINY), "heartbeat_s": 1.0, **settings}
-    )
-    async with AsyncExitStack() as exit_stack:
-        servicer, address = await exit_stack.enter_async_context(
-            conductor(config, checkpoint, 7, Recorder("conductor-0", None))
-        )
-        exit_stack.callback(servicer._joins.stop)
-        client = await exit_stack.enter_async_context(AsyncClient(address, timeout_s=WAIT_S))
-        running = Stack(servicer, address, client, checkpoint, exit_stack)
-        for engine in engines:
-            await running.join(engine)
-        await running.until(lambda: len(servicer._cluster.registry) == len(engines))
-        yield running
-
-
-def prefill(number: int = 0, **settings: Any) -> FakePrefill:
-    return FakePrefill(f"prefill-{number}", kv_pb2.INSTANCE_KIND_PREFILL, **settings)
-
-
-def decode(number: int = 0, **settings: Any) -> FakeDecode:
-    return FakeDecode(f"decode-{number}", kv_pb2.INSTANCE_KIND_DECODE, **settings)
-
-
-def store(number: int = 0, **settings: Any) -> FakeStore:
-    return FakeStore(f"kvstore-{number}", kv_pb2.INSTANCE_KIND_KVSTORE, **settings)
+def store(number: int = 0, **settings: Any) -> FakeMember:
+    return FakeMember(f"kvstore-{number}", kv_pb2.INSTANCE_KIND_KVSTORE, **settings)

@@ -1,27 +1,19 @@
-"""Requests through a real conductor, with engines that only speak the contract."""
+"""Requests through a real conductor, with members that only speak the contract."""
 
 import asyncio
 
 import pytest
 
 from moonpool.client import (
-    InvalidRequest,
     NotFound,
-    Overloaded,
     SamplingParams,
-    Slo,
     Unavailable,
-    Unsupported,
 )
-from moonpool.cost import Speeds
 from moonpool.errors import TransferFailed
 from moonpool.kv.keys import block_keys, chain_root, unpack_keys
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.errors import from_rpc_error
-from moonpool.v1 import conductor_pb2
-from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 
-from .fakes import BLOCK_TOKENS, WAIT_S, decode, expected, no_room, prefill, stack, store
+from .fakes import BLOCK_TOKENS, decode, expected, prefill
+from .stack import WAIT_S, stack
 
 PROMPT = list(range(30, 70))
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -196,79 +188,6 @@ async def test_after_the_last_retry_the_error_is_told() -> None:
         await d.until(lambda: d.reserved == {})
 
 
-async def test_the_next_decode_is_asked_when_the_first_has_no_room() -> None:
-    engines = prefill(), decode(0, refusals=[no_room()]), decode(1)
-    async with stack(*engines) as s:
-        result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
-        assert result.placement.decode == "decode-1"
-        await s.rest()
-
-
-async def test_no_room_anywhere_is_overloaded() -> None:
-    engines = prefill(), decode(0, refusals=[no_room()])
-    async with stack(*engines, room_wait_s=0) as s:
-        with pytest.raises(Overloaded) as caught:
-            await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
-        assert (caught.value.reason, caught.value.retry_after_s) == ("no_decode_room", 1.0)
-        assert engines[0].requests == []
-        await s.rest()
-
-
-async def test_a_request_without_limit_waits_for_room() -> None:
-    p, d = prefill(), decode(refusals=[no_room()])
-    async with stack(p, d) as s:
-        waiting = asyncio.create_task(s.client.generate(token_ids=PROMPT, sampling=GREEDY))
-        assert (await waiting).token_ids == expected(40, 8)
-        await s.rest()
-
-
-async def test_requests_wait_for_room_in_turn_and_within_their_limit() -> None:
-    p, d = prefill(), decode(refusals=[no_room() for _ in range(200)])
-    async with stack(p, d, room_wait_s=0.2) as s:
-        waiting = [s.client.generate(token_ids=PROMPT, sampling=GREEDY) for _ in range(3)]
-        results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(result) for result in results] == [Overloaded] * 3
-        assert p.requests == []
-        await s.rest()
-        d.refusals.clear()
-        assert (await s.client.generate(token_ids=PROMPT, sampling=GREEDY)).token_ids == expected(40, 8)
-
-
-async def test_overloaded_by_prediction_carries_its_reason() -> None:
-    p, d = prefill(), decode()
-    p.load.speed.CopyFrom(Speeds(prefill_per_token_s=1.0).to_proto())
-    async with stack(p, d) as s:
-        registry = s.servicer._cluster.registry
-        await s.until(lambda: any(m.load.speed.prefill_per_token_s == 1.0 for m in registry))
-        with pytest.raises(Overloaded) as caught:
-            await s.client.generate(token_ids=PROMPT, slo=Slo(ttft_s=2.0), request_id="r")
-        error = caught.value
-        assert (error.reason, error.slo_s) == ("ttft_slo", 2.0)
-        assert error.predicted_ttft_s >= 40.0
-        assert error.retry_after_s > 0
-        explanation = await s.client.explain("r")
-        assert explanation.placement is None
-        assert explanation.refused.startswith("ttft_slo") or "exceeds" in explanation.refused
-        assert [candidate.instance for candidate in explanation.candidates] == ["prefill-0"]
-        await s.rest()
-
-
-async def test_the_queue_is_bounded() -> None:
-    hold = asyncio.Event()
-    p, d = prefill(before=[hold]), decode()
-    async with stack(p, d, max_queue=1) as s:
-        stream = s.client.stream(token_ids=PROMPT, sampling=GREEDY)
-        first = asyncio.ensure_future(anext(aiter(stream)))
-        await p.until(lambda: p.running == 1)
-        with pytest.raises(Overloaded) as caught:
-            await s.client.generate(token_ids=PROMPT)
-        assert caught.value.reason == "queue_full"
-        hold.set()
-        await first
-        await stream.aclose()
-        await s.rest()
-
-
 @pytest.mark.parametrize("where", ["prefill", "decode"])
 async def test_a_client_that_leaves_cancels_everywhere(where: str) -> None:
     p, d = prefill(before=[asyncio.Event()] if where == "prefill" else []), decode(hold_at=2)
@@ -296,99 +215,6 @@ async def test_leaving_the_iteration_cancels() -> None:
         await d.until(lambda: not d.reserved)
 
 
-async def test_no_engines_is_unavailable() -> None:
-    async with stack() as s:
-        with pytest.raises(Unavailable, match="joined"):
-            await s.client.generate(prompt="hi")
-        state = await s.client.cluster_state()
-        assert (state.ready, state.instances, state.model) == (False, (), "")
-
-
-async def test_a_prefix_in_a_store_is_named_as_source_and_write_back() -> None:
-    p, d, k = prefill(), decode(), store()
-    p.load.speed.CopyFrom(Speeds(prefill_per_token_s=1.0).to_proto())
-    async with stack(p, d, k) as s:
-        index = s.servicer._cluster.index
-        k.store(list(block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)))
-        await s.until(lambda: index.held("kvstore-0") == 2)
-        result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
-        assert (result.placement.kvstore, result.placement.predicted_cached_blocks) == ("kvstore-0", 2)
-        request = p.requests[0]
-        assert (request.source.instance.id, request.source.blocks) == ("kvstore-0", 2)
-        assert request.write_back.id == "kvstore-0"
-        state = await s.client.cluster_state()
-        assert {i.id: i.indexed_blocks for i in state.instances} == {"prefill-0": 0, "decode-0": 0, "kvstore-0": 2}
-        assert state.ready
-        assert state.block_tokens == BLOCK_TOKENS
-
-
-async def test_copies_are_named_to_prefill_and_decode() -> None:
-    p, d, stores = prefill(), decode(), [store(number) for number in range(3)]
-    p.load.speed.CopyFrom(Speeds(prefill_per_token_s=1.0).to_proto())
-    async with stack(p, d, *stores, kvstore_replicas=2) as s:
-        index = s.servicer._cluster.index
-        keys: list[bytes] = [*block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)]
-        stores[0].store(keys)
-        stores[2].store(keys[:1])
-        await s.until(lambda: (index.held("kvstore-0"), index.held("kvstore-2")) == (2, 1))
-        await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
-        request, reserved = p.requests[0], d.requests[0]
-        assert (request.source.instance.id, request.source.blocks) == ("kvstore-0", 2)
-        assert [(other.instance.id, other.blocks) for other in request.other_sources] == [("kvstore-2", 1)]
-        assert (request.write_back.id, request.write_back_held) == ("kvstore-0", 2)
-        assert [(copy.instance.id, copy.held_blocks) for copy in request.replicas] == [("kvstore-2", 1)]
-        assert (reserved.write_back.id, [copy.id for copy in reserved.replicas]) == ("kvstore-0", ["kvstore-2"])
-
-
-@pytest.mark.parametrize(
-    ("given", "field"),
-    [
-        ({"token_ids": []}, "token_ids"),
-        ({"token_ids": [5000]}, "token_ids"),
-        ({"token_ids": [-1]}, "token_ids"),
-        ({"token_ids": [5] * 512}, "token_ids"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": "x" * 1_000_000}, "prompt"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": ""}] * 600}, "messages"),
-        ({"model": "other"}, "model"),
-        ({"tenant": "x" * 300}, "tenant"),
-        ({"request_id": "a~b"}, "request_id"),
-        ({"slo": Slo(ttft_s=0.0)}, "slo.ttft_s"),
-        ({"sampling": SamplingParams(max_tokens=0)}, "sampling.max_tokens"),
-        ({"sampling": SamplingParams(max_tokens=4, min_tokens=5)}, "sampling.min_tokens"),
-        ({"sampling": SamplingParams(temperature=-1.0)}, "sampling.temperature"),
-        ({"sampling": SamplingParams(temperature=float("nan"))}, "sampling.temperature"),
-        ({"sampling": SamplingParams(top_p=0.0)}, "sampling.top_p"),
-        ({"sampling": SamplingParams(top_k=-1)}, "sampling.top_k"),
-        ({"sampling": SamplingParams(min_p=2.0)}, "sampling.min_p"),
-        ({"sampling": SamplingParams(presence_penalty=3.0)}, "sampling.presence_penalty"),
-        ({"sampling": SamplingParams(repetition_penalty=0.0)}, "sampling.repetition_penalty"),
-        ({"sampling": SamplingParams(stop=[""])}, "sampling.stop"),
-        ({"sampling": SamplingParams(stop_token_ids=[9999])}, "sampling.stop_token_ids"),
-        ({"sampling": SamplingParams(logit_bias={9999: 1.0})}, "sampling.logit_bias"),
-        ({"sampling": SamplingParams(n=2)}, "sampling.n"),
-        ({"sampling": SamplingParams(logprobs=1)}, "sampling.logprobs"),
-        ({"sampling": SamplingParams(response_format="json")}, "sampling.response_format"),
-    ],
-)
-async def test_what_is_wrong_is_named(given: dict[str, object], field: str) -> None:
-    p, d = prefill(), decode()
-    async with stack(p, d) as s:
-        prompt = {} if {"prompt", "token_ids", "messages"} & set(given) else {"token_ids": PROMPT}
-        with pytest.raises(InvalidRequest) as caught:
-            await s.client.generate(**{**prompt, **given})  # type: ignore[arg-type]
-        assert caught.value.field == field
-        await s.rest()
-
-
-async def test_max_tokens_is_cut_to_the_models_length() -> None:
-    p, d = prefill(), decode()
-    async with stack(p, d) as s:
-        result = await s.client.generate(token_ids=[5] * 509, sampling=SamplingParams(max_tokens=100))
-        assert (len(result.token_ids), result.finish_reason) == (3, "length")
-
-
 async def test_the_drawn_seed_is_told_and_kept_over_attempts() -> None:
     p, d = prefill(), decode(fail_at=[2])
     async with stack(p, d) as s:
@@ -414,17 +240,3 @@ async def test_a_draining_conductor_ends_what_runs_as_cancelled() -> None:
         await draining
         with pytest.raises(Unavailable, match="draining"):
             await s.client.generate(token_ids=PROMPT)
-
-
-async def test_context_calls_are_not_built_yet() -> None:
-    import grpc
-
-    async with stack() as s, Channels() as channels:
-        stub = ConductorServiceStub(channels.get(s.address))
-        for call in (
-            stub.CreateContext(conductor_pb2.CreateContextRequest(), timeout=WAIT_S),
-            stub.DeleteContext(conductor_pb2.DeleteContextRequest(), timeout=WAIT_S),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call
-            assert isinstance(from_rpc_error(caught.value), Unsupported)

@@ -91,9 +91,22 @@ def test_beyond_the_bound_the_oldest_keys_are_forgotten() -> None:
 def test_what_turned_out_missing_can_be_forgotten() -> None:
     index = synced("a")
     index.apply("a", 2, KEYS[:3], [])
-    index.forget("a", KEYS[1:])
-    index.forget("unknown", KEYS)
+    index.forget("a", KEYS[1:], index.version)
+    index.forget("unknown", KEYS, index.version)
     assert index.match(KEYS) == {"a": 1}
+    index.apply("a", 3, KEYS[1:2], [])
+    assert index.match(KEYS) == {"a": 2}
+
+
+def test_a_key_that_was_reported_after_the_promise_is_not_forgotten() -> None:
+    index = synced("a")
+    index.apply("a", 2, KEYS[:2], [])
+    promised = index.version
+    index.apply("a", 3, KEYS[:1], [])  # removed and stored again in between: the net change is "stored"
+    index.forget("a", KEYS[:2], promised)
+    assert index.match(KEYS[:1]) == {"a": 1}
+    assert index.held("a") == 1
+    index.check_invariants()
 
 
 INSTANCES = st.sampled_from(["a", "b", "c"])

@@ -1,27 +1,46 @@
-import asyncio
+"""How instances come to belong to the cluster, and how they are lost; with agents, and with Join spoken by hand."""
 
+import asyncio
+from typing import Any
+
+import grpc
 import pytest
 
-import moonpool.cluster.join
 from moonpool.client import SamplingParams
-from moonpool.errors import Mismatch
-from moonpool.v1 import kv_pb2
+from moonpool.errors import Mismatch, Unavailable
+from moonpool.rpc.errors import from_rpc_error
+from moonpool.v1 import conductor_pb2, kv_pb2
 
-from .fakes import SERVICES, WAIT_S, FakePrefill, decode, expected, prefill, stack, store
+from .fakes import decode, expected, prefill, store
+from .stack import WAIT_S, stack
 
 KEYS = [bytes([n]) * 32 for n in range(4)]
+
+
+def events(sequence: int, keys: list[bytes], *, snapshot: bool = False) -> conductor_pb2.JoinRequest:
+    message = kv_pb2.KVEvents(
+        sequence=sequence, stored_keys=b"".join(keys), snapshot_begin=snapshot, snapshot_end=snapshot
+    )
+    return conductor_pb2.JoinRequest(events=message)
+
+
+async def answer(call: Any) -> str:
+    """Kind of the conductor's next message on a Join stream."""
+    message = await call.read()
+    kind: str = message.WhichOneof("message")
+    return kind
 
 
 async def test_events_reach_the_index_and_leaving_empties_it() -> None:
     k = store(keys=KEYS[:1])
     async with stack() as s:
-        index = s.servicer._cluster.index
+        index = s.cluster.index
         agent = await s.join(k)
         await s.until(lambda: index.held("kvstore-0") == 1)
         k.store(KEYS[1:3])
         await s.until(lambda: index.match(KEYS) == {"kvstore-0": 3})
         agent.cancel()
-        await s.until(lambda: len(s.servicer._cluster.registry) == 0)
+        await s.until(lambda: len(s.cluster.registry) == 0)
         assert len(index) == 0
 
 
@@ -33,98 +52,79 @@ async def test_a_mismatch_ends_the_agent() -> None:
             async with asyncio.timeout(WAIT_S):
                 await agent
         assert caught.value.field == "model.layout.head_dim"
-        assert [member.id for member in s.servicer._cluster.registry] == ["prefill-0"]
+        assert [member.id for member in s.cluster.registry] == ["prefill-0"]
 
 
-async def test_a_gap_is_healed_by_a_snapshot() -> None:
-    k = store(keys=KEYS[:2])
-    async with stack(k) as s:
-        index = s.servicer._cluster.index
-        await s.until(lambda: index.held("kvstore-0") == 2)
-        member = s.servicer._cluster.registry.get("kvstore-0")
-        assert member is not None
-        assert k.agent is not None
-        k.agent._events._next_sequence += 1  # a message gets lost
-        k.store(KEYS[2:])
-        await s.until(lambda: index.match(KEYS) == {"kvstore-0": 4} and index.synced("kvstore-0"))
+async def test_a_missing_message_empties_the_index_and_asks_for_a_snapshot() -> None:
+    async with stack() as s:
+        call = await s.call_join(await s.serve(store()))
+        assert await answer(call) == "welcome"
+        await call.write(events(1, KEYS[:2], snapshot=True))
+        await s.until(lambda: s.cluster.index.held("kvstore-0") == 2)
+        await call.write(events(3, KEYS[2:]))
+        assert await answer(call) == "resync"
+        assert s.cluster.index.held("kvstore-0") == 0
+        await call.write(events(4, KEYS, snapshot=True))
+        await s.until(lambda: s.cluster.index.match(KEYS) == {"kvstore-0": 4} and s.cluster.index.synced("kvstore-0"))
+        call.cancel()
 
 
 async def test_a_later_incarnation_takes_the_place() -> None:
     old, new = prefill(), prefill(incarnation=2)
     async with stack(old) as s:
-        registry = s.servicer._cluster.registry
+        registry = s.cluster.registry
         await s.join(new)
         await s.until(lambda: (m := registry.get("prefill-0")) is not None and m.instance.incarnation == 2)
         assert len(registry) == 1
 
 
-async def test_an_agent_comes_back_after_its_stream_broke() -> None:
-    k = store(keys=KEYS)
-    async with stack(k) as s:
-        cluster = s.servicer._cluster
-        first = cluster.registry.get("kvstore-0")
-        s.servicer._joins.stop()
-        await s.until(lambda: cluster.registry.get("kvstore-0") is not first)
-        s.servicer._joins._stopping.clear()
-        await s.until(lambda: cluster.index.held("kvstore-0") == 4)
+async def test_an_instance_comes_back_after_its_stream_broke() -> None:
+    async with stack() as s:
+        hello = await s.serve(store())
+        call = await s.call_join(hello)
+        await call.write(events(1, KEYS[:1], snapshot=True))
+        await s.until(lambda: s.cluster.index.held("kvstore-0") == 1)
+        call.cancel()
+        await s.until(lambda: len(s.cluster.registry) == 0)
+        again = await s.call_join(hello)
+        await again.write(events(9, KEYS, snapshot=True))
+        await s.until(lambda: s.cluster.index.held("kvstore-0") == 4)
+        again.cancel()
 
 
 async def test_silence_is_loss() -> None:
-    p, d = prefill(), decode(hold_at=1)
-    async with stack(p, d, heartbeat_s=0.05) as s:
-        assert d.agent is not None
-        quiet = asyncio.Event()
-
-        async def stop_writing(*args: object) -> None:
-            await quiet.wait()
-
-        d.agent._send = stop_writing  # type: ignore[assignment,method-assign]
-        await s.until(lambda: s.servicer._cluster.registry.get("decode-0") is None)
+    async with stack(heartbeat_s=0.05) as s:
+        call = await s.call_join(await s.serve(decode()))
+        assert await answer(call) == "welcome"
+        await s.until(lambda: s.cluster.registry.get("decode-0") is None)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await answer(call)
+        assert "nothing was heard" in str(from_rpc_error(caught.value))
 
 
 async def test_requests_of_a_silent_instance_go_on_elsewhere() -> None:
-    p, silent, other = prefill(), decode(0, hold_at=2), decode(1)
-    async with stack(p, silent, other, heartbeat_s=0.3) as s:
-        assert silent.agent is not None
-        quiet = asyncio.Event()
-
-        async def stop_writing(*args: object) -> None:
-            await quiet.wait()
-
-        silent.agent._send = stop_writing  # type: ignore[assignment,method-assign]
+    silent = decode(0, hold_at=2)
+    async with stack(prefill(), heartbeat_s=0.3) as s:
+        call = await s.call_join(await s.serve(silent))
+        assert await answer(call) == "welcome"
         params = SamplingParams(max_tokens=6, temperature=0.0)
-        result = await s.client.generate(token_ids=list(range(30, 50)), sampling=params)
+        asked = asyncio.create_task(s.client.generate(token_ids=list(range(30, 50)), sampling=params))
+        await silent.until(lambda: len(silent.requests) == 1)
+        await s.join(decode(1))
+        result = await asked
         assert result.token_ids == expected(20, 6)
         assert [placement.decode for placement in result.placements] == ["decode-0", "decode-1"]
         await s.rest()
 
 
-class Unreachable(FakePrefill):
-    """Tells an address at which nobody is."""
-
-    @property
-    def instance(self) -> kv_pb2.Instance:
-        return kv_pb2.Instance(id=self.id, incarnation=1, kind=self.kind, address="127.0.0.1:1")
-
-
-class Listening:
-    """A logger that notes the first warning."""
-
-    def __init__(self) -> None:
-        self.warned: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def warning(self, event: str, **fields: object) -> None:
-        if not self.warned.done():
-            self.warned.set_result(str(fields["error"]))
-
-
-async def test_an_address_that_does_not_answer_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = Listening()
-    monkeypatch.setattr(moonpool.cluster.join, "_log", log)
-    monkeypatch.setitem(SERVICES, Unreachable, SERVICES[FakePrefill])
+async def test_an_address_that_does_not_answer_is_not_taken() -> None:
     async with stack() as s:
-        agent = await s.join(Unreachable("prefill-9", kv_pb2.INSTANCE_KIND_PREFILL))
-        async with asyncio.timeout(WAIT_S):
-            assert "does not answer" in await log.warned
-        assert len(s.servicer._cluster.registry) == 0
-        agent.cancel()
+        hello = await s.serve(prefill())
+        hello.instance.address = "127.0.0.1:1"
+        call = await s.call_join(hello)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await answer(call)
+        error = from_rpc_error(caught.value)
+        assert isinstance(error, Unavailable)
+        assert "does not answer" in str(error)
+        assert len(s.cluster.registry) == 0

@@ -110,7 +110,13 @@ def test_reported_speeds_replace_corrections() -> None:
 
 class TestPlanner:
     def plan(self, registry: Registry, index: PrefixIndex, **kwargs: object) -> object:
-        arguments: dict[str, object] = {"tokens": 2 * BLOCK_TOKENS, "answer_tokens": 8, "keys": [b"k" * 32], "now": 0.0}
+        arguments: dict[str, object] = {
+            "tokens": 2 * BLOCK_TOKENS,
+            "answer_tokens": 8,
+            "keys": [b"k" * 32],
+            "prompt_key": b"p",
+            "now": 0.0,
+        }
         return Planner(registry, index, 1.0).plan(**{**arguments, **kwargs})  # type: ignore[arg-type]
 
     def test_unavailable_says_who_is_missing(self) -> None:
@@ -141,7 +147,9 @@ class TestPlanner:
             )
         chosen = []
         for number in range(4):
-            plan = Planner(registry, PrefixIndex(), 1.0).plan(tokens=32, answer_tokens=8, keys=[], now=0.0)
+            plan = Planner(registry, PrefixIndex(), 1.0).plan(
+                tokens=32, answer_tokens=8, keys=[], prompt_key=b"p", now=0.0
+            )
             prefill, decode = registry.get(plan.prefill.id), registry.get(plan.decodes[0].id)
             assert prefill is not None
             assert decode is not None
@@ -154,5 +162,5 @@ class TestPlanner:
         registry = Registry(SERVED)
         registry.join(hello("prefill-0"), 0.0)
         registry.join(hello("decode-0"), 0.0)
-        plan = Planner(registry, PrefixIndex(), 1.0).plan(tokens=5, answer_tokens=1, keys=[], now=0.0)
+        plan = Planner(registry, PrefixIndex(), 1.0).plan(tokens=5, answer_tokens=1, keys=[], prompt_key=b"p", now=0.0)
         assert plan.decodes == ()

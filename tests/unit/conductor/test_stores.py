@@ -11,7 +11,7 @@ from services.conductor.index import PrefixIndex
 from services.conductor.planner import Plan, Planner
 from services.conductor.registry import DECODE, KVSTORE, PREFILL, Registry, ServedModel
 from services.conductor.reserve import Claim
-from services.conductor.stores import SHARED_BY, Forks, StoreView, by_reading, choose_write_back, scores, weights
+from services.conductor.stores import SHARED_BY, Forks, StoreView, by_reading, choose_write_back, weights
 from tests.unit.conductor.fakes import BLOCK_TOKENS, model_info
 
 SEED = 20_26
@@ -55,8 +55,10 @@ class World:
         self.index.apply(name, self.sequences[name], stored, removed or [])
         self.sequences[name] += 1
 
-    def plan(self, keys: list[BlockKey]) -> Plan:
-        return self.planner.plan(tokens=len(keys) * BLOCK_TOKENS + 1, answer_tokens=8, keys=keys, now=0.0)
+    def plan(self, keys: list[BlockKey], prompt_key: bytes = b"prompt") -> Plan:
+        return self.planner.plan(
+            tokens=len(keys) * BLOCK_TOKENS + 1, answer_tokens=8, keys=keys, prompt_key=prompt_key, now=0.0
+        )
 
     def serve(self, keys: list[BlockKey]) -> Plan:
         """A request, and what prefill then offers to the stores."""
@@ -170,7 +172,6 @@ def test_copies_go_to_different_stores_and_are_made_good_when_one_is_lost() -> N
 def test_fewer_stores_than_copies() -> None:
     assert homes(World(1, replicas=3).serve(chain(2, "a"))) == ["kvstore-0"]
     assert homes(World(0, replicas=3).serve(chain(2, "a"))) == []
-    assert homes(World(2, replicas=3).serve([])) == []
 
 
 def test_an_evicting_store_is_a_shorter_match_and_is_filled_up_again() -> None:
@@ -196,7 +197,7 @@ def test_reads_of_a_hot_chain_spread_over_its_copies() -> None:
         plan = world.plan(keys)
         assert {view.id for view in plan.sources} == set(pair)
         source = world.registry.get(plan.prefill.kvstore)
-        claims.append(Claim.stake(prefill, f"r{number}", 1.0, 0.0, source))
+        claims.append(Claim.take(prefill, f"r{number}", 1.0, 0.0, source))
         read[plan.prefill.kvstore] += 1
     assert read == dict.fromkeys(pair, 5)
     for claim in claims:
@@ -228,7 +229,15 @@ def test_a_larger_store_gets_more() -> None:
 def test_a_capacity_that_is_not_known_is_an_average_one() -> None:
     assert weights({"a": 0, "b": 0}) == {"a": 1.0, "b": 1.0}
     assert weights({"a": 0, "b": 10, "c": 30}) == {"a": 20.0, "b": 10.0, "c": 30.0}
-    assert scores([], 0, {"a": 0}) == {"a": 0.0}
+
+
+def test_answers_to_prompts_without_a_full_block_spread_over_the_stores() -> None:
+    world = World(3)
+    share = Counter(homes(world.plan([], prompt_key=b"prompt %d" % number))[0] for number in range(90))
+    print(f"seed {SEED}: {dict(share)}")
+    assert len(share) == 3
+    assert all(15 <= count <= 45 for count in share.values())
+    assert homes(world.plan([], prompt_key=b"prompt 7")) == homes(world.plan([], prompt_key=b"prompt 7"))
 
 
 def test_write_back_keeps_to_whoever_holds_half_of_the_longest() -> None:

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -45,6 +46,9 @@ def test_formulas() -> None:
     assert prefill_seconds(SPEEDS, 3, 0) == 0.5 + 0.75 + 0.125 * 6
     assert prefill_seconds(SPEEDS, 2, 5, steps=2) == 1.0 + 0.5 + 0.125 * 13
     assert prefill_seconds(SPEEDS, 0, 5) == 0.0
+    prompt = replace(SPEEDS, prefill_per_prompt_s=8.0, prefill_per_cached_token_s=2.0)
+    assert prefill_seconds(prompt, 2, 5) == prefill_seconds(SPEEDS, 2, 5) + 8.0 + 5 * 2.0
+    assert prefill_seconds(prompt, 2, 5, begins=False) == prefill_seconds(SPEEDS, 2, 5)
     assert load_seconds(SPEEDS, 200) == 2.0
     assert transfer_seconds(SPEEDS, 200) == 4.0
     assert decode_step_seconds(SPEEDS, 2, 8) == 1.0 + 1.0 + 2.0
@@ -79,6 +83,15 @@ def test_tracker_moves_towards_what_was_measured() -> None:
     assert tracker.speeds.load_bytes_per_s == pytest.approx(1 / (0.5 / 100 + 0.5 / 50))
     tracker.observe_transfer(50, 1.0)
     assert tracker.speeds.transfer_bytes_per_s == pytest.approx(50.0)
+
+
+def test_a_later_chunk_of_a_prompt_is_compared_with_its_own_prediction() -> None:
+    """What a prompt costs once does not make its later chunks look quick."""
+    tracker = SpeedTracker(replace(SPEEDS, prefill_per_prompt_s=100.0), weight=1.0)
+    tracker.observe_prefill(4, 8, prefill_seconds(SPEEDS, 4, 8), begins=False)
+    assert tracker.speeds == tracker.base
+    tracker.observe_prefill(4, 0, 2 * (100.0 + prefill_seconds(SPEEDS, 4, 0)))
+    assert tracker.speeds.prefill_per_prompt_s == pytest.approx(200.0)
 
 
 def test_tracker_bounds_outliers_and_ignores_the_unmeasurable() -> None:

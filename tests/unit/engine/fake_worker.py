@@ -14,9 +14,9 @@ from pathlib import Path
 
 from moonpool.engine.channel import BlockingChannel
 from moonpool.engine.gates import Gates
-from moonpool.engine.messages import Failed, LayerDone, Ready, Shutdown, StageSpec, StepDone
+from moonpool.engine.messages import Failed, Ready, Shutdown, StageSpec, StepDone
 from moonpool.engine.worker import Receiver
-from moonpool.sched.steps import Step
+from moonpool.sched.steps import LayerDone, Step
 
 
 def run(step: Step, spec: StageSpec, gates: Gates, channel: BlockingChannel) -> None:

@@ -5,7 +5,8 @@ import pytest
 
 from moonpool.engine.channel import AsyncChannel, BlockingChannel, ChannelClosed
 from moonpool.engine.messages import OpenGate
-from moonpool.sched.steps import SampleSpec, SequenceStep, Step
+from moonpool.sampling import SampleSpec
+from moonpool.sched.steps import SequenceStep, Step
 
 STEP = Step(7, (SequenceStep(b"\1\0\0\0" * 100_000, 0, tuple(range(3000)), SampleSpec(history=b"abcd")),), gated=True)
 

@@ -41,7 +41,7 @@ def test_what_is_said_of_a_later_step_is_kept_and_of_an_earlier_one_ignored() ->
     assert not gates.aborted(3)
     assert gates.wait(4, 1, 0)
     gates.done(4)
-    assert (gates._open, gates._aborted) == ({}, set())
+    assert len(gates) == 0
 
 
 def test_waiting_ends_when_another_thread_opens_or_aborts() -> None:

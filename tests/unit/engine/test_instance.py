@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from moonpool.engine import instance
-from moonpool.engine.instance import EngineConfig, Parts, plan_engine, run_instance
+from moonpool.engine.instance import EngineConfig, InstanceContext, engine_setup, run_instance
 from moonpool.engine.messages import EngineSpec
-from moonpool.errors import ConfigError, MoonpoolError, Unavailable
+from moonpool.errors import ConfigError, Unavailable
 from moonpool.errors import Mismatch as MismatchError
 from moonpool.rpc.channels import Channels, probe
 from moonpool.rpc.process import ProcessContext
@@ -22,7 +21,8 @@ from moonpool.telemetry.gauges import Gauges
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 from tests.unit.checkpoint.folder import write_config, write_weights
-from tests.unit.instances import FakeEngine
+from tests.unit.fakes.conductor import FakeConductor
+from tests.unit.fakes.engine import FakeEngine
 
 WAIT_S = 20.0
 
@@ -45,53 +45,31 @@ def config(folder: Path, **settings: Any) -> AnyConfig:
 
 
 def test_plan(folder: Path) -> None:
-    plan = plan_engine(config(folder, kv_bytes=10 << 16, dtype="float32"), stages=2)
+    plan = engine_setup(config(folder, kv_bytes=10 << 16, dtype="float32"), stages=2)
     assert plan.layout.block_bytes == 2 * 2 * 2 * 16 * 16 * 4
     assert plan.spec.blocks == (10 << 16) // plan.layout.block_bytes
     assert (plan.spec.stages, plan.spec.dtype, plan.max_tokens, plan.vocab_size) == (2, "float32", 4096, 300)
     assert plan.model.name == "small-model"
     assert len(plan.namespace) == len(plan.model.config_hash) == 32
-    assert plan_engine(config(folder)).namespace != plan.namespace  # another dtype, other KV
-    assert plan_engine(config(folder, blocks=7, max_tokens=99)).spec.blocks == 7
-    assert plan_engine(config(folder, max_tokens=99)).max_tokens == 99
+    assert engine_setup(config(folder)).namespace != plan.namespace  # another dtype, other KV
+    assert engine_setup(config(folder, blocks=7, max_tokens=99)).spec.blocks == 7
+    assert engine_setup(config(folder, max_tokens=99)).max_tokens == 99
     with pytest.raises(ConfigError, match="kv_bytes"):
-        plan_engine(config(folder, kv_bytes=100))
+        engine_setup(config(folder, kv_bytes=100))
 
 
 def test_other_weights_are_another_namespace(folder: Path) -> None:
-    before = plan_engine(config(folder)).namespace
+    before = engine_setup(config(folder)).namespace
     write_weights(folder / "model.safetensors", {"x": ("F32", [1], b"1235")})
-    assert plan_engine(config(folder)).namespace != before
-
-
-class FakeConductor:
-    """Remembers who joined and what they reported."""
-
-    def __init__(self) -> None:
-        self.hello: conductor_pb2.JoinHello | None = None
-        self.loads: list[conductor_pb2.LoadReport] = []
-        self.refusal: MoonpoolError | None = None
-        self.joined = asyncio.Event()
-
-    async def Join(self, requests: Any, context: Any) -> None:
-        async for request in requests:
-            if request.HasField("hello"):
-                if self.refusal is not None:
-                    raise self.refusal
-                self.hello = request.hello
-                welcome = conductor_pb2.JoinWelcome(heartbeat_s=0.5)
-                await context.write(conductor_pb2.JoinResponse(welcome=welcome))
-            elif request.HasField("load"):
-                self.loads.append(request.load)
-                self.joined.set()
+    assert engine_setup(config(folder)).namespace != before
 
 
 class Idle:
     """A service without requests."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.manager = BlockManager(parts.engine.blocks)
+    def __init__(self, shared: InstanceContext) -> None:
+        self.shared = shared
+        self.manager = BlockManager(shared.engine.blocks)
         self.draining = False
         self.finish = asyncio.Event()
         self.ran = False
@@ -124,13 +102,13 @@ class Life:
         self.context = ProcessContext("x-0", Recorder("x-0", None), self.out)
         self.task: asyncio.Task[None] | None = None
 
-    def build(self, parts: Parts) -> tuple[Idle, Service]:
-        self.service = Idle(parts)
+    def build(self, shared: InstanceContext) -> tuple[Idle, Service]:
+        self.service = Idle(shared)
         return self.service, (decode_pb2.DESCRIPTOR.services_by_name["DecodeService"], object())
 
 
 @asynccontextmanager
-async def living(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Life]:
+async def living(folder: Path, **settings: Any) -> AsyncIterator[Life]:
     life = Life()
 
     @asynccontextmanager
@@ -139,12 +117,13 @@ async def living(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any)
         yield life.engine
         life.engine.pool.close()
 
-    monkeypatch.setattr(instance, "start_engine", start)
     descriptor = conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
     async with serving("127.0.0.1:0", [(descriptor, life.conductor)], grace_s=0.1) as server:
         settings = {"blocks": 4, "conductor": server.address, **settings}
-        work = run_instance(life.context, config(folder, **settings), kv_pb2.INSTANCE_KIND_DECODE, life.build)
-        life.task = asyncio.ensure_future(work)
+        running = run_instance(
+            life.context, config(folder, **settings), kv_pb2.INSTANCE_KIND_DECODE, life.build, start=start
+        )
+        life.task = asyncio.ensure_future(running)
         try:
             yield life
         finally:
@@ -152,10 +131,10 @@ async def living(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any)
             await asyncio.gather(life.task, return_exceptions=True)
 
 
-async def test_joins_serves_and_drains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_joins_serves_and_drains(folder: Path) -> None:
     """While it drains it stays joined and says so; then it leaves."""
-    async with living(folder, monkeypatch) as life:
-        await asyncio.wait_for(life.conductor.joined.wait(), WAIT_S)
+    async with living(folder) as life:
+        await asyncio.wait_for(life.conductor.has_load.wait(), WAIT_S)
         hello, service = life.conductor.hello, life.service
         assert hello is not None
         assert service is not None
@@ -163,10 +142,10 @@ async def test_joins_serves_and_drains(folder: Path, monkeypatch: pytest.MonkeyP
         assert (hello.instance.id, hello.instance.incarnation) == ("x-0", life.context.incarnation)
         assert (hello.total_blocks, hello.model.name) == (4, "small-model")
         await probe(hello.instance.address, WAIT_S)
-        life.conductor.joined.clear()
+        life.conductor.has_load.clear()
         life.context.stopping.set()
-        await asyncio.wait_for(life.conductor.joined.wait(), WAIT_S)
-        assert life.conductor.loads[-1].draining
+        await asyncio.wait_for(life.conductor.has_load.wait(), WAIT_S)
+        assert life.conductor.draining
         with pytest.raises(Unavailable):
             await probe(hello.instance.address, WAIT_S)
         service.finish.set()
@@ -174,9 +153,9 @@ async def test_joins_serves_and_drains(folder: Path, monkeypatch: pytest.MonkeyP
         await asyncio.wait_for(life.task, WAIT_S)
 
 
-async def test_dies_with_its_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with living(folder, monkeypatch) as life:
-        await asyncio.wait_for(life.conductor.joined.wait(), WAIT_S)
+async def test_dies_with_its_engine(folder: Path) -> None:
+    async with living(folder) as life:
+        await asyncio.wait_for(life.conductor.has_load.wait(), WAIT_S)
         assert life.engine is not None
         assert life.task is not None
         life.engine.fail("killed")
@@ -184,18 +163,18 @@ async def test_dies_with_its_engine(folder: Path, monkeypatch: pytest.MonkeyPatc
             await asyncio.wait_for(life.task, WAIT_S)
 
 
-async def test_ends_when_the_conductor_serves_something_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with living(folder, monkeypatch) as life:
+async def test_ends_when_the_conductor_serves_something_else(folder: Path) -> None:
+    async with living(folder) as life:
         life.conductor.refusal = MismatchError("layout.dtype", "float32 here")
         assert life.task is not None
         with pytest.raises(MismatchError, match=r"layout\.dtype"):
             await asyncio.wait_for(life.task, WAIT_S)
 
 
-async def test_drain_ends_in_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_drain_ends_in_time(folder: Path) -> None:
     """Requests that do not end are given up."""
-    async with living(folder, monkeypatch, drain_s=0.05) as life, Channels():
-        await asyncio.wait_for(life.conductor.joined.wait(), WAIT_S)
+    async with living(folder, drain_s=0.05) as life, Channels():
+        await asyncio.wait_for(life.conductor.has_load.wait(), WAIT_S)
         life.context.stopping.set()
         assert life.task is not None
         await asyncio.wait_for(life.task, WAIT_S)

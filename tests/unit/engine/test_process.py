@@ -18,11 +18,11 @@ import uvloop
 
 from moonpool.engine.handle import Engine
 from moonpool.engine.launch import start_processes
-from moonpool.engine.messages import EngineSpec, LayerDone
+from moonpool.engine.messages import EngineSpec
 from moonpool.engine.process import ProcessEngine
 from moonpool.errors import ConfigError, DeadlineExceeded, Internal, Unavailable, UnsupportedModel
 from moonpool.kv.layout import KVLayout
-from moonpool.sched.steps import SequenceStep, Step
+from moonpool.sched.steps import LayerDone, SequenceStep, Step
 
 FAKE = (sys.executable, "-m", "tests.unit.engine.fake_worker")
 LAYOUT = KVLayout(layers=4, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32")
@@ -49,8 +49,15 @@ def open_fds() -> set[tuple[str, str]]:
     return found
 
 
-def rendezvous_folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("moonpool-engine-*"))
+def is_empty(folder: Path) -> bool:
+    return not list(folder.iterdir())
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of temporary files, for this test alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
 
 
 @asynccontextmanager
@@ -64,10 +71,10 @@ async def started(engine_spec: EngineSpec) -> AsyncIterator[ProcessEngine]:
             os.kill(pid, 0)
 
 
-async def test_steps_run_and_everything_is_gone_afterwards() -> None:
-    fds, folders = open_fds(), rendezvous_folders()
+async def test_steps_run_and_nothing_is_left_afterwards(temporary: Path) -> None:
+    fds = open_fds()
     async with started(spec(stages=2)) as engine:
-        assert rendezvous_folders() <= folders
+        assert is_empty(temporary)
         assert (engine.stages, engine.blocks, engine.layout, len(engine.pool.parts)) == (2, 2, LAYOUT, 2)
         layers: list[LayerDone] = []
         result = await engine.run(step(1, WORK, 20, layer_events=True), on_layer=layers.append)
@@ -133,7 +140,7 @@ async def test_a_cancelled_caller_does_not_stop_the_step() -> None:
         with pytest.raises(Internal, match="one more"):
             await engine.run(step(2, WORK))
         engine.abort(1)
-        await engine._flights[1].future
+        await engine.idle()
         assert (await engine.run(step(3, WORK))).sampled == (WORK,)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moonpool.checkpoint import kv_layout, load_config
 from moonpool.engine.gates import Gates
-from moonpool.engine.messages import LayerDone, StepDone
+from moonpool.engine.messages import StepDone
 from moonpool.engine.pipeline import NoLinks
 from moonpool.engine.step import StageRunner, pool_tensor
 from moonpool.errors import Unsupported
@@ -20,7 +20,8 @@ from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.model.load import load_stage
-from moonpool.sched.steps import SampleSpec, SequenceStep, Step, finished_blocks
+from moonpool.sampling import SampleSpec
+from moonpool.sched.steps import LayerDone, SequenceStep, Step, finished_blocks
 
 BLOCKS = 8
 GREEDY = SampleSpec()

@@ -11,13 +11,14 @@ import torch
 
 from moonpool.checkpoint import kv_layout, load_config
 from moonpool.engine.handle import Engine
-from moonpool.engine.messages import EngineSpec, LayerDone
+from moonpool.engine.messages import EngineSpec
 from moonpool.engine.process import ProcessEngine
 from moonpool.engine.start import start_engine
 from moonpool.errors import CheckpointError, Unavailable
 from moonpool.model.batch import PackedBatch
 from moonpool.model.load import load_stage
-from moonpool.sched.steps import SampleSpec, SequenceStep, Step
+from moonpool.sampling import SampleSpec
+from moonpool.sched.steps import LayerDone, SequenceStep, Step
 
 BLOCKS = 16
 

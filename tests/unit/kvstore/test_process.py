@@ -6,13 +6,12 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moonpool.kv.keys import BlockKey, unpack_keys
+from moonpool.kv.keys import BlockKey
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.server import serving
 from moonpool.streams.store_reader import StoreReader
@@ -20,6 +19,7 @@ from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from tests.slices import hashed
+from tests.unit.fakes.conductor import FakeConductor
 from tests.unit.kvstore.helpers import FORMAT, LAYOUT, data_of, keys_of, slice_of
 
 KEYS = keys_of(4)
@@ -85,41 +85,6 @@ async def durable(address: str, count: int) -> None:
             answer = await stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest())
             if {gauge.name: gauge.value for gauge in answer.gauges}["ssd_blocks"] >= count:
                 return
-
-
-@dataclass
-class FakeConductor:
-    """Takes one Join stream and keeps what was said on it."""
-
-    hello: conductor_pb2.JoinHello | None = None
-    keys: set[BlockKey] = field(default_factory=set)
-    draining: bool = False
-    has_snapshot: asyncio.Event = field(default_factory=asyncio.Event)
-    left: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def Join(self, requests: Any, context: Any) -> None:
-        try:
-            async for request in requests:
-                self._take(request)
-                if request.HasField("hello"):
-                    welcome = conductor_pb2.JoinWelcome(heartbeat_s=1)
-                    await context.write(conductor_pb2.JoinResponse(welcome=welcome))
-        finally:
-            self.left.set()
-
-    def _take(self, request: conductor_pb2.JoinRequest) -> None:
-        match request.WhichOneof("message"):
-            case "hello":
-                self.hello = request.hello
-            case "load":
-                self.draining = request.load.draining
-            case "events":
-                if request.events.snapshot_begin:
-                    self.keys.clear()
-                self.keys |= set(unpack_keys(request.events.stored_keys))
-                self.keys -= set(unpack_keys(request.events.removed_keys))
-                if request.events.snapshot_end:
-                    self.has_snapshot.set()
 
 
 async def test_durable_blocks_survive_the_process_and_are_reported(tmp_path: Path) -> None:

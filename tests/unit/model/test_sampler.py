@@ -3,7 +3,8 @@
 import math
 from array import array
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,68 +13,62 @@ from torch import Tensor
 from moonpool.errors import Internal
 from moonpool.model import sample
 from moonpool.model.sampler import uniform
+from moonpool.sampling import SampleSpec, SamplingParams
 
 
-@dataclass(frozen=True)
-class Spec:
-    """The defaults are greedy."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    seed: int = 1
-    sample_index: int = 0
-    position: int = 0
-    history: bytes | None = None
-    prompt_tokens: int = 0
-    banned: tuple[int, ...] = ()
+def spec(
+    temperature: float = 0.0,
+    *,
+    position: int = 0,
+    history: bytes | None = None,
+    prompt_tokens: int = 0,
+    banned: tuple[int, ...] = (),
+    **options: Any,
+) -> SampleSpec:
+    params = SamplingParams(temperature=temperature, **options)
+    return SampleSpec(params, 1, position=position, history=history, prompt_tokens=prompt_tokens, banned=banned)
 
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 3.0, -1.0])
 
 
-def one(logits: Tensor, spec: Spec) -> int:
-    return sample(logits.clone()[None], [spec])[0]
+def one(logits: Tensor, how: SampleSpec) -> int:
+    return sample(logits.clone()[None], [how])[0]
 
 
-def drawn(logits: Tensor, spec: Spec, count: int = 400) -> Counter[int]:
-    specs = [replace(spec, position=position) for position in range(count)]
+def drawn(logits: Tensor, how: SampleSpec, count: int = 400) -> Counter[int]:
+    specs = [replace(how, position=position) for position in range(count)]
     return Counter(sample(logits.repeat(count, 1), specs))
 
 
 def test_greedy_is_the_lowest_of_equals() -> None:
-    assert one(LOGITS, Spec()) == 1
-    assert sample(torch.zeros(2, 7), [Spec(), Spec(temperature=1e-9)]) == [0, 0]
+    assert one(LOGITS, spec()) == 1
+    assert sample(torch.zeros(2, 7), [spec(), spec(temperature=1e-9)]) == [0, 0]
     assert sample(torch.empty(0, 7), []) == []
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_not_finite_choose_nothing(bad: float) -> None:
     with pytest.raises(Internal, match="not finite"):
-        one(torch.tensor([0.0, bad, 1.0]), Spec())
+        one(torch.tensor([0.0, bad, 1.0]), spec())
 
 
 def test_bias_and_bans() -> None:
-    assert one(LOGITS, Spec(logit_bias={4: 5.0})) == 4
-    assert one(LOGITS, Spec(banned=(1,))) == 3
-    assert one(LOGITS, Spec(banned=(1, 3))) == 2
-    assert 1 not in drawn(LOGITS, Spec(temperature=1.0, banned=(1,)))
+    assert one(LOGITS, spec(logit_bias={4: 5.0})) == 4
+    assert one(LOGITS, spec(banned=(1,))) == 3
+    assert one(LOGITS, spec(banned=(1, 3))) == 2
+    assert 1 not in drawn(LOGITS, spec(temperature=1.0, banned=(1,)))
 
 
 def test_penalties() -> None:
     history = array("i", [1, 3, 3]).tobytes()
-    assert one(LOGITS, Spec(history=history, prompt_tokens=1, presence_penalty=0.5)) == 1
-    assert one(LOGITS, Spec(history=history, prompt_tokens=0, presence_penalty=2.5)) == 2
-    assert one(LOGITS, Spec(history=history, prompt_tokens=0, frequency_penalty=0.5)) == 1
-    assert one(LOGITS, Spec(history=history, prompt_tokens=3, frequency_penalty=9.0)) == 1
-    assert one(LOGITS, Spec(history=history, prompt_tokens=3, repetition_penalty=4.0)) == 2
+    assert one(LOGITS, spec(history=history, prompt_tokens=1, presence_penalty=0.5)) == 1
+    assert one(LOGITS, spec(history=history, prompt_tokens=0, presence_penalty=2.5)) == 2
+    assert one(LOGITS, spec(history=history, prompt_tokens=0, frequency_penalty=0.5)) == 1
+    assert one(LOGITS, spec(history=history, prompt_tokens=3, frequency_penalty=9.0)) == 1
+    assert one(LOGITS, spec(history=history, prompt_tokens=3, repetition_penalty=4.0)) == 2
     lowered = torch.tensor([-1.0, -1.5])
-    assert one(lowered, Spec(history=array("i", [0]).tobytes(), prompt_tokens=1, repetition_penalty=2.0)) == 1
+    assert one(lowered, spec(history=array("i", [0]).tobytes(), prompt_tokens=1, repetition_penalty=2.0)) == 1
 
 
 def test_the_uniform_numbers_are_fixed() -> None:
@@ -89,40 +84,43 @@ def test_the_uniform_numbers_are_fixed() -> None:
 
 def test_frequencies_follow_the_probabilities() -> None:
     logits = torch.tensor([0.1, 0.2, 0.7]).log()
-    counts = drawn(logits, Spec(temperature=1.0), 3000)
+    counts = drawn(logits, spec(1.0), 3000)
     assert [counts[token] / 3000 for token in range(3)] == pytest.approx([0.1, 0.2, 0.7], abs=0.03)
-    sharper = drawn(logits, Spec(temperature=0.5), 3000)
+    sharper = drawn(logits, spec(temperature=0.5), 3000)
     assert sharper[2] / 3000 == pytest.approx(0.49 / 0.54, abs=0.03)
 
 
 def test_top_k_top_p_min_p() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    hot = Spec(temperature=1.0)
-    assert set(drawn(logits, replace(hot, top_k=2))) == {0, 1}
-    assert set(drawn(logits, replace(hot, top_p=0.65))) == {0, 1}
-    assert set(drawn(logits, replace(hot, top_p=0.75))) == {0, 1, 2}
-    assert set(drawn(logits, replace(hot, min_p=0.6))) == {0, 1}
-    assert set(drawn(logits, replace(hot, top_k=3, top_p=0.5))) == {0, 1}  # 0.4 / 0.9 < 0.5
-    assert set(drawn(logits, replace(hot, top_p=1e-6))) == {0}
-    assert set(drawn(torch.zeros(4), replace(hot, top_k=2))) == {0, 1}
+    assert set(drawn(logits, spec(1.0, top_k=2))) == {0, 1}
+    assert set(drawn(logits, spec(1.0, top_p=0.65))) == {0, 1}
+    assert set(drawn(logits, spec(1.0, top_p=0.75))) == {0, 1, 2}
+    assert set(drawn(logits, spec(1.0, min_p=0.6))) == {0, 1}
+    assert set(drawn(logits, spec(1.0, top_k=3, top_p=0.5))) == {0, 1}  # 0.4 / 0.9 < 0.5
+    assert set(drawn(logits, spec(1.0, top_p=1e-6))) == {0}
+    assert set(drawn(torch.zeros(4), spec(1.0, top_k=2))) == {0, 1}
 
 
-def test_large_vocabulary_equals_a_full_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_vocabulary_equals_a_full_sort() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 500, generator=generator).bfloat16().float()  # many equal values
-    cases = [{"top_k": 7}, {"top_p": 0.3}, {"top_p": 0.95}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.8, "min_p": 0.2}]
-    specs = [Spec(temperature=1.5, position=row, **cases[row % len(cases)]) for row in range(64)]  # type: ignore[arg-type]
-    whole = sample(logits.clone(), specs)
-    monkeypatch.setattr("moonpool.model.sampler._CANDIDATES", 60)
-    assert sample(logits.clone(), specs) == whole
+    cases: list[dict[str, Any]] = [
+        {"top_k": 7},
+        {"top_p": 0.3},
+        {"top_p": 0.95},
+        {"top_k": 50, "top_p": 0.9},
+        {"top_p": 0.8, "min_p": 0.2},
+    ]
+    specs = [spec(temperature=1.5, position=row, **cases[row % len(cases)]) for row in range(64)]
+    assert sample(logits.clone(), specs, candidates=60) == sample(logits.clone(), specs, candidates=500)
 
 
 def test_rows_are_independent() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(6, 50, generator=generator)
-    specs = [Spec(), Spec(temperature=1.0), Spec(temperature=1.0, top_k=5), Spec(banned=(0,)), Spec(), Spec(min_p=0.5)]
-    specs = [replace(spec, position=row) for row, spec in enumerate(specs)]
+    specs = [spec(), spec(1.0), spec(temperature=1.0, top_k=5), spec(banned=(0,)), spec(), spec(min_p=0.5)]
+    specs = [replace(how, position=row) for row, how in enumerate(specs)]
     together = sample(logits.clone(), specs)
-    assert together == [one(logits[row], spec) for row, spec in enumerate(specs)]
+    assert together == [one(logits[row], how) for row, how in enumerate(specs)]
     order = [3, 1, 5, 0, 4, 2]
     assert sample(logits[order].clone(), [specs[row] for row in order]) == [together[row] for row in order]

@@ -11,8 +11,9 @@ from moonpool.errors import MoonpoolError
 from moonpool.kv.keys import block_keys
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
-from tests.unit.instances import BLOCK, WAIT_S, Decode, Prefill, decoding, next_token, prefilling, prompt, spec
-from tests.unit.prefill.test_prefill import Story, storing
+from tests.unit.fakes.engine import next_token
+from tests.unit.instances import BLOCK, WAIT_S, Decode, Prefill, decoding, prefilling, prompt, spec
+from tests.unit.prefill.calls import PrefillCall, storing
 from tests.unit.streams.fakes import ROOT, FakeStore
 
 REQUESTS = 60
@@ -37,20 +38,20 @@ class Storm:
         request = prefill_pb2.PrefillRequest(sequence=sequence, source=source, write_back=self.place)
         target = None
         if plan != "alone":
-            reserved = await self.decode.stub.Reserve(decode_pb2.ReserveRequest(sequence=sequence), timeout=WAIT_S)
-            target = reserved.target
+            answer = await self.decode.stub.Reserve(decode_pb2.ReserveRequest(sequence=sequence), timeout=WAIT_S)
+            target = answer.target
             request.target.CopyFrom(target)
-        story = Story(self.it, request)
+        story = PrefillCall(self.it, request)
         try:
             await self.live(story, plan, patience, target, tokens)
         finally:
             story.call.cancel()
-            seat = target and self.decode.work.seats.get(target.transfer_id, target.generation)
-            if seat:
-                self.decode.work.generator.end(seat, "over")
+            reserved = target and self.decode.service.requests.get(target.transfer_id, target.generation)
+            if reserved:
+                self.decode.service.loop.end(reserved, "over")
 
     async def live(
-        self, story: Story, plan: str, patience: int, target: kv_pb2.TransferTarget | None, tokens: list[int]
+        self, story: PrefillCall, plan: str, patience: int, target: kv_pb2.TransferTarget | None, tokens: list[int]
     ) -> None:
         if plan == "leave at once":
             return
@@ -59,12 +60,12 @@ class Storm:
             for _ in range(patience):
                 await asyncio.sleep(0)
             assert target is not None
-            seat = self.decode.work.seats.get(target.transfer_id, target.generation)
+            request = self.decode.service.requests.get(target.transfer_id, target.generation)
             if plan == "leave":
                 return
-            if seat is not None:
-                self.decode.work.generator.end(seat, "changed its mind")
-        first = await story.told()
+            if request is not None:
+                self.decode.service.loop.end(request, "changed its mind")
+        first = await story.first_token()
         assert first.token_id == next_token(tokens)
         if plan != "leave after the token":
             await story.to_the_end()

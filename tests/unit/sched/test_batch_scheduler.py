@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moonpool.errors import InvalidRequest
+from moonpool.sampling import SamplingParams
 from moonpool.sched.batch_scheduler import BatchScheduler, DecodeSequence, Reservation
 from moonpool.sched.block_manager import BlockManager
 from moonpool.sched.sampling import SequenceSampling
@@ -23,7 +24,7 @@ def scheduler(blocks: int = 8, *, max_batch: int = 2, max_tokens: int = 1000) ->
 
 
 def admitted(s: BatchScheduler, name: str, prompt: int, max_tokens: int) -> DecodeSequence:
-    sampling = SequenceSampling(prompt_tokens=prompt, max_tokens=max_tokens, end_token_ids=frozenset({END}))
+    sampling = SequenceSampling(prompt, SamplingParams(max_tokens=max_tokens), end_token_ids=frozenset({END}))
     reservation = s.reserve([], s.blocks_for(sampling))
     assert reservation is not None
     sequence = decode_sequence(name, tokens(prompt + 1), s.bind_reservation(reservation), sampling)
@@ -105,7 +106,7 @@ def test_a_sequence_that_has_ended_is_not_admitted() -> None:
     s = scheduler()
     ended = decode_sequence("a", array("i", [1, END]), [0], SequenceSampling(1, end_token_ids=frozenset({END})))
     assert s.admit(ended) == STOP
-    full = decode_sequence("a", array("i", [1, 2]), [0], SequenceSampling(1, max_tokens=1))
+    full = decode_sequence("a", array("i", [1, 2]), [0], SequenceSampling(1, SamplingParams(max_tokens=1)))
     assert s.admit(full) == LENGTH
     assert (s.num_waiting, s.get("a")) == (0, None)
     admitted(s, "a", 1, 5)
@@ -177,7 +178,7 @@ class BatchMachine(RuleBasedStateMachine):
 
     @rule(prompt=st.integers(1, 4 * BT), max_tokens=st.integers(2, 3 * BT), keys=st.integers(0, 3))
     def reserve(self, prompt: int, max_tokens: int, keys: int) -> None:
-        sampling = SequenceSampling(prompt, max_tokens, end_token_ids=frozenset({END}))
+        sampling = SequenceSampling(prompt, SamplingParams(max_tokens=max_tokens), end_token_ids=frozenset({END}))
         reusable = [key(n) for n in range(min(keys, prompt // BT))]
         reservation = self.scheduler.reserve(reusable, self.scheduler.blocks_for(sampling))
         if reservation is not None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moonpool.sched.block_manager import BlockManager
-from moonpool.sched.prefill_scheduler import Load, PrefillScheduler, PrefillSequence, StepPlan
+from moonpool.sched.prefill_scheduler import Load, PrefillScheduler, PrefillSequence, PrefillStep
 from tests.unit.sched.helpers import BT, prefill_sequence, tokens
 
 BLOCKS = 10
@@ -19,7 +19,7 @@ class PrefillMachine(RuleBasedStateMachine):
         super().__init__()
         self.scheduler = PrefillScheduler(BlockManager(BLOCKS), block_tokens=BT, step_tokens=40, stages=2)
         self.running: dict[str, PrefillSequence] = {}
-        self.plans: list[StepPlan] = []
+        self.plans: list[PrefillStep] = []
         self.progress: dict[str, int] = {}
         self.broken: set[str] = set()
         self.count = 0

@@ -3,7 +3,7 @@ import pytest
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import tokens_from_bytes
 from moonpool.sched.block_manager import BlockManager
-from moonpool.sched.prefill_scheduler import Load, PrefillScheduler, PrefillSequence, StepPlan
+from moonpool.sched.prefill_scheduler import Load, PrefillScheduler, PrefillSequence, PrefillStep
 from moonpool.sched.steps import Step
 from tests.unit.sched.helpers import BT, keys_of, prefill_sequence, tokens
 
@@ -20,7 +20,7 @@ def start(s: PrefillScheduler) -> list[str]:
     return started
 
 
-def spans(plan: StepPlan | None) -> list[tuple[str, int, int]]:
+def spans(plan: PrefillStep | None) -> list[tuple[str, int, int]]:
     assert plan is not None
     return [(c.sequence.request_id, c.start, c.end) for c in plan.chunks]
 

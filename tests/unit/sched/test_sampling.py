@@ -1,6 +1,6 @@
 from array import array
-from dataclasses import replace
 
+from moonpool.sampling import SamplingParams
 from moonpool.sched.sampling import SequenceSampling
 from moonpool.v1 import kv_pb2
 from tests.unit.sched.helpers import tokens
@@ -8,30 +8,20 @@ from tests.unit.sched.helpers import tokens
 STOP, LENGTH, GOES_ON = kv_pb2.FINISH_REASON_STOP, kv_pb2.FINISH_REASON_LENGTH, kv_pb2.FINISH_REASON_UNSPECIFIED
 
 
-def proto(**sampling: object) -> kv_pb2.SequenceSpec:
-    return kv_pb2.SequenceSpec(
-        prompt_tokens=4,
-        end_token_ids=[2, 9],
-        sampling=kv_pb2.Sampling(max_tokens=3, stop_token_ids=[9], seed=5, **sampling),  # type: ignore[arg-type]
-    )
-
-
-def test_from_proto_takes_defaults_for_what_is_unset() -> None:
-    sampling = SequenceSampling.from_proto(proto())
-    assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (1.0, 1.0, 1.0)
-    assert (sampling.prompt_tokens, sampling.max_tokens, sampling.seed) == (4, 3, 5)
+def test_stop_tokens_end_a_sequence_like_the_models_end_tokens() -> None:
+    sampling = SequenceSampling.of(SamplingParams(max_tokens=3, stop_token_ids=[9], seed=5), 4, [2, 9])
     assert sampling.end_token_ids == {2, 9}
-    assert SequenceSampling.from_proto(proto(temperature=0.0)).temperature == 0.0
+    assert sampling.at(tokens(4)).seed == 5
 
 
 def test_ignored_eos_still_leaves_stop_tokens() -> None:
-    sampling = SequenceSampling.from_proto(proto(ignore_eos=True))
+    sampling = SequenceSampling.of(SamplingParams(stop_token_ids=[9], ignore_eos=True), 4, [2])
     assert sampling.end_token_ids == {9}
     assert sampling.banned_token_ids == (2, 9)
 
 
 def test_positions_count_from_the_original_prompt() -> None:
-    sampling = SequenceSampling(prompt_tokens=4, min_tokens=2, banned_token_ids=(2,))
+    sampling = SequenceSampling(4, SamplingParams(min_tokens=2), banned_token_ids=(2,))
     assert sampling.at(tokens(4)).position == 0
     assert sampling.at(tokens(5)).banned == (2,)
     spec = sampling.at(tokens(6))  # a continued stream: two tokens were generated elsewhere
@@ -39,14 +29,14 @@ def test_positions_count_from_the_original_prompt() -> None:
 
 
 def test_history_travels_only_when_penalties_look_at_it() -> None:
-    plain = SequenceSampling(prompt_tokens=1)
+    assert SequenceSampling(1).at(tokens(2)).history is None
     for changed in ({"presence_penalty": 1.0}, {"frequency_penalty": 0.1}, {"repetition_penalty": 1.1}):
-        history = replace(plain, **changed).at(array("i", [1, -1])).history  # type: ignore[arg-type]
+        history = SequenceSampling(1, SamplingParams(**changed)).at(array("i", [1, -1])).history  # type: ignore[arg-type]
         assert history == b"\x01\0\0\0\xff\xff\xff\xff"
 
 
 def test_finish() -> None:
-    sampling = SequenceSampling(prompt_tokens=2, max_tokens=2, end_token_ids=frozenset({7}))
+    sampling = SequenceSampling(2, SamplingParams(max_tokens=2), end_token_ids=frozenset({7}))
     assert sampling.finish(array("i", [7, 7]), 100) == GOES_ON  # end tokens of the prompt are no ends
     assert sampling.finish(array("i", [1, 1, 7]), 100) == STOP
     assert sampling.finish(array("i", [1, 1, 1]), 100) == GOES_ON

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -195,6 +195,8 @@ class FakeStore(FakeStreams):
         self.mute = False
         self.done_early = False
         self.heads: range | None = None  # sent whatever was asked for
+        self.before_layer: Callable[[int], Awaitable[None]] | None = None
+        """Awaited before each layer of a read is sent."""
         self.writers: list[FrameWriter] = []
 
     async def Put(self, requests: Any, context: Any) -> None:
@@ -317,6 +319,8 @@ class FakeStore(FakeStreams):
         heads = self.heads or range(opening.head_begin, opening.head_end)
         part = slice(heads.start * LAYOUT.head_bytes, heads.stop * LAYOUT.head_bytes)
         for layer in range(opening.layer_begin, opening.layer_end):
+            if self.before_layer is not None:
+                await self.before_layer(layer)
             if self.lost_at is not None and self.lost_at[0] == layer:
                 blocks = self.lost_at[1]
                 outbox.post(kvstore_pb2.GetResponse(missing=kv_pb2.ReadMissing(session=number, block=blocks)))

@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 import yaml
 
-from moonpool.cost import Speeds, decode_step_seconds, prefill_seconds
+from moonpool.cost import Speeds
 from moonpool.engine.emulated.profile import (
-    Emulation,
+    EmulatedCompute,
     Profile,
     bundled_profiles,
-    emulation_of,
+    emulated_profile,
     load_profile,
     load_seconds,
     step_seconds,
 )
-from moonpool.engine.plan import EngineConfig, plan_engine
+from moonpool.engine.setup import EngineConfig, engine_setup
 from moonpool.errors import ConfigError
 from moonpool.sched.steps import SequenceStep, Step
 from tests.unit.checkpoint.folder import write_config
@@ -29,6 +29,7 @@ FIELDS: dict[str, Any] = {
     "kv": {"layers": 4, "kv_heads": 2},
     "prefill": {"base_s": 0.5, "per_token_s": "1e-3", "per_pair_s": 0},
     "decode": {"base_s": 0.25, "per_sequence_s": 0.01, "per_context_token_s": 0.001},
+    "memory": {"device_bytes": 1e9, "weight_bytes": 4e8, "reserve_share": 0.1},
     "rates": {"load_bytes_per_s": 6400.0, "transfer_bytes_per_s": 3200.0},
 }
 SPEEDS = Speeds(0.5, 1e-3, 0.0, 0.25, 0.01, 0.001, 6400.0, 3200.0)
@@ -57,7 +58,7 @@ def test_a_profile_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(FIELDS))
     profile = load_profile(str(path))
-    assert profile == Profile("x", "some machine", SPEEDS, 6400, 100_000, 4, 2, 2.0)
+    assert profile == Profile("x", "some machine", SPEEDS, 6400, 100_000, 4, 2, 2.0, 500_000_000)
     assert profile.layout(32).block_bytes == 4 * 2 * 2 * 32 * 8
     assert profile.kv_scale == 128 / 6400
 
@@ -78,6 +79,9 @@ def test_a_profile_from_a_file(tmp_path: Path) -> None:
         ("prefill.per_pair_s", None, r"prefill\.per_pair_s"),
         ("decode.base_s", "soon", r"decode\.base_s"),
         ("decode.per_sequence_s", float("nan"), r"decode\.per_sequence_s"),
+        ("prefill.per_prompt_s", "long", r"prefill\.per_prompt_s"),
+        ("memory.device_bytes", 4e8, r"memory\.device_bytes.*no room"),
+        ("memory.weight_bytes", None, r"memory\.weight_bytes"),
         ("rates.load_bytes_per_s", float("inf"), r"rates\.load_bytes_per_s"),
         ("time_scale", 0, "time_scale"),
     ],
@@ -111,24 +115,13 @@ def test_bundled_profiles(name: str) -> None:
     assert "/" not in profile.hardware
 
 
-def test_the_papers_figures() -> None:
-    """Uncached prefill within 2.5 %, decode within 1 % of what the paper's figures show."""
-    assert "llama-70b-a800" in bundled_profiles()
-    speeds = load_profile("llama-70b-a800").speeds
-    figures = ((8, 1.0, 3.39), (16, 2.05, 3.44), (32, 4.48, 3.52), (64, 10.59, 3.66), (128, 27.5, 3.94))
-    for thousands, prefill, decode in figures:
-        tokens = thousands * 1024
-        assert prefill_seconds(speeds, tokens, 0) == pytest.approx(prefill, rel=0.025)
-        assert 128 * decode_step_seconds(speeds, 1, tokens) == pytest.approx(decode, rel=0.01)
-
-
-def emulation(*, scale: float = 2.0, decode: bool = False) -> Emulation:
-    return Emulation(Profile.from_mapping(FIELDS, "x"), scale, decode, 300)
+def compute(*, scale: float = 2.0, decode: bool = False) -> EmulatedCompute:
+    return EmulatedCompute(Profile.from_mapping(FIELDS, "x"), scale, decode, 300)
 
 
 def test_scaling_of_time_and_bytes() -> None:
     """Twice as fast: half the seconds; rates in emulated bytes, 128 for 6400, twice as many a second."""
-    assert emulation().speeds == Speeds(0.25, 5e-4, 0.0, 0.125, 0.005, 0.0005, 256.0, 128.0)
+    assert compute().speeds == Speeds(0.25, 5e-4, 0.0, 0.125, 0.005, 0.0005, 256.0, 128.0)
 
 
 def test_step_times() -> None:
@@ -144,15 +137,17 @@ def test_step_times() -> None:
 
 
 def test_what_flags_ask_for() -> None:
-    assert emulation_of("real", 0.0) is None
-    found = emulation_of("paced:llama-70b-a800", 0.0)
+    assert emulated_profile("real", 0.0) is None
+    found = emulated_profile("emulated:llama-70b-a800", 0.0)
     assert found is not None
     assert (found[0].name, found[1]) == ("llama-70b-a800", 1.0)
-    assert emulation_of("paced:llama-70b-a800", 8.0) == (found[0], 8.0)
+    assert emulated_profile("emulated:llama-70b-a800", 8.0) == (found[0], 8.0)
     with pytest.raises(ConfigError, match="engine"):
-        emulation_of("fast", 0.0)
+        emulated_profile("fast", 0.0)
+    with pytest.raises(ConfigError, match=r"engine.*'emulated:PROFILE'"):
+        emulated_profile("paced:llama-70b-a800", 0.0)
     with pytest.raises(ConfigError, match="time_scale"):
-        emulation_of("real", 2.0)
+        emulated_profile("real", 2.0)
 
 
 def test_plan_of_an_emulated_instance(tmp_path: Path) -> None:
@@ -161,21 +156,39 @@ def test_plan_of_an_emulated_instance(tmp_path: Path) -> None:
     folder.mkdir()
     write_config(folder)
     profile.write_text(yaml.safe_dump(FIELDS))
-    flags = {"engine": f"paced:{profile}", "kv_bytes": 1 << 20}
-    plan = plan_engine(config(folder, **flags), stages=2, decode=True)
-    assert plan.spec.emulation is not None
-    assert plan.spec.emulation == Emulation(
-        load_profile(str(profile)), 2.0, True, plan.vocab_size, plan.spec.emulation.reserved
+    flags = {"engine": f"emulated:{profile}", "kv_bytes": 1 << 20}
+    plan = engine_setup(config(folder, **flags), stages=2, decode=True)
+    assert plan.spec.emulated is not None
+    assert plan.spec.emulated == EmulatedCompute(
+        load_profile(str(profile)), 2.0, True, plan.vocab_size, plan.spec.emulated.reserved
     )
     assert (plan.max_tokens, plan.model.max_tokens, plan.model.emulated) == (100_000, 100_000, "x")
     assert (plan.spec.blocks, plan.spec.stages) == ((1 << 20) // (128 * 64), 2)
     assert plan.link_rate == 3200.0 * 2 * 128 / 6400
-    assert plan_engine(config(folder, **flags, link_bytes_per_s=5.0)).link_rate == 5.0
-    assert plan_engine(config(folder, **flags, time_scale=9.0)).namespace == plan.namespace
-    assert plan_engine(config(folder, **flags, max_tokens=77)).max_tokens == 77
-    other = plan_engine(config(folder, engine="paced:llama-70b-a800"))
+    assert engine_setup(config(folder, **flags, link_bytes_per_s=5.0)).link_rate == 5.0
+    assert engine_setup(config(folder, **flags, time_scale=9.0)).namespace == plan.namespace
+    assert engine_setup(config(folder, **flags, max_tokens=77)).max_tokens == 77
+    other = engine_setup(config(folder, engine="emulated:llama-70b-a800"))
     assert other.namespace != plan.namespace
     with pytest.raises(ConfigError, match="dtype"):
-        plan_engine(config(folder, **flags, dtype="float32"))
+        engine_setup(config(folder, **flags, dtype="float32"))
     with pytest.raises(ConfigError, match="kv_bytes"):
-        plan_engine(config(folder, engine=f"paced:{profile}", kv_bytes=10))
+        engine_setup(config(folder, engine=f"emulated:{profile}", kv_bytes=10))
+
+
+def test_the_default_pool_holds_as_many_tokens_as_the_hardware(tmp_path: Path) -> None:
+    """500 MB of true KV at 6400 B a token, or 256 MiB where a profile says nothing of memory; flags go before both."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_config(folder)
+    blocks = {}
+    for name, fields in (("given", FIELDS), ("absent", changed("memory", None))):
+        profile = tmp_path / f"{name}.yaml"
+        profile.write_text(yaml.safe_dump(fields))
+        flags = {"engine": f"emulated:{profile}"}
+        blocks[name] = engine_setup(config(folder, **flags)).spec.blocks
+        assert engine_setup(config(folder, **flags, kv_bytes=1 << 20)).spec.blocks == (1 << 20) // (128 * 64)
+        assert engine_setup(config(folder, **flags, blocks=7)).spec.blocks == 7
+    assert blocks == {"given": 500_000_000 // (6400 * 64), "absent": (256 << 20) // (6400 * 64)}
+    paper = engine_setup(config(folder, engine="emulated:llama-70b-a800"))
+    assert paper.spec.blocks * 64 == pytest.approx(1.46e6, rel=0.01)

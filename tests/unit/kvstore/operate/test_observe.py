@@ -1,52 +1,56 @@
-"""What the histograms are told."""
+"""The histograms of a store."""
 
-from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.metrics import Metrics
-from services.kvstore.operate import observe
-from services.kvstore.operate.observe import Observer
+from services.kvstore.operate.observe import SAMPLE_KEYS, Observer
+from tests.unit.kvstore.helpers import keys_of
 
-
-def key(first: int, number: int = 0) -> BlockKey:
-    return BlockKey(bytes([first]) + number.to_bytes(31, "big"))
+A, B = keys_of(2)
 
 
 class Scene:
-    def __init__(self) -> None:
+    def __init__(self, sample_keys: int = SAMPLE_KEYS) -> None:
         self.now = 0.0
         self.metrics = Metrics("kvstore")
-        self.observer = Observer(self.metrics, lambda: self.now)
+        self.observer = Observer(self.metrics, lambda: self.now, sample_keys)
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(f"moonpool_kvstore_{name}", labels)
 
 
-def test_lifetimes_and_gaps_of_sampled_blocks() -> None:
+def test_lifetimes_and_gaps() -> None:
     scene = Scene()
-    followed, ignored = key(16), key(17)
-    scene.observer.changed([followed, ignored], [])
-    assert len(scene.observer) == 1
+    scene.observer.changed([A, B], [])
     scene.now = 10.0
-    scene.observer.asked([followed, ignored])
+    scene.observer.asked([A])
     scene.now = 14.0
-    scene.observer.asked([followed])
+    scene.observer.asked([A])
     scene.now = 100.0
-    scene.observer.changed([], [followed, ignored])
-    assert len(scene.observer) == 0
+    scene.observer.changed([], [A])
+    assert len(scene.observer) == 1
     assert (scene.value("block_reuse_gap_seconds_count"), scene.value("block_reuse_gap_seconds_sum")) == (2.0, 14.0)
     assert (scene.value("block_lifetime_seconds_count"), scene.value("block_lifetime_seconds_sum")) == (1.0, 100.0)
 
 
-def test_blocks_that_nobody_follows_are_nothing() -> None:
+def test_blocks_that_are_not_followed_are_not_counted() -> None:
     scene = Scene()
-    scene.observer.asked([key(0)])
-    scene.observer.changed([], [key(0)])
+    scene.observer.asked([A])
+    scene.observer.changed([], [A])
     assert scene.value("block_lifetime_seconds_count") == 0.0
 
 
-def test_the_books_are_bounded() -> None:
-    scene = Scene()
-    scene.observer.changed([key(0, number) for number in range(observe.MAX_FOLLOWED + 5)], [])
-    assert len(scene.observer) == observe.MAX_FOLLOWED
+def test_the_sample_is_bounded_and_long_lives_are_not_left_out() -> None:
+    scene = Scene(sample_keys=64)
+    old, new = keys_of(400)[:200], keys_of(400)[200:]
+    scene.observer.changed(old, [])
+    scene.now = 50.0
+    scene.observer.changed(new, [])
+    assert 0 < len(scene.observer) <= 64
+    followed = len(scene.observer)
+    scene.observer.changed([], [*old, *new])
+    assert scene.value("block_lifetime_seconds_count") == followed
+    seconds = scene.value("block_lifetime_seconds_sum")
+    assert seconds is not None
+    assert 0.3 * followed < seconds / 50.0 < 0.7 * followed, "about half of those followed are old"
 
 
 def test_reads_by_tier_and_commits() -> None:

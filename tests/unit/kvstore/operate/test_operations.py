@@ -1,4 +1,4 @@
-"""What operators do to a running kvstore, through `moonpool kvstore ...` and Prometheus."""
+"""Operating a running kvstore, through `moonpool kvstore ...` and Prometheus."""
 
 import asyncio
 import json
@@ -79,13 +79,13 @@ async def test_compact_and_verify(tmp_path: Path) -> None:
 
 async def test_advise(tmp_path: Path) -> None:
     async with running("--dram-bytes", str(1 << 20)) as (_, address):
-        assert "nothing was asked for" in (await cli("advise", address)).stdout
+        assert "no block was asked for twice" in (await cli("advise", address)).stdout
         await put(address, KEYS)
         await read(address, KEYS)
         await read(address, KEYS)
         advised = json.loads((await cli("advise", address, "--more-gb", "1", "--json")).stdout)
         assert advised["references"] == 8
-        assert advised["points"][-1]["hit_share"] == 0.5  # the first reading found blocks that nobody had asked for
+        assert advised["points"][-1]["hit_share"] == 0.5  # the first reading counts as misses
         assert advised["points"][-1]["bytes"] >= BYTES
         assert advised["with_more"] == advised["now"] == 0.5  # all of them fit as it is
         drawn = tmp_path / "curve.svg"

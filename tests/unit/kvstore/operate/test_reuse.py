@@ -4,11 +4,11 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from benchmarks.eviction import GENERATED, read_chains
+from benchmarks.eviction import SHIPPED, read_chains
 from benchmarks.replay import Pool
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import BlockKey
-from services.kvstore.operate.reuse import ReuseSample, hit_share, in_bytes, worth
+from services.kvstore.operate.reuse import ReuseSample, hit_share
 from services.kvstore.operate.reuse_picture import answer, picture, size_text
 from services.kvstore.policies.policy import LRU
 from tests.unit.kvstore.helpers import keys_of
@@ -18,7 +18,7 @@ A, B, C = keys_of(3)
 
 @pytest.fixture(scope="module")
 def generated() -> list[list[BlockKey]]:
-    return read_chains(GENERATED)
+    return read_chains(SHIPPED, "all")
 
 
 def test_nothing_observed_gives_no_curve() -> None:
@@ -81,7 +81,7 @@ def test_the_sample_is_bounded_whatever_comes() -> None:
         for key in keys_of(500):
             sample.observe([key])
         sample.check_invariants()
-        assert len(sample._last_use) <= 16, turn
+        assert len(sample.last_uses) <= 16, turn
     assert sample.curve()[-1][1] == pytest.approx(2 / 3, abs=0.05)
 
 
@@ -90,12 +90,9 @@ def test_a_sample_of_nothing_is_refused() -> None:
         ReuseSample(0)
 
 
-def test_what_more_is_worth() -> None:
+def test_the_hit_share_between_two_points_is_that_of_the_smaller() -> None:
     curve = [(10, 0.1), (20, 0.3), (40, 0.35)]
     assert [hit_share(curve, size) for size in (9, 10, 19.9, 20, 1000)] == [0, 0.1, 0.1, 0.3, 0.35]
-    assert worth(curve, 10, 10) == pytest.approx(0.2)
-    assert worth(curve, 20, -10) == pytest.approx(-0.2)
-    assert in_bytes(curve, 1 << 20)[0] == (10 << 20, 0.1)
 
 
 def test_sizes_in_words() -> None:

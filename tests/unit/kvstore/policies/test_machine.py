@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from moonpool.kv.blocks import NO_PARENT, BlockInfo
 from moonpool.kv.keys import BlockKey
-from services.kvstore.policies import kv_aware
 from services.kvstore.policies.policy import POLICIES, EvictionPolicy, KVAware
 from tests.unit.kvstore.helpers import FORMAT, keys_of
 
@@ -79,7 +78,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(place=LEAVES, parent=LEAVES)
     def come_alone(self, place: int, parent: int) -> None:
-        """A block of which the writer says any parent, a wrong one or itself among them."""
+        """A block whose writer names any parent, a wrong one or itself among them."""
         if KEYS[place] not in self.held:
             self.add(KEYS[place], KEYS[parent])
 
@@ -96,16 +95,16 @@ class PolicyMachine(RuleBasedStateMachine):
     def tails_first(self, policy: KVAware, order: list[BlockKey]) -> None:
         place = {key: number for number, key in enumerate(order)}
         for key in order:
-            node = policy._nodes[key].parent
+            node = policy.nodes[key].parent
             while node is not None:
                 assert node.key not in place or place[node.key] > place[key]
                 node = node.parent
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_any_order_of_events(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_aware, "_REFIT_LEAST", 8)  # so that it learns within some steps
-    machine = type("Machine", (PolicyMachine,), {"make": staticmethod(POLICIES[name])})
+def test_any_order_of_events(name: str) -> None:
+    policies = {**POLICIES, "kv-aware": lambda: KVAware(refit_least=8)}  # so that it learns within some steps
+    machine = type("Machine", (PolicyMachine,), {"make": staticmethod(policies[name])})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=15, stateful_step_count=30, deadline=None, derandomize=True)
     )

@@ -1,9 +1,8 @@
-"""What is learnt of blocks that come back, against numbers worked out by hand."""
+"""Rates of return against numbers worked out by hand."""
 
 import pytest
 
 from moonpool.kv.keys import BlockKey
-from services.kvstore.policies import returns
 from services.kvstore.policies.returns import EVIDENCE, ReturnRates, age_bin
 from tests.unit.kvstore.helpers import keys_of
 
@@ -91,7 +90,7 @@ def test_the_sample_is_bounded_and_thinning_keeps_rates() -> None:
                 rates.used(key, 0, now)
             rates.check_invariants()
         rates.fit(1000)
-    assert thin._below < returns._HASHES / 4
+    assert thin.sample.rate < 1 / 4
     # Evidence counts for more where there are fewer keys.
     assert thin.worth(0, 0) == pytest.approx(whole.worth(0, 0), rel=0.2)
 
@@ -109,7 +108,7 @@ def test_what_was_long_ago_is_forgotten() -> None:
         rates.forget(200, horizon=1000)
     rates.fit(200)
     assert 0 < rates.worth(0, 0) < before / 100
-    assert len(rates._sample) == 100
+    assert len(rates.sample) == 100
     rates.forget(5000, horizon=1000)
-    assert not rates._sample
+    assert not rates.sample
     rates.check_invariants()

@@ -1,0 +1,118 @@
+"""An event loop in a thread of its own, on which the blocking client drives the asyncio one."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from moonpool.errors import Unavailable
+
+T = TypeVar("T")
+
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A started thread; `stop` belongs to its loop."""
+
+    loop: asyncio.AbstractEventLoop
+    stop: asyncio.Event
+    thread: threading.Thread
+    pid: int
+
+    @classmethod
+    def start(cls, pid: int) -> _Running:
+        started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = (
+            concurrent.futures.Future()
+        )
+
+        async def serve() -> None:
+            stop = asyncio.Event()
+            started.set_result((asyncio.get_running_loop(), stop))
+            await stop.wait()
+
+        thread = threading.Thread(target=asyncio.run, args=(serve(),), name="moonpool-client", daemon=True)
+        thread.start()
+        return cls(*started.result(), thread, pid)
+
+    def end(self) -> None:
+        """Cancel what runs, and wait for the thread unless this is it (the garbage collector may run there)."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            self.loop.call_soon_threadsafe(self.stop.set)
+        if threading.current_thread() is not self.thread:
+            self.thread.join(STOP_TIMEOUT_S)
+
+
+class BackgroundLoop:
+    """Runs coroutines for blocking callers, from several threads at once. The thread starts with the first call."""
+
+    def __init__(self, process_id: Callable[[], int] = os.getpid) -> None:
+        self._process_id = process_id
+        self._lock = threading.Lock()
+        self._running: _Running | None = None
+        self._finalize: Callable[[], object] = lambda: None
+        self._closed = False
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Return a coroutine's result. An exception that ends the wait, such as KeyboardInterrupt, cancels it.
+
+        Raises:
+            RuntimeError: the loop is closed, belongs to another process, or is the caller's own.
+            Unavailable: the loop was closed meanwhile.
+        """
+        try:
+            running = self._start()
+        except BaseException:
+            coroutine.close()
+            raise
+        future = asyncio.run_coroutine_threadsafe(coroutine, running.loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise Unavailable("the client was closed during the call") from None
+        finally:
+            future.cancel()
+
+    def post(self, callback: Callable[[], None]) -> None:
+        """Call `callback` soon on the loop; without effect when the loop does not run, as nothing is on it then."""
+        running = self._running
+        if running is not None:
+            with contextlib.suppress(RuntimeError):  # closed
+                running.loop.call_soon_threadsafe(callback)
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `last` if anything ever ran, then end the thread; may be called again."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+            running = self._running
+        if closed or running is None or running.pid != self._process_id():
+            return
+        try:
+            self._check_caller(running)
+            asyncio.run_coroutine_threadsafe(last(), running.loop).result(STOP_TIMEOUT_S)
+        finally:
+            self._finalize()
+
+    def _start(self) -> _Running:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the client is closed")
+            if self._running is None:
+                self._running = _Running.start(self._process_id())
+                self._finalize = weakref.finalize(self, self._running.end)
+            self._check_caller(self._running)
+            return self._running
+
+    def _check_caller(self, running: _Running) -> None:
+        if running.pid != self._process_id():
+            raise RuntimeError("the client was used before this process was forked; make a new one here")
+        if threading.current_thread() is running.thread:
+            raise RuntimeError("a blocking client cannot be used on its own event loop; use AsyncClient there")

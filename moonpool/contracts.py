@@ -1,0 +1,66 @@
+"""Conversion between the contract's messages and plain values that SDK, services and engine share."""
+
+from collections.abc import Callable, MutableMapping, MutableSequence
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+from moonpool.errors import InvalidRequest
+from moonpool.sampling import ITEM_LIMITS, SamplingParams
+from moonpool.v1 import kv_pb2
+
+
+def sampling_to_proto(params: SamplingParams, field_prefix: str = "sampling") -> kv_pb2.Sampling:
+    """The contract's form of sampling parameters; what equals its default stays unset.
+
+    Raises:
+        InvalidRequest: a value does not fit its field; names it as "FIELD_PREFIX.NAME".
+    """
+    message = kv_pb2.Sampling()
+    for parameter in fields(params):
+        value = getattr(params, parameter.name)
+        if value is not None:
+            assign(f"{field_prefix}.{parameter.name}", partial(_set, message, parameter.name, value, parameter.default))
+    return message
+
+
+def sampling_from_proto(message: kv_pb2.Sampling, field_prefix: str = "sampling") -> SamplingParams:
+    """Sampling parameters from the contract; what is unset gets its default. Values are not checked.
+
+    Raises:
+        InvalidRequest: a list has too many items to be worth unpacking; names it as "FIELD_PREFIX.NAME".
+    """
+    for name, limit in ITEM_LIMITS.items():
+        if len(getattr(message, name)) > limit:
+            raise InvalidRequest(f"{field_prefix}.{name}", f"at most {limit}")
+    return SamplingParams(**{field.name: _plain(value) for field, value in message.ListFields()})
+
+
+def assign(field: str, set_value: Callable[[], object]) -> None:
+    """Sets a message's field.
+
+    Raises:
+        InvalidRequest: naming `field`, when protobuf refuses the value's type or range.
+    """
+    try:
+        set_value()
+    except KeyError as error:
+        raise InvalidRequest(field, f"{error} is missing") from None
+    except (TypeError, ValueError, UnicodeError) as error:
+        raise InvalidRequest(field, str(error)) from None
+
+
+def _set(message: kv_pb2.Sampling, name: str, value: Any, default: object) -> None:
+    current = getattr(message, name)
+    if isinstance(current, MutableSequence):
+        current.extend(value)
+    elif isinstance(current, MutableMapping):
+        current.update(value)
+    elif value != default:
+        setattr(message, name, value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, MutableMapping):
+        return dict(value)
+    return tuple(value) if isinstance(value, MutableSequence) else value

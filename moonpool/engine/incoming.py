@@ -1,0 +1,89 @@
+"""A request as it comes to an engine instance: the contract's `SequenceSpec`, checked and unpacked.
+
+What passes here is safe to compute: every token id is one the model has.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from moonpool.contracts import sampling_from_proto
+from moonpool.errors import InvalidRequest
+from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_from_bytes
+from moonpool.sampling import check_end_tokens
+from moonpool.sched.sampling import SequenceSampling
+from moonpool.sched.steps import History
+from moonpool.v1 import kv_pb2
+
+MAX_NAME_CHARS = 256
+MAX_END_TOKENS = 4096
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class IncomingRequest:
+    """A checked request.
+
+    Attributes:
+        request_id: of the request.
+        token_ids: tokens whose KV is wanted; typecode "i".
+        keys: keys of their full blocks.
+        chain_root: parent of the first key.
+        tenant: whose KV it is.
+        sampling: how the next tokens are chosen.
+    """
+
+    request_id: str
+    token_ids: "array[int]"
+    keys: Sequence[BlockKey]
+    chain_root: BlockKey
+    tenant: str
+    sampling: SequenceSampling
+
+    @classmethod
+    def from_proto(
+        cls, spec: kv_pb2.SequenceSpec, *, namespace: bytes, block_tokens: int, vocab_size: int, max_tokens: int
+    ) -> Self:
+        """From the contract. Keys are computed here: a block under a wrong key would be a wrong answer later.
+
+        Raises:
+            InvalidRequest: naming the field at fault.
+        """
+        _check_name("sequence.request_id", spec.request_id, least=1)
+        _check_name("sequence.tenant", spec.tenant, least=0)
+        # Sizes come first: what is refused for its size is neither copied nor unpacked.
+        if not TOKEN_BYTES <= len(spec.token_ids) <= TOKEN_BYTES * max_tokens:
+            raise InvalidRequest("sequence.token_ids", f"must be 1 to {max_tokens} tokens")
+        if len(spec.end_token_ids) > min(vocab_size, MAX_END_TOKENS):
+            raise InvalidRequest("sequence.end_token_ids", f"at most {min(vocab_size, MAX_END_TOKENS)} tokens")
+        params = sampling_from_proto(spec.sampling, "sequence.sampling")
+        params.check(vocab_size, "sequence.sampling")
+        ends = frozenset(spec.end_token_ids).union(params.stop_token_ids)
+        check_end_tokens(ends, params.min_tokens, vocab_size, "sequence.end_token_ids")
+        tokens = tokens_from_bytes(spec.token_ids, "sequence.token_ids")
+        if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            raise InvalidRequest("sequence.token_ids", f"must be in [0, {vocab_size})")
+        if not 1 <= spec.prompt_tokens <= len(tokens):
+            raise InvalidRequest("sequence.prompt_tokens", f"must be in [1, {len(tokens)}], is {spec.prompt_tokens}")
+        root = chain_root(namespace, spec.tenant)
+        if spec.chain_root != root:
+            raise InvalidRequest("sequence.chain_root", "is not that of this namespace and tenant")
+        keys = block_keys(root, tokens, block_tokens)
+        if spec.block_keys != pack_keys(keys):
+            raise InvalidRequest("sequence.block_keys", f"are not the {len(keys)} keys of these tokens")
+        sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids)
+        return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, sampling)
+
+    def history(self, token_ids: "array[int] | None" = None) -> History:
+        """For engines that check what blocks hold; `token_ids` = the array that grows with the answer, if one does."""
+        return History(self.chain_root, self.token_ids if token_ids is None else token_ids, self.keys)
+
+    def parents(self) -> list[BlockKey]:
+        """The key before each of `keys` in its chain."""
+        return [self.chain_root, *self.keys][: len(self.keys)]
+
+
+def _check_name(field: str, name: str, *, least: int) -> None:
+    if not least <= len(name) <= MAX_NAME_CHARS:
+        raise InvalidRequest(field, f"must have {least} to {MAX_NAME_CHARS} characters, has {len(name)}")

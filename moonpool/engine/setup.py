@@ -1,0 +1,209 @@
+"""From an engine instance's flags to what it serves: dtype, layout, pool, namespace. Torch-free."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from blake3 import blake3
+from pydantic import Field
+
+from moonpool.checkpoint import (
+    ModelConfig,
+    config_hash,
+    kv_layout,
+    load_config,
+    model_name,
+    resolve,
+    resolve_dtype,
+    weights_fingerprint,
+)
+from moonpool.config import PeerAddress, ServiceConfig
+from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, emulated_profile
+from moonpool.engine.incoming import IncomingRequest
+from moonpool.engine.messages import EngineSpec
+from moonpool.errors import ConfigError
+from moonpool.kv.keys import namespace
+from moonpool.kv.layout import KVLayout
+from moonpool.v1 import conductor_pb2, kv_pb2
+
+DEFAULT_KV_BYTES = 256 << 20
+"""Bytes of the KV pool, unless told otherwise."""
+WRITE_BACK_SHARE = 4
+"""Write-back holds this part of the pool at most, unless told otherwise."""
+
+
+class EngineConfig(ServiceConfig):
+    """Flags that prefill and decode share."""
+
+    conductor: PeerAddress = Field(description="HOST:PORT of the conductor to join")
+    engine: str = Field(
+        "real",
+        description=f"'real', or '{SCHEME}PROFILE' to emulate compute: steps take the time that a profile (bundled "
+        "name or path of a YAML file) gives, everything else is real; see docs/emulation.md",
+    )
+    time_scale: float = Field(
+        0.0, ge=0.0, description="seconds of the emulated profile that pass in one second; 0 = the profile's own"
+    )
+    model: str = Field(description="folder of the checkpoint, or its id on the Hugging Face hub")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="element type of weights and KV; auto = the checkpoint's own"
+    )
+    block_tokens: int = Field(64, ge=16, multiple_of=16, description="tokens per KV block; one size in the cluster")
+    kv_bytes: int = Field(
+        0,
+        ge=0,
+        description="bytes of the KV pool; 0 = 256 MiB, or what emulated hardware holds beside its weights",
+    )
+    blocks: int = Field(0, ge=0, description="blocks of the KV pool; 0 = as many as --kv-bytes hold")
+    threads: int = Field(0, ge=0, description="compute threads of each engine process; 0 = all cores shared out")
+    deterministic: bool = Field(
+        False,
+        description="make a sequence's results independent of what else is in a step: fixed shapes and tiles, slower "
+        "(docs/kernels.md)",
+    )
+    device: Literal["cpu"] = Field("cpu", description="where the engine computes")
+    max_tokens: int = Field(0, ge=0, description="tokens of the longest sequence served; 0 = the model's own limit")
+    link_bytes_per_s: float = Field(
+        0.0, ge=0.0, description="bytes of KV sent per second at most; 0 = unlimited, or the emulated profile's rate"
+    )
+    write_back_blocks: int = Field(
+        0, ge=0, description="blocks held for write-back to the kvstore at most; 0 = a quarter of the pool"
+    )
+    start_timeout_s: float = Field(180.0, gt=0.0, description="seconds the engine may take to get ready")
+
+    @property
+    def link_rate(self) -> float | None:
+        """The link's rate as `Link` takes it: None = unlimited, or the emulated profile's."""
+        return self.link_bytes_per_s or None
+
+    def write_back_limit(self, blocks: int) -> int:
+        """Blocks held for write-back at most, of a pool of `blocks`."""
+        return self.write_back_blocks or max(1, blocks // WRITE_BACK_SHARE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """What an instance serves, known before anything is allocated.
+
+    Attributes:
+        spec: what the engine processes are told.
+        model: what the conductor is told; carries the namespace.
+        vocab_size: tokens the model knows.
+        max_tokens: longest sequence, tokens.
+        link_rate: bytes of KV sent per second at most; None = unlimited.
+    """
+
+    spec: EngineSpec
+    model: conductor_pb2.ModelInfo
+    vocab_size: int
+    max_tokens: int
+    link_rate: float | None = None
+
+    @property
+    def layout(self) -> KVLayout:
+        """Arrangement of the KV."""
+        return self.spec.layout
+
+    def incoming(self, spec: kv_pb2.SequenceSpec) -> IncomingRequest:
+        """A request checked against what is served; raises as `IncomingRequest.from_proto`."""
+        return IncomingRequest.from_proto(
+            spec,
+            namespace=self.namespace,
+            block_tokens=self.layout.block_tokens,
+            vocab_size=self.vocab_size,
+            max_tokens=self.max_tokens,
+        )
+
+    @property
+    def namespace(self) -> bytes:
+        """32 bytes; equal namespaces mean interchangeable KV."""
+        return self.model.namespace
+
+
+def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False) -> EngineSetup:
+    """Reads the checkpoint's description and decides dtype, layout, pool and namespace.
+
+    Blocks for as long as hashing the weights takes: call it in a thread.
+
+    Args:
+        config: the flags.
+        stages: of the pipeline.
+        decode: the instance is a decode instance (of interest to emulated compute alone).
+
+    Raises:
+        ConfigError: the pool would hold no block, or the profile of emulated compute is wrong.
+        CheckpointError: the checkpoint is missing, broken or not supported.
+    """
+    folder: Path = resolve(config.model)
+    model = load_config(folder)
+    emulated = emulated_profile(config.engine, config.time_scale)
+    if emulated is not None:
+        return _emulated_setup(
+            config, folder, model, stages, EmulatedCompute(*emulated, decode, model.vocab_size, _ends(model))
+        )
+    dtype = resolve_dtype(model, config.dtype)
+    layout = kv_layout(model, dtype, config.block_tokens)
+    longest = min(config.max_tokens or model.max_position_embeddings, model.max_position_embeddings)
+    spec = EngineSpec(
+        checkpoint=str(folder),
+        dtype=dtype,
+        layout=layout,
+        blocks=_blocks(config, layout, DEFAULT_KV_BYTES),
+        stages=stages,
+        threads=config.threads,
+        device=config.device,
+        deterministic=config.deterministic,
+        max_tokens=longest,
+    )
+    return _setup(config, model, spec, weights_fingerprint(folder))
+
+
+def _emulated_setup(
+    config: EngineConfig, folder: Path, model: ModelConfig, stages: int, emulated: EmulatedCompute
+) -> EngineSetup:
+    """The checkpoint lends its name and its tokens; KV and lengths are the profile's."""
+    profile = emulated.profile
+    if config.dtype != "auto":
+        raise ConfigError("dtype", f"emulated compute has none of its own; leave it 'auto', not {config.dtype!r}")
+    if config.deterministic:
+        raise ConfigError("deterministic", "emulated compute is so always; leave it out")
+    layout = profile.layout(config.block_tokens)
+    spec = EngineSpec(
+        checkpoint=str(folder),
+        dtype=layout.dtype,
+        layout=layout,
+        blocks=_blocks(config, layout, int((profile.pool_bytes or DEFAULT_KV_BYTES) * profile.kv_scale)),
+        stages=stages,
+        max_tokens=min(config.max_tokens or profile.max_tokens, profile.max_tokens),
+        emulated=emulated,
+    )
+    # Never the fingerprint of real weights; the same for all who emulate the same, whatever their time scale.
+    return _setup(config, model, spec, blake3(b"moonpool emulated kv v1\0" + profile.name.encode()).digest())
+
+
+def _setup(config: EngineConfig, model: ModelConfig, spec: EngineSpec, fingerprint: bytes) -> EngineSetup:
+    info = conductor_pb2.ModelInfo(
+        name=model_name(config.model),
+        namespace=namespace(fingerprint, spec.layout),
+        layout=spec.layout.to_proto(),
+        config_hash=config_hash(model),
+        vocab_size=model.vocab_size,
+        max_tokens=spec.max_tokens,
+        emulated=spec.emulated.profile.name if spec.emulated is not None else "",
+    )
+    rate = config.link_rate
+    if spec.emulated is not None:
+        rate = rate or spec.emulated.speeds.transfer_bytes_per_s or None
+    return EngineSetup(spec, info, model.vocab_size, spec.max_tokens, rate)
+
+
+def _blocks(config: EngineConfig, layout: KVLayout, default_bytes: int) -> int:
+    kv_bytes = config.kv_bytes or default_bytes
+    blocks = config.blocks or kv_bytes // layout.block_bytes
+    if blocks < 1:
+        raise ConfigError("kv_bytes", f"{kv_bytes} bytes hold no block of {layout.block_bytes} bytes")
+    return blocks
+
+
+def _ends(model: ModelConfig) -> frozenset[int]:
+    return frozenset(model.eos_token_ids)

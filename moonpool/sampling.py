@@ -1,0 +1,182 @@
+"""Sampling parameters of a request: names, defaults and limits, the same for SDK, services and engine.
+
+A new option is one field of `SamplingParams`, its check in `SamplingParams.check` and its use in the sampler; the
+contract's `Sampling` has a field of the same name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+from moonpool.errors import InvalidRequest
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 1024
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_PENALTY = 2.0
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen. Names and meaning are those of vLLM and OpenAI.
+
+    A value that is None stands for the default. An unsupported or impossible value is refused by the server with
+    `InvalidRequest`, which names the field.
+    """
+
+    max_tokens: int = 128
+    """Tokens to generate at most; cut to what the model's length leaves."""
+    min_tokens: int = 0
+    """No end token is chosen before so many tokens."""
+    temperature: float = 1.0
+    """0 = greedy."""
+    top_p: float = 1.0
+    """Smallest set of most likely tokens whose probability reaches it; 1 = all."""
+    top_k: int = 0
+    """Number of most likely tokens considered; 0 = all."""
+    min_p: float = 0.0
+    """Least probability relative to the most likely token."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token generated already."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it was generated."""
+    repetition_penalty: float = 1.0
+    """Divides positive, multiplies negative logits of tokens in prompt or answer."""
+    stop: str | Sequence[str] = field(default=(), metadata={"max_items": MAX_STOPS})
+    """The answer ends before any of these texts; a single text stands for a list of one."""
+    stop_token_ids: Sequence[int] = field(default=(), metadata={"max_items": MAX_STOP_TOKENS})
+    """The answer ends with any of these tokens."""
+    ignore_eos: bool = False
+    """The model's end tokens do not end the answer."""
+    seed: int | None = None
+    """Seed of the sampling, 64 bits unsigned; drawn by the server and reported in the result when None."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"max_items": MAX_LOGIT_BIASES})
+    """Added to the logits of single tokens."""
+    logprobs: int | None = None
+    """Not supported yet."""
+    n: int = 1
+    """Number of samples; only 1 is supported yet."""
+    response_format: str = ""
+    """Not supported yet."""
+
+    def __post_init__(self) -> None:
+        for name, default in _DEFAULTS.items():
+            if getattr(self, name) is None and default is not None:
+                object.__setattr__(self, name, default)
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Each step carries the parameters to the engine process; this takes half the time of dataclasses' own way.
+        return _restore, _VALUES(self)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    def check(self, vocab_size: int, field_prefix: str = "sampling") -> None:
+        """Checks that an engine can sample with these parameters.
+
+        Raises:
+            InvalidRequest: names the first field that is wrong, as "FIELD_PREFIX.NAME".
+        """
+        require = partial(_require, field_prefix)
+        for name, limit in ITEM_LIMITS.items():
+            require(name, len(getattr(self, name)) <= limit, f"at most {limit}")
+        self._check_lengths(require)
+        self._check_numbers(require)
+        self._check_tokens(require, vocab_size)
+        require("n", self.n == 1, "only 1 sample is supported yet")
+        require("logprobs", self.logprobs is None, "log-probabilities are not supported yet")
+        require("response_format", not self.response_format, "answer formats are not supported yet")
+
+    def _check_lengths(self, require: partial[None]) -> None:
+        require("max_tokens", self.max_tokens >= 1, "must be at least 1")
+        require("min_tokens", self.min_tokens >= 0, "must not be negative")
+        require("min_tokens", self.min_tokens <= self.max_tokens, "must not exceed max_tokens")
+        for stop in self.stop:
+            require("stop", 0 < len(stop) <= MAX_STOP_CHARS, f"each needs 1 to {MAX_STOP_CHARS} characters")
+
+    def _check_numbers(self, require: partial[None]) -> None:
+        require("temperature", 0 <= self.temperature < math.inf, "must be finite and at least 0")
+        require("top_p", 0 < self.top_p <= 1, "must be in (0, 1]")
+        require("top_k", self.top_k >= 0, "must be at least 0 (0 = all)")
+        require("min_p", 0 <= self.min_p <= 1, "must be in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            require(name, abs(getattr(self, name)) <= MAX_PENALTY, f"must be in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]")
+        # Beyond these a logit overflows, and what is left of the distribution is no longer the model's.
+        bounds = f"must be in [{MIN_REPETITION:g}, {MAX_REPETITION:g}]"
+        require("repetition_penalty", MIN_REPETITION <= round(self.repetition_penalty, 6) <= MAX_REPETITION, bounds)
+
+    def _check_tokens(self, require: partial[None], vocab_size: int) -> None:
+        known = f"token ids must be in [0, {vocab_size})"
+        stops, biases = self.stop_token_ids, self.logit_bias
+        require("stop_token_ids", all(0 <= token < vocab_size for token in stops), known)
+        require("logit_bias", all(0 <= token < vocab_size for token in biases), known)
+        bounds = f"must be in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]"
+        require("logit_bias", all(abs(bias) <= MAX_LOGIT_BIAS for bias in biases.values()), bounds)
+
+
+def check_end_tokens(end_token_ids: frozenset[int], min_tokens: int, vocab_size: int, field: str) -> None:
+    """Checks the tokens that end a sequence, and that something can be chosen while they are banned.
+
+    Raises:
+        InvalidRequest: names `field`.
+    """
+    if not all(0 <= token < vocab_size for token in end_token_ids):
+        raise InvalidRequest(field, f"token ids must be in [0, {vocab_size})")
+    if min_tokens and len(end_token_ids) >= vocab_size:
+        raise InvalidRequest(field, "no token is left that does not end the answer before min_tokens")
+
+
+def _require(prefix: str, name: str, condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidRequest(f"{prefix}.{name}", message)
+
+
+def _restore(*values: object) -> SamplingParams:
+    params = object.__new__(SamplingParams)
+    for assign, value in zip(_SETTERS, values, strict=True):
+        assign(params, value)
+    return params
+
+
+ITEM_LIMITS: dict[str, int] = {
+    f.name: f.metadata["max_items"] for f in fields(SamplingParams) if "max_items" in f.metadata
+}
+"""Most items of a list or mapping."""
+_DEFAULTS: dict[str, Any] = {
+    f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(SamplingParams)
+}
+_VALUES = attrgetter(*_DEFAULTS)
+_SETTERS = [getattr(SamplingParams, name).__set__ for name in _DEFAULTS]
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """Everything that one sampled token is a function of, besides the logits."""
+
+    params: SamplingParams = GREEDY
+    seed: int = 0
+    """Of the counter-based generator, 64 bits unsigned."""
+    sample_index: int = 0
+    """Which of the request's samples."""
+    position: int = 0
+    """Output position of the token to be sampled, 0 for the first."""
+    history: bytes | None = None
+    """All tokens so far (prompt, then output), little-endian int32; only when penalties are active."""
+    prompt_tokens: int = 0
+    """How many of them are the prompt's."""
+    banned: tuple[int, ...] = ()
+    """Tokens that must not be chosen (end tokens while min_tokens is not reached)."""

@@ -1,0 +1,99 @@
+"""What one conductor is sent on its Steps stream: tokens, failures, answers to cancels.
+
+A conductor that reads slowly gets fewer, larger messages: waiting tokens of a sequence are merged, so memory is bounded
+by what its admitted sequences may generate.
+"""
+
+import asyncio
+
+from moonpool.v1 import decode_pb2, kv_pb2
+
+MAX_ANSWERS = 4096
+"""Failures and answers to cancels that wait at most; the conductor's next message is read when there is room again."""
+
+
+class Subscriber:
+    """The sending side of one conductor's Steps stream."""
+
+    def __init__(self, conductor: kv_pb2.Instance) -> None:
+        self.conductor = conductor
+        self._tokens: dict[str, decode_pb2.SequenceTokens] = {}
+        self._rest = decode_pb2.StepsResponse()
+        self._wake = asyncio.Event()
+        self._read = asyncio.Event()
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Sequences and answers that were not sent yet."""
+        rest = self._rest
+        return len(self._tokens) + len(rest.tokens) + len(rest.failed) + len(rest.cancelled)
+
+    def tokens(
+        self,
+        request_id: str,
+        position: int,
+        token_ids: list[int],
+        reason: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED,
+    ) -> None:
+        """New tokens of one sequence; sent at the next `flush`."""
+        waiting = self._tokens.get(request_id)
+        if waiting is None:
+            waiting = decode_pb2.SequenceTokens(request_id=request_id, position=position)
+            self._tokens[request_id] = waiting
+        assert waiting.position + len(waiting.token_ids) == position, "tokens of a sequence come in order"
+        waiting.token_ids.extend(token_ids)
+        waiting.finish_reason = reason
+        if reason:
+            self._settle(request_id)
+
+    def failed(self, request_id: str, reason: str) -> None:
+        """A sequence cannot go on."""
+        self._settle(request_id)
+        self._rest.failed.add(request_id=request_id, reason=reason)
+        self.flush()
+
+    def cancelled(self, request_id: str, outcome: kv_pb2.CancelOutcome.ValueType) -> None:
+        """Answer to a cancel. Waiting tokens of the sequence are dropped."""
+        if outcome != kv_pb2.CANCEL_OUTCOME_UNKNOWN:
+            self._tokens.pop(request_id, None)
+        self._rest.cancelled.add(request_id=request_id, outcome=outcome)
+        self.flush()
+
+    def _settle(self, request_id: str) -> None:
+        """Closes the sequence's waiting tokens: later tokens under this id belong to another sequence."""
+        if request_id in self._tokens:
+            self._rest.tokens.append(self._tokens.pop(request_id))
+
+    async def room(self) -> None:
+        """Waits while too many answers are unread, so that no further message of this conductor is read."""
+        while len(self._rest.failed) + len(self._rest.cancelled) >= MAX_ANSWERS and not self._closed:
+            self._read.clear()
+            await self._read.wait()
+
+    def flush(self) -> None:
+        """Lets waiting messages go; called after a step."""
+        if self.waiting:
+            self._wake.set()
+
+    def close(self) -> None:
+        """Ends the stream; `next` still returns what waits."""
+        self._closed = True
+        self._wake.set()
+        self._read.set()
+
+    async def next(self) -> decode_pb2.StepsResponse | None:
+        """The next message, None after the last."""
+        while not self.waiting:
+            if self._closed:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+        message, self._rest = self._rest, decode_pb2.StepsResponse()
+        self._read.set()
+        message.tokens.extend(self._tokens.values())
+        self._tokens.clear()
+        self._wake.clear()
+        if self._closed:
+            self._wake.set()
+        return message

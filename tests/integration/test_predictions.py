@@ -1,0 +1,83 @@
+"""The conductor's predicted TTFT against the measured one, through a whole stack with emulated compute.
+
+Conductor and emulated engine use the same functions of `moonpool.cost`, so compute alone cannot disagree. The test is
+of what lies between them: matching, queueing, loading, chunks, the corrections by measurement, and the time that the
+stack itself takes. `pytest -s` prints every prediction.
+"""
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moonpool.bundled import model_dir
+from moonpool.cli.stack import LocalStack, StackPlan
+from moonpool.client import AsyncClient, GenerateResult, SamplingParams
+from tests.integration.conftest import tokens
+
+BLOCK = 512
+TIME_SCALE = 2.0
+MEDIAN_ERROR = 0.15
+"""Bound of the median relative error of all predictions. Tens of milliseconds of a loaded machine are within it."""
+WORST_KIND_ERROR = 0.35
+"""Bound of the median relative error of one kind of request: alone, with a prefix in the pool, queued."""
+SIZES = (2, 4, 8, 16)
+"""Prompts, in blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    kind: str
+    result: GenerateResult
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, minus one."""
+        return self.result.placement.predicted_ttft_s / self.result.timing.ttft_s - 1.0
+
+    def __str__(self) -> str:
+        usage, placement = self.result.usage, self.result.placement
+        return (
+            f"{self.kind:7} {usage.prompt_tokens:6} tokens, {usage.cached_tokens:6} cached: predicted "
+            f"{placement.predicted_ttft_s:7.3f} s, measured {self.result.timing.ttft_s:7.3f} s, {self.error:+.1%}"
+        )
+
+
+async def predictions(address: str) -> list[Prediction]:
+    """Prompts one by one, the same with more at the end, and several at once that must wait for each other."""
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    async with AsyncClient(address) as client:
+
+        async def ask(kind: str, prompt: Sequence[int]) -> Prediction:
+            return Prediction(kind, await client.generate(token_ids=prompt, sampling=sampling))
+
+        prompts = [tokens(blocks * BLOCK, blocks) for blocks in SIZES]
+        found = [await ask("alone", prompt) for prompt in prompts]
+        found += [await ask("cached", [*prompt, *tokens(200, len(prompt))]) for prompt in prompts]
+        queued = [ask("queued", tokens(3 * BLOCK, f"queued {number}")) for number in range(4)]
+        return found + await asyncio.gather(*queued)
+
+
+def test_predicted_and_measured_ttft_agree(tmp_path: Path) -> None:
+    plan = StackPlan(
+        model=str(model_dir()),
+        data_dir=tmp_path,
+        engine="emulated:llama-70b-a800",
+        time_scale=TIME_SCALE,
+        block_tokens=BLOCK,
+    )
+    with LocalStack(plan) as stack:
+        found = asyncio.run(predictions(stack.address))
+    for prediction in found:
+        print(prediction)
+    kinds = {kind: _median([p for p in found if p.kind == kind]) for kind in ("alone", "cached", "queued")}
+    median = _median(found)
+    print(f"median relative error {median:.1%}; " + ", ".join(f"{kind} {error:.1%}" for kind, error in kinds.items()))
+    assert all(prediction.result.usage.cached_tokens > 0 for prediction in found if prediction.kind == "cached")
+    assert median <= MEDIAN_ERROR
+    assert max(kinds.values()) <= WORST_KIND_ERROR
+
+
+def _median(predictions: Sequence[Prediction]) -> float:
+    return statistics.median(abs(prediction.error) for prediction in predictions)

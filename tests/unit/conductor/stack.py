@@ -1,0 +1,130 @@
+"""A small cluster in this process: a real conductor, and members that only speak the contract."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import moonpool.bundled
+from moonpool.client import AsyncClient
+from moonpool.cluster import HeldKeys, JoinAgent
+from moonpool.rpc.channels import Channels
+from moonpool.rpc.server import serving
+from moonpool.telemetry.spans import Recorder
+from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
+from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
+from services.conductor.checkpoint import Checkpoint
+from services.conductor.cluster import Cluster
+from services.conductor.config import ConductorConfig
+from services.conductor.service import conductor
+from services.conductor.servicer import ConductorServicer
+
+from .fakes import FakeMember, model_info
+
+TINY = Path(moonpool.bundled.__file__).parent / "tiny"
+WAIT_S = 10.0
+
+SERVICES = {
+    kv_pb2.INSTANCE_KIND_PREFILL: prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],
+    kv_pb2.INSTANCE_KIND_DECODE: decode_pb2.DESCRIPTOR.services_by_name["DecodeService"],
+    kv_pb2.INSTANCE_KIND_KVSTORE: kvstore_pb2.DESCRIPTOR.services_by_name["KVStoreService"],
+}
+
+
+@dataclass
+class Stack:
+    """A running conductor and its members."""
+
+    servicer: ConductorServicer
+    address: str
+    client: AsyncClient
+    checkpoint: Checkpoint
+    exit: AsyncExitStack
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.servicer.cluster
+
+    async def serve(self, member: FakeMember, model: conductor_pb2.ModelInfo | None = None) -> conductor_pb2.JoinHello:
+        """Serve a member, which does not join yet; returns its hello."""
+        services = [(SERVICES[member.kind], member)]
+        server = await self.exit.enter_async_context(serving("127.0.0.1:0", services, grace_s=0.0))
+        member.address = server.address
+        hello = conductor_pb2.JoinHello(instance=member.instance, total_blocks=member.total_blocks)
+        if member.kind != kv_pb2.INSTANCE_KIND_KVSTORE:
+            hello.model.CopyFrom(model or self.model())
+        member.load.free_blocks = member.total_blocks
+        return hello
+
+    async def join(self, member: FakeMember, model: conductor_pb2.ModelInfo | None = None) -> asyncio.Task[None]:
+        """Serve a member and let it join; returns its agent's task, which ends with the stack."""
+        hello = await self.serve(member, model)
+        channels = await self.exit.enter_async_context(Channels())
+        held = HeldKeys(1, lambda _: list(member.keys))
+        member.agent = JoinAgent(channels, self.address, hello, lambda: member.load, member.take_events, held)
+        stopping = asyncio.Event()
+        task = asyncio.create_task(member.agent.run(stopping))
+
+        async def leave() -> None:
+            stopping.set()
+            await asyncio.wait({task}, timeout=WAIT_S)
+
+        self.exit.push_async_callback(leave)
+        return task
+
+    async def call_join(self, hello: conductor_pb2.JoinHello) -> Any:
+        """Join by hand: the stream after its hello. Its loss and its messages are the test's business."""
+        channels = await self.exit.enter_async_context(Channels())
+        call: Any = ConductorServiceStub(channels.get(self.address)).Join(timeout=WAIT_S)
+        await call.write(conductor_pb2.JoinRequest(hello=hello))
+        return call
+
+    def model(self, **changes: Any) -> conductor_pb2.ModelInfo:
+        served = self.checkpoint.served()
+        same = {"name": served.name, "config_hash": served.config_hash, "vocab_size": served.vocab_size}
+        return model_info(**{**same, **changes})
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for the conductor's picture to fulfil a condition."""
+        cluster = self.cluster
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                change = cluster.next_change()
+                if condition():
+                    return
+                await change.wait()
+
+    async def gauges(self) -> dict[str, float]:
+        return {gauge.name: gauge.value for gauge in await self.client.stats() if gauge.at_rest is not None}
+
+    async def rest(self) -> None:
+        """Wait until nothing is held any more, and check the cores."""
+        async with asyncio.timeout(WAIT_S):
+            while any(gauge.at_rest not in (None, gauge.value) for gauge in await self.client.stats()):
+                pass  # each question lets the conductor go on
+        self.cluster.registry.check_invariants()
+        self.cluster.index.check_invariants()
+
+
+@asynccontextmanager
+async def stack(*members: FakeMember, **settings: Any) -> AsyncIterator[Stack]:
+    """A conductor that `members` have joined."""
+    checkpoint = Checkpoint.load(str(TINY))
+    config = ConductorConfig(
+        **{"listen": "127.0.0.1:0", "id": "conductor-0", "model": str(TINY), "heartbeat_s": 1.0, **settings}
+    )
+    async with AsyncExitStack() as exit_stack:
+        servicer, address = await exit_stack.enter_async_context(
+            conductor(config, checkpoint, 7, Recorder("conductor-0", None))
+        )
+        exit_stack.push_async_callback(servicer.drain, 0.0)
+        client = await exit_stack.enter_async_context(AsyncClient(address, timeout_s=WAIT_S))
+        running = Stack(servicer, address, client, checkpoint, exit_stack)
+        for member in members:
+            await running.join(member)
+        await running.until(lambda: len(servicer.cluster.registry) == len(members))
+        yield running

@@ -1,0 +1,85 @@
+"""What is wrong with a request is named, before any engine hears of it."""
+
+import pytest
+
+from moonpool.client import (
+    InvalidRequest,
+    SamplingParams,
+    Slo,
+    Unsupported,
+)
+from moonpool.rpc.channels import Channels
+from moonpool.rpc.errors import from_rpc_error
+from moonpool.v1 import conductor_pb2
+from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
+
+from .fakes import decode, prefill
+from .stack import WAIT_S, stack
+
+PROMPT = list(range(30, 70))
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [5000]}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": [5] * 512}, "token_ids"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": "x" * 1_000_000}, "prompt"),
+        ({"prompt": "a b c d " * 1000}, "prompt"),
+        ({"messages": [{"role": "user", "content": "a b c d " * 1000}]}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": ""}] * 600}, "messages"),
+        ({"model": "other"}, "model"),
+        ({"tenant": "x" * 300}, "tenant"),
+        ({"request_id": "a~b"}, "request_id"),
+        ({"slo": Slo(ttft_s=0.0)}, "slo.ttft_s"),
+        ({"sampling": SamplingParams(max_tokens=0)}, "sampling.max_tokens"),
+        ({"sampling": SamplingParams(max_tokens=4, min_tokens=5)}, "sampling.min_tokens"),
+        ({"sampling": SamplingParams(temperature=-1.0)}, "sampling.temperature"),
+        ({"sampling": SamplingParams(temperature=float("nan"))}, "sampling.temperature"),
+        ({"sampling": SamplingParams(top_p=0.0)}, "sampling.top_p"),
+        ({"sampling": SamplingParams(top_k=-1)}, "sampling.top_k"),
+        ({"sampling": SamplingParams(min_p=2.0)}, "sampling.min_p"),
+        ({"sampling": SamplingParams(presence_penalty=3.0)}, "sampling.presence_penalty"),
+        ({"sampling": SamplingParams(repetition_penalty=0.0)}, "sampling.repetition_penalty"),
+        ({"sampling": SamplingParams(stop=[""])}, "sampling.stop"),
+        ({"sampling": SamplingParams(stop_token_ids=[9999])}, "sampling.stop_token_ids"),
+        ({"sampling": SamplingParams(logit_bias={9999: 1.0})}, "sampling.logit_bias"),
+        ({"sampling": SamplingParams(n=2)}, "sampling.n"),
+        ({"sampling": SamplingParams(logprobs=1)}, "sampling.logprobs"),
+        ({"sampling": SamplingParams(response_format="json")}, "sampling.response_format"),
+    ],
+)
+async def test_what_is_wrong_is_named(given: dict[str, object], field: str) -> None:
+    p, d = prefill(), decode()
+    async with stack(p, d) as s:
+        prompt = {} if {"prompt", "token_ids", "messages"} & set(given) else {"token_ids": PROMPT}
+        with pytest.raises(InvalidRequest) as caught:
+            await s.client.generate(**{**prompt, **given})  # type: ignore[arg-type]
+        assert caught.value.field == field
+        await s.rest()
+
+
+async def test_max_tokens_is_cut_to_the_models_length() -> None:
+    p, d = prefill(), decode()
+    async with stack(p, d) as s:
+        result = await s.client.generate(token_ids=[5] * 509, sampling=SamplingParams(max_tokens=100))
+        assert (len(result.token_ids), result.finish_reason) == (3, "length")
+
+
+async def test_context_calls_are_not_built_yet() -> None:
+    import grpc
+
+    async with stack() as s, Channels() as channels:
+        stub = ConductorServiceStub(channels.get(s.address))
+        for call in (
+            stub.CreateContext(conductor_pb2.CreateContextRequest(), timeout=WAIT_S),
+            stub.DeleteContext(conductor_pb2.DeleteContextRequest(), timeout=WAIT_S),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert isinstance(from_rpc_error(caught.value), Unsupported)

@@ -1,0 +1,106 @@
+"""Calls of a decode instance: promises, transfers from a prefill instance, and a conductor's Steps stream."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+
+from moonpool.kv.frames import Slice
+from moonpool.rpc.errors import from_rpc_error
+from moonpool.streams.transfer_client import TransferSender
+from moonpool.v1 import decode_pb2, kv_pb2
+from tests.slices import slice_to_send
+from tests.unit.fakes.engine import slice_of_tokens
+from tests.unit.instances import WAIT_S, Decode
+from tests.unit.streams.fakes import HELLO, LAYOUT
+
+
+async def reserve(it: Decode, sequence: kv_pb2.SequenceSpec, **fields: Any) -> kv_pb2.TransferTarget:
+    try:
+        answer: decode_pb2.ReserveResponse = await it.stub.Reserve(
+            decode_pb2.ReserveRequest(sequence=sequence, **fields), timeout=WAIT_S
+        )
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
+    return answer.target
+
+
+@asynccontextmanager
+async def sending(it: Decode) -> AsyncIterator[TransferSender]:
+    sender = TransferSender(it.channels, it.instance.address, HELLO, LAYOUT)
+    try:
+        yield sender
+    finally:
+        await sender.aclose()
+
+
+def slices(tokens: list[int], held: int = 0, layers: range = range(LAYOUT.layers)) -> list[Slice]:
+    blocks = range(held, LAYOUT.blocks_for(len(tokens)))
+    return [
+        slice_to_send(LAYOUT, layer, b, slice_of_tokens(tokens, b, layer), LAYOUT.valid_tokens(len(tokens), b))
+        for layer in layers
+        for b in blocks
+    ]
+
+
+async def transfer(it: Decode, target: kv_pb2.TransferTarget, tokens: list[int]) -> None:
+    """A whole transfer."""
+    async with sending(it) as sender, await sender.open(target) as outbound:
+        await outbound.send(slices(tokens, target.held_blocks))
+        outbound.close(aborted=False)
+        await outbound.verdict(WAIT_S)
+
+
+class Conductor:
+    """One Steps stream and what came on it."""
+
+    def __init__(self, it: Decode) -> None:
+        self.call = it.stub.Steps()
+        self.tokens: dict[str, list[int]] = {}
+        self.reasons: dict[str, int] = {}
+        self.failed: dict[str, str] = {}
+        self.outcomes: dict[str, int] = {}
+        self.messages = 0
+
+    async def start(self, request_id: str, target: kv_pb2.TransferTarget, token: int) -> None:
+        started = decode_pb2.StartSequence(
+            request_id=request_id,
+            transfer_id=target.transfer_id,
+            generation=target.generation,
+            first_token_id=token,
+        )
+        await self.call.write(decode_pb2.StepsRequest(start=started))
+
+    async def cancel(self, request_id: str, target: kv_pb2.TransferTarget) -> None:
+        cancel = decode_pb2.CancelSequence(
+            request_id=request_id, transfer_id=target.transfer_id, generation=target.generation
+        )
+        await self.call.write(decode_pb2.StepsRequest(cancel=cancel))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                message = await self.call.read()
+                assert isinstance(message, decode_pb2.StepsResponse), "the stream ended"
+                self.messages += 1
+                for new in message.tokens:
+                    have = self.tokens.setdefault(new.request_id, [])
+                    assert new.position == len(have) + 1, "tokens come in order, none twice"
+                    have.extend(new.token_ids)
+                    if new.finish_reason:
+                        self.reasons[new.request_id] = new.finish_reason
+                self.failed |= {f.request_id: f.reason for f in message.failed}
+                self.outcomes |= {c.request_id: c.outcome for c in message.cancelled}
+
+
+@asynccontextmanager
+async def conducting(it: Decode) -> AsyncIterator[Conductor]:
+    conductor = Conductor(it)
+    hello = decode_pb2.StepsHello(conductor=kv_pb2.Instance(id="conductor"))
+    await conductor.call.write(decode_pb2.StepsRequest(hello=hello))
+    try:
+        yield conductor
+    finally:
+        conductor.call.cancel()

@@ -1,0 +1,99 @@
+"""Cancelled requests, conductors that leave, and leases that end."""
+
+import pytest
+
+from moonpool.errors import TransferFailed
+from moonpool.v1 import kv_pb2
+from tests.unit.decode.calls import conducting, reserve, sending, slices, transfer
+from tests.unit.fakes.engine import continuation
+from tests.unit.instances import BLOCK, WAIT_S, decoding, prompt, spec
+
+
+async def test_cancel_while_receiving() -> None:
+    """Cancelled in flight: the sender gets the verdict, and what it still sends lands nowhere."""
+    tokens = prompt(2 * BLOCK)
+    async with decoding() as it, conducting(it) as conductor, sending(it) as sender:
+        target = await reserve(it, spec("a", tokens))
+        async with await sender.open(target) as outbound:
+            await outbound.send(slices(tokens, layers=range(1)))
+            await it.until(lambda: bool(it.service.manager.num_used))
+            await conductor.cancel("a", target)
+            await conductor.until(lambda: conductor.outcomes == {"a": kv_pb2.CANCEL_OUTCOME_IN_FLIGHT})
+            with pytest.raises(TransferFailed, match="cancelled"):
+                await outbound.verdict(WAIT_S)
+        assert it.service.manager.num_free == 32
+
+
+async def test_cancel_in_a_step() -> None:
+    """Blocks that a running step writes to stay used until it is over."""
+    tokens = prompt(20)
+    async with decoding() as it, conducting(it) as conductor:
+        reached, go = it.engine.hold()
+        target = await reserve(it, spec("a", tokens, max_tokens=10))
+        await transfer(it, target, tokens)
+        await conductor.start("a", target, 9)
+        await reached.wait()
+        await conductor.cancel("a", target)
+        await conductor.until(lambda: conductor.outcomes == {"a": kv_pb2.CANCEL_OUTCOME_IN_FLIGHT})
+        assert it.service.manager.num_used == 2
+        go.set()
+        await it.rest()
+        assert conductor.tokens == {}
+
+
+async def test_cancel_unknown() -> None:
+    async with decoding() as it, conducting(it) as conductor:
+        await conductor.cancel("a", kv_pb2.TransferTarget(transfer_id=7, generation=8))
+        await conductor.until(lambda: conductor.outcomes == {"a": kv_pb2.CANCEL_OUTCOME_UNKNOWN})
+        await conductor.start("b", kv_pb2.TransferTarget(transfer_id=7, generation=8), 9)
+        await conductor.until(lambda: "b" in conductor.failed)
+
+
+async def test_conductor_leaves() -> None:
+    """Its stream ends: its sequences end, those of another conductor go on."""
+    tokens = prompt(20)
+    async with decoding() as it:
+        reached, go = it.engine.hold()
+        async with conducting(it) as staying:
+            async with conducting(it) as leaving:
+                for conductor, name in ((leaving, "a"), (staying, "b")):
+                    target = await reserve(it, spec(name, tokens, max_tokens=3))
+                    await transfer(it, target, tokens)
+                    await conductor.start(name, target, continuation(tokens, 1)[0])
+                await reached.wait()
+                await it.until(lambda: it.service.scheduler.num_running + it.service.scheduler.num_waiting == 2)
+            await it.until(
+                lambda: (
+                    sum(request.subscriber is None for request in it.service.requests) == 1
+                    or len(it.service.requests) == 1
+                )
+            )
+            go.set()
+            await staying.until(lambda: "b" in staying.reasons)
+            assert staying.tokens["b"] == continuation(tokens, 3)[1:]
+
+
+@pytest.mark.parametrize("opened", [False, True])
+async def test_lease_ends(opened: bool) -> None:
+    """Nothing is heard: the promise ends, the conductor and the sender are told."""
+    tokens = prompt(20)
+    async with decoding(lease_s=0.05) as it, conducting(it) as conductor, sending(it) as sender:
+        target = await reserve(it, spec("a", tokens))
+        outbound = await sender.open(target) if opened else None
+        await conductor.start("a", target, 9)
+        await conductor.until(lambda: "a" in conductor.failed)
+        assert "no frame of the transfer came" in conductor.failed["a"]
+        await it.rest()
+        if outbound is None:
+            outbound = await sender.open(target)
+        with pytest.raises(TransferFailed):
+            await outbound.verdict(WAIT_S)
+
+
+async def test_lease_of_what_nobody_starts() -> None:
+    """All KV is there, but the conductor never says a word."""
+    tokens = prompt(20)
+    async with decoding(lease_s=0.05) as it:
+        await transfer(it, await reserve(it, spec("a", tokens)), tokens)
+        await it.rest()
+        assert it.service.manager.num_cached == 1

@@ -1,0 +1,55 @@
+"""A conductor that takes Join streams and remembers what was said on them."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from moonpool.errors import MoonpoolError
+from moonpool.kv.keys import BlockKey, unpack_keys
+from moonpool.v1 import conductor_pb2
+
+
+@dataclass
+class FakeConductor:
+    """Serves `Join` alone. `has_load` and `has_snapshot` are set by such messages."""
+
+    refusal: MoonpoolError | None = None
+    """Raised instead of a welcome."""
+    hello: conductor_pb2.JoinHello | None = None
+    loads: list[conductor_pb2.LoadReport] = field(default_factory=list)
+    keys: set[BlockKey] = field(default_factory=set)
+    has_load: asyncio.Event = field(default_factory=asyncio.Event)
+    has_snapshot: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the last report of load says so."""
+        return bool(self.loads) and self.loads[-1].draining
+
+    async def Join(self, requests: Any, context: Any) -> None:
+        try:
+            async for request in requests:
+                self._take(request)
+                if request.HasField("hello"):
+                    welcome = conductor_pb2.JoinWelcome(heartbeat_s=0.5)
+                    await context.write(conductor_pb2.JoinResponse(welcome=welcome))
+        finally:
+            self.left.set()
+
+    def _take(self, request: conductor_pb2.JoinRequest) -> None:
+        match request.WhichOneof("message"):
+            case "hello":
+                if self.refusal is not None:
+                    raise self.refusal
+                self.hello = request.hello
+            case "load":
+                self.loads.append(request.load)
+                self.has_load.set()
+            case "events":
+                if request.events.snapshot_begin:
+                    self.keys.clear()
+                self.keys |= set(unpack_keys(request.events.stored_keys))
+                self.keys -= set(unpack_keys(request.events.removed_keys))
+                if request.events.snapshot_end:
+                    self.has_snapshot.set()

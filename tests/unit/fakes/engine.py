@@ -1,0 +1,183 @@
+"""An engine without a model: computes recognisable KV bytes, and tokens that depend on every byte of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import xxhash
+
+from moonpool.cost import Speeds
+from moonpool.errors import Unavailable
+from moonpool.kv.layout import KVLayout
+from moonpool.kv.pool import KVPool
+from moonpool.sched.stages import stage_ranges
+from moonpool.sched.steps import LayerDone, SequenceStep, Step, StepResult, finished_blocks
+from tests.unit.streams.fakes import LAYOUT
+
+
+def slot(token: int, position: int, layer: int, head: int, plane: int, layout: KVLayout = LAYOUT) -> bytes:
+    """KV of one token in one layer, one head, K or V: a byte unlike its neighbours'."""
+    value = 1 + (token * 31 + position * 7 + layer * 13 + head * 5 + plane * 3) % 255
+    return bytes([value]) * (layout.head_dim * layout.element_bytes)
+
+
+def slots(layout: KVLayout, offset: int) -> Iterator[tuple[int, int, int, int]]:
+    """(head, plane, first byte, end) of one token's places in a layer slice."""
+    size = layout.head_dim * layout.element_bytes
+    for head in range(layout.kv_heads):
+        for plane in range(2):
+            start = ((head * 2 + plane) * layout.block_tokens + offset) * size
+            yield head, plane, start, start + size
+
+
+def write_tokens(target: memoryview, tokens: Sequence[int], first: int, layer: int, layout: KVLayout = LAYOUT) -> None:
+    """Writes the KV of tokens at positions from `first` on, all in one block, into its layer slice."""
+    for index, token in enumerate(tokens):
+        position = first + index
+        for head, plane, start, end in slots(layout, position % layout.block_tokens):
+            target[start:end] = slot(token, position, layer, head, plane, layout)
+
+
+def slice_of_tokens(tokens: Sequence[int], block: int, layer: int, layout: KVLayout = LAYOUT) -> bytearray:
+    """The layer slice of a block of a sequence; zeroes where there is no token."""
+    data, size = bytearray(layout.slice_bytes), layout.block_tokens
+    write_tokens(memoryview(data), tokens[block * size : (block + 1) * size], block * size, layer, layout)
+    return data
+
+
+def next_token(tokens: Sequence[int], layout: KVLayout = LAYOUT) -> int:
+    """What the engine must sample after `tokens`, if all their KV is right."""
+    digest = xxhash.xxh3_64()
+    for layer in range(layout.layers):
+        for position, token in enumerate(tokens):
+            for head in range(layout.kv_heads):
+                for plane in range(2):
+                    digest.update(slot(token, position, layer, head, plane, layout))
+    return 8 + digest.intdigest() % 200
+
+
+def continuation(tokens: Sequence[int], count: int) -> list[int]:
+    """The right answer."""
+    answer: list[int] = []
+    for _ in range(count):
+        answer.append(next_token([*tokens, *answer]))
+    return answer
+
+
+class FakeEngine:
+    """Satisfies `moonpool.engine.handle.Engine`; computes what `next_token` says from the bytes in its pool.
+
+    `before_layer` is awaited before each layer of each step: tests stop the time there.
+    """
+
+    def __init__(self, blocks: int = 32, *, stages: int = 1, layout: KVLayout = LAYOUT) -> None:
+        self.layout, self.blocks, self.stages = layout, blocks, stages
+        self.pool = KVPool.create(layout, blocks, stage_ranges(layout.layers, stages))
+        self.speeds = Speeds(prefill_per_token_s=1e-3, decode_per_sequence_s=1e-3)
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.before_layer: Callable[[Step, int], Awaitable[None]] | None = None
+        self.steps: list[Step] = []
+        self.aborts: list[int] = []
+        self._gates: dict[int, int] = {}
+        self._changed = asyncio.Condition()
+        self._order = asyncio.Lock()
+        self._in_flight = 0
+        self._last_id = 0
+
+    def fail(self, reason: str) -> None:
+        """The engine's process dies."""
+        if not self.failed.done():
+            self.failed.set_result(reason)
+
+    def hold(self, layer: int = 0) -> tuple[asyncio.Event, asyncio.Event]:
+        """Stops steps before a layer: (set when a step has come there, set it to let all go)."""
+        reached, go = asyncio.Event(), asyncio.Event()
+
+        async def before(step: Step, at: int) -> None:
+            if at == layer:
+                reached.set()
+                await go.wait()
+
+        self.before_layer = before
+        return reached, go
+
+    async def run(self, step: Step, *, on_layer: Callable[[LayerDone], None] | None = None) -> StepResult:
+        assert step.step_id > self._last_id
+        assert self._in_flight < self.stages
+        self._last_id, self._in_flight = step.step_id, self._in_flight + 1
+        self.steps.append(step)
+        work = asyncio.ensure_future(self._run(step, on_layer))
+        try:
+            waiting: set[asyncio.Future[Any]] = {work, self.failed}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if self.failed.done():
+                raise Unavailable(f"the engine failed: {self.failed.result()}")
+            return work.result()
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            self._in_flight -= 1
+
+    async def _run(self, step: Step, on_layer: Callable[[LayerDone], None] | None) -> StepResult:
+        async with self._order:
+            start_ns = time.monotonic_ns()
+            digests = [xxhash.xxh3_64() for _ in step.sequences]
+            for layer in range(self.layout.layers):
+                if self.before_layer is not None:
+                    await self.before_layer(step, layer)
+                if not await self._pass(step, layer):
+                    return StepResult((), True, start_ns, time.monotonic_ns())
+                began_ns = time.monotonic_ns()
+                for sequence, digest in zip(step.sequences, digests, strict=True):
+                    self._compute(sequence, layer, digest)
+                for block, valid_tokens in finished_blocks(step, self.layout.block_tokens):
+                    self.pool.seal(layer, block, valid_tokens)
+                if on_layer is not None and step.layer_events:
+                    on_layer(LayerDone(step.step_id, layer, began_ns, time.monotonic_ns()))
+                await asyncio.sleep(0)
+            sampled = tuple(
+                8 + digest.intdigest() % 200 if sequence.sample is not None else None
+                for sequence, digest in zip(step.sequences, digests, strict=True)
+            )
+            return StepResult(sampled, False, start_ns, time.monotonic_ns())
+
+    async def _pass(self, step: Step, layer: int) -> bool:
+        """Waits at the layer's gate; False when the step is given up."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: step.step_id in self.aborts or not step.gated or self._gates.get(step.step_id, -1) >= layer
+            )
+        return step.step_id not in self.aborts
+
+    def _compute(self, sequence: SequenceStep, layer: int, digest: Any) -> None:
+        tokens = array("i")
+        tokens.frombytes(sequence.token_ids)
+        size = self.layout.block_tokens
+        assert len(set(sequence.block_table)) == len(sequence.block_table) == -(-(sequence.start + len(tokens)) // size)
+        for index, token in enumerate(tokens):
+            position = sequence.start + index
+            target = self.pool.slice(layer, sequence.block_table[position // size])
+            write_tokens(target, [token], position, layer, self.layout)
+        for position in range(sequence.start + len(tokens)):
+            data = self.pool.slice(layer, sequence.block_table[position // size])
+            for _, _, start, end in slots(self.layout, position % size):
+                digest.update(data[start:end])
+
+    def open_gate(self, step_id: int, layer: int) -> None:
+        self._gates[step_id] = max(self._gates.get(step_id, -1), layer)
+        self._notify()
+
+    def abort(self, step_id: int) -> None:
+        self.aborts.append(step_id)
+        self._notify()
+
+    def _notify(self) -> None:
+        async def notify() -> None:
+            async with self._changed:
+                self._changed.notify_all()
+
+        self._note = asyncio.ensure_future(notify())

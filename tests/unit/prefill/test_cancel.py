@@ -1,0 +1,97 @@
+"""Cancelled prefills give everything back."""
+
+import asyncio
+
+import pytest
+
+from moonpool.errors import Unavailable
+from moonpool.v1 import kv_pb2, prefill_pb2
+from tests.unit.instances import BLOCK, decoding, prefilling, prompt, spec
+from tests.unit.prefill.calls import begin, promised, source, storing
+from tests.unit.streams.fakes import LAYOUT
+
+
+async def test_cancel_while_waiting() -> None:
+    """The pool is full: the second waits without blocks, leaves, and nobody notices."""
+    async with prefilling(blocks=4) as it:
+        reached, go = it.engine.hold()
+        first = await begin(it, spec("a", prompt(4 * BLOCK), max_tokens=1))
+        await reached.wait()
+        second = await begin(it, spec("b", prompt(2 * BLOCK, 1), max_tokens=1))
+        assert it.service.scheduler.num_waiting == 1
+        second.call.cancel()
+        await it.until(lambda: it.service.runner.jobs == 1)
+        go.set()
+        await first.to_the_end()
+
+
+async def test_cancel_in_a_step() -> None:
+    """Blocks stay used until the step that writes to them is over."""
+    tokens = prompt(4 * BLOCK)
+    async with prefilling() as it, decoding() as decode:
+        reached, go = it.engine.hold(layer=1)
+        sequence = spec("a", tokens)
+        story = await begin(it, sequence, target=await promised(decode, sequence))
+        await reached.wait()
+        await decode.until(lambda: any(request.block_table for request in decode.service.requests))
+        story.call.cancel()
+        await it.until(lambda: it.service.runner.jobs == 0)
+        assert it.service.manager.num_used == 4
+        assert it.service.senders.sessions == 0
+        go.set()
+        await it.rest()
+        assert len(it.engine.steps) == 1
+        await decode.rest()
+
+
+async def test_cancel_while_loading() -> None:
+    """The gated step waits for a layer that will never come: it is aborted, and everything comes back."""
+
+    async def first_layer_only(layer: int) -> None:
+        if layer > 0:
+            await asyncio.Event().wait()
+
+    tokens = prompt(4 * BLOCK + 3)
+    frame = 4 * LAYOUT.slice_bytes
+    async with storing(tokens, frame_bytes=frame) as (store, place), prefilling() as it, decoding() as decode:
+        reached, go = it.engine.hold()
+        go.set()
+        store.before_layer = first_layer_only
+        sequence = spec("a", tokens)
+        target = await promised(decode, sequence)
+        story = await begin(it, sequence, target=target, source=source(place, 4))
+        await reached.wait()
+        await decode.until(lambda: any(request.block_table for request in decode.service.requests))
+        assert it.engine.steps[0].gated
+        story.call.cancel()
+        await it.rest()
+        assert it.engine.aborts == [1]
+        await decode.rest()
+
+
+async def test_cancel_while_sending() -> None:
+    """The prompt is computed, its KV still leaves: decode is told, and both sides are at rest."""
+    tokens = prompt(4 * BLOCK)
+    async with prefilling(rate=LAYOUT.slice_bytes * 4.0) as it, decoding() as decode:
+        sequence = spec("a", tokens)
+        story = await begin(it, sequence, target=await promised(decode, sequence))
+        await story.first_token()
+        await decode.until(lambda: any(request.block_table for request in decode.service.requests))
+        assert it.service.manager.num_used == 4
+        story.call.cancel()
+        await it.rest()
+        await decode.rest()
+
+
+async def test_cancel_by_id() -> None:
+    async with prefilling() as it:
+        reached, go = it.engine.hold()
+        story = await begin(it, spec("a", prompt(BLOCK), max_tokens=1))
+        await reached.wait()
+        for name, outcome in (("b", kv_pb2.CANCEL_OUTCOME_UNKNOWN), ("a", kv_pb2.CANCEL_OUTCOME_IN_FLIGHT)):
+            answer = await it.stub.Cancel(prefill_pb2.CancelRequest(request_id=name))
+            assert answer.outcome == outcome
+        with pytest.raises(Unavailable, match="cancelled"):
+            await story.read()
+        go.set()
+        await it.rest()

@@ -1,0 +1,86 @@
+"""A prefill whose decode instance or engine fails."""
+
+import pytest
+
+from moonpool.errors import MoonpoolError, StreamBroken, TransferFailed, Unavailable
+from moonpool.v1 import kv_pb2
+from tests.unit.instances import BLOCK, decoding, prefilling, prompt, spec
+from tests.unit.prefill.calls import begin, dismiss, promised
+
+
+async def test_decode_refuses_the_transfer() -> None:
+    """The promise is over: the prefill fails, so that the conductor can place the request anew."""
+    tokens = prompt(4 * BLOCK)
+    async with prefilling() as it, decoding() as decode:
+        sequence = spec("a", tokens)
+        target = await promised(decode, sequence)
+        dismiss(decode)
+        story = await begin(it, sequence, target=target)
+        with pytest.raises(TransferFailed, match="no such transfer"):
+            await story.to_the_end()
+        target.decode.incarnation += 1
+        story = await begin(it, sequence, target=target)
+        with pytest.raises(TransferFailed, match="incarnation"):
+            await story.to_the_end()
+
+
+async def test_decode_gives_up_midway() -> None:
+    tokens = prompt(2 * BLOCK)
+    async with prefilling() as it, decoding() as decode:
+        reached, go = it.engine.hold(layer=1)
+        sequence = spec("a", tokens)
+        story = await begin(it, sequence, target=await promised(decode, sequence))
+        await reached.wait()
+        await decode.until(lambda: any(request.block_table for request in decode.service.requests))
+        dismiss(decode)
+        go.set()
+        with pytest.raises((TransferFailed, StreamBroken), match="not wanted"):
+            await story.to_the_end()
+
+
+async def test_decode_gone() -> None:
+    sequence = spec("a", prompt(2 * BLOCK))
+    async with prefilling() as it:
+        nobody = kv_pb2.Instance(id="decode-9", incarnation=3, address="127.0.0.1:1")
+        target = kv_pb2.TransferTarget(decode=nobody, transfer_id=1, generation=1)
+        with pytest.raises(MoonpoolError):
+            await (await begin(it, sequence, target=target)).to_the_end()
+        async with decoding() as decode:
+            target = await promised(decode, sequence)
+            await (await begin(it, sequence, target=target)).to_the_end()
+            dismiss(decode)
+
+
+async def test_decode_stops_in_the_middle() -> None:
+    """Its streams end: the transfer fails, and the next decode instance under that name is served."""
+    sequence = spec("a", prompt(2 * BLOCK))
+    async with prefilling() as it:
+        reached, go = it.engine.hold(layer=1)
+        async with decoding() as decode:
+            story = await begin(it, sequence, target=await promised(decode, sequence))
+            await reached.wait()
+            await decode.until(lambda: any(request.block_table for request in decode.service.requests))
+            dismiss(decode)
+        go.set()
+        with pytest.raises((TransferFailed, StreamBroken)):
+            await story.to_the_end()
+        it.engine.before_layer = None
+        async with decoding(incarnation=12) as decode:
+            await (await begin(it, sequence, target=await promised(decode, sequence))).to_the_end()
+            dismiss(decode)
+
+
+async def test_engine_dies() -> None:
+    """All requests fail, the work ends with the reason, nothing more is taken."""
+    async with prefilling() as it:
+        reached, _ = it.engine.hold()
+        stories = [await begin(it, spec(f"r{n}", prompt(BLOCK, n), max_tokens=1)) for n in range(2)]
+        await reached.wait()
+        it.engine.fail("out of memory")
+        for story in stories:
+            with pytest.raises(Unavailable, match="out of memory"):
+                await story.to_the_end()
+        await it.until(lambda: it.death is not None)
+        with pytest.raises(Unavailable, match="out of memory"):
+            await begin(it, spec("late", prompt(BLOCK), max_tokens=1))
+        it.service.scheduler.step_done(1, aborted=True)  # a dead engine is quiet
