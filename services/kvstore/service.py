@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.cluster import HeldKeys, JoinAgent
+from moonpool.kv.frames import FRAME_BYTES
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.parts import PARTS
 from moonpool.rpc.channels import Channels
@@ -92,6 +93,7 @@ class KVStoreService(StoreListener):
         instance: who it is; its address is set before it joins.
         channels: to the conductor; None to run alone.
         on_drain: called when the conductor orders this store to drain.
+        together_bytes: largest read that is answered in one message.
 
     Attributes:
         store: what it holds, with sessions and leases.
@@ -108,6 +110,7 @@ class KVStoreService(StoreListener):
         instance: kv_pb2.Instance,
         channels: Channels | None = None,
         on_drain: Callable[[], None] = lambda: None,
+        together_bytes: int = FRAME_BYTES,
     ) -> None:
         self.config = config
         self.rooms = RoomQueue(MAX_WAITING_FOR_ROOM)
@@ -150,14 +153,14 @@ class KVStoreService(StoreListener):
             )
         )
         self.metrics.watch(self.gauges)
-        self.servicer = self._make_servicer(instance, ahead)
+        self.servicer = self._make_servicer(instance, ahead, together_bytes)
         self.hello = conductor_pb2.JoinHello(instance=instance, capacity_bytes=config.capacity_bytes)
         self.agent: JoinAgent | None = None
         if channels is not None and config.conductor:
             take = self._unreported.take
             self.agent = JoinAgent(channels, config.conductor, self.hello, self._load, take, held, on_drain)
 
-    def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits) -> KVStoreServicer:
+    def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits, together_bytes: int) -> KVStoreServicer:
         config, store = self.config, self.store
         put = PutResources(
             store.writes, self.rooms, instance, config.window_bytes, config.session_timeout_s, config.room_timeout_s
@@ -170,6 +173,7 @@ class KVStoreService(StoreListener):
             config.session_timeout_s,
             config.lease_timeout_s,
             lambda cold, seconds: self._observer.read(cold=cold, seconds=seconds),
+            together_bytes,
         )
         warmer = Warmer(store, self._pool, ahead)
         operations = Operations(store, store.tiers.ssd, self.writer, warmer, self._reuse, config.capacity_bytes)

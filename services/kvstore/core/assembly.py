@@ -18,6 +18,7 @@ from moonpool.streams.ledger import SliceLedger
 MAX_SESSION_BLOCKS = 16384
 """Most keys in one session."""
 
+_NO_DATA = memoryview(b"")
 Indices = Callable[[Sequence[int]], None]
 
 
@@ -72,10 +73,13 @@ def parents_of(keys: Sequence[BlockKey], parents: Sequence[BlockKey]) -> Sequenc
 
 
 class Assembly:
-    """One unfinished block.
+    """One unfinished block. A session may open thousands, so that most is made with the first bytes only.
+
+    Args:
+        spec: of the session that opened it first, which gives tenant and parent.
+        index: of the block in that session.
 
     Attributes:
-        info: which block; the session that brought its first bytes, or opened it, gives tenant and parent.
         data: memory of the DRAM tier from its first bytes on.
         hashes: by layer, of layers that came whole.
         reserved: DRAM has been set aside for it.
@@ -83,41 +87,64 @@ class Assembly:
         writers: session -> index of the block in that session.
     """
 
-    __slots__ = ("_heads", "data", "hashes", "info", "missing", "reserved", "writers")
+    __slots__ = ("_heads", "_index", "_spec", "data", "hashes", "missing", "reserved", "writers")
 
-    def __init__(self, info: BlockInfo) -> None:
-        layout = info.format.layout
-        self.info = info
-        self.data = memoryview(b"")
-        self.hashes: dict[int, int] = {}
+    hashes: dict[int, int]
+    _heads: dict[int, int]  # layer -> one bit per head whose bytes are in `data`
+
+    def __init__(self, spec: PutSpec, index: int) -> None:
+        self._spec = spec
+        self._index = index
+        self.data = _NO_DATA
         self.reserved = False
-        self.missing = layout.layers * layout.kv_heads
+        self.missing = spec.format.layout.layers * spec.format.layout.kv_heads
         self.writers: dict[PutSession, int] = {}
-        self._heads: dict[int, int] = {}  # layer -> one bit per head whose bytes are in `data`
+
+    @property
+    def key(self) -> BlockKey:
+        return self._spec.keys[self._index]
+
+    @property
+    def info(self) -> BlockInfo:
+        return self._spec.info(self._index)
+
+    @property
+    def format(self) -> BlockFormat:
+        return self._spec.format
+
+    @property
+    def tenant(self) -> str:
+        return self._spec.tenant
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole block."""
+        return self._spec.format.layout.block_bytes
 
     def put(self, run: Run, offset: int, data: memoryview, value: int, allocate: Callable[[int], memoryview]) -> None:
         """Takes the bytes of one layer's heads and their hash, unless all of them have come already."""
+        layout = self.format.layout
+        if not self.data:
+            self.data, self.hashes, self._heads = allocate(layout.block_bytes), {}, {}
         have = self._heads.get(run.layer, 0)
         new = ((1 << run.head_end - run.head_begin) - 1 << run.head_begin) & ~have
         if not new:
             return
-        if not self.data:
-            self.data = allocate(self.info.nbytes)
-        begin = run.layer * self.info.format.layout.slice_bytes + offset
+        begin = run.layer * layout.slice_bytes + offset
         self.data[begin : begin + len(data)] = data
-        if run.head_end - run.head_begin == self.info.format.layout.kv_heads:
+        if run.head_end - run.head_begin == layout.kv_heads:
             self.hashes[run.layer] = value
         self._heads[run.layer] = have | new
         self.missing -= new.bit_count()
 
     def all_hashes(self) -> list[int]:
         """One per layer. That of a layer which several writers brought in parts is made here."""
-        size = self.info.format.layout.slice_bytes
-        for layer in range(self.info.format.layout.layers):
+        size, layers = self.format.layout.slice_bytes, range(self.format.layout.layers)
+        for layer in layers:
             if layer not in self.hashes:
                 data = self.data[layer * size : (layer + 1) * size]
-                self.hashes[layer] = bind(slice_hash(data), self.info.key, layer)
-        return [self.hashes[layer] for layer in range(self.info.format.layout.layers)]
+                self.hashes[layer] = bind(slice_hash(data), self.key, layer)
+        return [self.hashes[layer] for layer in layers]
 
 
 class PutSession:
@@ -193,7 +220,7 @@ class Assembler:
     @property
     def reserved_bytes(self) -> int:
         """Bytes of unfinished blocks for which DRAM has been set aside."""
-        return sum(block.info.nbytes for block in self._blocks.values() if block.reserved)
+        return sum(block.nbytes for block in self._blocks.values() if block.reserved)
 
     def check_formats(self, spec: PutSpec) -> None:
         """Checks that no block of a session is being written in another format.
@@ -203,7 +230,7 @@ class Assembler:
         """
         for key in spec.keys:
             block = self._blocks.get(key)
-            if block is not None and block.info.format != spec.format:
+            if block is not None and block.format != spec.format:
                 raise InvalidRequest("keys", "a key is being written in another format")
 
     def open(self, session: PutSession) -> None:
@@ -214,7 +241,7 @@ class Assembler:
                 continue
             block = self._blocks.get(key)
             if block is None:
-                block = self._blocks[key] = Assembly(session.spec.info(index))
+                block = self._blocks[key] = Assembly(session.spec, index)
             block.writers[session] = index
             session.unfinished[index] = block
         self._sessions.add(session)
@@ -255,7 +282,7 @@ class Assembler:
                     whole.append(block)
 
     def _finish(self, block: Assembly) -> None:
-        del self._blocks[block.info.key]
+        del self._blocks[block.key]
         for session, index in block.writers.items():
             del session.unfinished[index]
 
@@ -275,15 +302,15 @@ class Assembler:
         for block in session.unfinished.values():
             del block.writers[session]
             if not block.writers:
-                del self._blocks[block.info.key]
-                freed[block.info.tenant] += block.info.nbytes * block.reserved
+                del self._blocks[block.key]
+                freed[block.tenant] += block.nbytes * block.reserved
         session.unfinished.clear()
         return freed
 
     def check_invariants(self) -> None:
         """Every block has a writer that knows it, and the reverse; none is whole."""
         for key, block in self._blocks.items():
-            assert block.info.key == key
+            assert block.key == key
             assert block.writers
             assert block.missing
             assert block.reserved or not block.data

@@ -112,7 +112,7 @@ class Writes:
         if self.sessions >= self._max_sessions or self._assembler.keys + len(spec.keys) > MAX_OPEN_KEYS:
             raise Overloaded("too many writing sessions", reason="kvstore_sessions", retry_after_s=RETRY_AFTER_S)
         tiers, dram, size = self._tiers, self._tiers.dram, spec.format.layout.block_bytes
-        present = [index for index, key in enumerate(spec.keys) if key in tiers]
+        present = [index for index, key in enumerate(spec.keys) if key in dram or tiers.durable(key)]
         if any(tiers.format_of(spec.keys[index]) != spec.format for index in present):
             raise InvalidRequest("keys", "a key exists already in another format")
         self._assembler.check_formats(spec)
@@ -163,7 +163,7 @@ class Writes:
     def _reserve(self, begun: Sequence[Assembly], now: float) -> bool:
         needed = collections.Counter[str]()
         for block in begun:
-            needed[block.info.tenant] += block.info.nbytes
+            needed[block.tenant] += block.nbytes
         for tenant, nbytes in needed.items():
             self._tiers.dram.check_possible(nbytes, tenant, now)
         for count, (tenant, nbytes) in enumerate(needed.items()):
@@ -181,7 +181,7 @@ class Writes:
         whole = [found for block in blocks if (found := self._assembler.arrived(block.info.key)) is not None]
         for assembly in whole:
             if assembly.reserved:
-                self._tiers.unreserve(assembly.info.nbytes, assembly.info.tenant)
+                self._tiers.unreserve(assembly.nbytes, assembly.tenant)
         self._tell_visible(whole)
 
     def _make_durable(self, blocks: Iterable[DramBlock]) -> None:

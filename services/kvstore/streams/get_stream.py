@@ -41,6 +41,7 @@ class GetResources:
         session_timeout_s: longest wait for a reader's credits.
         lease_timeout_s: longest life of a session, whose blocks cannot be evicted.
         on_read: told of sessions that ended well: whether blocks came from the SSD tier, and the seconds.
+        together_bytes: largest read that is answered in one message.
     """
 
     reads: Reads
@@ -50,6 +51,7 @@ class GetResources:
     session_timeout_s: float
     lease_timeout_s: float
     on_read: Callable[[bool, float], None]
+    together_bytes: int = FRAME_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,7 +192,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         """Whether all of a small read in DRAM could be sent with its opening, without waiting."""
         layout = self.format.layout
         nbytes = lease.blocks * len(wanted.layers) * part_bytes(wanted.heads, layout)
-        if not 0 < nbytes <= FRAME_BYTES or lease.cold:
+        if not 0 < nbytes <= self._resources.together_bytes or lease.cold:
             return False
         cells = (
             Cell(layer, block, source.take(layer, layout), source.hash_of(layer))

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from moonpool.errors import MoonpoolError
-from moonpool.kv.frames import pack_frames
+from moonpool.kv.frames import FRAME_BYTES, pack_frames
 from moonpool.kv.keys import BlockKey, pack_keys
 from moonpool.rpc.channels import Channels, payload_stream
 from moonpool.rpc.errors import from_rpc_error
@@ -111,11 +111,13 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(data_dir: Path | None = None, **settings: Any) -> AsyncIterator[Rig]:
+async def rig(
+    data_dir: Path | None = None, *, together_bytes: int = FRAME_BYTES, **settings: Any
+) -> AsyncIterator[Rig]:
     settings = {"dram_bytes": 64 * BLOCK, "ssd_bytes": 1 << 20, "drain_s": 5} | settings
     config = KVStoreConfig(data_dir=data_dir, **{"lease_bytes": settings["dram_bytes"]} | settings)
     instance = kv_pb2.Instance(id="kvstore-0", incarnation=9, kind=kv_pb2.INSTANCE_KIND_KVSTORE)
-    service = KVStoreService(config, Tiers(config), instance)
+    service = KVStoreService(config, Tiers(config), instance, together_bytes=together_bytes)
     async with (
         service.running(),
         serving("127.0.0.1:0", [service.contract], grace_s=0) as server,
