@@ -243,7 +243,7 @@ BAD_PUTS: list[tuple[str, dict[str, Any]]] = [
     ("keys: length must be a multiple of 32", {"keys": bytes(33)}),
     ("keys: a session has 1 to 16384 keys, not 0", {"keys": b"", "parent_keys": b""}),
     ("keys: at most 16384 keys", {"keys": bytes(32 * 20_000)}),
-    ("keys: a key stands there twice", {"keys": bytes(64), "parent_keys": bytes(64)}),
+    ("keys: a key occurs twice", {"keys": bytes(64), "parent_keys": bytes(64)}),
     ("parent_keys: length must be a multiple of 32", {"parent_keys": bytes(31)}),
     ("parent_keys: 2 parents for 1 keys", {"parent_keys": bytes(64)}),
     ("tenant: has more than 1024 bytes", {"tenant": "t" * 1025}),
