@@ -1,8 +1,4 @@
-"""What an instance tells of its KV keys: the log of changes, and snapshots.
-
-Owns sequence numbers, the coalescing of changes into messages, and the cutting of snapshots into steps. Knows neither
-streams nor clocks; whoever sends decides when.
-"""
+"""What an instance tells of its KV keys: the log of changes, merged into numbered messages, and snapshots in steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """An instance's side of Join: it reports itself, its load and its KV to the conductor, for as long as it lives.
 
-Owns the stream's life: connecting, snapshots, events, heartbeats, resync, coming back after the conductor's restart.
-Knows nothing of what the instance does; it asks callbacks.
+It connects, sends a snapshot of its keys, then changes and load; it sends another snapshot when the conductor asks for
+one, and connects again when the stream breaks or the conductor restarts.
 """
 
 from __future__ import annotations
@@ -10,24 +10,62 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-import grpc
-
-from moonpool.cluster.events import EventLog, HeldKeys, snapshot
-from moonpool.errors import DeadlineExceeded, InvalidRequest, Mismatch, MoonpoolError, Unavailable
+from moonpool.cluster.events import KEYS_PER_MESSAGE, EventLog, HeldKeys, snapshot
+from moonpool.errors import DeadlineExceeded, InvalidRequest, Mismatch, MoonpoolError, StreamBroken
 from moonpool.rpc.channels import Channels
-from moonpool.rpc.errors import from_rpc_error
+from moonpool.streams.calling import ClientStream
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 
-_log = get_logger(__name__)
-
-_JoinCall = grpc.aio.StreamStreamCall[conductor_pb2.JoinRequest, conductor_pb2.JoinResponse]
+log = get_logger(__name__)
 
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
 MIN_LOAD_INTERVAL_S = 0.05
-"""Load reports that nobody waits for keep this distance, seconds."""
+"""Least distance between load reports, seconds."""
+
+
+class _JoinCall(ClientStream[conductor_pb2.JoinRequest, conductor_pb2.JoinResponse]):
+    """One call: orders go to the agent."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        address: str,
+        hello: conductor_pb2.JoinHello,
+        timeout_s: float,
+        obey: Callable[[conductor_pb2.JoinResponse], None],
+        notify: Callable[[], None],
+    ) -> None:
+        super().__init__(
+            f"conductor {address}",
+            lambda: ConductorServiceStub(channels.get(address)).Join(),
+            conductor_pb2.JoinRequest(hello=hello),
+            connect_timeout_s=timeout_s,
+            stall_s=timeout_s,
+        )
+        self.welcome: conductor_pb2.JoinWelcome | None = None
+        self._obey = obey
+        self._notify = notify
+
+    def on_message(self, message: conductor_pb2.JoinResponse, payload: memoryview) -> None:
+        """The welcome, then orders."""
+        if self.welcome is not None:
+            self._obey(message)
+        elif message.HasField("welcome"):
+            self.welcome = message.welcome
+            self.ready()
+        else:
+            raise StreamBroken("the conductor's first message is no welcome")
+
+    def on_broken(self, error: Exception) -> None:
+        """The agent looks at once."""
+        self._notify()
+
+    def failure(self, error: MoonpoolError) -> Exception:
+        """The conductor's own words: some refusals are final."""
+        return error
 
 
 class JoinAgent:
@@ -49,6 +87,7 @@ class JoinAgent:
         changed: asyncio.Event | None = None,
         flush_s: float = 0.02,
         call_timeout_s: float = 10.0,
+        keys_per_message: int = KEYS_PER_MESSAGE,
     ) -> None:
         """Wire the agent; nothing happens before `run`.
 
@@ -64,6 +103,7 @@ class JoinAgent:
             changed: set when load or keys have changed, where others than the agent's caller notice it.
             flush_s: distance of event messages, seconds.
             call_timeout_s: how long connecting, the welcome and each write may take, seconds.
+            keys_per_message: keys in one message at most.
         """
         self._channels = channels
         self._address = conductor_address
@@ -74,6 +114,7 @@ class JoinAgent:
         self._on_drain = on_drain
         self._flush_s = flush_s
         self._call_timeout_s = call_timeout_s
+        self._keys_per_message = keys_per_message
         self._events = EventLog()
         self._changed = changed or asyncio.Event()
         self._resync = False
@@ -83,7 +124,7 @@ class JoinAgent:
         self.follows = False
         """Whether a snapshot was begun on this stream: from then on no change may be lost."""
 
-    def poke(self) -> None:
+    def notify(self) -> None:
         """Say that load or keys have changed; cheap, coalesced, callable at any time on the event loop."""
         self._changed.set()
 
@@ -101,10 +142,10 @@ class JoinAgent:
                 try:
                     await self._stay(stop)
                 except (Mismatch, InvalidRequest) as error:
-                    _log.error("the conductor refuses this instance", conductor=self._address, error=str(error))
+                    log.error("the conductor refuses this instance", conductor=self._address, error=str(error))
                     raise
                 except MoonpoolError as error:
-                    _log.warning("not joined", conductor=self._address, error=str(error), retry_s=backoff)
+                    log.warning("not joined", conductor=self._address, error=str(error), retry_s=backoff)
                 if self.joined.is_set():
                     self.joined.clear()
                     backoff = FIRST_BACKOFF_S
@@ -116,66 +157,46 @@ class JoinAgent:
 
     async def _stay(self, stop: asyncio.Task[Literal[True]]) -> None:
         """One stream, from hello to its end."""
-        call = ConductorServiceStub(self._channels.get(self._address)).Join()
-        tasks: set[asyncio.Task[None]] = set()
+        call = _JoinCall(self._channels, self._address, self._hello, self._call_timeout_s, self._obey, self.notify)
+        life = asyncio.ensure_future(self._live(call))
         try:
-            connect = asyncio.ensure_future(self._connect(call))
-            tasks.add(connect)
-            await asyncio.wait({connect, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if not connect.done():
-                return
-            connect.result()
-            tasks = {asyncio.ensure_future(self._read(call)), asyncio.ensure_future(self._write(call))}
-            await asyncio.wait({*tasks, stop}, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                if task.done():
-                    task.result()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-        except asyncio.InvalidStateError:  # grpc.aio: written to a call that had ended
-            raise Unavailable("the conductor ended the stream") from None
+            await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if life.done():
+                life.result()
         finally:
             self.follows = False
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            call.cancel()
+            life.cancel()
+            await asyncio.gather(life, return_exceptions=True)
+            await call.aclose()
 
-    async def _connect(self, call: _JoinCall) -> None:
-        """Send hello and await the welcome; a snapshot comes next."""
-        try:
-            async with asyncio.timeout(self._call_timeout_s):
-                await call.write(conductor_pb2.JoinRequest(hello=self._hello))
-                answer = await call.read()
-        except TimeoutError:
-            raise DeadlineExceeded(f"no welcome within {self._call_timeout_s} s") from None
-        if not isinstance(answer, conductor_pb2.JoinResponse) or not answer.HasField("welcome"):
-            raise Unavailable("the conductor ended the stream before its welcome")
-        self._heartbeat_s = answer.welcome.heartbeat_s or 1.0
+    async def _live(self, call: _JoinCall) -> None:
+        """Connects, then tells everything that changes; raises what breaks the stream."""
+        await call.start()
+        assert call.welcome is not None, "a stream that started has its welcome"
+        self._heartbeat_s = call.welcome.heartbeat_s or 1.0
         self._resync = True
-        _log.info("joined", conductor=answer.welcome.conductor.id, address=self._address)
+        log.info("joined", conductor=call.welcome.conductor.id, address=self._address)
+        try:
+            await self._write(call)
+        except StreamBroken:
+            await call.broken()  # raises why the stream ended; that a write failed then is no news
 
-    async def _read(self, call: _JoinCall) -> None:
-        """Obey orders until the stream ends."""
-        while True:
-            answer = await call.read()
-            if not isinstance(answer, conductor_pb2.JoinResponse):
-                raise Unavailable("the conductor ended the stream")
-            match answer.WhichOneof("message"):
-                case "resync":
-                    self._resync = True
-                    self.poke()
-                case "drain":
-                    self._on_drain()
-                    self.poke()
-                case other:
-                    _log.warning("order not understood", order=other)
+    def _obey(self, answer: conductor_pb2.JoinResponse) -> None:
+        match answer.WhichOneof("message"):
+            case "resync":
+                self._resync = True
+                self.notify()
+            case "drain":
+                self._on_drain()
+                self.notify()
+            case other:
+                log.warning("order not understood", order=other)
 
     async def _write(self, call: _JoinCall) -> None:
         """Send changes soon, loads regularly."""
         loop = asyncio.get_running_loop()
         last_load = float("-inf")
-        while True:
+        while call.error is None:
             self._changed.clear()
             if self._resync:
                 self._resync = False
@@ -189,6 +210,7 @@ class JoinAgent:
                 due = last_load + MIN_LOAD_INTERVAL_S
             self.joined.set()
             await self._pause(due - loop.time())
+        raise call.error
 
     async def _pause(self, until_load_s: float) -> None:
         """Wait until something changed (but at least the flush distance) or a load report is due."""
@@ -204,14 +226,14 @@ class JoinAgent:
         self.follows = True
         self._note_events()
         self._events.forget()
-        for step in snapshot(self._held):
+        for step in snapshot(self._held, self._keys_per_message):
             for message in self._events.numbered(step):
                 await self._send(call, conductor_pb2.JoinRequest(events=message))
             await self._tell_changes(call)
 
     async def _tell_changes(self, call: _JoinCall) -> None:
         self._note_events()
-        while (message := self._events.next_message()) is not None:
+        while (message := self._events.next_message(self._keys_per_message)) is not None:
             await self._send(call, conductor_pb2.JoinRequest(events=message))
 
     def _note_events(self) -> None:
@@ -220,8 +242,10 @@ class JoinAgent:
         self._events.removed(removed)
 
     async def _send(self, call: _JoinCall, message: conductor_pb2.JoinRequest) -> None:
+        """Sends a message and waits until it is being written, so that a snapshot does not pile up."""
+        call.outbox.post(message)
         try:
             async with asyncio.timeout(self._call_timeout_s):
-                await call.write(message)
+                await call.outbox.at_most(0)
         except TimeoutError:
             raise DeadlineExceeded(f"the conductor did not read for {self._call_timeout_s} s") from None

@@ -1,7 +1,4 @@
-"""How the KV of one block is arranged in bytes, and what two sides must agree on before they exchange any.
-
-Owns the sizes and offsets that follow from a model's shape. Must not know where blocks lie or how they travel.
-"""
+"""How the KV of one block is arranged in bytes, and what two sides must agree on before they exchange any."""
 
 from __future__ import annotations
 
@@ -14,7 +11,20 @@ from moonpool.v1 import kv_pb2
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LAYOUT_VERSION = 1
 _BLOCK_TOKENS_MULTIPLE = 16
-_UINT32_MAX = (1 << 32) - 1
+
+MAX_OF = {
+    "layers": 4096,
+    "kv_heads": 1024,
+    "head_dim": 4096,
+    "block_tokens": 4096,
+    "scale_bytes": 1 << 20,
+    "version": 1 << 16,
+}
+"""Largest value of each field: some ten times what any known model has."""
+MAX_PIECE_BYTES = 4 << 20
+"""Largest part of a slice that travels undivided, in one message: a head, or a whole slice that has scales."""
+MAX_SLICE_BYTES = 16 << 20
+MAX_BLOCK_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -38,16 +48,24 @@ class KVLayout:
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "block_tokens", "version"):
             value = getattr(self, name)
-            if not 1 <= value <= _UINT32_MAX:
-                raise ConfigError(name, f"must be positive, is {value}")
+            if not 1 <= value <= MAX_OF[name]:
+                raise ConfigError(name, f"must be in [1, {MAX_OF[name]}], is {value}")
         if self.block_tokens % _BLOCK_TOKENS_MULTIPLE:
             raise ConfigError("block_tokens", f"must be a multiple of {_BLOCK_TOKENS_MULTIPLE}, is {self.block_tokens}")
         if self.dtype not in ELEMENT_BYTES:
             raise ConfigError("dtype", f"must be one of {', '.join(ELEMENT_BYTES)}, is {self.dtype!r}")
-        if not 0 <= self.scale_bytes <= _UINT32_MAX:
-            raise ConfigError("scale_bytes", f"must not be negative, is {self.scale_bytes}")
+        if not 0 <= self.scale_bytes <= MAX_OF["scale_bytes"]:
+            raise ConfigError("scale_bytes", f"must be in [0, {MAX_OF['scale_bytes']}], is {self.scale_bytes}")
         if self.version != LAYOUT_VERSION:
             raise ConfigError("version", f"only version {LAYOUT_VERSION} is known, not {self.version}")
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        pieces = ("kv_heads", self.slice_bytes) if self.scale_bytes else ("head_dim", self.head_bytes)
+        sizes = ((*pieces, MAX_PIECE_BYTES, "a message"), ("kv_heads", self.slice_bytes, MAX_SLICE_BYTES, "a slice"))
+        for name, size, limit, what in (*sizes, ("layers", self.block_bytes, MAX_BLOCK_BYTES, "a block")):
+            if size > limit:
+                raise ConfigError(name, f"{what} would have {size} bytes; {limit} at most")
 
     @cached_property
     def element_bytes(self) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,7 +79,7 @@ class PoolPart:
         self.set_hash(layer, block, slice_hash(data))
 
     def close(self) -> None:
-        """Unmaps and closes. Idempotent. Slices still in someone's hands keep the memory until they are gone."""
+        """Unmaps and closes. Idempotent. Slices that are still referred to keep the memory."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -100,13 +100,20 @@ class KVPool:
         self._by_layer = [part for part in self.parts for _ in range(part.layer_begin, part.layer_end)]
 
     @classmethod
-    def create(cls, layout: KVLayout, blocks: int, layer_ranges: Sequence[tuple[int, int]]) -> KVPool:
+    def create(
+        cls,
+        layout: KVLayout,
+        blocks: int,
+        layer_ranges: Sequence[tuple[int, int]],
+        available: Callable[[], int | None] | None = None,
+    ) -> KVPool:
         """Makes a pool of `blocks` blocks, one part per stage.
 
         Args:
             layout: Arrangement of a block.
             blocks: Number of blocks.
             layer_ranges: `(begin, end)` of each stage's layers; together they are all layers, in order.
+            available: Bytes that may be taken at most, None for any; `available_bytes` unless given.
 
         Raises:
             ConfigError: There is no room for a single block, or more is asked for than the machine has.
@@ -114,11 +121,11 @@ class KVPool:
         if blocks < 1:
             raise ConfigError("kv_bytes", f"no room for a single block; one takes {layout.block_bytes} bytes")
         _check_ranges(layout, layer_ranges)
-        needed, available = blocks * layout.block_bytes, _available_bytes()
-        if available is not None and needed > available:
+        needed, free = blocks * layout.block_bytes, (available or available_bytes)()
+        if free is not None and needed > free:
             raise ConfigError(
                 "kv_bytes",
-                f"{blocks} blocks of {layout.block_bytes} bytes need {needed} bytes, only {available} are free",
+                f"{blocks} blocks of {layout.block_bytes} bytes need {needed} bytes, only {free} are free",
             )
         parts: list[PoolPart] = []
         try:
@@ -200,7 +207,7 @@ def _shared_memory(nbytes: int) -> int:
     return fd
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
     """Memory that the system or our control group can still give, or None where that cannot be told."""
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError, IndexError):

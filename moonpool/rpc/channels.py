@@ -1,7 +1,4 @@
-"""Client connections: one channel per address, probes, and the KV streams' codecs.
-
-It owns channel options and lifetimes. What is said on a channel is the callers' business.
-"""
+"""Client connections: one channel per address, bounds on what is received, probes, and the KV streams' codecs."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -14,12 +11,12 @@ from grpc_health.v1 import health_pb2
 
 from moonpool.errors import Unavailable
 from moonpool.rpc import codec
-from moonpool.rpc.server import MESSAGE_LIMIT_BYTES
+from moonpool.rpc.limits import MESSAGE_BYTES
 from moonpool.rpc.tuning import LARGE_MESSAGE_OPTIONS
 
 _OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
-    ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
     # A peer that vanished without closing its connection is noticed within 40 s even when nothing is being sent.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -40,7 +37,52 @@ StreamOpener = Callable[..., "grpc.aio.StreamStreamCall[Any, Any]"]
 
 def open_channel(address: str) -> grpc.aio.Channel:
     """A new channel with our options; connects on first use. The caller closes it."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    return CheckedChannel(grpc.aio.insecure_channel(address, options=_OPTIONS))
+
+
+class CheckedChannel(grpc.aio.Channel):
+    """A channel on which generated stubs, too, refuse answers that would cost too much to parse (limits.py)."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._channel.unary_unary(*args, **_checked(kwargs))
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._channel.unary_stream(*args, **_checked(kwargs))
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._channel.stream_unary(*args, **_checked(kwargs))
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._channel.stream_stream(*args, **_checked(kwargs))
+
+
+def _checked(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a stub's method, with our deserialiser in the place of a message class' `FromString`."""
+    cls = getattr(kwargs.get("response_deserializer"), "__self__", None)
+    if isinstance(cls, type) and issubclass(cls, Message):
+        return {**kwargs, "response_deserializer": codec.plain_deserializer(cls)}
+    return kwargs
 
 
 class Channels:

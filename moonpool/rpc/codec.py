@@ -11,6 +11,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from moonpool.rpc import wire
+from moonpool.rpc.limits import check_message
 
 PAYLOAD_FIELD_NUMBER = 15
 
@@ -29,7 +30,15 @@ def serializer(cls: type[Message]) -> Callable[[Any], bytes]:
 
 
 def deserializer(cls: type[Message]) -> Callable[[bytes], Any]:
-    """The inverse of `serializer`."""
-    if has_payload(cls):
-        return wire.deserializer(cls)
-    return cls.FromString
+    """The inverse of `serializer`. What would cost too much to parse is refused (limits.py)."""
+    return wire.deserializer(cls) if has_payload(cls) else plain_deserializer(cls)
+
+
+def plain_deserializer(cls: type[Message]) -> Callable[[bytes], Any]:
+    """As `deserializer`, but whole messages even of classes that carry a payload, as generated stubs give them."""
+
+    def deserialize(data: bytes) -> Any:
+        check_message(cls, data)
+        return cls.FromString(data)
+
+    return deserialize

@@ -1,14 +1,14 @@
 """Our errors as gRPC status codes, and back.
 
-It owns the one table of codes, the trailing metadata that carries the structured detail, and the server interceptor
-that applies both. RESOURCE_EXHAUSTED alone is also gRPC's word for an oversize message: `Overloaded` exists only with
-its detail.
+The detail travels in trailing metadata. RESOURCE_EXHAUSTED alone is also gRPC's word for an oversize message:
+`Overloaded` exists only with its detail.
 """
 
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
+from functools import partial
 from typing import Any
 
 import grpc
@@ -29,6 +29,7 @@ from moonpool.errors import (
     Unavailable,
     Unsupported,
 )
+from moonpool.rpc.peers import PeerCalls
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
 
@@ -164,9 +165,14 @@ def _leaf(exc: BaseException) -> BaseException:
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Maps what a servicer raises to status codes, for all four kinds of call, and logs what is not ours.
 
+    Counts the calls of each peer, and refuses those beyond the limits.
+
     Cancellation passes through. A method that answers with a stream may be an async generator or use `context.write`; a
     generator is closed in the call's own task, so that its `finally` runs at once when the client has left.
     """
+
+    def __init__(self, peers: PeerCalls) -> None:
+        self._peers = peers
 
     async def intercept_service(
         self,
@@ -186,33 +192,41 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             make, behavior, streaming = grpc.stream_unary_rpc_method_handler, handler.stream_unary, False
         else:
             make, behavior, streaming = grpc.unary_unary_rpc_method_handler, handler.unary_unary, False
-        guarded = _guard_stream(method, behavior) if streaming else _guard_unary(method, behavior)
+        counted = partial(_call_of, self._peers, handler.request_streaming)
+        guarded = _guard_stream(method, behavior, counted) if streaming else _guard_unary(method, behavior, counted)
         return make(guarded, handler.request_deserializer, handler.response_serializer)
 
 
 Behavior = Callable[[Any, Any], Any]
+Counted = Callable[[Any], AbstractContextManager[None]]
 
 
-def _guard_unary(method: str, behavior: Behavior) -> Behavior:
+def _call_of(peers: PeerCalls, stream: bool, context: Any) -> AbstractContextManager[None]:
+    return peers.call(context.peer(), stream=stream)
+
+
+def _guard_unary(method: str, behavior: Behavior, counted: Counted) -> Behavior:
     async def guarded(request: Any, context: Any) -> Any:
         try:
-            return await behavior(request, context)
+            with counted(context):
+                return await behavior(request, context)
         except Exception as exc:
             await _abort(method, context, exc)
 
     return guarded
 
 
-def _guard_stream(method: str, behavior: Behavior) -> Behavior:
+def _guard_stream(method: str, behavior: Behavior, counted: Counted) -> Behavior:
     async def guarded(request: Any, context: Any) -> None:
         try:
-            answer = behavior(request, context)
-            if inspect.isawaitable(answer):
-                await answer
-                return
-            async with aclosing(answer) as responses:
-                async for response in responses:
-                    await context.write(response)
+            with counted(context):
+                answer = behavior(request, context)
+                if inspect.isawaitable(answer):
+                    await answer
+                    return
+                async with aclosing(answer) as responses:
+                    async for response in responses:
+                        await context.write(response)
         except Exception as exc:
             await _abort(method, context, exc)
 

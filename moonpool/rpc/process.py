@@ -1,12 +1,10 @@
-"""A service process from its first line to its exit code.
+"""A service process from its first line to its exit code: event loop, memory settings, signals, logs, standard output.
 
-It owns the event loop, memory settings, signals, logs, spans and standard output of a process. It knows nothing of what
-the service does: that is `main`, which runs until `ProcessContext.stopping` is set and it has drained.
+What the service does is `main`, which runs until `ProcessContext.stopping` is set and it has drained.
 """
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import secrets
 import signal
@@ -16,6 +14,7 @@ from typing import TextIO, TypeVar
 
 from moonpool.config import ServiceConfig
 from moonpool.errors import CheckpointError, ConfigError, Mismatch, Unavailable
+from moonpool.rpc.endings import parent_watch, signal_counter
 from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
 from moonpool.telemetry import logs
 from moonpool.telemetry.spans import Recorder
@@ -25,9 +24,8 @@ EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_MISMATCH = 3
 DIE_WITH_PARENT = "MOONPOOL_DIE_WITH_PARENT"
-_AFTER_DRAIN_S = 10.0  # `main` keeps to drain_s itself and then has connections to close
-_CANCEL_GRACE_S = 5.0
-_PR_SET_PDEATHSIG = 1
+AFTER_DRAIN_S = 10.0  # `main` keeps to drain_s itself and then has connections to close
+CANCEL_GRACE_S = 5.0
 
 log = logs.get_logger(__name__)
 
@@ -55,7 +53,7 @@ class ProcessContext:
         """Print `ready: HOST:PORT` on standard output, the only thing that ever goes there."""
         try:
             print(f"ready: {address}", file=self._out, flush=True)
-        except OSError:  # nobody reads any more, which is no reason to end; and what is buffered must not fail later
+        except OSError:  # the reader has left, which is no reason to end; and what is buffered must not fail later
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._out.fileno())
             os.close(null)
@@ -81,12 +79,12 @@ def run_main(
     return run_service(lambda ctx: main(ctx, config), name=config_cls.service(), config=config)
 
 
-def run_service(main: Main, *, name: str, config: ServiceConfig) -> int:
+def run_service(main: Main, *, name: str, config: ServiceConfig, after_drain_s: float = AFTER_DRAIN_S) -> int:
     """Run a service in this process until it ends; call it once, from the main thread.
 
     The first SIGTERM (or SIGINT) sets `ctx.stopping`; the same signal again ends the process at once. A `main` that is
-    not done some seconds more than `config.drain_s` after the first is cancelled. Standard output carries the `ready:`
-    line alone: whatever else is printed goes to standard error. With MOONPOOL_DIE_WITH_PARENT the end of the parent
+    not done `config.drain_s + after_drain_s` after the first is cancelled. Standard output carries the `ready:` line
+    alone: whatever else is printed goes to standard error. With MOONPOOL_DIE_WITH_PARENT the end of the parent
     counts as a SIGTERM: "1", or the parent's process number, which makes a parent that has ended already known too.
 
     Returns:
@@ -105,27 +103,29 @@ def run_service(main: Main, *, name: str, config: ServiceConfig) -> int:
         except OSError as error:
             raise ConfigError("spans_dir", f"cannot write {path}: {error.strerror}") from error
         with contextlib.closing(spans), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_supervise(main, ProcessContext(config.id or name, spans, out), config.drain_s))
+            return runner.run(
+                _supervise(main, ProcessContext(config.id or name, spans, out), config.drain_s, after_drain_s)
+            )
     except BaseException as exc:
         return _exit_code(name, exc)
     finally:
         sys.stdout = out
 
 
-async def _supervise(main: Main, ctx: ProcessContext, drain_s: float) -> int:
+async def _supervise(main: Main, ctx: ProcessContext, drain_s: float, after_drain_s: float) -> int:
     """Run `main` under the signals, and cancel it when it drains for too long; returns the exit code."""
-    with _signals(ctx), _parent_watch(ctx.stopping, os.environ.get(DIE_WITH_PARENT, "")):
+    with _signals(ctx), parent_watch(ctx.stopping, os.environ.get(DIE_WITH_PARENT, "")):
         running = asyncio.ensure_future(main(ctx))
         stopping = asyncio.ensure_future(ctx.stopping.wait())
         try:
             await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 log.info("stopping", drain_s=drain_s)
-                await asyncio.wait({running}, timeout=drain_s + _AFTER_DRAIN_S)
+                await asyncio.wait({running}, timeout=drain_s + after_drain_s)
             if not running.done():
                 log.warning("drained too long; cancelling what runs", after_s=drain_s)
                 running.cancel()
-                await asyncio.wait({running}, timeout=_CANCEL_GRACE_S)
+                await asyncio.wait({running}, timeout=CANCEL_GRACE_S)
                 if not running.done():
                     log.error("still not ended; leaving anyway")
                     os._exit(EXIT_FAILED)
@@ -141,7 +141,7 @@ async def _supervise(main: Main, ctx: ProcessContext, drain_s: float) -> int:
 def _signals(ctx: ProcessContext) -> Iterator[None]:
     """First SIGTERM or SIGINT: stop. The same one again: exit now."""
     loop = asyncio.get_running_loop()
-    received = _signal_counter(ctx.stopping, os._exit)
+    received = signal_counter(ctx.stopping, os._exit)
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, received, signum)
     try:
@@ -149,54 +149,6 @@ def _signals(ctx: ProcessContext) -> Iterator[None]:
     finally:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(signum)
-
-
-@contextlib.contextmanager
-def _parent_watch(stopping: asyncio.Event, wanted: str) -> Iterator[None]:
-    """Set `stopping` when the parent process ends; `wanted` as MOONPOOL_DIE_WITH_PARENT.
-
-    A pidfd says so exactly. PR_SET_PDEATHSIG, the fallback, already fires when the *thread* that started us ends.
-    """
-    if wanted in ("", "0") or not sys.platform.startswith("linux"):
-        yield
-        return
-    parent = os.getppid()
-    try:
-        descriptor = os.pidfd_open(parent)
-    except OSError:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        yield
-        return
-    if os.getppid() != parent or (wanted.isdecimal() and int(wanted) > 1 and int(wanted) != parent):
-        stopping.set()
-    loop = asyncio.get_running_loop()
-
-    def ended() -> None:
-        loop.remove_reader(descriptor)
-        stopping.set()
-
-    loop.add_reader(descriptor, ended)
-    try:
-        yield
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-
-
-def _signal_counter(stopping: asyncio.Event, leave: Callable[[int], object]) -> Callable[[int], None]:
-    """What a signal does.
-
-    Counted per signal, because Ctrl-C reaches a whole process group and a parent then sends SIGTERM too.
-    """
-    seen: set[int] = set()
-
-    def received(signum: int) -> None:
-        if signum in seen:
-            leave(128 + signum)
-        seen.add(signum)
-        stopping.set()
-
-    return received
 
 
 def _exit_code(name: str, exc: BaseException) -> int:
@@ -209,7 +161,9 @@ def _exit_code(name: str, exc: BaseException) -> int:
             return _refuse(name, found, code)
     if all(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
         return 128 + signal.SIGINT
-    if all(isinstance(leaf, Unavailable) for leaf in leaves):  # something the service needs has gone; it says what
+    if all(
+        isinstance(leaf, Unavailable) for leaf in leaves
+    ):  # something the service needs is lost; the error says what
         log.error("service ends", error=str(leaves[0]))
         return EXIT_FAILED
     log.error("service failed", exc_info=exc)

@@ -1,7 +1,6 @@
 """Serving: a grpc.aio server with health, reflection, limits and our error mapping, as one context manager.
 
-It owns how services get onto a port. It knows nothing of what they do: handlers are made from the service descriptors,
-method `Foo` of the contract being method `Foo` of the servicer.
+Handlers are made from the service descriptors: method `Foo` of the contract is method `Foo` of the servicer.
 """
 
 from __future__ import annotations
@@ -23,18 +22,19 @@ from moonpool.config import format_address, parse_address
 from moonpool.errors import ConfigError, InvalidRequest, NotFound, Unsupported
 from moonpool.rpc import codec
 from moonpool.rpc.errors import ErrorInterceptor
+from moonpool.rpc.limits import MESSAGE_BYTES
+from moonpool.rpc.peers import DEFAULT_LIMITS, CallLimits, PeerCalls
 from moonpool.rpc.tuning import LARGE_MESSAGE_OPTIONS
 from moonpool.rpc.writing import write_whole
 
 Service = tuple[ServiceDescriptor, object]
 
 _HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-MESSAGE_LIMIT_BYTES = 64 << 20
 # Both sides ping an idle connection, so that a peer that vanished without closing it is noticed; see channels.py. The
 # server must not take the clients' pings for abuse.
 _OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
-    ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -109,7 +109,9 @@ class _Health(health_pb2_grpc.HealthServicer):
 
 
 @asynccontextmanager
-async def serving(listen: str, services: Sequence[Service], *, grace_s: float = 5.0) -> AsyncIterator[RunningServer]:
+async def serving(
+    listen: str, services: Sequence[Service], *, grace_s: float = 5.0, limits: CallLimits = DEFAULT_LIMITS
+) -> AsyncIterator[RunningServer]:
     """Serve `services` at `listen` ("host:port", port 0 = any free) while the body runs.
 
     On leaving, health turns to NOT_SERVING, new calls are refused, and calls in flight get `grace_s` seconds to end
@@ -122,7 +124,7 @@ async def serving(listen: str, services: Sequence[Service], *, grace_s: float = 
         host, _ = parse_address(listen)
     except ValueError as error:
         raise ConfigError("listen", str(error)) from error
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_OPTIONS)
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(PeerCalls(limits))], options=_OPTIONS)
     names = [descriptor.full_name for descriptor, _ in services]
     server.add_generic_rpc_handlers(
         tuple(

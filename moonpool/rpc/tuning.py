@@ -1,7 +1,6 @@
 """How a process and its connections are set up so that large messages are cheap.
 
-Owns settings that were found by measuring (`python -m benchmarks.kv_stream`), and what each is for. Must not know who
-uses them. Nothing depends on them but speed.
+The settings were found by measuring (`python -m benchmarks.kv_stream`). Nothing depends on them but speed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Protobuf messages whose `payload` field (number 15) is not copied more than needed.
 
-Emits and reads exactly protobuf's encoding, so that any protobuf peer can take part; only the copies are saved. Must
-not know what the messages mean.
+Emits and reads exactly protobuf's encoding, so that any protobuf peer can take part; only the copies are saved.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from moonpool.errors import FrameError
+from moonpool.errors import FrameError, InvalidRequest
+from moonpool.rpc.limits import UNCHECKED_BYTES, check_message, read_varint, skip_value
 
 M = TypeVar("M", bound=Message)
 Payload = memoryview | bytes | Sequence[memoryview]
@@ -20,8 +20,9 @@ Payload = memoryview | bytes | Sequence[memoryview]
 PAYLOAD_FIELD = 15
 _PAYLOAD_TAG = (PAYLOAD_FIELD << 3) | 2
 _TAG_BYTE = bytes([_PAYLOAD_TAG])
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-_MAX_VARINT_BYTES = 10
+_LENGTH = 2
+MAX_TOP_FIELDS = 64
+"""Top-level fields looked at for the payload; none of our messages has more than three."""
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ def serialize(value: PayloadMessage[M] | bytes) -> bytes:
 def deserializer(cls: type[M]) -> Callable[[bytes], PayloadMessage[M]]:
     """A function that decodes messages of class `cls`; the payload is a view of the bytes it was given.
 
-    The function raises FrameError on malformed input.
+    The function raises FrameError on malformed input, and on what would cost too much to parse (limits.py).
     """
 
     def deserialize(data: bytes) -> PayloadMessage[M]:
@@ -69,15 +70,20 @@ def deserializer(cls: type[M]) -> Callable[[bytes], PayloadMessage[M]]:
                 return _by_protobuf(cls, data)
             tag, begin, end = found
             head = data[:tag] if end == len(data) else data[:tag] + data[end:]
+            if len(head) > UNCHECKED_BYTES:
+                check_message(cls, head)
             return PayloadMessage(cls.FromString(head), memoryview(data)[begin:end])
-        except (DecodeError, UnicodeDecodeError) as error:
+        except (DecodeError, UnicodeDecodeError, IndexError) as error:
             raise FrameError(f"malformed {cls.__name__}: {error}") from error
+        except InvalidRequest as error:
+            raise FrameError(error.message) from error
 
     return deserialize
 
 
 def _by_protobuf(cls: type[M], data: bytes) -> PayloadMessage[M]:
     """The general case: no payload, several of them (the last counts), groups, or malformed input."""
+    check_message(cls, data)
     message = cls.FromString(data)
     payload: bytes = getattr(message, "payload", b"")
     if payload:
@@ -88,37 +94,26 @@ def _by_protobuf(cls: type[M], data: bytes) -> PayloadMessage[M]:
 def _find_payload(data: bytes) -> tuple[int, int, int] | None:
     """Where the only payload lies: (its tag, its first byte, one past its last); None where protobuf must decide."""
     position, size, found = 0, len(data), None
-    while position < size:
+    if not size:
+        return None
+    for _ in range(MAX_TOP_FIELDS):
         start = position
-        tag, position = _read_varint(data, position)
-        kind = tag & 7
-        if kind == _LENGTH:
-            length, position = _read_varint(data, position)
+        tag, position = read_varint(data, position)
+        if tag & 7 == _LENGTH:
+            length, position = read_varint(data, position)
             if tag == _PAYLOAD_TAG:
                 if found is not None:
                     return None
                 found = (start, position, position + length)
             position += length
-        elif kind == _VARINT:
-            _, position = _read_varint(data, position)
-        elif kind == _FIXED64:
-            position += 8
-        elif kind == _FIXED32:
-            position += 4
         else:
-            return None
-    return found if position == size else None
-
-
-def _read_varint(data: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    for index in range(position, min(position + _MAX_VARINT_BYTES, len(data))):
-        byte = data[index]
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, index + 1
-        shift += 7
-    raise DecodeError("truncated or overlong varint")
+            after = skip_value(data, position, tag & 7)
+            if after is None:
+                return None
+            position = after
+        if position >= size:
+            return found if position == size else None
+    raise FrameError(f"more than {MAX_TOP_FIELDS} fields")
 
 
 def _varint(value: int) -> bytes:

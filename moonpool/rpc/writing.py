@@ -1,7 +1,7 @@
 """Writing messages to a stream, each whole, whatever happens to the task that writes.
 
 A call cannot be ended with a status while a write is under way: the status gets lost and the peer waits for ever. So
-whoever is cancelled in a write lets it end first, for a short time at most.
+a task that is cancelled in a write lets the write end first, for a short time at most.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def write_whole(write: Callable[[Any], Awaitable[None]], message: Any, sta
 
 
 def _seen(writing: asyncio.Future[None]) -> None:
-    """Its failure is known even if nobody waits for it any more."""
+    """Retrieves its failure, which asyncio would report as never retrieved."""
     if not writing.cancelled():
         writing.exception()
 

@@ -1,15 +1,12 @@
-"""Byte credits: a sender may be only so many bytes ahead of its receiver.
-
-Owns the counting on both sides. Must not know what is sent; the receiver's messages carry the numbers.
-"""
+"""Byte credits: a sender may be only so many bytes ahead of its receiver. Counted on both sides."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from dataclasses import dataclass
 
 from moonpool.errors import TransferFailed
+from moonpool.streams.waiters import WaiterQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +34,16 @@ class Traffic:
 class ByteCredits:
     """The sender's side: bytes it may still send. First come, first served.
 
-    The window is the most that was ever available. A receiver hands credits back in batches and may hold back less
-    than a quarter of the window; so nobody waits for more than three quarters of it, and a message larger than the
-    window goes when that much is available (`available` is negative after that).
+    The window is the most that was ever available. A receiver returns credits in batches and may hold back less than a
+    quarter of the window. So a call waits for at most three quarters of it, and a message larger than the window goes
+    when that much is available (`available` is negative after that).
     """
 
     def __init__(self, window: int = 0) -> None:
         self._window = window
         self._available = window
-        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._closed: Exception | None = None
+        self._waiters: WaiterQueue[int, bool] = WaiterQueue(self._try, lambda n, _: self.grant(n))
+        self._closed = False
 
     @property
     def available(self) -> int:
@@ -72,14 +69,12 @@ class ByteCredits:
         """Adds bytes: the peer's credit, or what was acquired and then not sent."""
         self._available += n
         self._window = max(self._window, self._available)
-        self._serve()
+        if self._waiters:
+            self._waiters.notify()
 
     def take(self, n: int) -> bool:
-        """Takes `n` bytes if they are there at once and nobody waits."""
-        if self._closed is not None or self._waiters or not self._suffices(n):
-            return False
-        self._available -= n
-        return True
+        """Takes `n` bytes if they are there at once and no other call waits."""
+        return not self._closed and not self._waiters and self._try(n) is not None
 
     def overdraw(self, n: int) -> None:
         """Takes `n` bytes whether they are there or not; `available` may be negative after that."""
@@ -92,59 +87,30 @@ class ByteCredits:
             TransferFailed: They were not there within `timeout_s`.
             Exception: The error given to `close`.
         """
-        if self._closed is not None:
-            raise self._closed
         if self.take(n):
             return
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append((n, future))
         try:
             async with asyncio.timeout(timeout_s):
-                await future
-        except BaseException as error:
-            self._give_up(n, future)
-            if isinstance(error, TimeoutError):
-                raise TransferFailed(f"no credit for {n} bytes within {timeout_s:g} s") from None
-            raise
+                await self._waiters.get(n)
+        except TimeoutError:
+            raise TransferFailed(f"no credit for {n} bytes within {timeout_s:g} s") from None
 
     def close(self, error: Exception) -> None:
         """Ends all waiting and later `acquire` calls with `error`. Idempotent."""
-        if self._closed is not None:
-            return
-        self._closed = error
-        while self._waiters:
-            _, future = self._waiters.popleft()
-            if not future.done():
-                future.set_exception(error)
+        self._closed = True
+        self._waiters.close(error)
 
-    def _suffices(self, n: int) -> bool:
-        return self._available > 0 and self._available >= min(n, self._window - self._window // 4)
-
-    def _serve(self) -> None:
-        while self._waiters:
-            n, future = self._waiters[0]
-            if not future.done():
-                if not self._suffices(n):
-                    return
-                self._available -= n
-                future.set_result(None)
-            self._waiters.popleft()
-
-    def _give_up(self, n: int, future: asyncio.Future[None]) -> None:
-        """A waiter leaves: what it was given goes back, and those behind it may go on."""
-        if future.done() and not future.cancelled():
-            if future.exception() is None:
-                self.grant(n)
-            return
-        future.cancel()
-        self._waiters = deque(waiter for waiter in self._waiters if waiter[1] is not future)
-        self._serve()
+    def _try(self, n: int) -> bool | None:
+        if self._available <= 0 or self._available < min(n, self._window - self._window // 4):
+            return None
+        self._available -= n
+        return True
 
 
 class CreditReturn:
     """The receiver's side: collects what was dealt with, and hands it back in batches of a quarter window or more.
 
-    Whoever knows that nothing more is expected hands everything back at once, so that at rest no credit is out.
+    When nothing more is expected everything is handed back at once, so that at rest no credit is out.
     """
 
     def __init__(self, window: int) -> None:

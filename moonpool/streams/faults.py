@@ -1,11 +1,11 @@
-"""Damage to outgoing frames, on purpose: what fault storms use to show that no damaged KV is ever believed.
+"""Damage to outgoing frames, on purpose, so that fault storms can show that damaged KV is never used.
 
 Off unless the environment asks for it:
 
     MOONPOOL_FAULT_CORRUPT_FRAMES   share of the frames that this process damages after their checksum was taken, 0 to 1
     MOONPOOL_FAULT_SEED             seed of the choice (default 0)
 
-Whoever sends frames takes them from `frames_to_send`.
+All senders take their frames from `frames_to_send`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which slices of a session have come. Pure; must not know where their bytes were put."""
+"""Which slices of a session have come."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""The way out of one I/O process: who may send next, and how fast.
+"""The way out of one I/O process: traffic to decode before traffic to the store, and an optional rate limit.
 
-Owns priority between traffic to decode and to the store, and an optional rate limit (for tests and shared networks).
-Must not know what is sent.
+The rate limit is for tests and for networks that are shared.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-from itertools import count
+from collections.abc import Awaitable, Callable
+
+from moonpool.streams.waiters import WaiterQueue
 
 TO_DECODE = 0
 """Priority of KV that a generation waits for."""
@@ -18,10 +18,8 @@ TO_STORE = 1
 BURST_S = 0.005
 """Time by which a late timer is made up for, in seconds."""
 
-_sleep = asyncio.sleep
 
-
-def _now() -> float:
+def _loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
@@ -33,12 +31,19 @@ class Link:
     traffic to the store lets traffic to decode that is ready in the same moment go first.
     """
 
-    def __init__(self, rate_bytes_per_s: float | None = None) -> None:
+    def __init__(
+        self,
+        rate_bytes_per_s: float | None = None,
+        *,
+        clock: Callable[[], float] = _loop_time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         if rate_bytes_per_s is not None and rate_bytes_per_s <= 0:
             raise ValueError(f"rate_bytes_per_s must be positive, is {rate_bytes_per_s}")
         self._rate = rate_bytes_per_s
-        self._order = count()
-        self._waiters: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._clock = clock
+        self._sleep = sleep
+        self._waiters: WaiterQueue[None, bool] = WaiterQueue(self._occupy, lambda _, __: self._free())
         self._busy = False
         self._free_at = 0.0
 
@@ -58,36 +63,21 @@ class Link:
             if priority != TO_DECODE:
                 await asyncio.sleep(0)
             return
-        await self._turn(priority)
+        await self._waiters.get(None, priority=priority)
         try:
-            now = _now()
+            now = self._clock()
             # Idle time beyond the burst is lost, as on a wire.
             self._free_at = max(self._free_at, now - BURST_S) + nbytes / self._rate
-            await _sleep(max(0.0, self._free_at - now))
+            await self._sleep(max(0.0, self._free_at - now))
         finally:
-            self._next()
+            self._free()
+            self._waiters.notify()
 
-    async def _turn(self, priority: int) -> None:
-        if not self._busy:
-            self._busy = True
-            return
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (priority, next(self._order), future)
-        heapq.heappush(self._waiters, entry)
-        try:
-            await future
-        except BaseException:
-            if future.done() and not future.cancelled():
-                self._next()
-            elif entry in self._waiters:  # `_next` may have met and dropped it since it was cancelled
-                self._waiters.remove(entry)
-                heapq.heapify(self._waiters)
-            raise
+    def _occupy(self, _: None) -> bool | None:
+        if self._busy:
+            return None
+        self._busy = True
+        return True
 
-    def _next(self) -> None:
-        while self._waiters:
-            future = heapq.heappop(self._waiters)[2]
-            if not future.done():
-                future.set_result(None)
-                return
+    def _free(self) -> None:
         self._busy = False

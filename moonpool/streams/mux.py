@@ -1,8 +1,8 @@
 """Client end of a long-lived multiplexed stream: many sessions on one bidirectional call between two processes.
 
-Owns when to connect: with the first session, and again with the first one after the stream broke. Must not know what
-sessions are for. Messages on such a stream have a `oneof message` with at least `hello` on the way up and `welcome` on
-the way down; `credit` on the way down lets frames go up, and on the way up lets them come.
+It connects with the first session, and again with the first one after the stream broke. Messages have a
+`oneof message` with at least `hello` on the way up and `welcome` on the way down; `credit` on the way down lets frames
+go up, and on the way up lets them come.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import asyncio
 from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
-import grpc
 import grpc.aio
 
 from moonpool.errors import StreamBroken, TransferFailed
+from moonpool.streams.calling import CONNECT_TIMEOUT_S, Req, Res
 from moonpool.streams.credits import ByteCredits, Traffic
 from moonpool.streams.link import TO_DECODE, Link
-from moonpool.streams.mux_connection import Connection, MuxSession, Req, Res, SessionHandler, StreamSpec
+from moonpool.streams.mux_connection import Connection, MuxSession, SessionHandler, StreamSpec
 from moonpool.streams.outbox import STALL_S
 from moonpool.v1 import kv_pb2
 
@@ -25,7 +25,6 @@ __all__ = ["CONNECT_TIMEOUT_S", "MuxSession", "MuxStream", "SessionHandler"]
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT_S = 5.0
 SILENCE_S = 10.0
 
 
@@ -78,6 +77,11 @@ class MuxStream(Generic[Req, Res]):
         return len(self._connection.sessions) if self._connection is not None else 0
 
     @property
+    def tasks(self) -> int:
+        """Readers and writers of connections; none after `aclose`."""
+        return len(self._tasks)
+
+    @property
     def connected(self) -> bool:
         """The stream stands, as far as this side knows."""
         return self._connection is not None and self._connection.error is None
@@ -89,7 +93,7 @@ class MuxStream(Generic[Req, Res]):
 
     @property
     def traffic(self) -> Traffic:
-        """What is under way on the standing connection; that of a broken one is nobody's any more."""
+        """What is under way on the standing connection; a broken one has none."""
         return self._connection.traffic if self._connection is not None and self.connected else Traffic()
 
     async def open(self, key: Hashable, handler: SessionHandler[Res]) -> MuxSession[Req, Res]:
@@ -138,7 +142,7 @@ class MuxStream(Generic[Req, Res]):
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # seen: whoever waits for the task raises it
+            task.exception()  # retrieved here; the task that waits raises it
 
     async def _connected(self) -> Connection[Req, Res]:
         if self._closed:
@@ -149,7 +153,7 @@ class MuxStream(Generic[Req, Res]):
             self._attempt = self._spawn(self._attempt_once())
         attempt = self._attempt
         try:
-            # One attempt for all who wait; whoever is cancelled leaves it to the others.
+            # One attempt for all that wait; a cancelled one leaves it to the others.
             connection = await asyncio.shield(attempt)
         except asyncio.CancelledError:
             if self._closed and attempt.cancelled():

@@ -1,37 +1,30 @@
-"""One connection of a multiplexed stream: the call, its one reader and one writer task, the handshake and the credits.
+"""One connection of a multiplexed stream: its sessions, each with a handler that gets its messages, and its credits.
 
-Owns a connection from its start until it breaks, for whatever reason; then everything on it has failed. Must not know
-what sessions are for: each has a handler, which gets its messages. When to connect is `MuxStream`'s business (mux.py).
+`MuxStream` (mux.py) decides when to connect.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from moonpool.errors import Mismatch, StreamBroken, TransferFailed
-from moonpool.rpc.errors import from_rpc_error
-from moonpool.rpc.wire import Payload, PayloadMessage, payload_bytes
+from moonpool.errors import StreamBroken, TransferFailed
+from moonpool.rpc.wire import Payload, payload_bytes
+from moonpool.streams.calling import ClientStream, Req, Res, Spawn
 from moonpool.streams.credits import ByteCredits, CreditReturn, Traffic
 from moonpool.streams.link import Link
-from moonpool.streams.outbox import Outbox
 from moonpool.v1 import kv_pb2
 
-Req = TypeVar("Req", bound=Message)
-Res = TypeVar("Res", bound=Message)
 ResIn = TypeVar("ResIn", bound=Message, contravariant=True)
 
 LINGER_S = 0.005
-"""How long credits that nobody waits for may wait for a message to go with."""
-
-_NO_PAYLOAD = memoryview(b"")
+"""How long the last credits to be handed back wait for a message to travel with."""
 
 
 @dataclass(slots=True)
@@ -159,45 +152,30 @@ class MuxSession(Generic[Req, Res]):
             self._handler.on_broken(error)
 
 
-class Connection(Generic[Req, Res]):
-    """One call: from its start until it breaks, for whatever reason; then everything on it has failed."""
+class Connection(ClientStream[Req, Res]):
+    """One call: from its start until it breaks, for whatever reason; then every session on it has failed."""
 
-    def __init__(
-        self, spec: StreamSpec[Req, Res], spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-    ) -> None:
+    def __init__(self, spec: StreamSpec[Req, Res], spawn: Spawn) -> None:
         """Starts nothing yet; `spawn` starts tasks that somebody waits for in the end."""
+        super().__init__(
+            spec.name,
+            spec.connect,
+            spec.hello,
+            connect_timeout_s=spec.connect_timeout_s,
+            stall_s=spec.stall_s,
+            spawn=spawn,
+        )
         self.sessions: dict[Hashable, MuxSession[Req, Res]] = {}
         self.welcome: kv_pb2.StreamWelcome | None = None
-        self.error: Exception | None = None
         self.credits = ByteCredits(0)
-        self.outbox = Outbox()
         self._spec = spec
-        self._spawn = spawn
         self._returns = CreditReturn(spec.window_bytes)
-        self._ready = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
-        self._heard_at = 0.0
         self._lingering: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Starts the call and shakes hands."""
-        spec = self._spec
-        call = self._call = spec.connect()
-        self.outbox.post(spec.hello)
-        self._tasks = [
-            self._spawn(self._guard(self._read(call))),
-            self._spawn(self._guard(self.outbox.drain(call.write, stall_s=spec.stall_s))),
-        ]
-        try:
-            async with asyncio.timeout(spec.connect_timeout_s):
-                await self._ready.wait()
-        except TimeoutError:
-            raise StreamBroken(f"{spec.name}: no welcome within {spec.connect_timeout_s:g} s") from None
-        if self.error is not None:
-            raise self.error
-        if spec.credit is not None:
-            self.outbox.post(spec.credit(kv_pb2.Credit(bytes=spec.window_bytes)))
+        await super().start()
+        self._give_back(self._spec.window_bytes)
 
     @property
     def traffic(self) -> Traffic:
@@ -216,8 +194,8 @@ class Connection(Generic[Req, Res]):
             raise TransferFailed(f"{spec.name}: no slot on the link within {timeout_s:g} s") from None
 
     def give_up_if_silent(self, since: float) -> None:
-        """Breaks when nothing was heard of the peer for long, of which only the time after `since` counts."""
-        silent_s = asyncio.get_running_loop().time() - max(self._heard_at, since)
+        """Breaks when nothing was heard of the peer for long; only the time after `since` counts."""
+        silent_s = asyncio.get_running_loop().time() - max(self.heard_at, since)
         if silent_s >= self._spec.silence_s:
             self.break_(StreamBroken(f"{self._spec.name}: nothing heard for {silent_s:.1f} s"))
 
@@ -229,87 +207,44 @@ class Connection(Generic[Req, Res]):
             self._lingering = asyncio.get_running_loop().call_later(LINGER_S, self._idle)
 
     def take_credit(self) -> int:
-        """All bytes that were to be handed back; whoever takes them tells the peer."""
+        """All bytes that were to be handed back; the caller tells the peer."""
         return self._returns.flush()
+
+    def on_message(self, message: Res, payload: memoryview) -> None:
+        """Hands a message to its session, and credits back to the peer."""
+        received = cast("Any", message)
+        kind = received.WhichOneof("message")
+        if credit_bytes := getattr(received, "credit_bytes", 0):  # not every stream's messages have it
+            self.credits.grant(credit_bytes)
+        if self.welcome is None:
+            if kind != "welcome":
+                raise StreamBroken(f"the first message is {kind}, not a welcome")
+            self.welcome = received.welcome
+            self.credits.grant(received.welcome.credit_bytes)
+            self.ready()
+        elif kind == "credit":
+            self.credits.grant(received.credit.bytes)
+        else:
+            session = self.sessions.get(self._spec.session_of(message))
+            if session is not None:
+                session.deliver(message, payload)
+        if payload.nbytes and self._spec.credit is not None:
+            # Also for frames of sessions that have ended or failed: their credits are used up all the same.
+            self._give_back(self._returns.consumed(payload.nbytes, idle=not self.sessions))
+
+    def on_broken(self, error: Exception) -> None:
+        """Fails every session."""
+        self.credits.close(error)
+        if self._lingering is not None:
+            self._lingering.cancel()
+        for session in list(self.sessions.values()):
+            session.fail(error)
 
     def _idle(self) -> None:
         self._lingering = None
         if not self.sessions and self.error is None:
             with contextlib.suppress(StreamBroken):  # the writer has ended and the connection is about to
                 self._give_back(self._returns.flush())
-
-    def break_(self, error: Exception) -> None:
-        """Ends the call and everything on it with `error`. Only the first time counts."""
-        if self.error is not None:
-            return
-        self.error = error
-        self.credits.close(error)
-        self.outbox.close(error)
-        if self._lingering is not None:
-            self._lingering.cancel()
-        for session in list(self.sessions.values()):
-            session.fail(error)
-        self._ready.set()
-        if self._call is not None:
-            self._call.cancel()
-        current = asyncio.current_task()
-        for task in self._tasks:
-            if task is not current:
-                task.cancel()
-
-    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
-        """However the reader or the writer ends, the connection is broken then."""
-        name = self._spec.name
-        try:
-            await work
-            self.break_(StreamBroken(f"{name}: ended"))
-        except asyncio.CancelledError:
-            # Ours, after a break; or gRPC's, which raises it when the peer ended the call with CANCELLED.
-            self.break_(StreamBroken(f"{name}: cancelled by the peer"))
-        except grpc.aio.AioRpcError as failure:
-            error = from_rpc_error(failure)
-            if isinstance(error, Mismatch) and self.welcome is None:
-                self.break_(error)
-            else:
-                self.break_(StreamBroken(f"{name}: {error}"))
-        except Exception as failure:
-            self.break_(StreamBroken(f"{name}: {failure!s}" if str(failure) else f"{name}: {failure!r}"))
-
-    async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            received = await call.read()
-            self._heard_at = loop.time()
-            if received is grpc.aio.EOF:
-                raise StreamBroken("ended by the peer")
-            if received is None:  # gRPC logs what a deserialiser raises, and goes on with None
-                raise StreamBroken("a message could not be decoded")
-            if isinstance(received, PayloadMessage):
-                assert isinstance(received.payload, memoryview), "received payloads are views"
-                self._dispatch(received.message, received.payload)
-            else:
-                self._dispatch(cast("Message", received), _NO_PAYLOAD)
-
-    def _dispatch(self, received: Message, payload: memoryview) -> None:
-        message = cast("Any", received)
-        kind = message.WhichOneof("message")
-        if credit_bytes := getattr(message, "credit_bytes", 0):  # not every stream's messages have it
-            self.credits.grant(credit_bytes)
-        if self.welcome is None:
-            if kind != "welcome":
-                raise StreamBroken(f"the first message is {kind}, not a welcome")
-            self.welcome = message.welcome
-            self.credits.grant(message.welcome.credit_bytes)
-            self._ready.set()
-        elif kind == "credit":
-            self.credits.grant(message.credit.bytes)
-        else:
-            session = self.sessions.get(self._spec.session_of(message))
-            if session is not None:
-                session.deliver(message, payload)
-        if payload.nbytes and self._spec.credit is not None:
-            # Also for frames of sessions that are gone or have failed: their credits are used up all the same.
-            self._give_back(self._returns.consumed(payload.nbytes, idle=not self.sessions))
 
     def _give_back(self, nbytes: int) -> None:
         if nbytes and self._spec.credit is not None:

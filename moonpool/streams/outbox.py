@@ -2,7 +2,7 @@
 
 A gRPC stream takes one write at a time, and cancelling a task within a write cancels the whole call. So tasks only
 queue here, and one task writes. Payloads are encoded when they are queued: after `put` nothing refers to the memory
-of the caller, who may free its blocks at once even when cancelled. Must not know what the messages mean.
+of the caller, who may free its blocks at once even when cancelled.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Outbox:
         self._queue: deque[tuple[Message | bytes, int]] = deque()
         self._written = 0  # payload bytes of the message that is being written, whose room is not free yet
         self._wake = asyncio.Event()
+        self._taken = asyncio.Event()
         self._finished = False
         self._closed: Exception | None = None
 
@@ -85,6 +86,18 @@ class Outbox:
             self._room.grant(size)
             raise
 
+    async def at_most(self, messages: int) -> None:
+        """Waits until no more than so many messages wait. The caller sets the deadline, or knows that `drain` does.
+
+        Raises:
+            Exception: The error given to `close`.
+        """
+        while len(self._queue) > messages and self._closed is None:
+            self._taken.clear()
+            await self._taken.wait()
+        if self._closed is not None:
+            raise self._closed
+
     def finish(self) -> None:
         """Lets `drain` return when everything queued has been written."""
         self._finished = True
@@ -97,6 +110,7 @@ class Outbox:
             self._queue.clear()
             self._room.close(error)
             self._wake.set()
+            self._taken.set()
 
     async def drain(self, write: Callable[[Any], Awaitable[None]], *, stall_s: float = STALL_S) -> None:
         """Writes what is queued, in order, until `finish` or `close`. To be run by one task per stream.
@@ -131,6 +145,7 @@ class Outbox:
             self._wake.clear()
             await self._wake.wait()
         data, self._written = self._queue.popleft()
+        self._taken.set()
         return data
 
     def _append(self, data: Message | bytes, size: int) -> None:

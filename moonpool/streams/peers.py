@@ -1,7 +1,4 @@
-"""Clients of KV streams, one per peer: found again, left alone after a failure, closed when idle and too many.
-
-Owns the clients' lives. Must not know what they are for.
-"""
+"""Clients of KV streams, one per peer: found again, left alone after a failure, closed when idle and too many."""
 
 from __future__ import annotations
 
@@ -70,11 +67,12 @@ class Peers(Generic[C]):
     async def get(self, instance: kv_pb2.Instance) -> C:
         """The client for a peer. Open a session on it before anything else is awaited."""
         key = (instance.id, instance.address)
-        if key not in self._peers:
-            await self._close_idle(instance.id)
-        peer = self._peers.get(key)
-        if peer is None:
-            peer = self._peers[key] = _Peer(self._open_client(instance.address))
+        while (peer := self._peers.get(key)) is None:
+            removed = self._take_idle(instance.id)
+            for client in removed:
+                await client.aclose()
+            if not removed:
+                peer = self._peers[key] = _Peer(self._open_client(instance.address))
         self._peers.move_to_end(key)
         return peer.client
 
@@ -94,10 +92,13 @@ class Peers(Generic[C]):
         while self._peers:
             await self._peers.popitem()[1].client.aclose()
 
-    async def _close_idle(self, instance_id: str) -> None:
-        """Makes room for a new peer: its clients at other addresses go, and the oldest of too many."""
+    def _take_idle(self, instance_id: str) -> list[C]:
+        """Takes out what must be closed before a peer is added: its idle clients at other addresses, then the oldest.
+
+        They are taken out first and closed later, because closing waits, and a client may become busy meanwhile.
+        """
         idle = [key for key, peer in self._peers.items() if not peer.client.sessions]
+        idle.sort(key=lambda key: key[0] != instance_id)
+        moved = sum(key[0] == instance_id for key in idle)
         excess = len(self._peers) + 1 - self._max_peers
-        for number, key in enumerate(idle):
-            if key[0] == instance_id or number < excess:
-                await self._peers.pop(key).client.aclose()
+        return [self._peers.pop(key).client for key in idle[: max(moved, excess)]]

@@ -1,7 +1,4 @@
-"""Server halves of KV streams: the handshake, the credits given to a sender, and frames written to a reader.
-
-Shared by decode, kvstore and prefill. Must not know what becomes of the KV.
-"""
+"""Server halves of KV streams: the handshake, the credits given to a sender, and frames written to a reader."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from google.protobuf.message import Message
 
 from moonpool.errors import Mismatch, TransferFailed
-from moonpool.kv.frames import FRAME_BYTES, Slice
+from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, Slice
 from moonpool.kv.keys import KEY_BYTES
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.wire import payload_bytes
@@ -146,7 +143,8 @@ class FrameWriter:
             StreamBroken: Too many messages wait to be written.
         """
         nbytes = sum(item.data.nbytes for item in slices)
-        if self._link is not None or nbytes > self._target_bytes or not self.credits.take(nbytes):
+        fits = nbytes <= self._target_bytes and len(slices) <= MAX_FRAME_SLICES
+        if self._link is not None or not fits or not self.credits.take(nbytes):
             return False
         unused = nbytes
         try:

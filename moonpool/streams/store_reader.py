@@ -1,7 +1,4 @@
-"""Reads blocks from a kvstore, layer by layer: the client of its `Get` stream.
-
-Owns the reading sessions on this side. Must not know where KV goes to: callbacks take it.
-"""
+"""Reads blocks from a kvstore, layer by layer: the client of its `Get` stream. Callbacks take what comes."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from moonpool.rpc.channels import Channels, payload_stream
 from moonpool.streams.credits import Traffic
 from moonpool.streams.ledger import SliceLedger
 from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream
-from moonpool.streams.waiter import Waiter
+from moonpool.streams.once import Once
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
 READ_WINDOW_BYTES = 32 << 20
@@ -50,7 +47,7 @@ def _get_session(message: kvstore_pb2.GetResponse) -> Hashable:
     return None
 
 
-class _Read:
+class PrefixRead:
     """One reading session: hands slices out as they come, layers in order."""
 
     def __init__(
@@ -62,7 +59,7 @@ class _Read:
         on_slice: Callable[[int, int, memoryview, int], None],
         on_layer: Callable[[int], None],
     ) -> None:
-        self.finished = Waiter()
+        self.finished = Once()
         self.blocks = len(keys)
         self.damaged_key = b""
         self._keys = keys
@@ -232,7 +229,7 @@ class StoreReader:
         if not keys or not layers or not heads:
             return 0
         self._check_heads(heads)
-        read = _Read(self._layout, keys, layers, heads, on_slice, on_layer)
+        read = PrefixRead(self._layout, keys, layers, heads, on_slice, on_layer)
         number = next(self._ids)
         began = asyncio.get_running_loop().time()
         try:
@@ -251,7 +248,7 @@ class StoreReader:
         if self._layout.scale_bytes and heads != whole:
             raise InvalidRequest("heads", "slices with scales travel whole")
 
-    async def _read(self, number: int, read: _Read, keys: Sequence[bytes], layers: range, heads: range) -> None:
+    async def _read(self, number: int, read: PrefixRead, keys: Sequence[bytes], layers: range, heads: range) -> None:
         session = await self._stream.open(number, read)
         finished = False
         try:

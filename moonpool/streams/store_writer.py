@@ -1,7 +1,4 @@
-"""Writes blocks to a kvstore: the client of its `Put` stream.
-
-Owns the writing sessions on this side. Must not know where KV comes from: a callback reads it.
-"""
+"""Writes blocks to a kvstore: the client of its `Put` stream. A callback reads the blocks' bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed
-from moonpool.kv.frames import FRAME_BYTES, Slice
+from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, Slice
 from moonpool.kv.hashes import bind
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
@@ -20,7 +17,7 @@ from moonpool.streams.credits import Traffic
 from moonpool.streams.faults import frames_to_send
 from moonpool.streams.link import TO_STORE, Link
 from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream
-from moonpool.streams.waiter import Waiter
+from moonpool.streams.once import Once
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
 
@@ -57,8 +54,8 @@ class _Put:
 
     def __init__(self, session: int, blocks: int) -> None:
         self.session = session
-        self.opened = Waiter()
-        self.visible = Waiter()
+        self.opened = Once()
+        self.visible = Once()
         self.missing = set(range(blocks))
         self.present = 0
         self.taken = False
@@ -191,7 +188,7 @@ class StoreWriter:
             await self._open(session, opening, keys, read, timeout_s)
             await put.opened.wait()
             if not put.taken:
-                slices = self._slices(keys, put.missing, read)
+                slices = missing_slices(keys, put.missing, read, self._layout, self._frame_bytes)
                 for header, pieces in frames_to_send(put.session, 0, slices, self._layout, self._frame_bytes):
                     await session.send(kvstore_pb2.PutRequest(frame=header), pieces, timeout_s=timeout_s)
                 self._end(session, put, aborted=False)
@@ -217,30 +214,16 @@ class StoreWriter:
         One that fits a frame travels whole with its opening: a round trip costs more than bytes that the store has
         already.
         """
-        if len(keys) * self._layout.block_bytes > self._frame_bytes:
+        if (
+            len(keys) * self._layout.block_bytes > self._frame_bytes
+            or len(keys) * self._layout.layers > MAX_FRAME_SLICES
+        ):
             session.post(kvstore_pb2.PutRequest(open=opening))
             return
-        slices = self._slices(keys, set(range(len(keys))), read)
+        slices = missing_slices(keys, set(range(len(keys))), read, self._layout, self._frame_bytes)
         [(header, pieces)] = frames_to_send(opening.session, 0, slices, self._layout, self._frame_bytes)
         opening.frame.CopyFrom(header)
         await session.send(kvstore_pb2.PutRequest(open=opening), pieces, timeout_s=timeout_s)
-
-    def _slices(
-        self, keys: Sequence[bytes], missing: set[int], read: Callable[[int, int], tuple[memoryview, int]]
-    ) -> Iterator[Slice]:
-        """Groups of blocks, each layer by layer: a run fills about a frame, and blocks become visible one by one.
-
-        A block that is no longer in `missing` is left out from there on: another writer has finished it.
-        """
-        group = max(1, self._frame_bytes // self._layout.slice_bytes)
-        full = self._layout.block_tokens
-        wanted = sorted(missing)
-        for start in range(0, len(wanted), group):
-            for layer in range(self._layout.layers):
-                for index in wanted[start : start + group]:
-                    if index in missing:
-                        data, value = read(layer, index)
-                        yield Slice(layer, index, data, full, bind(value, keys[index], layer))
 
     @staticmethod
     def _end(session: MuxSession[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse], put: _Put, *, aborted: bool) -> None:
@@ -252,3 +235,24 @@ class StoreWriter:
     async def aclose(self) -> None:
         """Ends the stream; puts under way fail. Idempotent."""
         await self._stream.aclose()
+
+
+def missing_slices(
+    keys: Sequence[bytes],
+    missing: set[int],
+    read: Callable[[int, int], tuple[memoryview, int]],
+    layout: KVLayout,
+    frame_bytes: int,
+) -> Iterator[Slice]:
+    """Groups of blocks, each layer by layer: a run fills about a frame, and blocks become visible one by one.
+
+    A block that is no longer in `missing` is left out from there on: another writer has finished it.
+    """
+    group = max(1, frame_bytes // layout.slice_bytes)
+    wanted = sorted(missing)
+    for start in range(0, len(wanted), group):
+        for layer in range(layout.layers):
+            for index in wanted[start : start + group]:
+                if index in missing:
+                    data, value = read(layer, index)
+                    yield Slice(layer, index, data, layout.block_tokens, bind(value, keys[index], layer))

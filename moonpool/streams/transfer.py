@@ -1,4 +1,4 @@
-"""The receiver's state machine of one transfer. Pure: time is an argument; must not know streams or memory."""
+"""The receiver's state machine of one transfer. Without I/O; time is an argument."""
 
 from __future__ import annotations
 

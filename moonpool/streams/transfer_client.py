@@ -1,7 +1,4 @@
-"""The sender of transfers: streams a request's KV to a decode instance.
-
-Owns the session of a transfer on this side. Must not know where KV comes from, nor when a layer is complete.
-"""
+"""The sender of transfers: streams a request's KV to a decode instance, each transfer as a session."""
 
 from __future__ import annotations
 
@@ -113,7 +110,7 @@ class TransferSender:
 class OutboundTransfer:
     """One transfer. Send each slice once, `close`, then wait for the `verdict`.
 
-    As a context manager it aborts whatever was not closed, and forgets a verdict nobody waited for.
+    As a context manager it aborts whatever was not closed, and drops a verdict that was not waited for.
     """
 
     def __init__(

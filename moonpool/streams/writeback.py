@@ -1,9 +1,8 @@
 """Write-back: full blocks of an engine's pool on their way to a kvstore, in the background.
 
-Owns the bounded queue of jobs and the references that keep the blocks' bytes in place until a job has ended. Must not
-know of requests, engines or schedulers: whoever submits hands over references, and `release` takes them back exactly
-once per job, whatever happens. A store that is slow, gone or full costs dropped jobs and a counter, never a request;
-each store has a queue and workers of its own, so that it costs the other stores nothing either.
+A job holds references that keep its blocks' bytes in place; `release` takes them back exactly once per job, whatever
+happens. A store that is slow, lost or full costs dropped jobs and a counter, never a request; each store has a queue
+and workers of its own, so that it costs the other stores nothing either.
 """
 
 import asyncio

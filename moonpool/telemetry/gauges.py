@@ -1,7 +1,4 @@
-"""What an instance holds, as numbers that a test can compare with their value at rest.
-
-It owns the translation to the contract's `Gauge`; where the numbers come from is the caller's business.
-"""
+"""What an instance holds, as numbers that a test can compare with their value at rest."""
 
 import asyncio
 import os

@@ -1,8 +1,8 @@
 """Prometheus metrics over HTTP: a service's gauges as they are, and histograms of what its gauges cannot say.
 
-It owns the translation and the endpoint, at an address of its own so that scraping never competes with the service's
-RPCs for a listener. Names are `moonpool_<service>_<gauge>`; a gauge whose name ends in `_total` is a counter, and one
-named `what{tenant="a"}` has these labels. Where the numbers come from is the caller's business.
+The endpoint has an address of its own, so that scraping never competes with the service's RPCs for a listener. Names
+are `moonpool_<service>_<gauge>`; a gauge whose name ends in `_total` is a counter, and one named `what{tenant="a"}` has
+these labels.
 """
 
 import asyncio

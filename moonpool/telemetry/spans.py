@@ -1,7 +1,7 @@
 """Recorded spans: what happened when, in Chrome's trace event format, one JSON object per line.
 
 Times are `time.monotonic_ns()`, one clock for all processes of a host, so that files of several processes can be laid
-side by side. The recorder knows nothing of what the spans mean. Written in batches; without a path it does nothing.
+side by side. Written in batches; without a path it does nothing.
 """
 
 import json
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from moonpool.telemetry.logs import get_logger
 
-_BATCH_EVENTS = 256
-_BATCH_NS = 200_000_000
+BATCH_EVENTS = 256
+BATCH_NS = 200_000_000
 
 log = get_logger(__name__)
 
@@ -92,7 +92,7 @@ class Recorder:
             if not self._pending:
                 self._oldest_ns = now_ns
             self._pending.append(line)
-            if len(self._pending) >= _BATCH_EVENTS or now_ns - self._oldest_ns > _BATCH_NS:
+            if len(self._pending) >= BATCH_EVENTS or now_ns - self._oldest_ns > BATCH_NS:
                 self._write()
 
     def _write(self) -> None:

@@ -25,7 +25,7 @@ from services.conductor.steps import StepsPool
 
 log = get_logger(__name__)
 
-MAX_EVENT_KEYS = 1 << 16
+MAX_EVENT_KEYS = 1 << 13
 """Keys stored, or removed, in one message: one message is applied without a pause of the event loop."""
 
 

@@ -1,25 +1,23 @@
 """The conductor's side of Join: one stream per instance, from its hello to its loss.
 
-Owns liveness (an instance silent for three heartbeats is lost) and orders. What a report means is `Cluster`'s business.
+An instance that is silent for three heartbeats is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 
-import grpc
-
-from moonpool.errors import DeadlineExceeded, InvalidRequest, Mismatch
+from moonpool.errors import InvalidRequest, Mismatch
 from moonpool.rpc.channels import probe
+from moonpool.streams.serving import ServerStream
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.cluster import Cluster
 from services.conductor.registry import Member
 
-_log = get_logger(__name__)
-
-_Context = grpc.aio.ServicerContext[conductor_pb2.JoinRequest, conductor_pb2.JoinResponse]
+log = get_logger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 3.0
@@ -35,77 +33,64 @@ class JoinServer:
         self._cluster = cluster
         self._heartbeat_s = heartbeat_s
         self._stopping = asyncio.Event()
-        self._clock = time.monotonic
 
     def stop(self) -> None:
         """End all streams: the conductor is leaving, instances look for the next one."""
         self._stopping.set()
 
-    async def serve(self, context: _Context) -> None:
+    async def serve(self, requests: AsyncIterator[conductor_pb2.JoinRequest], context: object) -> None:
         """Serve one instance until its stream ends.
 
         Raises:
             InvalidRequest: no proper hello came.
             Mismatch: it serves something else, or another process took its name.
-            Unavailable: it cannot be reached at the address it tells.
+            Unavailable: it cannot be reached at the address it tells, or the conductor is leaving.
             DeadlineExceeded: it was silent for three heartbeats.
         """
-        hello = await self._hello(context)
+        welcome = conductor_pb2.JoinWelcome(conductor=self.conductor, heartbeat_s=self._heartbeat_s)
+        await JoinStream(self._cluster, welcome, self._stopping).run(requests, context)
+
+
+class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
+    """One instance's stream."""
+
+    def __init__(self, cluster: Cluster, welcome: conductor_pb2.JoinWelcome, stopping: asyncio.Event) -> None:
+        super().__init__(stopping, hello_timeout_s=HELLO_TIMEOUT_S, silence_s=SILENT_HEARTBEATS * welcome.heartbeat_s)
+        self._cluster = cluster
+        self._welcome = welcome
+        self._member: Member
+        self._left = False
+
+    async def on_hello(self, message: conductor_pb2.JoinRequest) -> None:
+        """Takes an instance that serves what the others do and can be reached."""
+        hello = message.hello
         self._cluster.registry.check(hello)
         await probe(hello.instance.address, PROBE_TIMEOUT_S)
-        member = self._cluster.join(hello, self._clock())
-        log = _log.bind(instance=member.id, address=member.instance.address)
-        log.info("joined", **({"emulated": hello.model.emulated} if hello.model.emulated else {}))
-        lost = False
-        try:
-            welcome = conductor_pb2.JoinWelcome(conductor=self.conductor, heartbeat_s=self._heartbeat_s)
-            await context.write(conductor_pb2.JoinResponse(welcome=welcome))
-            await self._follow(context, member)
-        except DeadlineExceeded:
-            lost = True
-            raise
-        finally:
-            self._cluster.leave(member, lost=lost)
-            log.warning("lost") if lost else log.info("left")
+        self._member = self._cluster.join(hello, time.monotonic())
+        emulated = {"emulated": hello.model.emulated} if hello.model.emulated else {}
+        log.info("joined", instance=self._member.id, address=hello.instance.address, **emulated)
+        self.outbox.post(conductor_pb2.JoinResponse(welcome=self._welcome))
 
-    async def _hello(self, context: _Context) -> conductor_pb2.JoinHello:
-        first = await self._next(context, HELLO_TIMEOUT_S)
-        if first is None or not first.HasField("hello"):
-            raise InvalidRequest("hello", "must be the first message")
-        return first.hello
+    def on_message(self, message: conductor_pb2.JoinRequest, payload: memoryview) -> None:
+        """A report, or events."""
+        member = self._member
+        if not self._cluster.is_member(member):
+            raise Mismatch("instance.id", f"another process has joined as {member.id}")
+        match message.WhichOneof("message"):
+            case "load":
+                self._cluster.report(member, message.load, time.monotonic())
+            case "events":
+                if self._cluster.events(member, message.events):
+                    log.warning("resync", instance=member.id, sequence=message.events.sequence)
+                    self.outbox.post(conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder()))
+            case other:
+                raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
-    async def _follow(self, context: _Context, member: Member) -> None:
-        """Take reports and events until the stream ends."""
-        while (message := await self._next(context, SILENT_HEARTBEATS * self._heartbeat_s)) is not None:
-            if not self._cluster.is_member(member):
-                raise Mismatch("instance.id", f"another process has joined as {member.id}")
-            match message.WhichOneof("message"):
-                case "load":
-                    self._cluster.report(member, message.load, self._clock())
-                case "events":
-                    if self._cluster.events(member, message.events):
-                        _log.warning("resync", instance=member.id, sequence=message.events.sequence)
-                        resync = conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder())
-                        await context.write(resync)
-                case other:
-                    raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
-
-    async def _next(self, context: _Context, timeout_s: float) -> conductor_pb2.JoinRequest | None:
-        """Return the next message, or None when the stream or the conductor has ended.
-
-        Raises:
-            DeadlineExceeded: nothing came for `timeout_s`.
-        """
-        read = asyncio.ensure_future(context.read())
-        stop = asyncio.ensure_future(self._stopping.wait())
-        try:
-            await asyncio.wait({read, stop}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if read.done():
-                message = read.result()
-                return message if isinstance(message, conductor_pb2.JoinRequest) else None
-            if stop.done():
-                return None
-            raise DeadlineExceeded(f"nothing was heard for {timeout_s:g} s")
-        finally:
-            read.cancel()
-            stop.cancel()
+    def end(self) -> None:
+        """The instance has left, or is lost when it was silent."""
+        if self._left:
+            return
+        self._left = True
+        self._cluster.leave(self._member, lost=self.silent)
+        tell = log.warning if self.silent else log.info
+        tell("lost" if self.silent else "left", instance=self._member.id, address=self._member.instance.address)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -26,7 +27,6 @@ from services.conductor.registry import DECODE, KVSTORE, PREFILL
 from services.conductor.request import Served, read_request
 
 _GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, conductor_pb2.GenerateResponse]
-_JoinContext = grpc.aio.ServicerContext[conductor_pb2.JoinRequest, conductor_pb2.JoinResponse]
 
 
 class ConductorServicer:
@@ -117,9 +117,9 @@ class ConductorServicer:
             checkpoint.name, checkpoint.config, checkpoint.tokenizer, model.namespace, layout, model.max_tokens
         )
 
-    async def Join(self, request_iterator: object, context: _JoinContext) -> None:
+    async def Join(self, requests: AsyncIterator[conductor_pb2.JoinRequest], context: object) -> None:
         """Follow one instance."""
-        await self._joins.serve(context)
+        await self._joins.serve(requests, context)
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: object) -> conductor_pb2.ExplainResponse:
         """Return how a request was placed."""

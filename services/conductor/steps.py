@@ -1,8 +1,7 @@
 """The conductor's end of `Steps`: one multiplexed stream per decode instance, for all sequences that run there.
 
-Owns the streams' life. A sequence's tokens go to its `Inbox`; when a stream breaks, all its sequences fail with
-StreamBroken and the next sequence opens a new one. Writing is done by one task per stream: grpc.aio cancels the whole
-call when a waiting write is cancelled, and one request's end must not be every request's.
+A sequence's tokens go to its `Inbox`; when a stream breaks, all its sequences fail with StreamBroken and the next
+sequence opens a new one.
 """
 
 from __future__ import annotations
@@ -10,23 +9,49 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import grpc
-
 from moonpool.errors import MoonpoolError, StreamBroken
 from moonpool.rpc.channels import Channels
-from moonpool.rpc.errors import from_rpc_error
+from moonpool.streams.calling import ClientStream
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from services.conductor.inbox import Inbox
 
-_log = get_logger(__name__)
-
-_StepsCall = grpc.aio.StreamStreamCall[decode_pb2.StepsRequest, decode_pb2.StepsResponse]
+log = get_logger(__name__)
 
 QUEUE_MESSAGES = 8192
 """Starts and cancels waiting to be written; a decode instance that lets them grow beyond it does not read at all."""
 WRITE_TIMEOUT_S = 10.0
+
+
+class _StepsCall(ClientStream[decode_pb2.StepsRequest, decode_pb2.StepsResponse]):
+    """One call. Steps has no welcome: orders may follow the hello at once."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        decode: kv_pb2.Instance,
+        conductor: kv_pb2.Instance,
+        on_message: Callable[[decode_pb2.StepsResponse], None],
+        on_broken: Callable[[Exception], None],
+    ) -> None:
+        super().__init__(
+            f"Steps of {decode.id}",
+            lambda: DecodeServiceStub(channels.get(decode.address)).Steps(),
+            decode_pb2.StepsRequest(hello=decode_pb2.StepsHello(conductor=conductor)),
+            stall_s=WRITE_TIMEOUT_S,
+            max_messages=QUEUE_MESSAGES,
+        )
+        self._on_message = on_message
+        self._on_broken = on_broken
+
+    def on_message(self, message: decode_pb2.StepsResponse, payload: memoryview) -> None:
+        """Tokens and failures."""
+        self._on_message(message)
+
+    def on_broken(self, error: Exception) -> None:
+        """Every sequence fails."""
+        self._on_broken(error)
 
 
 class StepsStream:
@@ -45,8 +70,7 @@ class StepsStream:
         self._conductor = conductor
         self._on_idle_break = on_idle_break
         self._inboxes: dict[str, Inbox] = {}
-        self._outgoing: asyncio.Queue[decode_pb2.StepsRequest] = asyncio.Queue(QUEUE_MESSAGES)
-        self._task: asyncio.Task[None] | None = None
+        self._call: _StepsCall | None = None
 
     def __len__(self) -> int:
         """Sequences on the stream."""
@@ -54,8 +78,8 @@ class StepsStream:
 
     @property
     def unsent(self) -> int:
-        """Starts and cancels that wait to be written; those of a broken stream wait for nothing any more."""
-        return self._outgoing.qsize() if self._task is not None and not self._task.done() else 0
+        """Starts and cancels that wait to be written; a broken stream has none."""
+        return len(self._call.outbox) if self._call is not None else 0
 
     def subscribe(self, sequence_id: str, inbox: Inbox) -> None:
         """Let a sequence's tokens go to `inbox`."""
@@ -85,75 +109,46 @@ class StepsStream:
 
     def fail(self, error: MoonpoolError) -> None:
         """Break the stream, because the instance is lost."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-        self._broken(error)
+        if self._call is not None and self._call.error is None:
+            self._call.break_(error)
+        else:
+            self._broken(error)
 
     async def aclose(self) -> None:
         """End the stream; may be called again."""
-        task = self._task
+        call = self._call
         self.fail(StreamBroken("the conductor is closing"))
-        if task is not None:
-            await asyncio.gather(task, return_exceptions=True)
+        if call is not None:
+            await call.aclose()
 
     def _send(self, message: decode_pb2.StepsRequest) -> None:
-        if self._task is None or self._task.done():
-            self._outgoing = asyncio.Queue(QUEUE_MESSAGES)
-            self._task = asyncio.create_task(self._run(self._outgoing), name=f"steps-{self.decode.id}")
+        if self._call is None or self._call.error is not None:
+            self._call = _StepsCall(self._channels, self.decode, self._conductor, self._tell, self._broken)
+            self._call.begin()
         try:
-            self._outgoing.put_nowait(message)
-        except asyncio.QueueFull:
+            self._call.outbox.post(message)
+        except StreamBroken:
             self.fail(StreamBroken(f"{self.decode.id} does not read its Steps stream"))
 
-    async def _run(self, outgoing: asyncio.Queue[decode_pb2.StepsRequest]) -> None:
-        call = DecodeServiceStub(self._channels.get(self.decode.address)).Steps()
-        halves = [asyncio.ensure_future(self._read(call)), asyncio.ensure_future(self._write(call, outgoing))]
-        error: MoonpoolError = StreamBroken(f"the Steps stream to {self.decode.id} ended")
-        try:
-            done, _ = await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
-            for half in done:
-                half.result()
-        except grpc.aio.AioRpcError as rpc_error:
-            error = StreamBroken(f"the Steps stream to {self.decode.id} broke: {from_rpc_error(rpc_error)}")
-        except (TimeoutError, asyncio.InvalidStateError):
-            error = StreamBroken(f"{self.decode.id} does not read its Steps stream")
-        except Exception as defect:
-            _log.error("steps stream failed", decode=self.decode.id, exc_info=defect)
-        finally:
-            for half in halves:
-                half.cancel()
-            await asyncio.gather(*halves, return_exceptions=True)
-            call.cancel()
-        self._broken(error)
-
-    def _broken(self, error: MoonpoolError) -> None:
+    def _broken(self, error: Exception) -> None:
         inboxes, self._inboxes = self._inboxes, {}
+        failure = error if isinstance(error, MoonpoolError) else StreamBroken(str(error))
         for inbox in inboxes.values():
-            inbox.fail(error)
+            inbox.fail(failure)
         if inboxes:
-            _log.warning("steps stream broken", decode=self.decode.id, sequences=len(inboxes), error=str(error))
+            log.warning("steps stream broken", decode=self.decode.id, sequences=len(inboxes), error=str(error))
         self._on_idle_break(self)
 
-    async def _write(self, call: _StepsCall, outgoing: asyncio.Queue[decode_pb2.StepsRequest]) -> None:
-        hello = decode_pb2.StepsHello(conductor=self._conductor)
-        message = decode_pb2.StepsRequest(hello=hello)
-        while True:
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await call.write(message)
-            message = await outgoing.get()
-
-    async def _read(self, call: _StepsCall) -> None:
-        async for response in call:
-            for tokens in response.tokens:
-                inbox = self._inboxes.get(tokens.request_id)
-                if inbox is not None:
-                    inbox.tokens(tokens.position, tokens.token_ids)
-                    self._finish(inbox, tokens.finish_reason)
-            for failed in response.failed:
-                inbox = self._inboxes.get(failed.request_id)
-                if inbox is not None:
-                    inbox.fail(StreamBroken(f"{self.decode.id} cannot go on: {failed.reason}"))
+    def _tell(self, response: decode_pb2.StepsResponse) -> None:
+        for tokens in response.tokens:
+            inbox = self._inboxes.get(tokens.request_id)
+            if inbox is not None:
+                inbox.tokens(tokens.position, tokens.token_ids)
+                self._finish(inbox, tokens.finish_reason)
+        for failed in response.failed:
+            inbox = self._inboxes.get(failed.request_id)
+            if inbox is not None:
+                inbox.fail(StreamBroken(f"{self.decode.id} cannot go on: {failed.reason}"))
 
     def _finish(self, inbox: Inbox, reason: kv_pb2.FinishReason.ValueType) -> None:
         if reason == kv_pb2.FINISH_REASON_CANCELLED:  # not by us: a cancelled sequence has no inbox any more

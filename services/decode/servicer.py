@@ -1,18 +1,19 @@
 """The DecodeService contract: translates messages into calls of a `DecodeInstance` and back."""
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc.aio
 
 from moonpool.cluster.instances import check_instance
 from moonpool.cost import decode_step_seconds
-from moonpool.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, Unsupported
+from moonpool.errors import InvalidRequest, Overloaded, Unavailable, Unsupported
 from moonpool.rpc.wire import PayloadMessage
+from moonpool.rpc.writing import write_each
 from moonpool.streams.outbox import STALL_S
 from moonpool.streams.receiving import check_hello
+from moonpool.streams.serving import ServerStream, Write
 from moonpool.telemetry.gauges import Gauges
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.instance import DecodeInstance
@@ -20,10 +21,8 @@ from services.decode.receiver import Receiver
 from services.decode.requests import DecodeRequest
 from services.decode.subscriber import Subscriber
 
-HELLO_TIMEOUT_S = 10.0
 MAX_STORES = 16
 
-M = TypeVar("M")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -62,45 +61,13 @@ class DecodeServicer:
         self, requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRequest]], context: Context
     ) -> None:
         """Receives KV of many transfers from one prefill process."""
-        instance = self._instance
-        first = await _first(requests)
-        if first is None:
-            return
-        if first.message.WhichOneof("message") != "hello":
-            raise InvalidRequest("hello", "must be the first message of a stream")
-        hello = first.message.hello
-        check_hello(hello, namespace=instance.setup.namespace, layout=instance.layout)
-        loop = instance.loop
-        receiver = Receiver(
-            hello.sender, instance.identity, instance.requests, instance.pool, loop.arrived, loop.end, loop.notify
-        )
-        instance.receivers.add(receiver)
-        try:
-            receiver.welcome()
-            await _until_first(
-                _receive(requests, receiver), receiver.outbox.drain(context.write), instance.closing.wait()
-            )
-        finally:
-            instance.receivers.discard(receiver)
-            instance.retire(receiver)
+        await _ReceiveStream(self._instance).run(requests, context)
 
     async def Steps(  # noqa: N802
         self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Context
     ) -> None:
         """Starts and cancels sequences; returns tokens."""
-        instance = self._instance
-        first = await _first(requests)
-        if first is None:
-            return
-        if first.WhichOneof("message") != "hello":
-            raise InvalidRequest("hello", "must be the first message of a stream")
-        subscriber = Subscriber(first.hello.conductor)
-        instance.subscribers.add(subscriber)
-        try:
-            await _until_first(_obey(requests, subscriber, instance), _tell(subscriber, context))
-        finally:
-            instance.subscribers.discard(subscriber)
-            instance.loop.unsubscribe(subscriber)
+        await _StepsStream(self._instance).run(requests, context)
 
     async def DecodeStats(  # noqa: N802
         self, request: decode_pb2.DecodeStatsRequest, context: Context
@@ -137,27 +104,90 @@ def _stores(request: decode_pb2.ReserveRequest) -> list[kv_pb2.Instance]:
     return [*stores, *request.replicas]
 
 
-async def _receive(requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRequest]], receiver: Receiver) -> None:
-    async for request in requests:
-        payload = request.payload
-        assert isinstance(payload, memoryview), "received payloads are views"
-        receiver.take(request.message, payload)
+class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
+    """KV of many transfers from one prefill process."""
+
+    def __init__(self, instance: DecodeInstance) -> None:
+        super().__init__(instance.closing)
+        self._instance = instance
+        self._receiver: Receiver
+
+    async def on_hello(self, message: decode_pb2.ReceiveKVRequest) -> None:
+        """Takes the engine's own KV only."""
+        instance, loop = self._instance, self._instance.loop
+        check_hello(message.hello, namespace=instance.setup.namespace, layout=instance.layout)
+        self._receiver = Receiver(
+            message.hello.sender,
+            instance.identity,
+            instance.requests,
+            instance.pool,
+            loop.arrived,
+            loop.end,
+            loop.notify,
+        )
+        self.outbox = self._receiver.outbox
+        instance.receivers.add(self._receiver)
+        self._receiver.welcome()
+
+    def on_message(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview) -> None:
+        """Opens, frames and closes of transfers."""
+        self._receiver.take(message, payload)
+
+    def end(self) -> None:
+        """What has not come whole will not come."""
+        if self._receiver in self._instance.receivers:
+            self._instance.receivers.discard(self._receiver)
+            self._instance.retire(self._receiver)
 
 
-async def _obey(
-    requests: AsyncIterator[decode_pb2.StepsRequest], subscriber: Subscriber, instance: DecodeInstance
-) -> None:
-    async for request in requests:
-        await subscriber.room()
-        match request.WhichOneof("message"):
+class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
+    """Starts and cancels from one conductor, tokens to it."""
+
+    def __init__(self, instance: DecodeInstance) -> None:
+        super().__init__(instance.closing)
+        self._instance = instance
+        self._subscriber: Subscriber
+
+    async def on_hello(self, message: decode_pb2.StepsRequest) -> None:
+        """Any conductor is served."""
+        self._subscriber = Subscriber(message.hello.conductor)
+        self._instance.subscribers.add(self._subscriber)
+
+    def on_message(self, message: decode_pb2.StepsRequest, payload: memoryview) -> None:
+        """One order."""
+        match message.WhichOneof("message"):
             case "start":
-                _start(request.start, subscriber, instance)
+                _start(message.start, self._subscriber, self._instance)
             case "cancel":
-                subscriber.cancelled(request.cancel.request_id, instance.loop.cancel(request.cancel))
+                self._subscriber.cancelled(message.cancel.request_id, self._instance.loop.cancel(message.cancel))
             case "resume":
                 raise Unsupported("resuming a sequence is not built yet")
             case other:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
+
+    async def room(self) -> None:
+        """Waits while too many answers were not read."""
+        await self._subscriber.room()
+
+    async def write_answers(self, write: Write) -> None:
+        """Messages as they come, those that wait merged."""
+        try:
+            await write_each(write, self._subscriber.next, STALL_S)
+        except TimeoutError:
+            raise Unavailable(f"{self._subscriber.conductor.id} read nothing for {STALL_S:g} s") from None
+
+    def on_closing(self) -> None:
+        """What waits still goes out."""
+        self.finish()
+
+    def finish(self) -> None:
+        """Nothing more will wait."""
+        self._subscriber.close()
+
+    def end(self) -> None:
+        """The conductor's sequences end."""
+        self._instance.subscribers.discard(self._subscriber)
+        self._instance.loop.unsubscribe(self._subscriber)
 
 
 def _start(message: decode_pb2.StartSequence, subscriber: Subscriber, instance: DecodeInstance) -> None:
@@ -167,35 +197,3 @@ def _start(message: decode_pb2.StartSequence, subscriber: Subscriber, instance: 
         subscriber.failed(message.request_id, f"there is no token {message.first_token_id}")
     else:
         instance.loop.start(subscriber, message)
-
-
-async def _tell(subscriber: Subscriber, context: Context) -> None:
-    while (message := await subscriber.next()) is not None:
-        try:
-            async with asyncio.timeout(STALL_S):
-                await context.write(message)
-        except TimeoutError:
-            raise Unavailable(f"{subscriber.conductor.id} read nothing for {STALL_S:g} s") from None
-
-
-async def _first(requests: AsyncIterator[M]) -> M | None:
-    """The first message of a stream, None when there is none."""
-    try:
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
-            return await anext(requests, None)
-    except TimeoutError:
-        raise DeadlineExceeded(f"no hello came within {HELLO_TIMEOUT_S:g} s") from None
-
-
-async def _until_first(*coroutines: Awaitable[object]) -> None:
-    """Runs coroutines until the first has ended, cancels the others, and raises what it raised."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        done = [task for task in tasks if task.done()]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()

@@ -203,7 +203,7 @@ class KVStoreService(StoreListener):
         self._observer.changed(stored, removed)
         if self.agent is not None:
             self._unreported.changed(stored, removed, follows=self.agent.follows)
-            self.agent.poke()
+            self.agent.notify()
 
     def asked(self, keys: Sequence[BlockKey]) -> None:
         """Counts a reader's chain."""
@@ -262,7 +262,7 @@ class KVStoreService(StoreListener):
         """Reports that this store drains, waits for running sessions for a time, then ends all streams."""
         self._draining = True
         if self.agent is not None:
-            self.agent.poke()  # the store stays joined while it drains
+            self.agent.notify()  # the store stays joined while it drains
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_s / 2):
                 await self.idle.wait()

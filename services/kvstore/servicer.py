@@ -13,14 +13,12 @@ from services.kvstore.core.assembly import MAX_SESSION_BLOCKS
 from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.pin_keeper import PinKeeper
 from services.kvstore.streams.get_stream import GetResources, GetStream
-from services.kvstore.streams.open_calls import OpenCalls
+from services.kvstore.streams.open_calls import OpenCalls, PeerContext
 from services.kvstore.streams.put_stream import PutResources, PutStream
-from services.kvstore.streams.sessions import ServerContext
 from services.kvstore.streams.watch import Journal
 from services.kvstore.tenancy.pins import PinLimit
 
-MAX_MATCH_KEYS = 1 << 16
-_NO_PAYLOAD = memoryview(b"")
+MAX_MATCH_KEYS = 1 << 15
 _LIMITS = {
     PinLimit.NONE: kvstore_pb2.PIN_LIMIT_UNSPECIFIED,
     PinLimit.ABSENT: kvstore_pb2.PIN_LIMIT_ABSENT,
@@ -58,29 +56,18 @@ class KVStoreServicer:
     calls: OpenCalls
 
     async def Put(  # noqa: N802
-        self, requests: AsyncIterator[PayloadMessage[kvstore_pb2.PutRequest]], context: ServerContext
+        self, requests: AsyncIterator[PayloadMessage[kvstore_pb2.PutRequest]], context: PeerContext
     ) -> None:
         """Blocks from one writer process."""
-
-        async def pairs() -> AsyncIterator[tuple[kvstore_pb2.PutRequest, memoryview]]:
-            async for item in requests:
-                payload = item.payload
-                yield item.message, payload if isinstance(payload, memoryview) else _NO_PAYLOAD
-
         stream = PutStream(self.put, self.closing)
         with self.calls.stream(context, stream):
-            await stream.run(pairs(), context)
+            await stream.run(requests, context)
 
-    async def Get(self, requests: AsyncIterator[kvstore_pb2.GetRequest], context: ServerContext) -> None:  # noqa: N802
+    async def Get(self, requests: AsyncIterator[kvstore_pb2.GetRequest], context: PeerContext) -> None:  # noqa: N802
         """Blocks to one reader process."""
-
-        async def pairs() -> AsyncIterator[tuple[kvstore_pb2.GetRequest, memoryview]]:
-            async for message in requests:
-                yield message, _NO_PAYLOAD
-
         stream = GetStream(self.get, self.closing)
         with self.calls.stream(context, stream):
-            await stream.run(pairs(), context)
+            await stream.run(requests, context)
 
     async def MatchPrefix(  # noqa: N802
         self, request: kvstore_pb2.MatchPrefixRequest, context: object
@@ -105,7 +92,7 @@ class KVStoreServicer:
         return kvstore_pb2.UnpinResponse(found=self.pins.unpin(request.tenant, request.name))
 
     async def Watch(  # noqa: N802
-        self, request: kvstore_pb2.WatchRequest, context: ServerContext
+        self, request: kvstore_pb2.WatchRequest, context: PeerContext
     ) -> AsyncIterator[kvstore_pb2.WatchResponse]:
         """A snapshot (or what was missed), then changes."""
         with self.calls.stream(context):
@@ -126,7 +113,7 @@ class KVStoreServicer:
         return kvstore_pb2.CompactResponse(segments=self.operations.compact(request.min_live_share))
 
     async def Warm(  # noqa: N802
-        self, request: kvstore_pb2.WarmRequest, context: ServerContext
+        self, request: kvstore_pb2.WarmRequest, context: PeerContext
     ) -> kvstore_pb2.WarmResponse:
         """Fills free DRAM from SSD."""
         with self.calls.call(context):

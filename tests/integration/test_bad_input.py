@@ -21,7 +21,7 @@ CODES = grpc.StatusCode
 INVALID, MISMATCH, UNBUILT = CODES.INVALID_ARGUMENT, CODES.FAILED_PRECONDITION, CODES.UNIMPLEMENTED
 LENGTH = 4096  # of the tiny model
 VOCABULARY = 512
-MESSAGE_LIMIT = 64 << 20
+MESSAGE_LIMIT = 8 << 20
 PROMPT = tokens(2 * BLOCK + 4, "bad")
 
 
@@ -240,7 +240,7 @@ STREAMS = {name for name, method in METHODS.items() if method.client_streaming a
 @pytest.mark.parametrize("name", sorted(STREAMS))
 def test_streams_begin_and_go_on_properly(stack: Stack, name: str) -> None:
     """A second hello or an empty message ends a stream; one on which nothing was said ends in peace."""
-    assert stack.call(name).code is (INVALID if name == "conductor.Join" else CODES.OK)
+    assert stack.call(name).code is CODES.OK
     hello = stack.first_message(name)
     assert stack.call(name, hello).code is CODES.OK
     for wrong in (hello, b""):

@@ -122,7 +122,7 @@ def _parts(
     engine: FakeEngine,
     channels: Channels,
     instance: kv_pb2.Instance,
-    poke: Callable[[], None],
+    notify: Callable[[], None],
     *,
     rate: float | None = None,
     spans: Recorder,
@@ -135,7 +135,7 @@ def _parts(
         256,
         max_tokens,
     )
-    return InstanceContext(plan, engine, channels, Link(rate), instance, spans, poke)
+    return InstanceContext(plan, engine, channels, Link(rate), instance, spans, notify)
 
 
 @asynccontextmanager

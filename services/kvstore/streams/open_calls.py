@@ -4,13 +4,21 @@ import asyncio
 import collections
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from moonpool.errors import Overloaded
 from moonpool.streams.credits import Traffic
-from services.kvstore.streams.sessions import KVStream, ServerContext
+from services.kvstore.streams.sessions import KVStream
 
 RETRY_AFTER_S = 1.0
+
+
+class PeerContext(Protocol):
+    """The part of grpc.aio's servicer context that names the peer."""
+
+    def peer(self) -> str:
+        """The peer's address, its port last."""
+        ...
 
 
 class OpenCalls:
@@ -39,7 +47,7 @@ class OpenCalls:
         return sum((stream.traffic for stream in self.kv_streams), Traffic())
 
     @contextmanager
-    def call(self, context: ServerContext) -> Iterator[None]:
+    def call(self, context: PeerContext) -> Iterator[None]:
         """Counts one call while the body runs.
 
         Raises:
@@ -57,7 +65,7 @@ class OpenCalls:
                 del self._by_host[host]
 
     @contextmanager
-    def stream(self, context: ServerContext, stream: KVStream[Any] | None = None) -> Iterator[None]:
+    def stream(self, context: PeerContext, stream: KVStream[Any] | None = None) -> Iterator[None]:
         """Counts one stream; `stream` if it carries KV.
 
         Raises:

@@ -191,7 +191,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         if header.session != entry.number:
             raise InvalidRequest("frame.session", f"{header.session} is not the session that is opened")
         entry.silent = True
-        if not self._write(session, session.opener.open(header, payload)):
+        if not self._write_runs(session, session.opener.open(header, payload)):
             entry.silent = False
             return False
         if not session.complete:
@@ -206,14 +206,14 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
     def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
         entry = self._entries.get(header.session)
         try:
-            if entry is not None and not self._take(entry, header, payload):
+            if entry is not None and not self._take_frame(entry, header, payload):
                 return  # its credit comes back with it
         except MoonpoolError as error:
             assert entry is not None
             self._refuse(entry, error)
         self._give_back(self._receiver.consumed(payload.nbytes, idle=not self._entries))
 
-    def _take(self, entry: _Entry, header: kv_pb2.FrameHeader, payload: memoryview) -> bool:
+    def _take_frame(self, entry: _Entry, header: kv_pb2.FrameHeader, payload: memoryview) -> bool:
         """Writes a frame; False when it has to wait for room."""
         session = entry.session
         if session is None:
@@ -221,14 +221,14 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         entry.progress_at = self._loop.time()
         runs = session.opener.open(header, payload)
         waits = self._rooms.waits(self._writes.lane(session.spec.tenant)) and self._writes.needs_room(session, runs)
-        if not entry.backlog and not waits and self._write(session, runs):
+        if not entry.backlog and not waits and self._write_runs(session, runs):
             return True
         entry.backlog.append((runs, payload.nbytes))
         if entry.task is None:
             entry.task = self.spawn(self._write_later(entry, session))
         return False
 
-    def _write(self, session: PutSession, runs: list[OpenRun]) -> bool:
+    def _write_runs(self, session: PutSession, runs: list[OpenRun]) -> bool:
         return self._writes.write(session, runs, now=self._loop.time())
 
     async def _write_later(self, entry: _Entry, session: PutSession) -> None:
@@ -246,7 +246,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
     def _write_first(self, entry: _Entry, session: PutSession) -> bool | None:
         """Writes the first frame of the backlog; None while there is no room."""
         runs, nbytes = entry.backlog[0]
-        if not self._write(session, runs):
+        if not self._write_runs(session, runs):
             return None
         entry.backlog.popleft()
         entry.progress_at = self._loop.time()

@@ -43,7 +43,7 @@ class Journal:
         journal_bytes: how many bytes of keys are kept in them at most, beside the last message.
         watcher_messages: how far a watcher may be behind before it is cut off.
         max_watchers: watchers at once.
-        page_keys: keys in one message of a snapshot at most.
+        keys_per_page: keys in one message of a snapshot at most.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Journal:
         journal_bytes: int = JOURNAL_BYTES,
         watcher_messages: int = WATCHER_MESSAGES,
         max_watchers: int = MAX_WATCHERS,
-        page_keys: int = KEYS_PER_MESSAGE,
+        keys_per_page: int = KEYS_PER_MESSAGE,
     ) -> None:
         self._held = held
         self._incarnation = incarnation
         self._watcher_messages = watcher_messages
         self._max_watchers = max_watchers
-        self._page_keys = page_keys
+        self._keys_per_page = keys_per_page
         self._log = EventLog()
         self._journal_messages = journal_messages
         self._journal_bytes = journal_bytes
@@ -147,7 +147,7 @@ class Journal:
 
     def _pages(self, watcher: _Watcher) -> Iterator[list[kv_pb2.KVEvents]]:
         """A snapshot: what was told since the last page, and one further page."""
-        for page in snapshot(self._held, self._page_keys):
+        for page in snapshot(self._held, self._keys_per_page):
             self._flush()
             changes = list(watcher.queue)
             watcher.queue.clear()

@@ -1,5 +1,3 @@
-import pytest
-
 from moonpool.cluster import EventLog, HeldKeys
 from moonpool.cluster.events import snapshot
 from moonpool.v1 import kv_pb2
@@ -26,11 +24,10 @@ def test_messages_are_bounded_and_numbered_without_gaps() -> None:
     assert log.next_sequence == 3
 
 
-def test_a_snapshot_comes_in_steps_that_list_when_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moonpool.cluster.events.KEYS_PER_MESSAGE", 2)
+def test_a_snapshot_comes_in_steps_that_list_when_they_are_taken() -> None:
     held, log = [[A], [B, C, D], [E]], EventLog()
     log.stored([A])
-    steps = snapshot(HeldKeys(3, held.__getitem__))
+    steps = snapshot(HeldKeys(3, held.__getitem__), max_keys=2)
     log.forget()
     assert log.next_message() is None
     assert list(log.numbered(next(steps))) == [

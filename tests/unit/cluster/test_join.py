@@ -94,8 +94,7 @@ class Instance:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_a_snapshot_in_steps_between_changes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moonpool.cluster.events.KEYS_PER_MESSAGE", 3)
+async def test_a_snapshot_in_steps_between_changes(seed: int) -> None:
     listener, instance, server = Listener(), Instance(seed), grpc.aio.server()
     server.add_generic_rpc_handlers((listener.handler(),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -110,6 +109,7 @@ async def test_a_snapshot_in_steps_between_changes(seed: int, monkeypatch: pytes
             instance.take,
             HeldKeys(PARTS, instance.part),
             flush_s=0.0,
+            keys_per_message=3,
         )
         assert not agent.follows
         stopping = asyncio.Event()
@@ -118,7 +118,7 @@ async def test_a_snapshot_in_steps_between_changes(seed: int, monkeypatch: pytes
             async with asyncio.timeout(20):
                 while listener.snapshots < 2 or listener.knows() != instance.keys:
                     listener.heard.clear()
-                    agent.poke()
+                    agent.notify()
                     await listener.heard.wait()
         finally:
             stopping.set()

@@ -86,7 +86,7 @@ class FakeMember:
         assert self.agent is not None
         self.keys += keys
         self.new_keys += keys
-        self.agent.poke()
+        self.agent.notify()
 
 
 @dataclass

@@ -151,7 +151,7 @@ def _of_health(service: Service, config: ServiceConfig, images: Containerfile) -
 
 
 def _of_life(service: Service, config: ServiceConfig) -> Iterator[str]:
-    drain_s = config.drain_s + process._AFTER_DRAIN_S + process._CANCEL_GRACE_S
+    drain_s = config.drain_s + process.AFTER_DRAIN_S + process.CANCEL_GRACE_S
     if service.seconds("stop_grace_period") <= drain_s:
         yield f"is killed after {service.seconds('stop_grace_period'):g} s, may drain for {drain_s:g} s"
     if service.rest.get("restart") not in ("unless-stopped", "always"):

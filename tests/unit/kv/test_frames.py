@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.errors import FrameError
-from moonpool.kv.frames import DamagedSliceError, FrameOpener, Run, Slice, checksum, pack_frames, part_bytes, split_run
+from moonpool.kv.frames import (
+    MAX_FRAME_SLICES,
+    DamagedSliceError,
+    FrameOpener,
+    Run,
+    Slice,
+    checksum,
+    pack_frames,
+    part_bytes,
+    split_run,
+)
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
@@ -270,3 +280,12 @@ def test_pieces_of_a_slice_come_one_behind_the_other() -> None:
     assert FrameOpener(LAYOUT).open(first[0], memoryview(first[1])) == []
     with pytest.raises(DamagedSliceError):
         opener.open(second[0], memoryview(damaged))
+
+
+def test_a_sender_keeps_to_the_number_of_slices_in_a_frame() -> None:
+    tiny = KVLayout(layers=2, kv_heads=1, head_dim=1, block_tokens=16, dtype="bfloat16")
+    data = bytes(tiny.slice_bytes)
+    slices = [slice_to_send(tiny, 0, 2 * block, data) for block in range(MAX_FRAME_SLICES + 1)]
+    frames = pack(slices, 1 << 20, tiny)
+    opened_runs = [FrameOpener(tiny).open(header, memoryview(payload)) for header, payload in frames]
+    assert [len(runs) for runs in opened_runs] == [MAX_FRAME_SLICES, 1]

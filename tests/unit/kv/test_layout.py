@@ -33,6 +33,12 @@ def test_blocks_and_valid_tokens() -> None:
     [
         ("layers", 0),
         ("kv_heads", -1),
+        ("kv_heads", 1025),
+        ("kv_heads", 1 << 20),
+        ("layers", 4097),
+        ("head_dim", 1 << 13),
+        ("block_tokens", 1 << 13),
+        ("scale_bytes", (1 << 20) + 1),
         ("head_dim", 0),
         ("block_tokens", 24),
         ("block_tokens", 0),
@@ -44,6 +50,21 @@ def test_blocks_and_valid_tokens() -> None:
 def test_refuses_by_field(field: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         dataclasses.replace(LAYOUT, **{field: value})  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "shape"),
+    [
+        ("head_dim", {"head_dim": 4096, "block_tokens": 512}),  # a head that does not fit a message
+        ("kv_heads", {"kv_heads": 1024, "head_dim": 1024, "scale_bytes": 4}),  # with scales a slice travels whole
+        ("kv_heads", {"kv_heads": 1024, "head_dim": 1024, "block_tokens": 64}),
+        ("layers", {"layers": 4096, "kv_heads": 256, "head_dim": 1024}),
+    ],
+)
+def test_what_cannot_travel_or_is_larger_than_any_model_is_refused(field: str, shape: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="bytes") as caught:
+        dataclasses.replace(LAYOUT, **shape)  # type: ignore[arg-type]
     assert caught.value.field == field
 
 

@@ -8,10 +8,9 @@ import os
 import pytest
 
 from moonpool.errors import ConfigError
-from moonpool.kv import pool as pool_module
 from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.pool import KVPool, PoolPart
+from moonpool.kv.pool import KVPool, PoolPart, available_bytes
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
 
@@ -73,14 +72,13 @@ def test_without_memfd_a_temporary_file_serves(monkeypatch: pytest.MonkeyPatch) 
     pool.close()
 
 
-def test_refuses_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_too_little_memory() -> None:
     with pytest.raises(ConfigError) as caught:
         KVPool.create(LAYOUT, KVPool.blocks_for_bytes(LAYOUT, LAYOUT.block_bytes - 1), [(0, 3)])
     assert caught.value.field == "kv_bytes"
-    monkeypatch.setattr(pool_module, "_available_bytes", lambda: LAYOUT.block_bytes)
     with pytest.raises(ConfigError, match="only"):
-        KVPool.create(LAYOUT, 2, [(0, 3)])
-    KVPool.create(LAYOUT, 1, [(0, 3)]).close()
+        KVPool.create(LAYOUT, 2, [(0, 3)], lambda: LAYOUT.block_bytes)
+    KVPool.create(LAYOUT, 1, [(0, 3)], lambda: LAYOUT.block_bytes).close()
 
 
 @pytest.mark.parametrize("ranges", [[], [(0, 2)], [(0, 2), (1, 3)], [(0, 0), (0, 3)], [(0, 4)]])
@@ -91,7 +89,7 @@ def test_refuses_ranges_that_are_not_the_layers(ranges: list[tuple[int, int]]) -
 
 
 def test_available_memory_is_told_here() -> None:
-    available = pool_module._available_bytes()
+    available = available_bytes()
     assert available is None or available > 0
 
 

@@ -16,8 +16,9 @@ import structlog
 
 from moonpool.config import ServiceConfig
 from moonpool.errors import CheckpointError, ConfigError, Mismatch, Unavailable, UnsupportedModel
-from moonpool.rpc import process, tuning
+from moonpool.rpc import tuning
 from moonpool.rpc.channels import probe
+from moonpool.rpc.endings import parent_watch, signal_counter
 from moonpool.rpc.process import ProcessContext, run_main, run_service
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import kv_pb2
@@ -144,8 +145,7 @@ def test_an_unwritable_spans_dir_is_a_setting(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.usefixtures("_own_logging")
-def test_a_main_that_drains_too_long_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_AFTER_DRAIN_S", 0.0)
+def test_a_main_that_drains_too_long_is_cancelled() -> None:
     cancelled: list[bool] = []
 
     async def main(ctx: ProcessContext) -> None:
@@ -156,14 +156,14 @@ def test_a_main_that_drains_too_long_is_cancelled(monkeypatch: pytest.MonkeyPatc
             cancelled.append(True)
             raise
 
-    assert run_service(main, name="decode", config=ServiceConfig(id="d", drain_s=0.001)) == 1
+    assert run_service(main, name="decode", config=ServiceConfig(id="d", drain_s=0.001), after_drain_s=0.0) == 1
     assert cancelled == [True]
 
 
 def test_the_same_signal_twice_leaves_at_once() -> None:
     stopping = asyncio.Event()
     left: list[int] = []
-    received: Callable[[int], None] = process._signal_counter(stopping, left.append)
+    received: Callable[[int], None] = signal_counter(stopping, left.append)
     received(signal.SIGINT)
     assert stopping.is_set()
     received(signal.SIGTERM)
@@ -198,7 +198,7 @@ def test_announcing_to_nobody_is_no_error() -> None:
 def test_a_parent_that_has_gone_already_is_noticed() -> None:
     async def watch(wanted: str) -> bool:
         stopping = asyncio.Event()
-        with process._parent_watch(stopping, wanted):
+        with parent_watch(stopping, wanted):
             return stopping.is_set()
 
     assert asyncio.run(watch("999999999"))

@@ -25,6 +25,7 @@ from moonpool.errors import (
 )
 from moonpool.rpc.channels import Channels, payload_stream, probe
 from moonpool.rpc.errors import from_rpc_error
+from moonpool.rpc.peers import CallLimits
 from moonpool.rpc.server import RunningServer, Service, serving
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.v1 import conductor_pb2, decode_pb2, decode_pb2_grpc, kv_pb2, kvstore_pb2, kvstore_pb2_grpc
@@ -215,14 +216,14 @@ async def test_what_is_missing_is_unsupported(server: RunningServer, channels: C
     assert isinstance(await failure(unknown(b"")), Unsupported)
 
 
-async def test_limit_is_64_mib_and_not_overload(server: RunningServer, channels: Channels) -> None:
+async def test_limit_is_8_mib_and_not_overload(server: RunningServer, channels: Channels) -> None:
     stub = decode_stub(channels, server)
 
     def request(size: int) -> decode_pb2.ReserveRequest:
         return decode_pb2.ReserveRequest(sequence=kv_pb2.SequenceSpec(token_ids=bytes(size)))
 
     await stub.Reserve(request(5 << 20), timeout=DEADLINE_S)  # over gRPC's own default of 4 MiB
-    too_large = await failure(stub.Reserve(request(65 << 20), timeout=DEADLINE_S))
+    too_large = await failure(stub.Reserve(request(9 << 20), timeout=DEADLINE_S))
     assert type(too_large) is InvalidRequest
     assert "larger than max" in str(too_large)
 
@@ -243,6 +244,43 @@ async def test_health_follows_set_serving(server: RunningServer, channels: Chann
     server.set_serving(True)
     await probe(server.address, DEADLINE_S)
     watch.cancel()
+
+
+async def test_too_many_fields_are_an_invalid_request_to_servers_and_nothing_to_clients() -> None:
+    """Also through generated stubs, which bring their own deserialisers."""
+    tokens = b"\x0a\x00" * (1 << 20)
+
+    class Talkative:
+        async def DecodeStats(self, request: object, context: object) -> Any:
+            return decode_pb2.DecodeStatsResponse.FromString(b"\x12\x00" * 100_000)
+
+    async with serving("127.0.0.1:0", [(DECODE, Talkative())], grace_s=0) as running, Channels() as channels:
+        opener: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+        opener = channels.get(running.address).unary_unary(f"/{DECODE.full_name}/DecodeStats")
+        error = await failure(opener(tokens, timeout=DEADLINE_S))
+        assert type(error) is InvalidRequest
+        assert "too many fields" in str(error)
+        answer = await decode_stub(channels, running).DecodeStats(decode_pb2.DecodeStatsRequest(), timeout=DEADLINE_S)
+        assert answer is None
+
+
+async def test_a_peer_beyond_its_limits_is_refused_until_its_calls_have_ended() -> None:
+    limits = CallLimits(calls=3, streams=2)
+    service: Service = (DECODE, Decode())
+    async with serving("127.0.0.1:0", [service], grace_s=0, limits=limits) as running, Channels() as channels:
+        stub = decode_stub(channels, running)
+        calls = [stub.Steps(timeout=DEADLINE_S) for _ in range(2)]
+        for call in calls:
+            cancel = decode_pb2.CancelSequence(request_id="here")
+            await call.write(decode_pb2.StepsRequest(cancel=cancel))
+            await read(call)
+        refused = await failure(stub.Steps(timeout=DEADLINE_S).read())
+        assert isinstance(refused, Overloaded)
+        assert refused.reason == "peer_calls"
+        await stub.Reserve(decode_pb2.ReserveRequest(), timeout=DEADLINE_S)
+        await calls[0].done_writing()
+        assert await read(calls[0]) is grpc.aio.EOF
+        await stub.Steps(timeout=DEADLINE_S).write(decode_pb2.StepsRequest())
 
 
 async def test_watching_health_does_not_hold_up_the_end(channels: Channels) -> None:
@@ -333,7 +371,7 @@ class Cancelling:
     async def Steps(self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Any) -> None:
         async def write() -> None:
             self.writing.set()
-            reason = "x" * (8 << 20)
+            reason = "x" * (3 << 20)
             await context.write(decode_pb2.StepsResponse(failed=[decode_pb2.SequenceFailed(reason=reason)]))
 
         task = asyncio.ensure_future(write())

@@ -187,6 +187,7 @@ class FakeStore(FakeStreams):
         self.put_closes: list[tuple[int, bool]] = []
         self.get_closes: list[int] = []
         self.refuse = ""
+        self.refusal = kvstore_pb2.PutRefused(reason="full")
         self.acks = True
         self.frames = 0
         self.takes = False  # frames that come with their session's opening
@@ -237,8 +238,7 @@ class FakeStore(FakeStreams):
         keys = unpack_keys(opening.keys)
         self.parents.update(zip(keys, unpack_keys(opening.parent_keys), strict=True))
         if self.refuse == "open":
-            refused = kvstore_pb2.PutRefused(session=opening.session, reason="full")
-            outbox.post(kvstore_pb2.PutResponse(refused=refused))
+            self._refuse(opening.session, outbox)
             return False
         if self.mute:
             return False
@@ -256,12 +256,15 @@ class FakeStore(FakeStreams):
         outbox.post(kvstore_pb2.PutResponse(opened=opened))
         return opened.taken
 
+    def _refuse(self, session: int, outbox: Outbox) -> None:
+        self.refusal.session = session
+        outbox.post(kvstore_pb2.PutResponse(refused=self.refusal))
+
     def _put_frame(self, header: kv_pb2.FrameHeader, payload: memoryview, outbox: Outbox) -> None:
         if header.session not in self.puts:
             return
         if self.refuse == "frame":
-            refused = kvstore_pb2.PutRefused(session=header.session, reason="full")
-            outbox.post(kvstore_pb2.PutResponse(refused=refused))
+            self._refuse(header.session, outbox)
             return
         keys, parts = self.puts[header.session]
         for run, data, _ in self.openers[header.session].open(header, payload):

@@ -10,15 +10,10 @@ from hypothesis import strategies as st
 
 from moonpool.errors import StreamBroken, TransferFailed
 from moonpool.streams.credits import ByteCredits, CreditReturn, Traffic
+from tests.unit.streams.turns import turn
 
 SMALL = settings(max_examples=60, derandomize=True, deadline=None, database=None)
 LONG_S = 60.0
-
-
-async def turn() -> None:
-    """Lets everything that is ready run."""
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 async def test_acquire_and_grant() -> None:

@@ -6,18 +6,19 @@ import asyncio
 
 import pytest
 
-from moonpool.streams import link as link_module
-from moonpool.streams.link import TO_DECODE, TO_STORE, Link
+from moonpool.streams.link import BURST_S, TO_DECODE, TO_STORE, Link
+from tests.unit.streams.turns import turn
 
 
 class Clock:
     """Time that passes only when the link sleeps."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.now = 100.0
         self.sleeping: list[tuple[float, asyncio.Future[None]]] = []
-        monkeypatch.setattr(link_module, "_now", lambda: self.now)
-        monkeypatch.setattr(link_module, "_sleep", self.sleep)
+
+    def link(self, rate_bytes_per_s: float) -> Link:
+        return Link(rate_bytes_per_s, clock=lambda: self.now, sleep=self.sleep)
 
     async def sleep(self, seconds: float) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -34,11 +35,6 @@ class Clock:
         return seconds
 
 
-async def turn() -> None:
-    for _ in range(8):
-        await asyncio.sleep(0)
-
-
 async def test_unlimited_lets_everything_pass() -> None:
     link = Link()
     await link.slot(1 << 30, TO_DECODE)
@@ -46,8 +42,9 @@ async def test_unlimited_lets_everything_pass() -> None:
     assert link.waiting == 0
 
 
-async def test_slots_follow_one_another_at_the_rate_and_decode_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, link, order = Clock(monkeypatch), Link(1000.0), []
+async def test_slots_follow_one_another_at_the_rate_and_decode_goes_first() -> None:
+    clock, order = Clock(), list[tuple[str, float]]()
+    link = clock.link(1000.0)
 
     async def send(name: str, nbytes: int, priority: int) -> None:
         await link.slot(nbytes, priority)
@@ -62,7 +59,7 @@ async def test_slots_follow_one_another_at_the_rate_and_decode_goes_first(monkey
         assert link.waiting == 3
         for _ in range(4):
             await clock.step()
-    begin = 100.0 - link_module.BURST_S
+    begin = 100.0 - BURST_S
     assert order == [
         ("store 1", round(begin + 1, 6)),
         ("decode 1", round(begin + 1.5, 6)),
@@ -72,12 +69,13 @@ async def test_slots_follow_one_another_at_the_rate_and_decode_goes_first(monkey
     assert link.waiting == 0
 
 
-async def test_a_late_timer_is_made_up_for_but_idle_time_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, link = Clock(monkeypatch), Link(1000.0)
+async def test_a_late_timer_is_made_up_for_but_idle_time_is_lost() -> None:
+    clock = Clock()
+    link = clock.link(1000.0)
     clock.now += 50.0
     first = asyncio.ensure_future(link.slot(1000, TO_DECODE))
     await turn()
-    assert await clock.step() == pytest.approx(1.0 - link_module.BURST_S)
+    assert await clock.step() == pytest.approx(1.0 - BURST_S)
     await first
     clock.now += 0.002
     second = asyncio.ensure_future(link.slot(1000, TO_DECODE))
@@ -86,8 +84,9 @@ async def test_a_late_timer_is_made_up_for_but_idle_time_is_lost(monkeypatch: py
     await second
 
 
-async def test_cancelled_waiters_do_not_hold_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, link = Clock(monkeypatch), Link(1000.0)
+async def test_cancelled_waiters_do_not_hold_the_link() -> None:
+    clock = Clock()
+    link = clock.link(1000.0)
     slots = [asyncio.ensure_future(link.slot(100, TO_DECODE)) for _ in range(4)]
     await turn()
     slots[1].cancel()  # waits
@@ -106,31 +105,29 @@ async def test_cancelled_waiters_do_not_hold_the_link(monkeypatch: pytest.Monkey
     await last
 
 
-async def test_cancelled_when_its_turn_has_just_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, link = Clock(monkeypatch), Link(1000.0)
-    first, second, third = (asyncio.ensure_future(link.slot(100, TO_DECODE)) for _ in range(3))
-    await turn()
-    ((_, future),) = clock.sleeping
-    clock.sleeping = []
-    pass_on = link._next
+async def test_cancelled_when_its_turn_has_just_come() -> None:
+    clock = Clock()
+    link = clock.link(1000.0)
+    tasks: list[asyncio.Task[None]] = []
 
-    def pass_on_and_cancel() -> None:
-        pass_on()
-        second.cancel()
+    async def first() -> None:
+        await link.slot(100, TO_DECODE)
+        tasks[1].cancel()  # the link has given it the turn, and it has not run since
 
-    monkeypatch.setattr(link, "_next", pass_on_and_cancel)
-    future.set_result(None)
+    tasks += [asyncio.create_task(first()), *(asyncio.create_task(link.slot(100, TO_DECODE)) for _ in range(2))]
     await turn()
-    assert first.done()
-    assert second.cancelled()
     await clock.step()
-    await third
+    assert tasks[0].done()
+    assert tasks[1].cancelled()
+    await clock.step()
+    await tasks[2]
     assert link.waiting == 0
 
 
-async def test_cancelled_when_the_one_before_has_just_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_when_the_one_before_has_just_ended() -> None:
     """The turn passes over a waiter that was cancelled and has not run since."""
-    clock, link = Clock(monkeypatch), Link(1000.0)
+    clock = Clock()
+    link = clock.link(1000.0)
     first = asyncio.create_task(link.slot(1000, TO_DECODE))
     await turn()
     second, third = (asyncio.create_task(link.slot(1000, TO_DECODE)) for _ in range(2))

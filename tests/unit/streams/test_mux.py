@@ -93,7 +93,7 @@ async def streaming(store: Store) -> AsyncIterator[Stream]:
             yield stream
         finally:
             await stream.aclose()
-            assert not stream._tasks
+            assert not stream.tasks
             assert stream.sessions == 0
 
 

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from moonpool.errors import InvalidRequest, Overloaded, StreamBroken
 from moonpool.kv.keys import BlockKey
 from moonpool.streams.credits import Traffic
-from moonpool.streams.peers import Peers
 from moonpool.streams.store_writer import PutOutcome
 from moonpool.streams.writeback import MAX_PAUSE_S, WriteBack, WriteBackLimits
 from moonpool.v1 import kv_pb2
@@ -63,7 +62,7 @@ class Bench:
         self.now = 0.0
         self.it = WriteBack(
             WriteBackLimits(blocks, workers=1, pause_s=2.0),
-            self._open,
+            self.open_writer,
             hashed(lambda layer, block: bytes([layer, block])),
             self._release,
             lambda: self.now,
@@ -73,7 +72,7 @@ class Bench:
         self.released += blocks
         self.came_back.set()
 
-    def _open(self, address: str) -> FakeWriter:
+    def open_writer(self, address: str) -> FakeWriter:
         return self.writers.setdefault(address, FakeWriter())
 
     def submit(self, blocks: Sequence[int], store: kv_pb2.Instance = STORE) -> bool:
@@ -99,7 +98,7 @@ async def running(bench: Bench) -> AsyncIterator[Bench]:
 
 async def test_stores_and_gives_back() -> None:
     async with running(Bench()) as bench:
-        bench._open("a:1").go.set()
+        bench.open_writer("a:1").go.set()
         assert bench.submit([3, 1])
         assert bench.it.blocks_held == 2
         await bench.settle()
@@ -114,7 +113,7 @@ async def test_is_bounded_and_takes_leading_blocks() -> None:
         assert bench.submit([3, 4])
         assert not bench.submit([5])
         assert bench.it.blocks_dropped == 2
-        bench._open("a:1").go.set()
+        bench.open_writer("a:1").go.set()
         await bench.settle()
         assert sorted(bench.released) == [1, 2, 3]
 
@@ -122,7 +121,7 @@ async def test_is_bounded_and_takes_leading_blocks() -> None:
 async def test_a_store_that_does_not_answer_keeps_no_other_waiting() -> None:
     other = kv_pb2.Instance(id="other", incarnation=1, address="b:1")
     async with running(Bench(blocks=6)) as bench:
-        bench._open("b:1").go.set()
+        bench.open_writer("b:1").go.set()
         assert bench.submit([1, 2])
         assert bench.it.room(STORE, 9) == 4  # alone, it may have all
         assert bench.submit([1, 2], other)  # the same blocks, a second copy
@@ -132,14 +131,14 @@ async def test_a_store_that_does_not_answer_keeps_no_other_waiting() -> None:
             await bench.came_back.wait()
         assert bench.writers["b:1"].read == [b"\x00\x01", b"\x00\x02"]
         assert bench.released == [1, 2]
-        bench._open("a:1").go.set()
+        bench.open_writer("a:1").go.set()
         await bench.settle()
         assert bench.released == [1, 2, 1, 2]
 
 
 async def test_what_was_submitted_early_is_stored_once_it_runs() -> None:
     bench = Bench()
-    bench._open("a:1").go.set()
+    bench.open_writer("a:1").go.set()
     assert bench.submit([1])
     async with running(bench):
         await bench.settle()
@@ -148,7 +147,7 @@ async def test_what_was_submitted_early_is_stored_once_it_runs() -> None:
 
 async def test_a_failing_store_is_left_alone_for_a_while() -> None:
     async with running(Bench()) as bench:
-        writer = bench._open("a:1")
+        writer = bench.open_writer("a:1")
         writer.go.set()
         for error in (StreamBroken("gone"), ZeroDivisionError("a defect")):
             writer.error = error
@@ -167,7 +166,7 @@ async def test_a_failing_store_is_left_alone_for_a_while() -> None:
 
 async def test_a_refusal_is_not_tried_again_and_the_store_is_left_alone_as_long_as_it_says() -> None:
     async with running(Bench()) as bench:
-        writer = bench._open("a:1")
+        writer = bench.open_writer("a:1")
         writer.go.set()
         writer.error = Overloaded("full of pins", reason="kvstore_pinned", retry_after_s=10.0)
         assert bench.submit([1])
@@ -200,21 +199,3 @@ async def test_the_end_drops_what_waits() -> None:
     assert sorted(bench.released) == [1, 2]
     assert all(writer.closed for writer in bench.writers.values())
     assert not bench.submit([3])
-
-
-async def test_peers_that_moved_or_are_too_many_are_closed() -> None:
-    made: dict[str, FakeWriter] = {}
-    peers = Peers(lambda address: made.setdefault(address, FakeWriter()), max_peers=2)
-    first = await peers.get(STORE)
-    assert await peers.get(kv_pb2.Instance(id="store", incarnation=2, address="a:1")) is first
-    first.sessions = 1
-    await peers.get(kv_pb2.Instance(id="store", incarnation=3, address="b:1"))
-    assert not first.closed  # a session is open
-    await peers.get(kv_pb2.Instance(id="other", address="c:1"))
-    assert made["b:1"].closed
-    assert len(peers) == 2
-    first.sessions = 0
-    await peers.get(kv_pb2.Instance(id="store", incarnation=4, address="d:1"))
-    assert first.closed
-    await peers.aclose()
-    assert all(writer.closed for writer in made.values())

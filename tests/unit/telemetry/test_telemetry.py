@@ -58,13 +58,13 @@ def test_spans_are_chrome_trace_events(tmp_path: Path) -> None:
 def test_spans_are_written_in_batches_and_bounded(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     recorder = Recorder("x", path)
-    for _ in range(spans._BATCH_EVENTS - 2):
+    for _ in range(spans.BATCH_EVENTS - 2):
         recorder.add("e", 0, 0)
     assert path.read_text() == ""
     recorder.add("e", 0, 0)
-    assert len(events(path)) == spans._BATCH_EVENTS
+    assert len(events(path)) == spans.BATCH_EVENTS
     recorder.add("old", 0, 1)
-    recorder.add("new", 0, 2 + spans._BATCH_NS)
+    recorder.add("new", 0, 2 + spans.BATCH_NS)
     assert events(path)[-1]["name"] == "new"
     recorder.add("more", 0, 0)
     recorder.flush()

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from moonpool.rpc.wire import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.streams.put_stream import PutResources, PutStream
 from services.kvstore.streams.rooms import RoomQueue
@@ -31,15 +32,15 @@ class Peer:
         data = message if isinstance(message, bytes) else message.SerializeToString()
         await self.answers.put(kvstore_pb2.PutResponse.FromString(data))
 
-    async def _requests(self) -> AsyncIterator[tuple[kvstore_pb2.PutRequest, memoryview]]:
+    async def _requests(self) -> AsyncIterator[PayloadMessage[kvstore_pb2.PutRequest]]:
         hello = kv_pb2.StreamHello(namespace=FORMAT.namespace, layout=LAYOUT.to_proto())
-        yield kvstore_pb2.PutRequest(hello=hello), memoryview(b"")
+        yield PayloadMessage(kvstore_pb2.PutRequest(hello=hello))
         while (message := await self.messages.get()) is not None:
             if isinstance(message, tuple):
                 header, pieces = message
-                yield kvstore_pb2.PutRequest(frame=header), memoryview(b"".join(pieces))
+                yield PayloadMessage(kvstore_pb2.PutRequest(frame=header), memoryview(b"".join(pieces)))
             else:
-                yield message, memoryview(b"")
+                yield PayloadMessage(message)
 
     async def put(self, number: int, keys: list[Any]) -> None:
         await self.messages.put(kvstore_pb2.PutRequest(open=put_open(number, keys)))

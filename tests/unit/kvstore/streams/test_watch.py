@@ -70,7 +70,7 @@ async def test_an_empty_store_has_an_empty_snapshot() -> None:
 
 
 async def test_a_large_snapshot_comes_in_pages() -> None:
-    watched = Watched(page_keys=4)
+    watched = Watched(keys_per_page=4)
     watched.change(KEYS, [])
     events = watched.journal.watch(0, 0)
     pages = [await anext(events), await anext(events)]

@@ -85,11 +85,11 @@ class Follower:
         self.stream = self.coming = None
 
 
-async def follow(steps: list[Any], page_keys: int = 4096) -> int:
+async def follow(steps: list[Any], keys_per_page: int = 4096) -> int:
     here: dict[BlockKey, None] = {}
     history: dict[int, set[BlockKey]] = {}
     held = HeldKeys(PARTS, lambda number: in_part(here, number))
-    journal = Journal(held, INCARNATION, journal_messages=3, watcher_messages=2, page_keys=page_keys)
+    journal = Journal(held, INCARNATION, journal_messages=3, watcher_messages=2, keys_per_page=keys_per_page)
     followers = [Follower(journal), Follower(journal)]
 
     def check() -> None:
@@ -129,7 +129,7 @@ async def follow(steps: list[Any], page_keys: int = 4096) -> int:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(STEP, max_size=30))
 def test_a_follower_knows_what_is_here_and_nothing_that_was_removed(steps: list[Any]) -> None:
-    asyncio.run(follow(steps, page_keys=1))  # so that changes come between the pages
+    asyncio.run(follow(steps, keys_per_page=1))  # so that changes come between the pages
 
 
 def test_what_comes_and_goes_during_a_snapshot_is_told_rightly() -> None:
@@ -138,7 +138,7 @@ def test_what_comes_and_goes_during_a_snapshot_is_told_rightly() -> None:
     hear: Any = ("hear", (0, 1))
     steps: list[Any] = [("flip", set(order[:5])), hear, hear]
     steps += [("flip", {order[0]}), hear, ("flip", {order[0], order[5]}), ("flip", {order[4]}), hear, hear]
-    assert asyncio.run(follow(steps, page_keys=1)) == 0
+    assert asyncio.run(follow(steps, keys_per_page=1)) == 0
 
 
 def test_a_slow_one_is_cut_off_and_comes_back_by_replay_or_snapshot() -> None:
@@ -162,7 +162,7 @@ async def test_blocks_that_move_between_the_tiers_are_not_missed(tmp_path: Path,
 
     driven = Driven(ssd, dram_bytes=6 * BLOCK, listener=Watched())
     tiers = driven.store.tiers
-    journal = Journal(HeldKeys(PARTS, tiers.part), INCARNATION, watcher_messages=64, page_keys=2)
+    journal = Journal(HeldKeys(PARTS, tiers.part), INCARNATION, watcher_messages=64, keys_per_page=2)
     followers = [Follower(journal) for _ in range(3)]
     snapshots = 0
     for _ in range(150):
@@ -206,7 +206,7 @@ async def test_no_turn_of_the_loop_lists_more_than_a_page_and_a_part() -> None:
     counting = asyncio.ensure_future(count_turns())
     told: list[BlockKey] = []
     pages = 0
-    journal = Journal(HeldKeys(PARTS, part), INCARNATION, page_keys=100)
+    journal = Journal(HeldKeys(PARTS, part), INCARNATION, keys_per_page=100)
     async for page in journal.watch(0, 0):  # never waits, as if the watcher were quick
         told += unpack_keys(page.stored_keys)
         pages += 1

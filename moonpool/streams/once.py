@@ -1,12 +1,12 @@
-"""One thing that happens once, or fails: told by a stream's reader task, waited for by one other task."""
+"""An event that happens once or fails: set by a stream's reader task, awaited by one other task."""
 
 from __future__ import annotations
 
 import asyncio
 
 
-class Waiter:
-    """Set by `done`, with or without an error; only the first time counts. An error nobody waits for is nobody's."""
+class Once:
+    """Set by `done`, with or without an error; only the first time counts. An error is dropped if no task waits."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()

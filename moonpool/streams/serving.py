@@ -1,0 +1,197 @@
+"""The server half of a long-lived stream: hello, messages and answers in order, limits, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from google.protobuf.message import Message
+
+from moonpool.errors import DeadlineExceeded, InvalidRequest, StreamBroken, Unavailable
+from moonpool.rpc.wire import PayloadMessage
+from moonpool.streams.outbox import Outbox
+
+HELLO_TIMEOUT_S = 10.0
+MAX_STREAM_TASKS = 1024
+MAX_UNSENT = 1024
+
+_NO_PAYLOAD = memoryview(b"")
+
+Req = TypeVar("Req", bound=Message)
+Write = Callable[[Any], Awaitable[None]]
+
+
+class ServerContext(Protocol):
+    """The part of grpc.aio's servicer context that a stream needs."""
+
+    @property
+    def bare_write(self) -> Write:
+        """Sends one message; not to be cancelled."""
+        ...
+
+
+class ServerStream(Generic[Req]):
+    """One stream of one peer. Subclasses say what messages mean.
+
+    Messages have a `oneof message` with `hello`, which comes first and only once. Payloads come beside them.
+
+    Attributes:
+        outbox: answers on their way to the peer.
+        silent: whether the stream ended because nothing came for `silence_s`.
+    """
+
+    def __init__(
+        self,
+        closing: asyncio.Event,
+        *,
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
+        silence_s: float | None = None,
+        max_unsent: int = MAX_UNSENT,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            closing: Set when the service ends its streams.
+            hello_timeout_s: Longest wait for the hello.
+            silence_s: Longest wait between messages; None for any.
+            max_unsent: Answers that may wait for the peer before nothing more is taken from it.
+        """
+        self.outbox = Outbox()
+        self.silent = False
+        self._closing = closing
+        self._hello_timeout_s = hello_timeout_s
+        self._silence_s = silence_s
+        self._max_unsent = max_unsent
+        self._group: asyncio.TaskGroup
+        self._tasks = 0
+        self._finishing = False
+
+    async def on_hello(self, message: Req) -> None:
+        """Checks the first message and posts the answer; what it raises refuses the stream."""
+        raise NotImplementedError
+
+    def on_message(self, message: Req, payload: memoryview) -> None:
+        """Handles a message; what it raises ends the stream."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """The stream is over: releases everything it holds. Called once or more, after a hello that was taken."""
+
+    def on_closing(self) -> None:
+        """The service ends its streams: this one at once, unless a subclass calls `finish` instead."""
+        raise Unavailable("the service is shutting down")
+
+    async def room(self) -> None:
+        """Waits while too many answers were not taken: a peer that does not read is not read either."""
+        if len(self.outbox) > self._max_unsent:
+            await self.outbox.at_most(self._max_unsent // 2)
+
+    async def write_answers(self, write: Write) -> None:
+        """Writes answers until there are none after `finish`."""
+        await self.outbox.drain(write)
+
+    def finish(self) -> None:
+        """Lets `write_answers` return when everything that waits has been written."""
+        self.outbox.finish()
+
+    @property
+    def tasks(self) -> int:
+        """Sessions' tasks that run beside the stream."""
+        return self._tasks
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs a session's work beside the stream; what it raises ends the stream.
+
+        Raises:
+            Unavailable: too many run already.
+        """
+        if self._tasks >= MAX_STREAM_TASKS:
+            work.close()
+            raise Unavailable(f"{self._tasks} sessions are under way on this stream")
+        self._tasks += 1
+        task = self._group.create_task(work)
+        task.add_done_callback(self._one_done)
+        return task
+
+    def post(self, message: Message) -> None:
+        """Sends a small message; a peer that reads none of them ends its stream."""
+        try:
+            self.outbox.post(message)
+        except StreamBroken as error:
+            self.outbox.close(error)
+
+    async def run(self, requests: AsyncIterator[Req] | AsyncIterator[PayloadMessage[Req]], context: object) -> None:
+        """The whole life of the stream.
+
+        Args:
+            requests: The peer's messages; beside their payloads where the class carries one.
+            context: Of the call; a ServerContext.
+
+        Raises:
+            InvalidRequest: the first message is no hello.
+            DeadlineExceeded: no hello came in time, or nothing for `silence_s`.
+            Unavailable: the service is closing.
+            StreamBroken: the peer reads nothing.
+        """
+        first = await self._next(requests, self._hello_timeout_s, "no hello came")
+        if first is None:
+            return
+        message, _ = _parts(first)
+        if message.WhichOneof("message") != "hello":
+            raise InvalidRequest("hello", "must be the first message of the stream")
+        await self.on_hello(message)
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                self._group.create_task(self._write(cast("ServerContext", context)))
+                closing = self._group.create_task(self._watch_closing())
+                await self._receive(requests)
+                self.end()
+                closing.cancel()
+                self._finishing = True
+                self.finish()  # what was answered already still goes out
+        finally:
+            self.end()
+            self.outbox.close(StreamBroken("the stream has ended"))
+
+    async def _receive(self, requests: AsyncIterator[Any]) -> None:
+        if self._silence_s is None:
+            async for item in requests:
+                await self._take(item)
+            return
+        while (item := await self._next(requests, self._silence_s, "nothing was heard")) is not None:
+            await self._take(item)
+
+    async def _take(self, item: Req | PayloadMessage[Req]) -> None:
+        await self.room()
+        self.on_message(*_parts(item))
+
+    async def _next(self, requests: AsyncIterator[Any], timeout_s: float, what: str) -> Any:
+        """The next message, None when there are no more."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await anext(requests, None)
+        except TimeoutError:
+            self.silent = True
+            raise DeadlineExceeded(f"{what} for {timeout_s:g} s") from None
+
+    async def _write(self, context: ServerContext) -> None:
+        await self.write_answers(context.bare_write)
+        if self._closing.is_set():
+            raise Unavailable("the service is shutting down")
+        if not self._finishing:
+            raise StreamBroken("the peer does not read its answers")
+
+    async def _watch_closing(self) -> None:
+        await self._closing.wait()
+        self.on_closing()
+
+    def _one_done(self, _: object) -> None:
+        self._tasks -= 1
+
+
+def _parts(item: Req | PayloadMessage[Req]) -> tuple[Req, memoryview]:
+    if isinstance(item, PayloadMessage):
+        payload = item.payload
+        return item.message, payload if isinstance(payload, memoryview) else _NO_PAYLOAD
+    return item, _NO_PAYLOAD
