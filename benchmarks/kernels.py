@@ -1,12 +1,13 @@
-"""Attention beside this machine's limits, and every kernel's error against float64.
+"""Attention beside this machine's ceilings, and every kernel's error against float64.
 
-`python -m benchmarks.kernels [--json]`. Ceilings are measured in the same run, right before or after each figure: bytes
-read once from memory, matrix products, exponentials. Inputs are fresh random numbers, outputs NaN before each run. On a
-machine with a CUDA device the GPU's figures follow. What can be told without one is in `benchmarks.kernels_errors`.
+`python -m benchmarks.kernels [--json]`. Ceilings (`benchmarks.ceilings`) are measured right before and after a figure,
+and the higher one counts. Decode's calls go from one part of a large pool to the next, so that its KV comes from memory
+and not from a cache; where memory is too small for that, the figure is left out. Inputs are random, outputs NaN before
+each run. On a machine with a CUDA device the GPU's figures follow; without one nothing here says anything of a GPU.
 """
 
 import argparse
-import time
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,17 +15,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.frame import Progress, Row, paired, run
+from benchmarks.ceilings import (
+    Shape,
+    best_shape,
+    beyond_caches,
+    exponential_seconds,
+    product_flops,
+    read_bytes_per_s,
+    seconds,
+    working_set_bytes,
+)
+from benchmarks.frame import Absent, Progress, Row, paired, run
 from benchmarks.kernels_errors import error_rows
 from kernels.attention import make_plan, paged_attention, selected
-from kernels.native import library
 
-READ_BYTES = 256 << 20
 DECODE = ((1, 2048), (1, 32768), (8, 8192), (32, 2048), (32, 8192))
 """(batch, context)"""
 DECODE_TARGET, PREFILL_F32, PREFILL_BF16, OVER_BUILTIN = 0.7, 0.5, 0.7, 2.5
 POOL_BYTES = 1 << 30
 """Decode contexts that need more are left out."""
+RANDOM_ELEMENTS = 1 << 22
+"""Random numbers that a pool is filled with, again and again: drawing as many as a pool has takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,57 +53,48 @@ class Heads:
 LLAMA, QWEN = Heads(32, 8, 128), Heads(14, 2, 64)
 
 
-def seconds(call: Callable[[], object], at_least: float = 0.02) -> float:
-    """Seconds of one call, the mean of as many as take `at_least`."""
-    # One thread's own time does not count what other processes take on a busy machine.
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    begin, times = clock(), 0
-    while True:
-        call()
-        times += 1
-        passed = clock() - begin
-        if passed >= at_least:
-            return passed / times
-
-
-def read_bytes_per_s(memory: Tensor) -> float:
-    """Bytes per second read once from memory by all threads: the best of ours and torch's sum."""
-    native = library.get()
-    times = [seconds(memory.sum)]
-    if native is not None:
-        times.append(seconds(lambda: native.read(memory)))
-    return memory.nbytes / min(times)
-
-
-def paged(shape: Heads, batch: int, context: int, dtype: torch.dtype, block_tokens: int = 16) -> tuple[Tensor, Tensor]:
-    """A pool of random numbers, and block tables over it in no order."""
+def paged(
+    shape: Heads, parts: int, batch: int, context: int, dtype: torch.dtype, block_tokens: int = 16
+) -> tuple[Tensor, Tensor]:
+    """A pool of random numbers, and block tables [parts, batch, blocks] over it in no order."""
     blocks = -(-context // block_tokens)
-    kv = torch.empty(batch * blocks, shape.kv_heads, 2, block_tokens, shape.head_dim, dtype=dtype)
-    for part in torch.split(kv, 1024):
-        part.copy_(torch.randn(part.shape))
-    return kv, torch.randperm(batch * blocks).int().view(batch, blocks)
+    kv = torch.empty(parts * batch * blocks, shape.kv_heads, 2, block_tokens, shape.head_dim, dtype=dtype)
+    random = torch.randn(RANDOM_ELEMENTS).to(dtype)
+    for piece in torch.split(kv.view(-1), RANDOM_ELEMENTS):
+        piece.copy_(random[: piece.numel()])
+    return kv, torch.randperm(parts * batch * blocks).int().view(parts, batch, blocks)
 
 
-def decode_row(shape: Heads, batch: int, context: int, dtype: torch.dtype, runs: int, memory: Tensor) -> Row:
-    """Decode attention's bytes of KV per second beside what can be read."""
-    kv, tables = paged(shape, batch, context, dtype)
+def decode_row(shape: Heads, batch: int, context: int, dtype: torch.dtype, runs: int, memory: Tensor) -> Row | Absent:
+    """Decode attention's bytes of KV per second beside what can be read from memory."""
+    nbytes = kv_bytes(shape, batch, context, dtype)
+    parts = max(1, -(-working_set_bytes() // nbytes))
+    kv, tables = paged(shape, parts, batch, context, dtype)
     q = torch.randn(batch, shape.heads, shape.head_dim).to(dtype)
     starts = torch.arange(batch + 1, dtype=torch.int32)
     lengths = torch.full((batch,), context, dtype=torch.int32)
-    plan = make_plan(kv, tables, starts, lengths)
-    out = torch.empty_like(q)
+    out = torch.full_like(q, torch.nan)
+    turns = itertools.cycle([(table, make_plan(kv, table, starts, lengths)) for table in tables])
 
     def call() -> None:
-        paged_attention(q, kv, tables, starts, lengths, shape.head_dim**-0.5, out, plan=plan)
+        table, plan = next(turns)
+        paged_attention(q, kv, table, starts, lengths, shape.head_dim**-0.5, out, plan=plan)
 
     call()
+    name = f"decode, {name_of(dtype)}, {shape}, batch {batch}, context {context}"
+    if not beyond_caches(kv.nbytes):
+        return Absent(name, "read from memory", f"{kv.nbytes >> 20} MiB of KV may come from a cache")
     pairs = []
     for _ in range(runs):
         before = read_bytes_per_s(memory)
-        own = kv.nbytes / seconds(call)
-        pairs.append((own / 1e9, (before + read_bytes_per_s(memory)) / 2 / 1e9))
-    name = f"decode, {name_of(dtype)}, {shape}, batch {batch}, context {context}"
+        own = nbytes / seconds(call)
+        pairs.append((own / 1e9, max(before, read_bytes_per_s(memory)) / 1e9))
     return paired(name, "GB/s", pairs, "read from memory", target=DECODE_TARGET)
+
+
+def kv_bytes(shape: Heads, batch: int, context: int, dtype: torch.dtype) -> int:
+    """Bytes of KV that one call of decode attention reads."""
+    return batch * context * shape.kv_heads * shape.head_dim * 2 * dtype.itemsize
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -121,58 +123,43 @@ class PrefillCase:
         return 4 * self.shape.head_dim * self.pairs
 
 
-def product_seconds_per_flop(rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
-    """Seconds per floating point operation of one matrix product of torch."""
-    a, b = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
-    out = torch.empty(rows, columns, dtype=dtype)
-    torch.mm(a, b, out=out)
-    return seconds(lambda: torch.mm(a, b, out=out)) / (2 * rows * inner * columns)
-
-
-def exponential_seconds() -> float:
-    """Seconds per exponential, all threads together: the best of ours and torch's, in the cache."""
-    threads = torch.get_num_threads()
-    x = -torch.rand(threads, 4096) * 10
-    out = torch.empty_like(x)
-    times = [seconds(lambda: torch.exp(x, out=out)) / x.numel()]
-    native = library.get()
-    if native is not None:
-        times.append(seconds(lambda: native.exponentials(x, 100)) / x.numel() / 100)
-    return min(times)
-
-
-def prefill_rows(case: PrefillCase, runs: int) -> list[Row]:
-    """Prefill attention beside its ceiling and beside torch's built-in attention."""
+def prefill_rows(case: PrefillCase, product: Shape, runs: int) -> list[Row]:
+    """Prefill attention beside the best matrix product, an estimate from its own parts, and torch's attention."""
     shape, dtype = case.shape, case.dtype
-    kv, tables = paged(shape, 1, case.context, dtype)
+    kv, (tables,) = paged(shape, 1, 1, case.context, dtype)
     q = torch.randn(case.rows, shape.heads, shape.head_dim).to(dtype)
     starts, lengths = torch.tensor([0, case.rows], dtype=torch.int32), torch.tensor([case.context], dtype=torch.int32)
-    plan, out = make_plan(kv, tables, starts, lengths), torch.empty_like(q)
+    plan, out = make_plan(kv, tables, starts, lengths), torch.full_like(q, torch.nan)
 
     def call() -> None:
         paged_attention(q, kv, tables, starts, lengths, shape.head_dim**-0.5, out, plan=plan)
 
     call()
     bf16 = dtype == torch.bfloat16
-    ceilings, builtin = [], []
+    products, estimates, builtin = [], [], []
     other = _builtin(case, q, kv, tables) if case.rows == case.context else None
     for _ in range(runs):
-        own = case.flops / seconds(call)
-        if bf16:  # both products at their real inner sizes, then one exponential per pair
-            products = product_seconds_per_flop(2048, shape.head_dim, 2048, dtype) * 2 * shape.head_dim
-            products += product_seconds_per_flop(2048, 2048, shape.head_dim, dtype) * 2 * shape.head_dim
-            ceiling = 4 * shape.head_dim / (products + exponential_seconds())
-        else:
-            ceiling = 1 / product_seconds_per_flop(2048, 2048, 2048, dtype)
-        ceilings.append((own / 1e9, ceiling / 1e9))
+        before = product_flops(product, dtype)
+        own = case.flops / seconds(call) / 1e9
+        products.append((own, max(before, product_flops(product, dtype)) / 1e9))
+        if bf16:
+            estimates.append((own, parts_flops(shape.head_dim, dtype) / 1e9))
         if other is not None:
-            builtin.append((own / 1e9, case.flops / seconds(other) / 1e9))
+            builtin.append((own, case.flops / seconds(other) / 1e9))
     name = f"prefill, {name_of(dtype)}, {shape}, {case.rows} of {case.context}"
-    beside = "its products and exponentials" if bf16 else "matrix product"
-    rows = [paired(name, "GFLOP/s", ceilings, beside, target=PREFILL_BF16 if bf16 else PREFILL_F32)]
+    rows = [paired(name, "GFLOP/s", products, "the best matrix product", target=None if bf16 else PREFILL_F32)]
+    if estimates:
+        rows.append(paired(name, "GFLOP/s", estimates, "its products and exponentials", target=PREFILL_BF16))
     if builtin:
         rows.append(paired(name, "GFLOP/s", builtin, "torch's attention", target=OVER_BUILTIN if bf16 else None))
     return rows
+
+
+def parts_flops(head_dim: int, dtype: torch.dtype) -> float:
+    """An estimate, not a ceiling: torch's products at attention's shapes, then an exponential per (query, key) pair."""
+    per_pair = 2 * head_dim / product_flops((2048, head_dim, 2048), dtype)
+    per_pair += 2 * head_dim / product_flops((2048, 2048, head_dim), dtype)
+    return 4 * head_dim / (per_pair + exponential_seconds())
 
 
 def _builtin(case: PrefillCase, q: Tensor, kv: Tensor, tables: Tensor) -> Callable[[], object]:
@@ -196,26 +183,40 @@ def prefill_cases(quick: bool) -> list[PrefillCase]:
     return cases
 
 
-def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
+def sentence(row: Row | Absent) -> str:
+    """What a row says, in words; a ceiling that is beaten is named as none."""
+    if isinstance(row, Absent):
+        return f"not measured, {row.reason}"
+    spread = "one run" if row.spread is None else f"spread {row.spread:.0%}"
+    text = f"{row.value:.1f} {row.unit} ({spread}), {row.ratio:.2f} of {row.limit_name}"
+    if row.met is False:
+        text += f"; misses its target of {row.target:g}"
+    if row.ratio > 1 and row.limit_name in ("read from memory", "the best matrix product"):
+        text += "; above the ceiling, which therefore is none"
+    return text
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
     """All rows."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    rows: list[Row] = []
-    memory = torch.ones(READ_BYTES // 4)
+    rows: list[Row | Absent] = []
+    memory = torch.ones(working_set_bytes() // 4)
     progress(f"attention on the CPU in bfloat16: {selected('cpu', torch.bfloat16)}, {torch.get_num_threads()} threads")
 
-    def add(row: Row) -> None:
+    def add(row: Row | Absent) -> None:
         rows.append(row)
-        progress(f"{row.name}: {row.value:.1f} {row.unit}, {row.ratio:.2f} of {row.limit_name}")
+        progress(f"{row.name}: {sentence(row)}")
 
     for dtype in (torch.bfloat16, torch.float32):
         for shape in (LLAMA, QWEN):
             for batch, context in DECODE:
-                nbytes = batch * context * shape.kv_heads * shape.head_dim * 2 * dtype.itemsize
-                if nbytes <= (POOL_BYTES if not options.quick else POOL_BYTES // 4):
+                if kv_bytes(shape, batch, context, dtype) <= (POOL_BYTES if not options.quick else POOL_BYTES // 4):
                     add(decode_row(shape, batch, context, dtype, options.runs, memory))
+    shapes = {dtype: best_shape(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    progress(f"the best matrix products: {', '.join(f'{name_of(key)} {value}' for key, value in shapes.items())}")
     for case in prefill_cases(options.quick):
-        for row in prefill_rows(case, options.runs):
+        for row in prefill_rows(case, shapes[case.dtype], options.runs):
             add(row)
     rows += error_rows(progress)
     if torch.cuda.is_available():

@@ -1,6 +1,6 @@
 """Largest error of every kernel against float64, per type and shape class, on fresh random inputs.
 
-Owns the table and what errors are allowed. Outputs are NaN before each run, so what is not written shows. Errors are
+Outputs are NaN before each run, so what is not written shows. Errors are
 relative to the largest magnitude of the exact result.
 """
 

@@ -1,7 +1,6 @@
 """The GPU's figures of `benchmarks.kernels`: paged attention beside copies, products and torch's flash attention.
 
-Owns what is measured on a CUDA device and how it is timed there (events, after warming up). Only imported where there
-is one.
+Calls are timed by events, after warming up. Only imported where there is a CUDA device.
 """
 
 from collections.abc import Callable

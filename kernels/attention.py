@@ -1,7 +1,6 @@
-"""Attention over paged KV, and writes to it: the entries, their argument checks, and the call of what was chosen.
+"""Attention over paged KV and writes to it: argument checks, then the chosen implementation.
 
-All shapes and the pool's layout are stated at `paged_attention`. It must not know models, sequences' tokens or who
-filled the pool.
+All shapes and the pool's layout are stated at `paged_attention`.
 """
 
 from __future__ import annotations

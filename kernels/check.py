@@ -1,4 +1,4 @@
-"""Refusals by argument name, shared by the operations. Owns the wording; must not know implementations."""
+"""Argument checks that the operations share; each error begins with the argument's name."""
 
 from __future__ import annotations
 

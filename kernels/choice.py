@@ -1,8 +1,8 @@
-"""Which implementation runs: chosen per operation, device and element type, and said once in the log.
+"""Which implementation runs: chosen per operation, device and element type, and logged once.
 
-Owns the order of preference: Triton on GPUs; on CPUs the native kernels where they can be built, else plain torch, else
-the reference. MOONPOOL_KERNELS=reference|torch|native narrows it ("native" is refused where they cannot be had). Must
-not know shapes or what an operation means.
+Triton on GPUs; on CPUs the native kernels where they can be built, else plain torch; the reference for other element
+types. MOONPOOL_KERNELS=reference|torch|native|triton narrows the choice; "native" and "triton" are refused where they
+do not run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Operations whose implementation in plain torch is for CPUs only.
 _TORCH_ON_CPU_ONLY = frozenset({"attention"})
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def choose(operation: str, device: torch.device, dtype: torch.dtype) -> Name:
@@ -33,13 +33,14 @@ def choose(operation: str, device: torch.device, dtype: torch.dtype) -> Name:
     Raises:
         ValueError: MOONPOOL_KERNELS has a value it must not have, or asks for native kernels that cannot be had.
     """
-    return _choose_once(operation, device, dtype, os.environ.get(VARIABLE, ""))
+    return choose_by_wish(operation, device, dtype, os.environ.get(VARIABLE, ""))
 
 
 @functools.cache  # asked for every layer of every step; nothing that it depends on changes
-def _choose_once(operation: str, device: torch.device, dtype: torch.dtype, wish: str) -> Name:
+def choose_by_wish(operation: str, device: torch.device, dtype: torch.dtype, wish: str) -> Name:
+    """As `choose`, with the value of MOONPOOL_KERNELS as an argument."""
     name = _choose(operation, device, dtype, wish)
-    _log.info("%s on %s in %s: %s", operation, device.type, str(dtype).removeprefix("torch."), name)
+    log.info("%s on %s in %s: %s", operation, device.type, str(dtype).removeprefix("torch."), name)
     return name
 
 

@@ -5,7 +5,7 @@ take half the time of `scaled_dot_product_attention`; for prompts, tiles of at m
 float32 and 1.7 times in bfloat16. Scores are rounded to the element type, as in transformers' eager attention; the
 softmax is computed in float32.
 
-It must not check arguments (the dispatch does) nor look at the pool's tables (the plan did).
+Arguments were checked by the dispatch, tables by the plan.
 """
 
 from __future__ import annotations
@@ -18,13 +18,28 @@ from kernels.division import DecodeGroup, Division, PrefillItem
 from kernels.plan import AttentionPlan
 
 _TILE_ROWS = 128
-_TILE_BYTES = 4 << 20  # of scores: they are written, normalised and read again, and should not leave the cache
+#: Of scores: they are written, normalised and read again, and should not leave the cache.
+TILE_BYTES = 4 << 20
+#: Of a group's keys and values: they should stay in the cache between being gathered and being read.
+GATHER_BYTES = 8 << 20
 
 
 def paged_attention(
-    q: Tensor, kv: Tensor, scales: Tensor | None, plan: AttentionPlan, scale: float, out: Tensor
+    q: Tensor,
+    kv: Tensor,
+    scales: Tensor | None,
+    plan: AttentionPlan,
+    scale: float,
+    out: Tensor,
+    *,
+    gather_bytes: int = GATHER_BYTES,
+    tile_bytes: int = TILE_BYTES,
 ) -> None:
-    """Write the attention of every query row to `out`; meaning as in `kernels.attention.paged_attention`."""
+    """Write the attention of every query row to `out`; meaning as in `kernels.attention.paged_attention`.
+
+    At most about `gather_bytes` of keys and values are gathered for a group of sequences, and about `tile_bytes` of
+    scores are computed at once.
+    """
     blocks, kv_heads, _, block_tokens, head_dim = kv.shape
     if scales is not None:
         kv = _widen(kv, scales, plan, q.dtype)
@@ -32,11 +47,11 @@ def paged_attention(
         kv = kv.contiguous()
     q = q.contiguous()
     pool = kv.view(blocks * kv_heads * 2, block_tokens * head_dim)
-    division = plan.division(kv)
+    division = plan.division(kv, gather_bytes)
     for group in division.decode:
-        _decode(q, pool, group, plan, scale, out)
+        _decode(q, pool, group, division, plan.kv_shape[1], scale, out)
     for item in division.prefill:
-        _prefill(q, pool, item, plan, scale, out)
+        _prefill(q, pool, item, division, plan.kv_shape[1], scale, out, tile_bytes)
 
 
 def _widen(kv: Tensor, scales: Tensor, plan: AttentionPlan, dtype: torch.dtype) -> Tensor:
@@ -47,10 +62,12 @@ def _widen(kv: Tensor, scales: Tensor, plan: AttentionPlan, dtype: torch.dtype) 
     return wide
 
 
-def _decode(q: Tensor, pool: Tensor, group: DecodeGroup, plan: AttentionPlan, scale: float, out: Tensor) -> None:
+def _decode(
+    q: Tensor, pool: Tensor, group: DecodeGroup, division: Division, kv_heads: int, scale: float, out: Tensor
+) -> None:
     """Attend with one row per sequence."""
-    members, (heads, head_dim), kv_heads = group.members, q.shape[1:], plan.kv_shape[1]
-    gathered = _gather(pool, group.gather, plan.division(pool)).view(-1, head_dim)
+    members, (heads, head_dim) = group.members, q.shape[1:]
+    gathered = _gather(pool, group.gather, division).view(-1, head_dim)
     if group.stale is not None:
         gathered.index_fill_(0, group.stale, 0.0)
     keys, values = gathered.view(2, members * kv_heads, -1, head_dim)
@@ -67,15 +84,23 @@ def _decode(q: Tensor, pool: Tensor, group: DecodeGroup, plan: AttentionPlan, sc
         out[group.rows] = torch.bmm(weights, values).view(members, heads, head_dim)
 
 
-def _prefill(q: Tensor, pool: Tensor, item: PrefillItem, plan: AttentionPlan, scale: float, out: Tensor) -> None:
+def _prefill(
+    q: Tensor,
+    pool: Tensor,
+    item: PrefillItem,
+    division: Division,
+    kv_heads: int,
+    scale: float,
+    out: Tensor,
+    tile_bytes: int,
+) -> None:
     """Attend with the rows of one sequence, in tiles of rows and key/value heads."""
     heads, head_dim = q.shape[1:]
-    kv_heads = plan.kv_shape[1]
     share = heads // kv_heads
-    keys, values = _gather(pool, item.gather, plan.division(pool)).view(2, kv_heads, -1, head_dim)
+    keys, values = _gather(pool, item.gather, division).view(2, kv_heads, -1, head_dim)
     row_bytes = share * item.context * q.element_size()
-    step = max(16, min(_TILE_ROWS, _TILE_BYTES // row_bytes))
-    together = max(1, min(kv_heads, _TILE_BYTES // (row_bytes * step)))
+    step = max(16, min(_TILE_ROWS, tile_bytes // row_bytes))
+    together = max(1, min(kv_heads, tile_bytes // (row_bytes * step)))
     for begin in range(item.begin, item.end, step):
         rows = min(step, item.end - begin)
         seen = item.context - (item.end - begin) + rows

@@ -1,7 +1,4 @@
-"""How attention in plain torch divides a batch: which sequences are gathered together, and from where.
-
-Owns the groups and their indices. It must not know queries or values.
-"""
+"""How attention in plain torch divides a batch: which sequences are gathered together, and from where."""
 
 from __future__ import annotations
 
@@ -11,9 +8,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-
-# A group's gathered keys and values should stay in the cache between being gathered and being read.
-GATHER_BYTES = 8 << 20
 
 
 @dataclass(slots=True)
@@ -50,9 +44,24 @@ class Division:
 
 
 def divide(
-    kv: Tensor, tables: Sequence[list[int]], starts: Sequence[int], lengths: Sequence[int], *, alone: bool
+    kv: Tensor,
+    tables: Sequence[list[int]],
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    alone: bool,
+    gather_bytes: int,
 ) -> Division:
-    """Return the batch in parts; `alone`: every sequence by itself, so that its result does not depend on others."""
+    """Return the batch in parts.
+
+    Args:
+        kv: one layer of the pool.
+        tables: blocks of each sequence.
+        starts: first query row of each sequence, and one past the last.
+        lengths: context of each sequence.
+        alone: every sequence by itself, so that its result does not depend on others.
+        gather_bytes: most bytes of gathered keys and values of a group of several sequences.
+    """
     division = Division()
     kv_heads = kv.shape[1]
     singles = []
@@ -70,7 +79,7 @@ def divide(
         # Padding at most doubles the work; groups are no larger than the cache can hold.
         widest = len(tables[s])
         if group and (
-            alone or widest > 2 * len(tables[group[0]]) or (len(group) + 1) * widest * block_bytes > GATHER_BYTES
+            alone or widest > 2 * len(tables[group[0]]) or (len(group) + 1) * widest * block_bytes > gather_bytes
         ):
             division.decode.append(_decode_group(kv, tables, starts, lengths, group))
             group = []

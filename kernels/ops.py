@@ -1,7 +1,6 @@
-"""The small operations of a transformer's layer: argument checks and the call of what was chosen.
+"""The small operations of a transformer's layer: argument checks, then the chosen implementation.
 
-Meaning and rounding are those of `kernels.reference`; every element of the result is written. They must not know
-models.
+Meaning and rounding are those of `kernels.reference`; every element of the result is written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What attention over one batch needs besides numbers that change from layer to layer: checked tables and lengths.
-
-Owns the checks of tables and lengths and the lists that implementations read. It must not know queries or values.
-"""
+"""Checked tables and lengths of one batch: what attention needs once for all layers."""
 
 from __future__ import annotations
 
@@ -34,10 +31,17 @@ class AttentionPlan:
         """Tokens of the longest sequence."""
         return max(self.context_lens, default=0)
 
-    def division(self, kv: Tensor) -> Division:
-        """Return how plain torch divides the batch, computed once."""
+    def division(self, kv: Tensor, gather_bytes: int) -> Division:
+        """Return how plain torch divides the batch, computed once; see `kernels.division.divide`."""
         if self._division is None:
-            self._division = divide(kv, self.tables, self.query_start, self.context_lens, alone=self.deterministic)
+            self._division = divide(
+                kv,
+                self.tables,
+                self.query_start,
+                self.context_lens,
+                alone=self.deterministic,
+                gather_bytes=gather_bytes,
+            )
         return self._division
 
 

@@ -1,7 +1,7 @@
 """Typed views of a pool of quantised KV: values of one byte, and their scales behind them in every layer slice.
 
 A slice is [kv_heads, 2 (K, V), block_tokens, head_dim] bytes, then `scale_bytes`: [kv_heads, 2] float32. A number is
-its stored value (int8, or float8_e4m3fn) times its head's and plane's scale. Owns that arrangement and nothing else.
+its stored value (int8, or float8_e4m3fn) times its head's and plane's scale.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 This is also the contract between the dispatch (`kernels.attention`, `kernels.ops`) and its implementations: each of
 `kernels.cpu`, `kernels.native` and `kernels.triton.ops` has functions of these names and signatures, as far as it
 implements them. Arguments have been checked by the dispatch. Every element of `out` is written, whatever it held.
-The code must stay simple enough to be seen to be right.
+The code stays simple, so that reading it shows that it is right.
 
 Words: T rows (tokens), S sequences, D = head_dim, G = heads / kv_heads. Query head h reads key/value head h // G.
 `kv` is one layer of the pool, [blocks, kv_heads, 2 (K, V), block_tokens, D]; a block is dense, the distance between

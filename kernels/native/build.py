@@ -1,7 +1,6 @@
 """Builds the native kernels with the system's compiler, once, into a folder of this user's.
 
-Owns the compiler's flags, which instructions are asked for, and where the result is kept. Must not know what is in it.
-The result's name is a hash of sources, flags and compiler, so a changed one is built again and several can lie side by
+The library's name is a hash of sources, flags and compiler: a change builds another one, and several can lie side by
 side. `python -m kernels.native.build` builds ahead of first use and prints where the library lies. With `--all FOLDER`
 it builds for every processor of this architecture, for images, which have no compiler and run anywhere: such libraries
 are looked for in MOONPOOL_KERNELS_PREBUILT first, where nothing is ever written.

@@ -1,8 +1,8 @@
-"""The native kernels as Python functions over tensors. Owns the C interface: argument structures and pointers.
+"""The native kernels as Python functions over tensors: the C interface, its argument structures and pointers.
 
 The functions have the names of `kernels.reference`; arguments have been checked by the dispatch. They run on torch's
 own OpenMP threads, as many as torch.get_num_threads() says, through the OpenMP library that torch has loaded; where
-that is not found they run on the calling thread. None is ever started beside.
+that is not found they run on the calling thread. No further threads are started.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,7 @@ from torch import Tensor
 
 from kernels.native.build import BuildError, build
 
-_log = logging.getLogger(__name__)
-_lock = threading.Lock()
-_loaded: Library | None = None
-_failure = ""
+log = logging.getLogger(__name__)
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 #: Longest head: rows of one token are held on the stack.
@@ -205,29 +203,54 @@ class Library:
             raise MemoryError("a native kernel found no memory to work in")
 
 
+class Loader:
+    """Builds and loads a library at first use, once, and logs what came of it.
+
+    Attributes:
+        loaded: the library, None until it is asked for and where it cannot be had.
+        failure: why it cannot be had; "" as long as that was not seen.
+    """
+
+    def __init__(self, build: Callable[[], Path] = build) -> None:
+        self._build = build
+        self._lock = threading.Lock()
+        self.loaded: Library | None = None
+        self.failure = ""
+
+    def get(self) -> Library | None:
+        """Return the library, or None where it cannot be had."""
+        if self.loaded is None and not self.failure:
+            with self._lock:
+                if self.loaded is None and not self.failure:
+                    self._load()
+        return self.loaded
+
+    def _load(self) -> None:
+        try:
+            self.loaded = Library(self._build())
+            log.info("native kernels: %s", self.loaded.path.name)
+        except (BuildError, OSError, AttributeError) as error:
+            self.failure = str(error)
+            log.warning("native kernels cannot be had, plain torch runs instead: %s", self.failure)
+
+
+loader = Loader()
+"""This process's."""
+
+
 def get() -> Library | None:
-    """Return this machine's library, built if need be, or None where it cannot be had; says once in the log which."""
-    global _loaded, _failure
-    if _loaded is None and not _failure:
-        with _lock:
-            if _loaded is None and not _failure:
-                try:
-                    _loaded = Library(build())
-                    _log.info("native kernels: %s", _loaded.path.name)
-                except (BuildError, OSError, AttributeError) as error:
-                    _failure = str(error)
-                    _log.warning("native kernels cannot be had, plain torch runs instead: %s", _failure)
-    return _loaded
+    """Return this machine's library, built if need be, or None where it cannot be had."""
+    return loader.get()
 
 
 def loaded() -> Library | None:
     """Return the library if it has been loaded already."""
-    return _loaded
+    return loader.loaded
 
 
 def failure() -> str:
     """Return why `get` gave None; empty where it did not."""
-    return _failure
+    return loader.failure
 
 
 def _openmp() -> Any:

@@ -1,7 +1,7 @@
 """The operations of `kernels.reference` in Triton, for GPUs; `kernels.triton.ops` has them under the same names.
 
 Importing this package costs nothing: Triton itself is imported with `kernels.triton.ops`, which only a process that
-found `available` may do. It must not know the dispatch, models or schedulers.
+found `available` may do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Launches of paged attention: which tiles, how many programs, whether to split. `kernels.reference` has the contract.
 
-Grids, and the memory of partial results, follow from shapes alone: never from what lengths and tables hold. So nothing
-waits for the device, and a launch can be captured in a CUDA graph and replayed with other contents (after one call
-outside, which compiles). It must not know what the arithmetic is (`kernels.triton.device` does).
+Grids and the memory of partial results follow from shapes alone, never from the contents of lengths and tables. So no
+launch waits for the device, and one can be captured in a CUDA graph and replayed with other contents (after one call
+outside, which compiles).
 """
 
 from __future__ import annotations

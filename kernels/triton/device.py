@@ -11,7 +11,7 @@ keys begin at multiples of KEYS from a sequence's first token, whatever the batc
 does not depend on what else is computed. Masked and unmasked steps run the same arithmetic; a step in which a row sees
 nothing leaves it as it was, bit by bit.
 
-It must not know how launches are shaped (`kernels.triton.attention` does). Nothing here is for one vendor only.
+No instruction of a single vendor is used; `kernels.triton.attention` shapes the launches.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # ruff: noqa: N803
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""What stands between the matrix products: RMS norm with the residual, RoPE, SiLU times the gate's other half.
+"""The operations between the matrix products: RMS norm with the residual, RoPE, SiLU times the gate's other half.
 
-Each reads its inputs once and writes its results once; that is all that can be gained on them. `kernels.reference` has
-the contracts, rounding included. It must not know layers or weights' names.
+Each reads its inputs once and writes its results once. `kernels.reference` has the contracts, rounding included.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 """Writes into the paged pool: new keys and values, plain or quantised, and copies of whole blocks.
 
 `kernels.reference` has the contracts. Here, slots outside the pool (a negative block, say, for the padding of a
-captured graph) are skipped: a kernel cannot raise. It must not know attention, nor who owns a block.
+captured graph) are skipped: a kernel cannot raise.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
 """Tile shapes and launch parameters of the attention kernels, and how a launch is cut along the keys.
 
-A small table instead of an autotuner: what runs does not depend on a machine's mood, the first request waits for no
-search, and a captured CUDA graph holds what every other process runs. Must not know pointers.
+A small table instead of an autotuner: the choice does not vary from run to run, the first request waits for no search,
+and a captured CUDA graph holds what every other process runs. The table was derived from what the compiler reports and
+has not been measured on a GPU.
 
 Why these shapes (Hopper first; registers and shared memory as compiled for it, nothing spills):
-- Decode reads every key and value once, so it lives off bytes in flight. The query heads of one key/value head are the
-  rows of one product, padded to the 16 rows that a tensor core's instruction has anyway. A step loads 32 KiB whatever
-  the head's size, two steps are under way while one is computed, and 70 KiB of shared memory and 108 registers leave
-  three programs on a multiprocessor: over 100 KiB in flight, where latency times bandwidth asks for about 25.
-- Prefill lives off tensor cores: 128 rows halve the traffic from L2 that 64 rows would need (6 TB/s at 400 TFLOP/s,
-  more than there is), 8 warps are two warpgroups of 64 rows, and 64 keys are one block of the default pool, so that a
-  step is one dense run of memory behind one entry of the block table. 128 keys would spill at two stages.
+- Decode reads every key and value once, so bytes in flight decide its speed. The query heads of one key/value head
+  are the rows of one product, padded to the 16 rows that a tensor core's instruction has anyway. A step loads 32 KiB
+  whatever the head's size, two steps are under way while one is computed, and 70 KiB of shared memory and 108 registers
+  leave three programs on a multiprocessor: over 100 KiB in flight, where latency times bandwidth asks for about 25.
+- Tensor cores decide prefill's speed: 128 rows halve the traffic from L2 that 64 rows would need (6 TB/s at
+  400 TFLOP/s, more than there is), 8 warps are two warpgroups of 64 rows, and 64 keys are one block of the default
+  pool, so that a step is one dense run of memory behind one entry of the block table. 128 keys would spill at two
+  stages.
 - Products of float32 run on the plain units, exactly: they are there to be right. Fewer warps or more rows spill.
 - KV of one byte takes half the memory per step, and gets one stage more.
 """

@@ -200,11 +200,11 @@ class LocalStack:
         Raises:
             Unavailable: a service did not start; the message has the end of its log.
         """
-        conductor = self._spawn("conductor", "conductor", self._conductor_arguments())
+        conductor = self.spawn("conductor", "conductor", self._conductor_arguments())
         self.address = conductor.wait_ready(timeout_s)
         self._on_ready(conductor)
         members = [
-            self._spawn(kind, f"{kind}-{number}", self._member_arguments(kind, f"{kind}-{number}"))
+            self.spawn(kind, f"{kind}-{number}", self._member_arguments(kind, f"{kind}-{number}"))
             for kind, count in (
                 ("kvstore", self.plan.kvstore),
                 ("prefill", self.plan.prefill),
@@ -239,6 +239,13 @@ class LocalStack:
                     raise Unavailable(f"not joined in time: {', '.join(sorted(wanted - known))}")
                 pause.wait(0.05)
 
+    def spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
+        """Starts one service, in the place of any earlier one of that id; does not wait until it is ready."""
+        log_path = self.plan.data_dir / "logs" / f"{service_id}.log"
+        service = ServiceProcess(kind, service_id, arguments, log_path)
+        self.services[service_id] = service
+        return service
+
     def restart(self, service_id: str, *, kill: bool = False, timeout_s: float = 60.0) -> None:
         """Stops one member (by SIGTERM or SIGKILL), starts it again under its id, and waits until it has joined."""
         old = self.services[service_id]
@@ -252,7 +259,7 @@ class LocalStack:
         old = self.services[service_id]
         # The others look for the conductor where it was, also if its port was any free one.
         listen = ("--listen", self.address) if old.kind == "conductor" else ()
-        return self._spawn(old.kind, service_id, [*old.arguments, *listen])
+        return self.spawn(old.kind, service_id, [*old.arguments, *listen])
 
     def stop(self, drain_s: float = 20.0) -> dict[str, int]:
         """Drains and stops everything, the conductor first, so that no new request comes.
@@ -269,12 +276,6 @@ class LocalStack:
                 statuses[service.id] = service.wait(drain_s)
         self.services.clear()
         return statuses
-
-    def _spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
-        log_path = self.plan.data_dir / "logs" / f"{service_id}.log"
-        service = ServiceProcess(kind, service_id, arguments, log_path)
-        self.services[service_id] = service
-        return service
 
     def _common_arguments(self, kind: str, service_id: str, port: int) -> Iterator[str]:
         yield from ("--id", service_id, "--listen", f"127.0.0.1:{port}", "--log-level", self.plan.log_level)

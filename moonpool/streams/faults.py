@@ -25,6 +25,9 @@ SEED = "MOONPOOL_FAULT_SEED"
 HEADER_SHARE = 0.3
 """Share of the damage that is done to headers; the rest is done to payloads."""
 
+FRAME_DAMAGED = "frame damaged on purpose"
+"""The event that is logged once for each damaged frame."""
+
 Frame = tuple[kv_pb2.FrameHeader, list[memoryview]]
 
 log = get_logger(__name__)
@@ -46,9 +49,9 @@ class Corruptor:
         """The frame, or a damaged copy; the memory that its pieces refer to stays as it is."""
         if self._random.random() >= self._share:
             return frame
-        if not self.damaged:
-            log.warning("frames are damaged on purpose", share=self._share, because=CORRUPT_FRAMES)
         self.damaged += 1
+        # One line for each: logs outlive a process that is killed, a counter in it does not.
+        log.warning(FRAME_DAMAGED, frames_damaged=self.damaged, because=CORRUPT_FRAMES)
         header, pieces = frame
         if self._random.random() < HEADER_SHARE:
             return self._damaged_header(header), pieces

@@ -1,4 +1,4 @@
-"""`python -m tests.faults --seconds 120 --seed 7`: storms on a stack of this machine, until one finds something."""
+"""`python -m tests.faults --seconds 120 --seed 7`: fault storms on a local stack, one after the other."""
 
 import argparse
 import os
@@ -11,15 +11,16 @@ from pathlib import Path
 import torch
 
 from moonpool.model.create import create
+from tests.faults.report import StormPlan
 from tests.faults.scene import base_plan, judge_of
 from tests.faults.schedule import FAULTS
-from tests.faults.storm import StormPlan, run_storm
+from tests.faults.storm import run_storm
 
 SEED = 20_26
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs storms; returns 1 when a promise was broken."""
+    """Runs storms; returns 1 when a promise was broken or faults did not happen."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="length of each storm")
     parser.add_argument("--seed", type=int, default=1, help="of the first storm; the next has the next one")
@@ -34,12 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--decode", type=int, default=2, help="decode instances")
     parser.add_argument("--kvstore", type=int, default=1, help="kvstores")
     parser.add_argument("--stages", type=int, default=1, help="pipeline stages of prefill instances")
-    parser.add_argument("--blocks", type=int, default=256, help="blocks of each engine's pool: little room, much ado")
+    parser.add_argument(
+        "--blocks", type=int, default=256, help="blocks of each engine's pool; few, so that requests wait for room"
+    )
     parser.add_argument("--longest-prompt", type=int, default=400, help="tokens")
     parser.add_argument("--longest-answer", type=int, default=60, help="tokens")
     parser.add_argument("--keep", type=Path, help="folder for logs and stores, kept afterwards")
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)  # the judge must not take the cores from the services
+    torch.set_num_threads(1)  # the reference must not take the cores from the services
     with tempfile.TemporaryDirectory(prefix="moonpool-storm-") as temporary:
         model = Path(temporary) / "tiny-llama"
         create("tiny-llama", model, seed=SEED, dtype="float32")
@@ -64,9 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 stages=args.stages,
             )
             report = run_storm(plan, base, judge, os.environ.__setitem__)
-            for failure in report.failures:
+            found = report.failures + report.shortfalls()
+            for failure in found:
                 print(f"FAILED {failure}", flush=True)
-            failed = failed or bool(report.failures)
+            failed = failed or bool(found)
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""Who says what the right tokens are: a plain forward pass of the checkpoint, or the emulated engine's own rule."""
+"""What the right tokens are: those of a plain forward pass of the checkpoint, or of the emulated engine's rule."""
 
 from collections.abc import Collection, Sequence
 

@@ -1,7 +1,7 @@
-"""TCP proxies in front of services, that do what networks do on bad days.
+"""TCP proxies in front of services that reset connections and hold traffic back.
 
-Owns connections and their end. Knows nothing of what is said on them: bytes are forwarded as they are. Every proxy of a
-`FaultProxies` runs on one event loop in a thread of its own, so that faults can be ordered from anywhere.
+Bytes are forwarded as they are. Every proxy of a `FaultProxies` runs on one event loop in a thread of its own, so that
+faults can be started from any thread.
 """
 
 import asyncio
@@ -47,7 +47,8 @@ class _Proxy:
     flowing: asyncio.Event = field(default_factory=asyncio.Event)
     links: set[_Link] = field(default_factory=set)
     tasks: set["asyncio.Task[None]"] = field(default_factory=set)
-    resets: int = 0
+    held: int = 0
+    """Reads that were held back since the last partition began."""
 
     async def open(self) -> str:
         self.flowing.set()
@@ -67,7 +68,6 @@ class _Proxy:
         links = list(self.links)
         for link in links:
             link.reset()
-        self.resets += len(links)
         return len(links)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -80,7 +80,7 @@ class _Proxy:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     far_reader, far_writer = await asyncio.open_connection(*self.target, limit=CHUNK_BYTES)
             except (OSError, TimeoutError):
-                _Link((writer, writer)).reset()  # nobody is there: refused, as without a proxy
+                _Link((writer, writer)).reset()  # no service listens: refused, as without a proxy
                 return
             link = _Link((writer, far_writer))
             self.links.add(link)
@@ -92,7 +92,9 @@ class _Proxy:
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(CHUNK_BYTES):
-            await self.flowing.wait()
+            if not self.flowing.is_set():
+                self.held += 1
+                await self.flowing.wait()
             writer.write(data)
             await writer.drain()
         if writer.can_write_eof():
@@ -134,14 +136,25 @@ class FaultProxies:
 
         return self._call(act())
 
-    def partition(self, name: str, *, parted: bool) -> None:
-        """While parted, connections stay open and nothing comes through; afterwards everything does, in order."""
+    def part(self, name: str) -> None:
+        """From now on connections stay open and nothing comes through."""
 
         async def act() -> None:
-            flowing = self._proxies[name].flowing
-            flowing.clear() if parted else flowing.set()
+            proxy = self._proxies[name]
+            proxy.held = 0
+            proxy.flowing.clear()
 
         self._call(act())
+
+    def join(self, name: str) -> int:
+        """Everything comes through again, in order; returns how many reads were held back."""
+
+        async def act() -> int:
+            proxy = self._proxies[name]
+            proxy.flowing.set()
+            return proxy.held
+
+        return self._call(act())
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(ORDER_TIMEOUT_S)

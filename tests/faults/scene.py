@@ -1,4 +1,4 @@
-"""Where a storm takes place: a small stack with an engine, and the judge who knows that engine's right answers."""
+"""The stack of a storm, and the judge that knows the right answers of its engine."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ BLOCK = 16
 
 
 def judge_of(model: Path, engine: str) -> Judge:
-    """Who knows the right answers of an engine."""
+    """The judge of an engine's answers."""
     if engine == "real":
         return ReferenceJudge(Reference(model))
     config = load_config(model)
@@ -20,7 +20,7 @@ def judge_of(model: Path, engine: str) -> Judge:
 
 
 def base_plan(model: Path, folder: Path, engine: str, *, blocks: int = 256) -> StackPlan:
-    """Two instances of each kind of engine, with pools and tiers that are small enough to be fought over."""
+    """Two instances of each kind of engine; pools and tiers are small, so that requests wait and blocks are evicted."""
     pool = ["--blocks", str(blocks)]
     return StackPlan(
         model=str(model),

@@ -1,8 +1,8 @@
-"""What will go wrong and what will be asked, drawn from a seed before anything runs. Pure."""
+"""Faults and requests of a storm, drawn from a seed before anything runs."""
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 FaultKind = Literal["kill", "kill-engine", "terminate", "stop", "stop-engine", "reset", "partition"]
@@ -16,6 +16,8 @@ WEIGHTS: dict[FaultKind, int] = {
     "reset": 6,
     "partition": 2,
 }
+RESTARTED: tuple[FaultKind, ...] = ("kill", "kill-engine", "terminate")
+"""Faults that end a service, which is then started anew."""
 ENGINE_FAULTS = ("kill-engine", "stop-engine")
 
 Ending = Literal["run", "cancel-tokens", "cancel-time", "deadline"]
@@ -23,7 +25,7 @@ Ending = Literal["run", "cancel-tokens", "cancel-time", "deadline"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong.
+    """One fault.
 
     Attributes:
         at_s: seconds after the storm's beginning.
@@ -79,7 +81,7 @@ def plan_faults(
         targets: ids of the services that may be hit; an engine fault needs a prefill or a decode instance.
         kinds: what may happen.
         gap_s: mean seconds between two faults.
-        silence_s: longer than the heartbeats that an instance may miss.
+        silence_s: longer than an instance may miss heartbeats.
     """
     generator = random.Random(f"faults/{seed}")
     faults: list[Fault] = []
@@ -90,11 +92,18 @@ def plan_faults(
         if able:
             lasts_s = generator.uniform(0.1, 1.0)
             if kind in ("stop", "partition", "stop-engine"):
-                # Half of them end before anybody is taken for lost, half of them later.
+                # Half of them end before an instance is taken for lost, half of them later.
                 lasts_s = generator.choice([generator.uniform(0.2, 1.0), silence_s * generator.uniform(1.0, 1.6)])
             faults.append(Fault(at_s, kind, generator.choice(able), 0.0 if kind == "reset" else lasts_s))
         at_s += generator.uniform(0.3, 1.7) * gap_s
+    if faults and "kill" in kinds and not any(fault.kind in RESTARTED for fault in faults):
+        faults[0] = replace(faults[0], kind="kill")  # no storm is without one
     return faults
+
+
+def kinds_for(engine: str, kinds: Sequence[FaultKind]) -> list[FaultKind]:
+    """The kinds that a stack with this engine knows: an emulated engine has no process of its own."""
+    return [kind for kind in kinds if engine == "real" or kind not in ENGINE_FAULTS]
 
 
 def can_hit(kind: FaultKind, target: str) -> bool:

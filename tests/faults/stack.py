@@ -1,7 +1,7 @@
-"""A local stack behind fault proxies, and the ways to hurt one of its services.
+"""A local stack behind fault proxies, and the faults that can be injected into its services.
 
-Every service listens at a fixed port of a loopback address of its own stack and tells others the address of a proxy in
-front of it, so that its connections can be reset or held up, and a restarted conductor is found again.
+Every service listens at a fixed port of a loopback address of its own stack and advertises the address of a proxy in
+front of it, so that its connections can be reset or held back, and a restarted conductor is found again.
 """
 
 import itertools
@@ -19,6 +19,8 @@ from tests.faults.schedule import Fault
 FIRST_PORT = 20_000
 JOIN_TIMEOUT_S = 120.0
 SHOWN_LINES = 60
+STOP_TIMEOUT_S = 1.0
+"""A process that was sent SIGSTOP stops within this time."""
 TROUBLE = (
     "Traceback (most recent call last)",
     "never retrieved",
@@ -28,7 +30,7 @@ TROUBLE = (
     "Unhandled",
     "[critical",
 )
-"""What no fault may bring into a service's log."""
+"""What must not stand in a service's log, whatever the fault."""
 _stacks = itertools.count(1)
 
 
@@ -45,68 +47,78 @@ class StormStack(LocalStack):
         self._changing = threading.Lock()
         self.pids: set[int] = set()
         """Every process that was ever seen."""
+        self.restarted = 0
+        """Services that were started anew after their end."""
 
-    def _spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
+    def spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
         if service_id not in self._ports:
             port = self._ports[service_id] = FIRST_PORT + len(self._ports)
             seen_at = self._proxies.open(service_id, self._host, port)
             arguments = [*arguments, "--listen", f"{self._host}:{port}", "--advertise", seen_at]
-        return super()._spawn(kind, service_id, arguments)
+        return super().spawn(kind, service_id, arguments)
 
-    def revive(self, service_id: str, timeout_s: float = JOIN_TIMEOUT_S) -> None:
-        """Starts a service that has ended, and waits until it says that it is ready."""
+    def revive(self, service_id: str, timeout_s: float = JOIN_TIMEOUT_S) -> int:
+        """Starts a service that has ended, waits until it is ready, and returns the old one's exit status."""
         with self._changing:
             old = self.services[service_id]
-            old.wait(timeout_s)
-            new = self._spawn(old.kind, service_id, old.arguments)
+            status = old.wait(timeout_s)
+            new = self.spawn(old.kind, service_id, old.arguments)
         new.wait_ready(timeout_s)
         self.look_around()
+        self.restarted += 1
+        return status
 
     def look_around(self) -> None:
         """Notes which processes there are."""
         for service in list(self.services.values()):
             self.pids |= {service.pid, *descendants(service.pid)}
 
-    def hit(self, fault: Fault, healed: threading.Event) -> None:
-        """Does what the fault says, and undoes it after its time or when `healed` is set; returns then."""
+    def hit(self, fault: Fault, healed: threading.Event) -> bool:
+        """Injects the fault and undoes it after its time or when `healed` is set.
+
+        Returns:
+            Whether its effect was seen: a process killed, ended or stopped, connections reset, bytes held back.
+        """
         service = self.services[fault.target]
         self.look_around()
         match fault.kind:
             case "kill":
                 service.signal(signal.SIGKILL)
                 healed.wait(fault.lasts_s)
-                self.revive(fault.target)
+                return self.revive(fault.target) == -signal.SIGKILL
             case "terminate":
                 service.signal(signal.SIGTERM)
-                self.revive(fault.target)
+                return self.revive(fault.target) != -signal.SIGKILL
             case "kill-engine":
-                # An emulated engine has no process of its own: it dies with its service.
-                os.kill((children(service.pid) or [service.pid])[0], signal.SIGKILL)
+                engine = children(service.pid)[0]
+                os.kill(engine, signal.SIGKILL)
                 self.revive(fault.target)
-            case "stop":
-                service.signal(signal.SIGSTOP)
-                healed.wait(fault.lasts_s)
-                service.signal(signal.SIGCONT)
-            case "stop-engine":
-                pids = children(service.pid)
-                _signal_all(pids, signal.SIGSTOP)
-                healed.wait(fault.lasts_s)
-                _signal_all(pids, signal.SIGCONT)
+                return not _alive(engine)
+            case "stop" | "stop-engine":
+                return _stopped([service.pid] if fault.kind == "stop" else children(service.pid), fault, healed)
             case "reset":
-                self._proxies.reset(fault.target)
+                return self._proxies.reset(fault.target) > 0
             case "partition":
-                self._proxies.partition(fault.target, parted=True)
+                self._proxies.part(fault.target)
                 healed.wait(fault.lasts_s)
-                self._proxies.partition(fault.target, parted=False)
+                return self._proxies.join(fault.target) > 0
 
     def dead(self) -> list[str]:
         """Services that have ended and were not started anew."""
         return [name for name, service in self.services.items() if service.returncode is not None]
 
+    def count_in_logs(self, event: str) -> int:
+        """Lines with an event, over the logs of all services that ever ran."""
+        texts = (path.read_text(errors="replace") for path in self._logs())
+        return sum(event in line for text in texts for line in text.splitlines())
+
+    def _logs(self) -> list[Path]:
+        return sorted((self.plan.data_dir / "logs").glob("*.log"))
+
     def trouble(self) -> list[str]:
         """Lines of the services' logs that tell of a defect, each with some lines around it."""
         found = []
-        for path in sorted((self.plan.data_dir / "logs").glob("*.log")):
+        for path in self._logs():
             lines = path.read_text(errors="replace").splitlines()
             told = 0
             for number, line in enumerate(lines):
@@ -143,11 +155,27 @@ def wait_gone(pids: Sequence[int], timeout_s: float) -> list[int]:
     return left
 
 
-def _alive(pid: int) -> bool:
+def _state(pid: int) -> str:
+    """The state letter of /proc/PID/stat; "Z" for a process that is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
-        return False
+        return "Z"
+
+
+def _alive(pid: int) -> bool:
+    return _state(pid) != "Z"
+
+
+def _stopped(pids: Sequence[int], fault: Fault, healed: threading.Event) -> bool:
+    """Stops processes for the fault's time; returns whether one of them was seen stopped."""
+    _signal_all(pids, signal.SIGSTOP)
+    deadline, pause = time.monotonic() + STOP_TIMEOUT_S, threading.Event()
+    while not (seen := any(_state(pid) == "T" for pid in pids)) and time.monotonic() < deadline:
+        pause.wait(0.001)
+    healed.wait(fault.lasts_s)
+    _signal_all(pids, signal.SIGCONT)
+    return seen
 
 
 def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:

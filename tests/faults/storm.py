@@ -1,40 +1,40 @@
-"""A storm: clients ask, services are hit, and afterwards everything that was promised is looked after.
+"""A fault storm: clients send requests while faults are injected into services, then answers and services are checked.
 
-Owns the run of one storm and its judgement. What goes wrong and what is asked comes from `schedule`, how from `stack`.
+`schedule` draws faults and requests from a seed, `stack` injects the faults, `report` says what happened.
 """
 
 import asyncio
-import collections
 import contextlib
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
 from moonpool.cli.check import Reading, wait_at_rest
 from moonpool.cli.stack import StackPlan
 from moonpool.client import AsyncClient, SamplingParams
 from moonpool.errors import DeadlineExceeded, MoonpoolError, Overloaded, Unavailable
+from moonpool.streams.faults import CORRUPT_FRAMES, FRAME_DAMAGED
+from moonpool.streams.faults import SEED as FAULT_SEED
 from tests.faults.proxy import FaultProxies
-from tests.faults.schedule import FAULTS, Ask, Asks, Fault, FaultKind, plan_faults
+from tests.faults.report import REQUEST_TIMEOUT_S, Outcome, Report, StormPlan
+from tests.faults.schedule import Ask, Asks, Fault, kinds_for, plan_faults
 from tests.faults.stack import StormStack, wait_gone
 
 HEARTBEAT_S = 0.5
 SILENCE_S = 3 * HEARTBEAT_S
-REQUEST_TIMEOUT_S = 40.0
 LATE_S = 5.0
 """A call may end so much later than its deadline: two cores are shared with everything else."""
 REST_TIMEOUT_S = 90.0
 TYPED = (Unavailable, Overloaded, DeadlineExceeded)
 """What a client may be told instead of an answer (see `AsyncClient.generate`)."""
 AFTER, ROUNDS = 6, 12
-"""Requests at once after the storm, so many times at most; all of them must be answered."""
+"""Requests at once after the storm, and rounds of them at most; all of them must be answered."""
 STILL_ROUNDS = 2
-"""Rounds one after the other in which no service has more tasks than before: it leaves none behind."""
+"""Consecutive rounds in which no service may have more tasks than before."""
 TRIES = 4
-"""A request of those may be tried so many times more while frames are damaged."""
+"""Further attempts for each of those requests while frames are damaged."""
 
 
 class Judge(Protocol):
@@ -43,76 +43,6 @@ class Judge(Protocol):
     def wrong(self, prompt: Sequence[int], output: Sequence[int], seed: int | None) -> str:
         """What is wrong with an answer, or with its beginning; "" when nothing is."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class StormPlan:
-    """One storm.
-
-    Attributes:
-        seed: of everything that is drawn.
-        seconds: how long faults happen.
-        kinds: faults that may happen.
-        targets: kinds of services that may be hit.
-        clients: requests at once.
-        corrupt: share of KV frames that are damaged.
-        gap_s: mean seconds between two faults.
-        longest_prompt, longest_answer: tokens.
-    """
-
-    seed: int
-    seconds: float
-    kinds: Sequence[FaultKind] = FAULTS
-    targets: Sequence[str] = ("prefill", "decode", "kvstore", "conductor")
-    clients: int = 6
-    corrupt: float = 0.05
-    gap_s: float = 2.0
-    longest_prompt: int = 400
-    longest_answer: int = 60
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What became of a request."""
-
-    ask: Ask
-    tokens: list[int] = field(default_factory=list)
-    ended: str = ""
-    """ "complete", "cancelled", or the error's type."""
-    error: str = ""
-    seconds: float = 0.0
-    timeout_s: float = REQUEST_TIMEOUT_S
-    placements: int = 0
-    loaded: bool = False
-
-
-@dataclass(slots=True)
-class Report:
-    """What a storm came to; `failures` is empty when every promise was kept."""
-
-    plan: StormPlan
-    outcomes: list[Outcome]
-    faults: list[Fault]
-    failures: list[str]
-    rest_s: float = 0.0
-
-    def summary(self) -> str:
-        """Some lines for people."""
-        ends = collections.Counter(outcome.ended for outcome in self.outcomes)
-        kinds = collections.Counter(fault.kind for fault in self.faults)
-        again = sum(outcome.placements > 1 for outcome in self.outcomes)
-        loaded = sum(outcome.loaded for outcome in self.outcomes)
-        tokens = sum(len(outcome.tokens) for outcome in self.outcomes)
-        told = collections.Counter(re.sub(r"[0-9a-f]{16}|[0-9]+", "#", o.error)[:200] for o in self.outcomes if o.error)
-        slowest = max((outcome.seconds for outcome in self.outcomes), default=0.0)
-        return (
-            f"storm seed {self.plan.seed}, {self.plan.seconds:g} s: {len(self.outcomes)} requests {dict(ends)}, "
-            f"{again} placed more than once, {loaded} with a prefix from a kvstore, {tokens} tokens checked, "
-            f"slowest {slowest:.1f} s; "
-            f"{len(self.faults)} faults {dict(kinds)}; at rest after {self.rest_s:.1f} s; "
-            f"{len(self.failures)} failures"
-            + "".join(f"\n  {count:4} x {error}" for error, count in told.most_common())
-        )
 
 
 def storm_stack_plan(base: StackPlan, plan: StormPlan) -> StackPlan:
@@ -131,8 +61,8 @@ def storm_stack_plan(base: StackPlan, plan: StormPlan) -> StackPlan:
 @contextlib.contextmanager
 def damaged_frames(plan: StormPlan, setenv: Callable[[str, str], None]) -> Iterator[None]:
     """Lets the services of a storm damage what they send."""
-    setenv("MOONPOOL_FAULT_CORRUPT_FRAMES", str(plan.corrupt))
-    setenv("MOONPOOL_FAULT_SEED", str(plan.seed))
+    setenv(CORRUPT_FRAMES, str(plan.corrupt))
+    setenv(FAULT_SEED, str(plan.seed))
     yield
 
 
@@ -146,6 +76,8 @@ class Storm:
         self._say = say
         self._healed = threading.Event()
         self._began = 0.0
+        self._injected: list[Fault] = []
+        self._seen: list[Fault] = []
 
     def run(self) -> Report:
         """The storm, the calm after it, and the judgement."""
@@ -168,9 +100,11 @@ class Storm:
             longest_answer=self.plan.longest_answer,
         )
         outcomes = asyncio.run(self._storm(faults, asks))
-        report = Report(self.plan, outcomes, faults, [])
+        report = Report(self.plan, outcomes, faults, injected=self._injected, seen=self._seen)
         self._calm(report, asks)
         self._judge_all(report)
+        report.restarted = self._stack.restarted
+        report.frames_damaged = self._stack.count_in_logs(FRAME_DAMAGED)
         self._say(report.summary())
         return report
 
@@ -179,13 +113,13 @@ class Storm:
         over = asyncio.Event()
         async with AsyncClient(self._stack.address, timeout_s=REQUEST_TIMEOUT_S) as client:
             async with asyncio.TaskGroup() as group:
-                weather = group.create_task(self._weather(faults, over))
+                injection = group.create_task(self._inject(faults, over))
                 clients = [group.create_task(_ask_until(client, asks, over)) for _ in range(self.plan.clients)]
-            weather.result()
+            injection.result()
             return sorted((o for task in clients for o in task.result()), key=lambda o: o.ask.number)
 
-    async def _weather(self, faults: Sequence[Fault], over: asyncio.Event) -> None:
-        """Faults at their times; one service suffers one at a time, and what is late for that is left out."""
+    async def _inject(self, faults: Sequence[Fault], over: asyncio.Event) -> None:
+        """Injects faults at their times, one at a time per service; a fault that finds its service busy is left out."""
         busy: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             for fault in faults:
@@ -201,7 +135,9 @@ class Storm:
 
     async def _hit(self, fault: Fault) -> None:
         self._say(f"{self._now():7.2f} s  {fault.kind} {fault.target}")
-        await asyncio.to_thread(self._stack.hit, fault, self._healed)
+        self._injected.append(fault)
+        if await asyncio.to_thread(self._stack.hit, fault, self._healed):
+            self._seen.append(fault)
         if fault.kind != "reset":
             self._say(f"{self._now():7.2f} s  {fault.kind} {fault.target} is over")
 
@@ -209,10 +145,10 @@ class Storm:
         return time.monotonic() - self._began
 
     def _calm(self, report: Report, asks: Iterator[Ask]) -> None:
-        """Everybody is back, everything is at rest, and requests are served as if nothing had been."""
+        """Every service is back, everything is at rest, and requests are served as before the storm."""
         failures = report.failures
         for name in self._stack.dead():
-            failures.append(f"{name} ended by itself\n{self._stack.services[name].log_tail()}")
+            failures.append(f"{name} ended without a fault\n{self._stack.services[name].log_tail()}")
         if failures:
             return
         try:
@@ -262,7 +198,7 @@ class Storm:
             return list(await asyncio.gather(*(self._insist(client, ask) for ask in staying)))
 
     async def _insist(self, client: AsyncClient, ask: Ask) -> Outcome:
-        """A request in calm weather. Frames are still damaged: a share of requests has no luck in all its attempts."""
+        """A request after the storm. Frames are still damaged, so one request may fail in all of its attempts."""
         for _ in range(1 + (TRIES if self.plan.corrupt else 0)):
             outcome = await _ask(client, ask)
             if outcome.ended == "complete":
@@ -288,7 +224,7 @@ async def _ask_until(client: AsyncClient, asks: Iterator[Ask], over: asyncio.Eve
     while not over.is_set():
         outcomes.append(await _ask(client, next(asks)))
         if outcomes[-1].ended not in ("complete", "cancelled"):
-            await asyncio.sleep(0.05)  # a client that was refused at once does not come back at once
+            await asyncio.sleep(0.05)  # a refused client waits before its next request
     return outcomes
 
 
@@ -302,7 +238,7 @@ async def _ask(client: AsyncClient, ask: Ask) -> Outcome:
         if ask.ending == "cancel-time":
             await asyncio.wait((following,), timeout=ask.limit)
             following.cancel()
-        # A client that hangs must not keep the storm from its end; it is told by its time.
+        # A client that hangs must not keep the storm from its end; its time shows that it hung.
         await asyncio.wait((following,), timeout=outcome.timeout_s + 2 * LATE_S)
         following.cancel()
         await following
@@ -342,6 +278,7 @@ def run_storm(
     say: Callable[[str], None] = print,
 ) -> Report:
     """A storm on a stack of its own, from its start to the end of its last process."""
+    plan = replace(plan, kinds=kinds_for(base.engine, plan.kinds))
     with damaged_frames(plan, setenv), FaultProxies() as proxies:
         stack = StormStack(storm_stack_plan(base, plan), proxies)
         with stack:

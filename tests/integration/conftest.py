@@ -6,64 +6,29 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import pytest
 
-from moonpool.cli.check import read_gauges, wait_at_rest
-from moonpool.cli.stack import LocalStack, StackPlan
+from moonpool.cli.check import read_gauges
+from moonpool.cli.stack import StackPlan
 from moonpool.model.create import create
 from tests.integration.reference import Reference
+from tests.integration.stack import CheckedStack
 
 if TYPE_CHECKING:
     from tests.integration.raw import Stack
 
 SEED = 20_26
 BLOCK = 16
-REST_TIMEOUT_S = 20.0
-
-
-@pytest.fixture(scope="session", autouse=True)
-def running_stacks() -> Iterator[list[LocalStack]]:
-    """Every stack that runs now. None is stopped after a success before everything reserved has come back."""
-    stacks: list[LocalStack] = []
-    start, leave = LocalStack.start, LocalStack.__exit__
-
-    def noting_start(self: LocalStack, timeout_s: float = 180.0) -> str:
-        address = start(self, timeout_s)
-        stacks.append(self)
-        return address
-
-    def checking_exit(
-        self: LocalStack, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if self in stacks:
-                stacks.remove(self)
-                if kind is None:
-                    check_at_rest(self)
-        finally:
-            leave(self, kind, error, trace)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalStack, "start", noting_start)
-        patch.setattr(LocalStack, "__exit__", checking_exit)
-        yield stacks
 
 
 @pytest.fixture(autouse=True)
-def everything_comes_back(running_stacks: list[LocalStack]) -> Iterator[None]:
+def everything_comes_back() -> Iterator[None]:
     """Every test ends with the check, also those that share a stack with others."""
     yield
-    for stack in running_stacks:
-        check_at_rest(stack)
-
-
-def check_at_rest(stack: LocalStack) -> None:
-    """As `moonpool check`; a stack that the test has stopped itself has nothing left to say."""
-    if stack.services:
-        wait_at_rest(stack.address, REST_TIMEOUT_S)
+    for stack in CheckedStack.running:
+        stack.check_at_rest()
 
 
 def tokens(count: int, seed: object, vocab_size: int = 256) -> list[int]:
@@ -86,26 +51,31 @@ def reference(checkpoint: Path) -> Reference:
     return Reference(checkpoint)
 
 
-@pytest.fixture
-def plan(checkpoint: Path, tmp_path: Path) -> StackPlan:
+def small_plan(checkpoint: Path, folder: Path) -> StackPlan:
     """A small stack, one instance of each kind."""
     return StackPlan(
         model=str(checkpoint),
-        data_dir=tmp_path,
+        data_dir=folder,
         dtype="float32",
         threads=1,
         block_tokens=BLOCK,
         kv_bytes=16 << 20,
         dram_bytes=16 << 20,
-        spans_dir=tmp_path / "spans",
+        spans_dir=folder / "spans",
         extra={"prefill": ["--step-tokens", "64"]},
     )
 
 
 @pytest.fixture
-def stack(plan: StackPlan) -> Iterator[LocalStack]:
-    """A running stack."""
-    with LocalStack(plan) as running:
+def plan(checkpoint: Path, tmp_path: Path) -> StackPlan:
+    """See `small_plan`."""
+    return small_plan(checkpoint, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
+    """A running stack, shared by the tests of a module; each leaves all its services running."""
+    with CheckedStack(small_plan(checkpoint, tmp_path_factory.mktemp("stack"))) as running:
         yield running
 
 
@@ -125,7 +95,7 @@ def wait_busy(address: str, instance: str, timeout_s: float) -> None:
 
 @pytest.fixture(scope="package")
 def raw_stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator["Stack"]:
-    """One stack for all tests that try to do it harm from outside; each of them ends with `check_unharmed`."""
+    """One stack for all tests of bad input; each of them ends with `check_unharmed`."""
     from tests.integration.raw import running
 
     with running(checkpoint, tmp_path_factory.mktemp("raw")) as stack:

@@ -62,13 +62,13 @@ class Disk:
             run("umount", "--lazy", at)
 
     def fill(self) -> None:
-        """Takes all that is free, as another program might."""
+        """Takes all free space, as another program might."""
         with (self.path / "another").open("ab", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(4096))
 
     def leave(self, nbytes: int) -> None:
-        """Takes all that is free but so much."""
+        """Takes all free space but so many bytes."""
         another = self.path / "another"
         another.unlink(missing_ok=True)
         self.fill()
@@ -104,7 +104,7 @@ class Store:
                 pass
 
     async def check_up(self) -> None:
-        """It serves, and has nothing on its mind."""
+        """It serves and reports nothing that is held."""
         async with asyncio.timeout(20), Channels() as channels:
             stub: Any = health_pb2_grpc.HealthStub(channels.get(self.address))
             answer = await stub.Check(health_pb2.HealthCheckRequest())

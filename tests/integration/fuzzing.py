@@ -1,4 +1,4 @@
-"""Messages made from the contract's descriptors: proper ones, nearly proper ones, and rubbish.
+"""Messages made from the contract's descriptors: valid ones, nearly valid ones, and random ones.
 
 A message drawn from its descriptor alone rarely gets past the first check. So names of fields suggest values (`HINTS`),
 and `Facts` puts into a drawn message what only the running stack knows: a namespace, a live transfer, a right checksum.
@@ -185,7 +185,7 @@ def requests(descriptor: Descriptor, proper: Sequence[Message]) -> Strategy:
 
 @st.composite
 def conversations(draw: st.DrawFn, descriptor: Descriptor, proper: Sequence[Message]) -> list[Message | bytes]:
-    """What is sent on a stream: the proper story, of which parts are left out, changed, or have something between."""
+    """Messages of a stream: a valid sequence with messages left out, changed or inserted."""
     any_request = requests(descriptor, proper)
     story: list[Message | bytes] = []
     for message in proper:

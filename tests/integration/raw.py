@@ -1,6 +1,6 @@
-"""Talking to a running stack in bytes: any client there could be, ours or not, right or wrong.
+"""Talks to a running stack in bytes, as any client might: ours or not, right or wrong.
 
-Knows the contract's descriptors and no servicer. `Stack` also says whether the stack took harm.
+`Stack` also checks that the stack was not harmed.
 """
 
 import contextlib
@@ -16,12 +16,13 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 
 from moonpool.cli.check import read_gauges, wait_at_rest
-from moonpool.cli.stack import LocalStack, StackPlan
+from moonpool.cli.stack import StackPlan
 from moonpool.client import Client, SamplingParams
 from moonpool.kv.keys import block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.rpc.errors import DETAIL_KEY
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from tests.integration.conftest import BLOCK, tokens
+from tests.integration.stack import CheckedStack
 
 DEADLINE_S = 30.0
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -95,9 +96,9 @@ class Stream:
 
 
 class Stack:
-    """A running stack, with what is needed to speak to each of its services, well or badly."""
+    """A running stack, and calls of each of its services with valid and invalid messages."""
 
-    def __init__(self, stack: LocalStack) -> None:
+    def __init__(self, stack: CheckedStack) -> None:
         self.stack = stack
         self.client = Client(stack.address)
         self._channels: dict[str, grpc.Channel] = {}
@@ -165,7 +166,7 @@ class Stack:
         return kv_pb2.StreamHello(sender=sender, namespace=self.model.namespace, layout=self.model.layout)
 
     def join_hello(self, kind: kv_pb2.InstanceKind.ValueType) -> conductor_pb2.JoinHello:
-        """What a proper instance that listens where one of ours does would say."""
+        """The hello of a valid instance at the address of a running one."""
         names = {kv_pb2.INSTANCE_KIND_PREFILL: "prefill", kv_pb2.INSTANCE_KIND_DECODE: "decode"}
         instance = kv_pb2.Instance(id="raw", incarnation=1, kind=kind, address=self.address(names.get(kind, "kvstore")))
         model = self.model if kind in names else None
@@ -183,7 +184,7 @@ class Stack:
         return message
 
     def spec(self, request_id: str, token_ids: Sequence[int], max_tokens: int = 4) -> kv_pb2.SequenceSpec:
-        """A proper sequence, of a tenant of its own: nothing that is done to it reaches others' KV."""
+        """A valid sequence of a tenant of its own, so that other requests' KV is not touched."""
         root = chain_root(self.model.namespace, "raw")
         return kv_pb2.SequenceSpec(
             request_id=request_id,
@@ -203,7 +204,7 @@ class Stack:
         return target
 
     def _give_back(self) -> None:
-        """Cancels all promises that were given since the last time; what they have become meanwhile is all one."""
+        """Cancels all promises since the last time, whatever has become of them."""
         hello = decode_pb2.StepsRequest(hello=decode_pb2.StepsHello())
         cancels = [decode_pb2.StepsRequest(cancel=promise) for promise in self._promised]
         self._promised.clear()
@@ -227,7 +228,7 @@ class Stack:
         assert not (found := "\n".join(self.tracebacks())), found
 
     def tracebacks(self) -> Iterator[str]:
-        """What services have logged since the last call that speaks of a defect."""
+        """Log lines since the last call that show a defect."""
         for service in self.stack.services.values():
             with service.log_path.open(errors="replace") as log:
                 log.seek(self._offsets.get(service.log_path, 0))
@@ -254,7 +255,7 @@ def running(model: Path, data_dir: Path) -> Iterator[Stack]:
             "kvstore": ["--session-timeout-s", "3", "--room-timeout-s", "1"],
         },
     )
-    with LocalStack(plan) as local:
+    with CheckedStack(plan) as local:
         stack = Stack(local)
         try:
             yield stack

@@ -1,4 +1,4 @@
-"""What a plain forward pass says: the yardstick of all parity tests.
+"""A plain forward pass of `transformers`: what all parity tests compare with.
 
 A generated sequence equals the reference's greedy one exactly when each of its tokens is the reference's argmax given
 the tokens before it; so one teacher-forced forward pass checks a whole answer.
@@ -64,3 +64,8 @@ class Reference:
             low = float(sums[position, token - 1]) if token else 0.0
             missed.append(max(0.0, low - drawn, drawn - float(sums[position, token])))
         return missed
+
+
+def error_of(other: Reference, exact: Reference, prompt: Sequence[int]) -> float:
+    """Root mean square of the difference between two references' logits over a prompt."""
+    return float((other.logits(prompt) - exact.logits(prompt)).square().mean().sqrt())

@@ -1,4 +1,4 @@
-"""Wrong requests and wrong peers: each is told what is wrong by name, and the stack takes no harm.
+"""Wrong requests and wrong peers: each is refused by name, and the stack is not harmed.
 
 After every test of this file all processes live, a good request has its right answer, everything is at rest, and no log
 has a traceback.
@@ -341,10 +341,10 @@ def test_addresses_that_cannot_be(stack: Stack, address: str) -> None:
     assert (outcome.code, outcome.field) == (INVALID, "write_back.address"), outcome
 
 
-def test_a_target_where_nobody_is(stack: Stack) -> None:
+def test_a_target_without_a_service(stack: Stack) -> None:
     """The prefill fails within its deadlines and gives everything back."""
-    nobody = kv_pb2.Instance(id="nobody", incarnation=1, address="127.0.0.1:1")
-    target = kv_pb2.TransferTarget(decode=nobody, transfer_id=1, generation=1)
+    absent = kv_pb2.Instance(id="absent", incarnation=1, address="127.0.0.1:1")
+    target = kv_pb2.TransferTarget(decode=absent, transfer_id=1, generation=1)
     outcome = stack.call(
         "prefill.Prefill", prefill_pb2.PrefillRequest(sequence=stack.spec("raw", PROMPT), target=target)
     )
@@ -355,6 +355,6 @@ def test_a_target_where_nobody_is(stack: Stack) -> None:
     )
     assert outcome.code is CODES.ABORTED
     assert "no such transfer" in outcome.text
-    held = kv_pb2.TransferTarget(decode=nobody, held_blocks=(1 << 32) - 1)
+    held = kv_pb2.TransferTarget(decode=absent, held_blocks=(1 << 32) - 1)
     outcome = stack.call("prefill.Prefill", prefill_pb2.PrefillRequest(sequence=stack.spec("raw", PROMPT), target=held))
     assert (outcome.code, outcome.field) == (INVALID, "target.held_blocks")

@@ -125,7 +125,7 @@ def test_bad_frames(stack: Stack, reason: str, wrong: dict[str, Any]) -> None:
         assert stream.finish().code is CODES.OK
 
 
-def test_frames_that_nobody_waits_for(stack: Stack) -> None:
+def test_frames_that_no_request_waits_for(stack: Stack) -> None:
     """Unknown session, wrong generation, before the opening: dropped and counted; the transfer itself goes on."""
     target = reserve(stack)
     strays = stack.gauge("decode-0", "stray_frames")
@@ -160,7 +160,7 @@ def test_a_frame_of_many_runs(stack: Stack) -> None:
         assert (outcome.code, outcome.text) == (CODES.DATA_LOSS, "ReceiveKVRequest has too many fields")
 
 
-def test_steps_for_nobody_and_twice(stack: Stack) -> None:
+def test_steps_for_an_unknown_request_and_twice(stack: Stack) -> None:
     """Starts and cancels of what is not there are answered one by one; a second start of an id harms no other."""
     prompt = tokens(2 * BLOCK, "steps")
     first, second = reserve(stack, "same", prompt), reserve(stack, "same", prompt)
@@ -213,7 +213,7 @@ def test_steps_for_nobody_and_twice(stack: Stack) -> None:
             assert outcome.code is UNBUILT
 
 
-def test_answers_that_nobody_reads(stack: Stack) -> None:
+def test_answers_that_are_not_read(stack: Stack) -> None:
     """Thousands of cancels whose answers are not read do not pile up: the stream is read no further."""
     cancel = decode_pb2.StepsRequest(cancel=decode_pb2.CancelSequence(request_id="r" * 200))
     with stack.stream("decode.Steps", stack.first_message("decode.Steps")) as steps:

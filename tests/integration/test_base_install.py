@@ -19,23 +19,10 @@ ROOT = Path(__file__).parents[2]
 def base_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of a fresh environment with `pip install moonpool` and nothing else."""
     folder = tmp_path_factory.mktemp("base")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
-    subprocess.run(
-        [
-            python,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "-c",
-            ROOT / "constraints.txt",
-            ROOT,
-        ],
-        check=True,
-        cwd=folder,
-    )
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--no-compile", "-c", ROOT / "constraints.txt", ROOT], check=True, cwd=folder)
     return python
 
 

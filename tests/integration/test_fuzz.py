@@ -1,4 +1,4 @@
-"""Every RPC of every service under messages made from the descriptors: whatever comes, the answer is a clear status.
+"""Every RPC of every service under messages made from the descriptors: the answer is always a clear status.
 
 The same examples in every run. MOONPOOL_FUZZ_EXAMPLES sets how many there are per RPC, MOONPOOL_FUZZ_SEED draws others.
 """

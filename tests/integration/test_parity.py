@@ -1,59 +1,55 @@
-"""Greedy float32 output through the running services equals a plain forward pass's, whatever the placement."""
+"""Greedy output through the running services is a plain forward pass's, whatever the placement, cache and company.
+
+In float32 each token is the reference's own choice. In bfloat16 its logit may fall short of the reference's best by a
+small multiple of the error that `transformers` itself makes in bfloat16.
+"""
 
 import asyncio
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
-from moonpool.cli.check import wait_at_rest
-from moonpool.cli.stack import LocalStack, StackPlan
+from moonpool.cli.stack import StackPlan
 from moonpool.client import AsyncClient, Client, GenerateResult, SamplingParams
 from moonpool.model.create import create
-from tests.integration.reference import Reference
+from tests.integration.reference import GAP_TOLERANCE, Reference, error_of
+from tests.integration.stack import CheckedStack
+from tests.integration.topologies import BF16, REST, SELECTED, Topology, missing
 
 SEED = 20_26
 BLOCK = 16
-
-
-@dataclass(frozen=True)
-class Topology:
-    """A checkpoint's shape and the stack that serves it."""
-
-    shape: str
-    prefill: int = 1
-    decode: int = 1
-    stages: int = 1
-
-
-DEFAULT = [
-    Topology("tiny-llama"),
-    Topology("tiny-mistral", stages=2),
-    Topology("tiny-qwen2", prefill=2, decode=2),
-    Topology("tiny-qwen3", prefill=2, decode=2, stages=2),
-]
-REST = [
-    Topology(shape, prefill, decode, stages)
-    for shape in ("tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
-    for prefill, decode in ((1, 1), (2, 2))
-    for stages in (1, 2)
-    if Topology(shape, prefill, decode, stages) not in DEFAULT
-]
+TIMES_ERROR = 4.5
+"""Largest gap in bfloat16, in root mean squares of the logits' error that `transformers` makes in bfloat16. Measured:
+up to 4.5 for `transformers` itself, up to 2.8 for ours."""
+DRAW_TOLERANCE = 0.05
+"""How far outside of its share a bfloat16 draw may lie. Measured: up to 0.017."""
+COMPANY_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class Served:
-    """A running stack and its yardstick."""
+    """A running stack and the reference of its checkpoint.
+
+    Attributes:
+        topology: of the stack.
+        stack: the running stack.
+        client: of its conductor.
+        reference: the checkpoint as `transformers` runs it in float32.
+        tolerance: largest gap between the reference's best logit and a chosen token's.
+        eos_prompt: after this prompt the checkpoint's end-of-sequence token is the greedy one, beyond the tolerance.
+    """
 
     topology: Topology
-    stack: LocalStack
+    stack: CheckedStack
     client: Client
     reference: Reference
+    tolerance: float
     eos_prompt: list[int]
-    """The checkpoint's end-of-sequence token is the greedy one after this prompt."""
 
     def prompt(self, tokens: int, seed: int) -> list[int]:
         """Random token ids without special ones; `seed` is part of the test, so a failure can be repeated."""
@@ -68,8 +64,17 @@ class Served:
         assert result.finish_reason == "length"
         assert result.usage.prompt_tokens == len(prompt)
         assert result.usage.completion_tokens == max_tokens
-        self.reference.assert_greedy(prompt, result.token_ids)
+        self.assert_greedy(prompt, result)
         return result
+
+    def assert_greedy(self, prompt: list[int], result: GenerateResult) -> None:
+        self.reference.assert_greedy(prompt, result.token_ids, self.tolerance)
+
+    async def gather(self, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[GenerateResult]:
+        """Sends requests at once."""
+        async with AsyncClient(self.stack.address) as client:
+            calls = (client.generate(token_ids=prompt, sampling=sampling) for prompt, sampling in asked)
+            return await asyncio.gather(*calls)
 
 
 def prompt_tokens(reference: Reference, tokens: int, seed: int) -> list[int]:
@@ -85,38 +90,65 @@ def end_with(folder: Path, eos: int) -> None:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": eos}))
 
 
-def identify(topology: Topology) -> str:
-    return f"{topology.shape}-{topology.prefill}p{topology.decode}d-stages{topology.stages}"
+def sharp_prompt(reference: Reference, tolerance: float) -> list[int]:
+    """A prompt after which the best logit is far ahead of the second."""
+    for seed in range(500, 600):
+        prompt = prompt_tokens(reference, 20, seed)
+        best, second = reference.logits(prompt)[-1].topk(2).values.tolist()
+        if best - second > 3 * tolerance:
+            return prompt
+    raise AssertionError("no such prompt")
+
+
+def tolerance_of(folder: Path, topology: Topology, reference: Reference) -> float:
+    """The largest gap that the element type explains; in bfloat16 it must reject most third choices."""
+    if topology.dtype != BF16:
+        return GAP_TOLERANCE
+    prompt = prompt_tokens(reference, 400, seed=900)
+    tolerance = TIMES_ERROR * error_of(Reference(folder, torch.bfloat16), reference, prompt)
+    best, _, third = reference.logits(prompt).topk(3).values.unbind(1)
+    rejected = float((best - third > tolerance).float().mean())
+    print(f"{topology}: tolerance {tolerance:.3f}, rejects the third choice at {rejected:.0%} of positions")
+    assert rejected > 0.8
+    return tolerance
 
 
 @pytest.fixture(
     scope="module",
-    params=[*DEFAULT, *(pytest.param(topology, marks=pytest.mark.slow) for topology in REST)],
-    ids=lambda topology: identify(topology),
+    params=[*SELECTED, *(pytest.param(topology, marks=pytest.mark.slow) for topology in REST)],
+    ids=str,
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     topology: Topology = request.param
     folder = tmp_path_factory.mktemp(topology.shape)
     create(topology.shape, folder / "model", seed=SEED, dtype="float32")
     reference = Reference(folder / "model")
-    eos_prompt = prompt_tokens(reference, 20, seed=500)
+    tolerance = tolerance_of(folder / "model", topology, reference)
+    eos_prompt = sharp_prompt(reference, tolerance)
     end_with(folder / "model", reference.first_token(eos_prompt))
+    deterministic = ["--deterministic"] if topology.deterministic else []
     plan = StackPlan(
         model=str(folder / "model"),
         data_dir=folder,
-        dtype="float32",
-        prefill=topology.prefill,
-        decode=topology.decode,
+        dtype=topology.dtype,
+        prefill=topology.each,
+        decode=topology.each,
+        kvstore=int(topology.store),
         stages=topology.stages,
         threads=1,
         block_tokens=BLOCK,
         kv_bytes=16 << 20,
         dram_bytes=16 << 20,
-        extra={"prefill": ["--step-tokens", "64"]},
+        extra={"prefill": ["--step-tokens", "64", *deterministic], "decode": deterministic},
     )
-    with LocalStack(plan) as stack, Client(stack.address) as client:
-        yield Served(topology, stack, client, reference, eos_prompt)
-        wait_at_rest(stack.address, timeout_s=20)
+    with CheckedStack(plan) as stack, Client(stack.address) as client:
+        yield Served(topology, stack, client, reference, tolerance, eos_prompt)
+
+
+def test_the_selection_covers_every_pair_of_values() -> None:
+    assert missing(SELECTED) == set()
+    for topology in SELECTED:
+        assert missing([other for other in SELECTED if other != topology]), f"{topology} adds nothing"
 
 
 @pytest.mark.parametrize("tokens", [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 203])
@@ -132,7 +164,21 @@ def test_same_prompt_twice(served: Served) -> None:
     assert first.usage.cached_tokens == 0
     second = served.check(prompt)
     assert second.usage.cached_tokens == 4 * BLOCK
-    assert second.token_ids == first.token_ids
+    assert second.token_ids == first.token_ids or not served.topology.exact
+
+
+def test_prefix_from_the_store(served: Served) -> None:
+    """Prefill forgets what it computed, so that the prefix can only come from the kvstore."""
+    if not served.topology.store or served.topology.each > 1:
+        pytest.skip("no kvstore, or another prefill that has the prefix")
+    prompt = served.prompt(6 * BLOCK + 3, seed=150)
+    first = served.check(prompt)
+    served.stack.check_at_rest()
+    served.stack.restart("prefill-0")
+    second = served.check(prompt)
+    assert second.usage.cached_tokens == 6 * BLOCK
+    assert second.placement.kvstore == "kvstore-0"
+    assert second.token_ids == first.token_ids or not served.topology.exact
 
 
 def test_shared_prefix(served: Served) -> None:
@@ -143,7 +189,7 @@ def test_shared_prefix(served: Served) -> None:
     result = served.check(common + tail, max_tokens=20)
     assert result.usage.cached_tokens == 3 * BLOCK
     second_turn = [*common, *tail, *result.token_ids, *served.prompt(9, seed=203)]
-    wait_at_rest(served.stack.address, timeout_s=20)
+    served.stack.check_at_rest()
     again = served.check(second_turn)
     assert again.usage.cached_tokens >= (len(common) + len(tail)) // BLOCK * BLOCK
 
@@ -151,15 +197,11 @@ def test_shared_prefix(served: Served) -> None:
 def test_sixteen_at_once(served: Served) -> None:
     """Mixed lengths in one continuous batch."""
     prompts = [served.prompt(3 + 13 * number, seed=300 + number) for number in range(16)]
-
-    async def run() -> list[GenerateResult]:
-        async with AsyncClient(served.stack.address) as client:
-            sampling = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
-            return await asyncio.gather(*(client.generate(token_ids=prompt, sampling=sampling) for prompt in prompts))
-
-    for prompt, result in zip(prompts, asyncio.run(run()), strict=True):
+    sampling = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
+    results = asyncio.run(served.gather([(prompt, sampling) for prompt in prompts]))
+    for prompt, result in zip(prompts, results, strict=True):
         assert len(result.token_ids) == 14
-        served.reference.assert_greedy(prompt, result.token_ids)
+        served.assert_greedy(prompt, result)
 
 
 def test_one_token(served: Served) -> None:
@@ -177,13 +219,32 @@ def test_eos_first(served: Served) -> None:
     assert result.finish_reason == "stop"
 
 
-def test_sampling_does_not_depend_on_placement(served: Served) -> None:
-    """With a seed, sampled output is the same cold, cached and in company."""
-    prompt = served.prompt(50, seed=600)
-    sampling = SamplingParams(max_tokens=16, temperature=0.9, top_p=0.95, top_k=40, seed=7, ignore_eos=True)
-    first = served.client.generate(token_ids=prompt, sampling=sampling)
-    second = served.client.generate(token_ids=prompt, sampling=sampling)
-    assert first.token_ids == second.token_ids
+def greedy_or_sampled(seed: int) -> SamplingParams:
+    """Greedy for an even seed."""
+    if seed % 2:
+        return SamplingParams(max_tokens=COMPANY_TOKENS, temperature=1.0, seed=seed, ignore_eos=True)
+    return SamplingParams(max_tokens=COMPANY_TOKENS, temperature=0.0, ignore_eos=True)
+
+
+def test_answers_are_the_same_alone_cached_and_in_company(served: Served) -> None:
+    """Greedy and sampled requests alone, then all at once, when their prompts are cached and they share steps."""
+    asked = [
+        (served.prompt(30 + 11 * number, seed=600 + number), greedy_or_sampled(seed=number)) for number in range(6)
+    ]
+    alone = [asyncio.run(served.gather([one]))[0] for one in asked]
+    before = served.stack.gauge("decode-", "steps")
+    together = asyncio.run(served.gather(asked))
+    steps, decoded = served.stack.gauge("decode-", "steps") - before, len(asked) * (COMPANY_TOKENS - 1)
+    print(f"{decoded} tokens in {steps:g} steps")
+    assert steps < 0.75 * decoded, "the requests ran one after the other"
+    for (prompt, sampling), first, second in zip(asked, alone, together, strict=True):
+        assert second.token_ids == first.token_ids or not served.topology.exact
+        if sampling.seed is None:
+            served.assert_greedy(prompt, second)
+        else:
+            missed = max(served.reference.misses(prompt, second.token_ids, sampling.seed))
+            print(f"a draw lies at most {missed:.2e} outside of its share")
+            assert missed <= (DRAW_TOLERANCE if served.topology.dtype == BF16 else GAP_TOLERANCE)
 
 
 def test_stream_is_the_answer(served: Served) -> None:
@@ -192,24 +253,22 @@ def test_stream_is_the_answer(served: Served) -> None:
     sampling = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
     events = list(served.client.stream(token_ids=prompt, sampling=sampling))
     whole = served.client.generate(token_ids=prompt, sampling=sampling)
-    assert [token for event in events for token in event.token_ids] == whole.token_ids
-    assert "".join(event.text for event in events) == whole.text
+    tokens = [token for event in events for token in event.token_ids]
+    assert len(tokens) == 10
+    if served.topology.exact:
+        assert tokens == whole.token_ids
+        assert "".join(event.text for event in events) == whole.text
 
 
 def test_work_is_spread(served: Served) -> None:
     """With two instances of a kind both are used: at once, or soon, where measured speeds seem to differ much."""
-    if served.topology.prefill == 1:
+    if served.topology.each == 1:
         pytest.skip("one instance of a kind")
-
-    async def run() -> list[GenerateResult]:
-        async with AsyncClient(served.stack.address) as client:
-            sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-            prompts = [served.prompt(90, seed=800 + number) for number in range(8)]
-            return await asyncio.gather(*(client.generate(token_ids=prompt, sampling=sampling) for prompt in prompts))
-
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    asked = [(served.prompt(90, seed=800 + number), sampling) for number in range(8)]
     prefills, decodes = set(), set()
     for _ in range(20):  # requests elsewhere until even a twenty times slower estimate is doubted
-        results = asyncio.run(run())
+        results = asyncio.run(served.gather(asked))
         prefills |= {result.placement.prefill for result in results}
         decodes |= {result.placement.decode for result in results}
         if len(prefills) == len(decodes) == 2:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.bundled import model_dir
-from moonpool.cli.stack import LocalStack, StackPlan
+from moonpool.cli.stack import StackPlan
 from moonpool.client import AsyncClient, GenerateResult, SamplingParams
 from tests.integration.conftest import tokens
+from tests.integration.stack import CheckedStack
 
 BLOCK = 512
 TIME_SCALE = 2.0
@@ -67,7 +68,7 @@ def test_predicted_and_measured_ttft_agree(tmp_path: Path) -> None:
         time_scale=TIME_SCALE,
         block_tokens=BLOCK,
     )
-    with LocalStack(plan) as stack:
+    with CheckedStack(plan) as stack:
         found = asyncio.run(predictions(stack.address))
     for prediction in found:
         print(prediction)

@@ -18,11 +18,12 @@ import pytest
 
 from moonpool.checkpoint import load_config
 from moonpool.cli.check import wait_at_rest
-from moonpool.cli.stack import LocalStack, StackPlan
+from moonpool.cli.stack import StackPlan
 from moonpool.client import Client, GenerateResult, SamplingParams
 from moonpool.engine.emulated.content import continuation
 from moonpool.v1 import prefill_pb2, prefill_pb2_grpc
 from tests.integration.conftest import BLOCK, tokens, with_flags
+from tests.integration.stack import CheckedStack
 
 ANSWER = 4
 GREEDY = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
@@ -64,7 +65,7 @@ def indexed(client: Client) -> dict[str, int]:
     return {it.id: it.indexed_blocks for it in state.instances if it.id.startswith("kvstore")}
 
 
-def wait_indexed(stack: LocalStack, client: Client, blocks: int) -> dict[str, int]:
+def wait_indexed(stack: CheckedStack, client: Client, blocks: int) -> dict[str, int]:
     """Waits until everything is stored, and the conductor has heard of so many blocks."""
     wait_at_rest(stack.address, REST_S)
     deadline, pause = time.monotonic() + REST_S, threading.Event()
@@ -95,7 +96,7 @@ def wait_loading(prefill: str) -> None:
             pause.wait(0.005)
 
 
-def kill(stack: LocalStack, store: str) -> None:
+def kill(stack: CheckedStack, store: str) -> None:
     stack.services[store].signal(signal.SIGKILL)
     stack.services[store].wait(10)
 
@@ -111,7 +112,7 @@ def check_right(plan: StackPlan, asked: Sequence[Sequence[int]], results: Sequen
         assert list(result.token_ids) == expected
 
 
-def killed_while_loading(stack: LocalStack, client: Client, store: str, prompt: list[int]) -> GenerateResult:
+def killed_while_loading(stack: CheckedStack, client: Client, store: str, prompt: list[int]) -> GenerateResult:
     """A request that loads from a store which says no more, and then dies."""
     stack.services[store].signal(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
@@ -124,7 +125,7 @@ def killed_while_loading(stack: LocalStack, client: Client, store: str, prompt: 
 def test_chains_spread_and_a_lost_store_costs_its_share(plan: StackPlan) -> None:
     """One copy of each chain."""
     asked = prompts(12, "one copy")
-    with LocalStack(plan) as stack, Client(stack.address) as client:
+    with CheckedStack(plan) as stack, Client(stack.address) as client:
         first = serve(client, asked)
         held = wait_indexed(stack, client, len(asked) * BLOCKS)
         assert len(held) == 3
@@ -159,7 +160,7 @@ def test_chains_spread_and_a_lost_store_costs_its_share(plan: StackPlan) -> None
 def test_a_copy_serves_when_a_store_is_lost(plan: StackPlan) -> None:
     """Two copies of each chain: no store's loss is a miss, not even in the middle of a load."""
     asked = prompts(5, "two copies")
-    with LocalStack(dataclasses.replace(plan, kvstore_replicas=2)) as stack, Client(stack.address) as client:
+    with CheckedStack(dataclasses.replace(plan, kvstore_replicas=2)) as stack, Client(stack.address) as client:
         first = serve(client, asked)
         held = wait_indexed(stack, client, 2 * len(asked) * BLOCKS)
         assert sum(held.values()) == 2 * len(asked) * BLOCKS

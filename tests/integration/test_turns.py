@@ -3,9 +3,9 @@
 import threading
 import time
 
-from moonpool.cli.stack import LocalStack
 from moonpool.client import Client, SamplingParams
-from tests.integration.conftest import BLOCK, REST_TIMEOUT_S, tokens
+from tests.integration.conftest import BLOCK, tokens
+from tests.integration.stack import REST_TIMEOUT_S, CheckedStack
 
 ANSWER = 3 * BLOCK
 
@@ -18,7 +18,7 @@ def wait_indexed(client: Client, blocks: int) -> None:
         pause.wait(0.02)
 
 
-def test_the_answer_to_a_prompt_shorter_than_a_block_is_found_in_the_next_turn(stack: LocalStack) -> None:
+def test_the_answer_to_a_prompt_shorter_than_a_block_is_found_in_the_next_turn(stack: CheckedStack) -> None:
     prompt = tokens(BLOCK - 5, "first turn")
     greedy = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
     with Client(stack.address) as client:

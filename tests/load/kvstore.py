@@ -72,7 +72,7 @@ def content(key: bytes, layer: int, layout: KVLayout) -> bytes:
 
 
 class Chains:
-    """The blocks of the test: which are there to be read."""
+    """The blocks of the test that can be read."""
 
     def __init__(self, options: argparse.Namespace, trace: Sequence[TraceRequest], layout: KVLayout) -> None:
         self._options, self._trace, self._layout = options, trace, layout
@@ -92,7 +92,7 @@ class Chains:
         return True, block_keys(self.root, tokens, self._layout.block_tokens)
 
     def stored(self, keys: Sequence[bytes]) -> None:
-        """These can be read from now on."""
+        """The blocks can be read from now on."""
         self._stored.append(keys)
 
 

@@ -1,6 +1,6 @@
 """A load test as a picture: every request's latencies over time, and their distribution, as an SVG file.
 
-Owns the drawing, without a library: points, lines and text. Knows outcomes only.
+Points, lines and text, written without a library.
 """
 
 import html

@@ -1,6 +1,6 @@
 """What all load programs have in common: flags, the loop, the warm-up, JSON, the picture.
 
-A program says how one request is sent (`Send`) and which service is loaded. Owns everything else.
+A program says how one request is sent (`Send`) and which service is loaded.
 """
 
 import argparse

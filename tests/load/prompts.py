@@ -1,6 +1,6 @@
 """The prompts of load tests: as conversations share beginnings, or as a trace has them.
 
-Owns which tokens request `index` has, a function of the seed. Knows nothing of services.
+The tokens of request `index` are a function of the seed.
 """
 
 import argparse

@@ -19,7 +19,7 @@ LEASE_S = 3600.0
 
 
 class Sink:
-    """Transfers that are expected, and what has come of them."""
+    """Expected transfers and the KV that has come for them."""
 
     def __init__(self, plan: EngineSetup) -> None:
         self.instance = kv_pb2.Instance(id="load-sink", incarnation=1, kind=kv_pb2.INSTANCE_KIND_DECODE)

@@ -62,7 +62,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def requests_of(options: argparse.Namespace) -> tuple[list[TraceRequest], str]:
-    """The trace, and what it is."""
+    """The trace and its description."""
     path = trace_path(options.trace)
     if path is not None:
         return read_trace(path, limit=options.requests), path.name
@@ -165,7 +165,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Everything ended, right, and came back."""
+        """Every request ended with the right tokens, and everything reserved came back."""
         return not self.wrong_answers and not self.not_at_rest and not self.summary.errors
 
 

@@ -1,4 +1,4 @@
-"""compose.yaml as an engine reads it: merged, substituted, one `Service` each. It judges nothing."""
+"""compose.yaml as an engine reads it: merged, substituted, one `Service` each."""
 
 import dataclasses
 import re

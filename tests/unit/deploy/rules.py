@@ -108,7 +108,7 @@ def _of_addresses(service: Service, config: ServiceConfig, stack: Mapping[str, S
     if host.startswith(LOOPBACK):
         yield f"listens at {config.listen}, where no other container reaches it"
     if port == 0:
-        yield "listens at any free port: nobody knows which"
+        yield "listens at any free port, so that others cannot know it"
     if config.advertised(port) != f"{service.name}:{port}":
         yield f"advertises {config.advertised(port)}, others know it as {service.name}:{port}"
     for published, inside in service.ports:
@@ -248,7 +248,7 @@ def _of_kernels(images: Containerfile) -> Iterator[str]:
     if "kernels/ kernels/" not in images.stages[stage].all("COPY"):
         yield f"stage {stage} builds other kernels than those that the image has"
     if not any("library as l; assert l.get()" in rest for rest in _after_user(images.stages["engine"])):
-        yield "image engine: nobody tries whether its user gets the kernels"
+        yield "image engine: no step tries whether its user gets the kernels"
     if stage in [one.name for one in images.everything("light")]:
         yield f"image light is made from stage {stage}"
 
@@ -284,7 +284,7 @@ def _of_script(text: str, stack: Mapping[str, Service]) -> Iterator[str]:
             continue
         where = str(given.get("address", ""))
         if "$" not in where and where not in addresses:
-            yield f"`moonpool {' '.join(words)}`: nobody listens at {where}"
+            yield f"`moonpool {' '.join(words)}`: no service listens at {where}"
         if given.get("joined") not in (None, 0, len(stack) - 1):
             yield f"`moonpool {' '.join(words)}`: {len(stack) - 1} instances join"
 

@@ -97,7 +97,7 @@ def test_fault_in_compose(old: str, new: str, complaint: str) -> None:
         ),
         ("--all /kernels", "", "stage kernels does not build the kernels of all processors into /kernels"),
         ("COPY --from=kernels /kernels", "COPY --from=native /kernels", "there is no stage native"),
-        ("USER 10001:10001\n# Fails", "# Fails", "nobody tries whether its user gets the kernels"),
+        ("USER 10001:10001\n# Fails", "# Fails", "no step tries whether its user gets the kernels"),
     ],
 )
 def test_fault_in_containerfile(old: str, new: str, complaint: str) -> None:
@@ -110,7 +110,7 @@ def test_fault_in_containerfile(old: str, new: str, complaint: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("--address conductor:50051", "--address conductor:50055", "nobody listens at conductor:50055"),
+        ("--address conductor:50051", "--address conductor:50055", "no service listens at conductor:50055"),
         ("--joined", "--members", "No such option"),
         ("INSTANCES=3", "INSTANCES=2", "3 instances join"),
         ("moonpool health", "moonpool healthy", "no such verb: healthy"),

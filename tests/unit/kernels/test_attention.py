@@ -1,100 +1,24 @@
-"""Paged attention: the reference against the formula, the CPU kernel against the reference, the checks by name."""
+"""Paged attention: every implementation against the formula, the checks by name."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from kernels import reference
-from kernels.attention import make_plan, paged_attention, selected, write_kv
+from kernels import cpu
+from kernels.attention import make_plan, selected, write_kv
+from tests.unit.kernels.cases import BATCHES, MODES, make
 
-MODES = ["reference", "torch", "native"]
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-
-
-@dataclass
-class Case:
-    """Arguments of one call, and the dense keys and values behind the pool."""
-
-    q: Tensor
-    kv: Tensor
-    block_tables: Tensor
-    query_start: Tensor
-    context_lens: Tensor
-    dense: list[Tensor]  # per sequence [2, context, kv_heads, head_dim]
-    scale: float = 0.25
-
-    def run(self, **changed: Any) -> Tensor:
-        names = ("q", "kv", "block_tables", "query_start", "context_lens", "scale")
-        return paged_attention(**{name: getattr(self, name) for name in names} | changed)
-
-
-def make(
-    sequences: list[tuple[int, int]],  # (query rows, tokens in all) of each sequence
-    *,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 16,
-    block_tokens: int = 16,
-    dtype: torch.dtype = torch.float32,
-) -> Case:
-    """Scatter random sequences over a pool whose other slots are NaN; table entries past the end are garbage."""
-    generator = torch.Generator().manual_seed(5)
-    used = [-(-total // block_tokens) for _, total in sequences]
-    free = torch.randperm(sum(used) + 3, generator=generator).tolist()
-    kv = torch.full((len(free), kv_heads, 2, block_tokens, head_dim), torch.nan, dtype=dtype)
-    tables = torch.full((len(sequences), max(used) + 1), 2**30, dtype=torch.int32)
-    dense = []
-    for s, (_, total) in enumerate(sequences):
-        values = torch.randn((2, total, kv_heads, head_dim), generator=generator).to(dtype)
-        blocks = torch.tensor([free.pop() for _ in range(used[s])])
-        tables[s, : used[s]] = blocks
-        position = torch.arange(total)
-        write_kv(values[0], values[1], kv, blocks[position // block_tokens], position % block_tokens)
-        dense.append(values)
-    counts = torch.tensor([0] + [count for count, _ in sequences])
-    q = torch.randn((int(counts.sum()), heads, head_dim), generator=generator).to(dtype)
-    lengths = torch.tensor([total for _, total in sequences], dtype=torch.int32)
-    return Case(q, kv, tables, counts.cumsum(0).int(), lengths, dense)
-
-
-def by_formula(case: Case) -> Tensor:
-    """Dense causal attention in float64."""
-    out = []
-    for s, values in enumerate(case.dense):
-        q = case.q[case.query_start[s] : case.query_start[s + 1]].double().transpose(0, 1)
-        k, v = values.double().transpose(1, 2).repeat_interleave(q.shape[0] // values.shape[2], dim=1)
-        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
-        out.append(scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=case.scale).transpose(0, 1))
-    return torch.cat(out)
-
-
-def by_reference(case: Case) -> Tensor:
-    out = torch.full_like(case.q, torch.nan)
-    reference.prefill_attention(
-        case.q, case.kv, None, case.block_tables, case.query_start, case.context_lens, case.scale, out
-    )
-    return out
-
-
-BATCHES = {
-    "prompt": [(40, 40)],
-    "chunk": [(16, 48)],
-    "decode": [(1, 1), (1, 16), (1, 17), (1, 100), (1, 31)],
-    "decode, unsorted": [(1, 40), (1, 20), (1, 33), (1, 17)],
-    "decode, equal": [(1, 20), (1, 20), (1, 20)],
-    "mixed": [(1, 33), (20, 20), (1, 5), (7, 90), (1, 64), (150, 150)],
-    "far apart": [(1, 3), (1, 400), (1, 4), (1, 350)],
-}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LENGTHS = (2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1025, 2049)
+"""Contexts around the borders of blocks, tiles and splits."""
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_all_follow_the_formula(
@@ -102,7 +26,22 @@ def test_all_follow_the_formula(
 ) -> None:
     monkeypatch.setenv("MOONPOOL_KERNELS", mode)
     case = make(BATCHES[batch], heads=heads[0], kv_heads=heads[1], dtype=dtype)
-    torch.testing.assert_close(case.run().double(), by_formula(case), rtol=0, atol=TOLERANCE[dtype])
+    case.check(case.run())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropping_the_last_key_is_out_of_tolerance_at_every_length(
+    dtype: torch.dtype, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel itself is told a context without the last token: what it gives must not pass for right."""
+    monkeypatch.setenv("MOONPOOL_KERNELS", mode)
+    for length in LENGTHS:
+        for rows in (1, 2):
+            case = make([(rows, length + 1)], dtype=dtype)
+            case.check(case.run())
+            with pytest.raises(AssertionError, match="of a row's size"):
+                case.check(case.run(context_lens=case.context_lens - 1))
 
 
 @settings(max_examples=25, deadline=None)
@@ -115,16 +54,18 @@ def test_any_batch(parts: list[tuple[int, int]], block_tokens: int) -> None:
     for mode in MODES:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MOONPOOL_KERNELS", mode)
-            torch.testing.assert_close(case.run(), by_reference(case), rtol=0, atol=2e-6)
+            case.check(case.run())
 
 
-def test_groups_and_tiles_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOONPOOL_KERNELS", "torch")
+def test_groups_and_tiles_do_not_change_the_result() -> None:
     case = make(BATCHES["mixed"] + BATCHES["decode"])
-    expected = case.run()
-    monkeypatch.setattr("kernels.division.GATHER_BYTES", 1)
-    monkeypatch.setattr("kernels.cpu._TILE_BYTES", 1)
-    torch.testing.assert_close(case.run(), expected, rtol=0, atol=1e-6)
+    outs = []
+    for small in ({}, {"gather_bytes": 1, "tile_bytes": 1}):
+        plan = make_plan(case.kv, case.block_tables, case.query_start, case.context_lens)
+        outs.append(torch.full_like(case.q, torch.nan))
+        cpu.paged_attention(case.q, case.kv, None, plan, case.scale, outs[-1], **small)
+        case.check(outs[-1])
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-6)
 
 
 def test_out_is_written_whole_and_returned() -> None:
@@ -164,7 +105,7 @@ def test_a_sequence_without_rows_is_skipped() -> None:
 def test_other_types_run_the_reference() -> None:
     case = make(BATCHES["mixed"], dtype=torch.float64)
     assert selected("cpu", torch.float64) == "reference"
-    torch.testing.assert_close(case.run(), by_formula(case), rtol=0, atol=1e-12)
+    case.check(case.run())
 
 
 GOOD = make([(1, 20), (4, 30)])

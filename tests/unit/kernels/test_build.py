@@ -13,7 +13,7 @@ import torch
 from kernels import choice
 from kernels.choice import choose
 from kernels.native import build, library
-from tests.unit.kernels.test_attention import BATCHES, by_formula, make
+from tests.unit.kernels.cases import BATCHES, make
 
 CPU = torch.device("cpu")
 FAKE = """#!/bin/sh
@@ -39,16 +39,15 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def unsaid() -> Iterator[None]:
     """No choice was made; afterwards none either."""
-    choice._choose_once.cache_clear()
+    choice.choose_by_wish.cache_clear()
     yield
-    choice._choose_once.cache_clear()
+    choice.choose_by_wish.cache_clear()
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, unsaid: None) -> None:
     """Nothing loaded, nothing said."""
-    monkeypatch.setattr(library, "_loaded", None)
-    monkeypatch.setattr(library, "_failure", "")
+    monkeypatch.setattr(library, "loader", library.Loader())
 
 
 def test_built_once_per_target_and_sources(fake: Path) -> None:
@@ -96,7 +95,7 @@ def test_without_a_compiler_plain_torch_runs_and_says_so_once(
     case = make(BATCHES["mixed"])
     with caplog.at_level(logging.INFO, "kernels"):
         for _ in range(2):
-            torch.testing.assert_close(case.run().double(), by_formula(case), rtol=0, atol=2e-6)
+            case.check(case.run())
     said = [record.getMessage() for record in caplog.records]
     assert said.count("attention on cpu in float32: torch") == 1
     assert sum("no C++ compiler found" in line for line in said) == 1

@@ -1,46 +1,96 @@
-"""The small operations: every implementation against the reference, and refusals by name."""
+"""The small operations: every implementation, the reference among them, against plain formulas; refusals by name."""
 
+import cmath
+import math
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from kernels import ops, reference
+from kernels import ops
 from kernels.attention import copy_blocks
+from tests.unit.kernels.cases import MODES
 
-MODES = ["reference", "torch", "native"]
 STEP = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float64: 1e-14}
 
 
-@pytest.mark.parametrize("mode", MODES)
+def norm_by_formula(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Number by number: x / sqrt(mean(x^2) + eps) * weight."""
+    rows = []
+    for row in x.tolist():
+        size = math.sqrt(sum(number * number for number in row) / len(row) + eps)
+        rows.append([number / size * factor for number, factor in zip(row, weight.tolist(), strict=True)])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def turned_by_formula(x: Tensor, angles: Tensor) -> Tensor:
+    """Complex multiplication: the pair (i, i + D / 2) of a head is turned by the angle [row, i]."""
+    out, half = x.double().clone(), x.shape[2] // 2
+    for row, head, i in torch.cartesian_prod(*(torch.arange(n) for n in (*x.shape[:2], half))).tolist():
+        pair = complex(x[row, head, i], x[row, head, i + half]) * cmath.rect(1.0, float(angles[row, i]))
+        out[row, head, i], out[row, head, i + half] = pair.real, pair.imag
+    return out
+
+
+def gated_by_formula(both: Tensor) -> Tensor:
+    """Number by number: gate / (1 + exp(-gate)) * up."""
+    half = both.shape[1] // 2
+    rows = [[g / (1 + math.exp(-g)) * u for g, u in zip(row[:half], row[half:], strict=True)] for row in both.tolist()]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def products_by_formula(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Number by number: sum(x * weight row) + bias."""
+    rows = [
+        [sum(a * b for a, b in zip(row, column, strict=True)) + c for column, c in zip(w, bias.tolist(), strict=True)]
+        for w in [weight.tolist()]
+        for row in x.tolist()
+    ]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The implementation that runs."""
+    monkeypatch.setenv("MOONPOOL_KERNELS", request.param)
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("dtype", STEP)
-def test_all_follow_the_reference(dtype: torch.dtype, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOONPOOL_KERNELS", mode)
-    generator = torch.Generator().manual_seed(2)
+class TestFormula:
+    """Every implementation and type against the formula in float64."""
 
-    def draw(*shape: int) -> Any:
-        return torch.randn(shape, generator=generator).to(dtype)
+    @pytest.fixture
+    def draw(self, dtype: torch.dtype) -> Any:
+        generator = torch.Generator().manual_seed(2)
+        return lambda *shape: torch.randn(shape, generator=generator).to(dtype)
 
-    def close(ours: Any, theirs: Any) -> None:
-        torch.testing.assert_close(ours, theirs, rtol=STEP[dtype], atol=STEP[dtype])
+    def close(self, ours: Tensor, exact: Tensor, times: float = 1.0) -> None:
+        step = STEP[ours.dtype]
+        torch.testing.assert_close(ours.double(), exact.double(), rtol=step, atol=times * step)
 
-    x, residual, weight = draw(5, 48), draw(5, 48), draw(48)
-    expected, theirs = torch.empty_like(x), residual.clone()
-    reference.rms_norm(x, theirs, weight, 1e-6, expected)
-    close(ops.rms_norm(x, weight, 1e-6, residual=residual), expected)
-    close(residual, theirs)
-    heads, cos, sin = draw(5, 3, 32), draw(5, 32), draw(5, 32)
-    expected = torch.empty_like(heads)
-    reference.rope(heads, cos, sin, expected)
-    close(ops.rope(heads, cos, sin), expected)
-    both = draw(5, 96)
-    expected = torch.empty_like(x)
-    reference.silu_mul(both, expected)
-    close(ops.silu_mul(both), expected)
-    matrix, bias = draw(7, 48), draw(7)
-    expected = torch.empty(5, 7, dtype=dtype)
-    reference.linear(x, matrix, bias, expected)
-    torch.testing.assert_close(ops.linear(x, matrix, bias), expected, rtol=STEP[dtype], atol=20 * STEP[dtype])
+    def test_rms_norm(self, draw: Any) -> None:
+        x, residual, weight = draw(5, 48), draw(5, 48), draw(48)
+        self.close(ops.rms_norm(x, weight, 1e-6), norm_by_formula(x, weight, 1e-6))
+        summed = residual + x
+        self.close(ops.rms_norm(x, weight, 1e-6, residual=residual), norm_by_formula(summed, weight, 1e-6))
+        assert torch.equal(residual, summed)
+
+    def test_rope(self, draw: Any, dtype: torch.dtype) -> None:
+        heads, angles = draw(5, 3, 32), torch.rand(5, 16, dtype=torch.float64) * 6
+        cos = torch.cat((angles.cos(), angles.cos()), dim=1).to(dtype)
+        sin = torch.cat((-angles.sin(), angles.sin()), dim=1).to(dtype)
+        self.close(ops.rope(heads, cos, sin), turned_by_formula(heads, angles), times=2)
+
+    def test_silu_mul(self, draw: Any) -> None:
+        both = draw(5, 96)
+        self.close(ops.silu_mul(both), gated_by_formula(both))
+
+    def test_linear(self, draw: Any) -> None:
+        x, matrix, bias = draw(5, 48), draw(7, 48), draw(7)
+        self.close(ops.linear(x, matrix, bias), products_by_formula(x, matrix, bias), times=20)
 
 
 X, WEIGHT, HEADS, ANGLES = torch.ones(3, 8), torch.ones(8), torch.ones(3, 2, 8), torch.ones(3, 8)

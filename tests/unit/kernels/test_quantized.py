@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import quantized, reference
-from kernels.attention import paged_attention, write_kv
+from kernels.attention import write_kv
 from kernels.native import library
 from moonpool.kv.layout import KVLayout
+from tests.unit.kernels.cases import MODES, Case
 
-MODES = ["reference", "torch", "native"]
 DTYPES = list(quantized.DTYPES.values())
 HEADS, TOKENS, SIZE = 2, 16, 32
 
@@ -97,11 +97,10 @@ def test_attention_over_it(stored: torch.dtype, dtype: torch.dtype, mode: str, m
     q = torch.randn(4, 6, SIZE).to(dtype)
     tables = table.int().expand(2, 5).contiguous()
     starts, lengths = torch.tensor([0, 1, 4], dtype=torch.int32), torch.tensor([70, total], dtype=torch.int32)
-    out, expected = torch.full_like(q, torch.nan), torch.empty(4, 6, SIZE, dtype=torch.float64)
-    paged_attention(q, values, tables, starts, lengths, 0.2, out, scales=scales)
-    reference.prefill_attention(q.double(), values, scales, tables, starts, lengths, 0.2, expected)
-    tolerance = {torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
+    stand_for = values[table].float() * scales[table][..., None, None]  # [blocks, heads, 2, tokens, size]
+    dense = stand_for.permute(2, 0, 3, 1, 4).flatten(1, 2)
+    case = Case(q, values, tables, starts, lengths, [dense[:, :70], dense[:, :total]], scale=0.2)
+    case.check(case.run(scales=scales))
 
 
 @pytest.mark.parametrize(("stored", "given_"), [(torch.int8, False), (torch.float32, True)])

@@ -36,7 +36,7 @@ def test_written_and_read(tmp_path: Path) -> None:
 
 
 def test_generated_trace() -> None:
-    """Equal seeds, equal traces; conversations share beginnings, incomplete blocks are nobody else's."""
+    """Equal seeds, equal traces; conversations share beginnings, incomplete blocks are not shared."""
     trace = generate_trace(200, seed=0)
     assert trace == generate_trace(200, seed=0) != generate_trace(200, seed=1)
     assert [request.timestamp for request in trace] == sorted(request.timestamp for request in trace)

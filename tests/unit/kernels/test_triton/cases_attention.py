@@ -38,6 +38,19 @@ def test_shapes(head_dim: int, group: int, block_tokens: int) -> None:
     case.check(case.decode())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [2, 16, 17, 33, 75, 130])
+def test_dropping_the_last_key_is_out_of_tolerance(length: int, dtype: torch.dtype) -> None:
+    """The kernel itself is told a context without the last token: what it gives must not pass for right."""
+    case = make([(1, length)], dtype=dtype, group=2)
+    case.check(case.decode())
+    case.lengths -= 1
+    dropped = case.decode()
+    case.lengths += 1
+    with pytest.raises(AssertionError, match="out of tolerance"):
+        case.check(dropped)
+
+
 EVERY_SHAPE = list(itertools.product((torch.float16,), (64, 80, 96, 128), (1, 4, 7, 16), (16, 64, 256)))
 EVERY_SHAPE += itertools.product(DTYPES, (64, 80, 96, 128, 40, 256), (7,), (16, 64))
 

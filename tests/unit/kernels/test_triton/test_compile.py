@@ -1,7 +1,7 @@
 """Compiles every kernel, as it is launched, for GPUs that need not be there: it must compile, fit, and not spill.
 
-The interpreter runs what the compiler refuses (a function that returns now a number, now a tensor), so this is what
-keeps the source fit for GPUs on machines without one, whoever made the GPU.
+The interpreter runs code that the compiler refuses (a function that returns a number in one branch and a tensor in
+another). That a kernel compiles does not show that it is right or fast on a GPU: nothing is run here.
 """
 
 from __future__ import annotations

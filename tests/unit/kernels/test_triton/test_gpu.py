@@ -18,10 +18,10 @@ pytestmark = [
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("module", ["cases_attention.py", "cases_pool.py", "cases_pointwise.py", "cases_gpu.py"])
 def test_on_the_gpu(module: str) -> None:
-    run_cases(module, "not slow", TRITON_INTERPRET="0", MOONPOOL_TRITON_DEVICE="cuda")
+    run_cases([module], "not slow", TRITON_INTERPRET="0", MOONPOOL_TRITON_DEVICE="cuda")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_shape_on_the_gpu() -> None:
-    run_cases("cases_attention.py", "slow", TRITON_INTERPRET="0", MOONPOOL_TRITON_DEVICE="cuda")
+    run_cases(["cases_attention.py"], "slow", TRITON_INTERPRET="0", MOONPOOL_TRITON_DEVICE="cuda")

@@ -1,12 +1,14 @@
 """Runs the cases of this folder in Triton's interpreter, which has to be chosen before Triton is imported.
 
-Hence a process per module: nobody's import order matters, and no other test meets interpreted kernels.
+Hence a process of their own: no other test meets interpreted kernels. The interpreter accepts code that the compiler
+refuses (test_compile.py compiles), and nothing here runs on a GPU (test_gpu.py does, where there is one).
 """
 
 import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,10 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def run_cases(module: str, marker: str, **environment: str) -> None:
-    """Run `module` in a process of its own; its output is shown when it fails."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marker, str(HERE / module)]
+def run_cases(modules: Sequence[str], marker: str, **environment: str) -> None:
+    """Run test modules in a process of their own; its output is shown when it fails."""
+    paths = [str(HERE / module) for module in modules]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marker, *paths]
     # One thread: tiny arrays gain nothing from more.
     finished = subprocess.run(
         command,
@@ -34,12 +37,11 @@ def run_cases(module: str, marker: str, **environment: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("module", ["cases_attention.py", "cases_pool.py", "cases_pointwise.py"])
-def test_in_the_interpreter(module: str) -> None:
-    run_cases(module, "not slow", TRITON_INTERPRET="1")
+def test_in_the_interpreter() -> None:
+    run_cases(["cases_attention.py", "cases_pool.py", "cases_pointwise.py"], "not slow", TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_shape_in_the_interpreter() -> None:
-    run_cases("cases_attention.py", "slow", TRITON_INTERPRET="1")
+    run_cases(["cases_attention.py"], "slow", TRITON_INTERPRET="1")

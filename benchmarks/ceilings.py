@@ -1,0 +1,93 @@
+"""This machine's limits that kernels are compared with: memory read beyond the caches, matrix products, exponentials.
+
+All are measured with torch's threads. A ceiling must not be beaten: memory is read over a working set of twice the last
+level cache, and the matrix product is taken at the shape that is fastest here.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.native import library
+
+BEYOND = 2
+"""Working sets are so many times the last level cache, so that at most a part of each pass comes from it."""
+LEAST_BYTES, MOST_BYTES = 256 << 20, 1 << 30
+"""Of a working set; where MOST_BYTES is less than BEYOND caches, memory cannot be told from a cache."""
+UNKNOWN_CACHE_BYTES = 64 << 20
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+SIDES = (512, 1024, 2048, 4096)
+"""Matrix products are tried at squares of these sides, and at the two shapes that attention has."""
+
+
+def cache_bytes(folder: Path = CACHES) -> int:
+    """Size of the largest cache of a core, as the kernel reports it; a guess where it does not."""
+    texts = [path.read_text().strip() for path in folder.glob("index*/size")]
+    return max((int(text[:-1]) * UNITS[text[-1]] for text in texts if text[-1:] in UNITS), default=UNKNOWN_CACHE_BYTES)
+
+
+def working_set_bytes() -> int:
+    """Bytes that a measurement of memory goes over before it comes back to the first one."""
+    return min(MOST_BYTES, max(LEAST_BYTES, BEYOND * cache_bytes()))
+
+
+def beyond_caches(nbytes: int) -> bool:
+    """Whether a working set is larger than the caches, so that its rate is the memory's."""
+    return nbytes >= BEYOND * cache_bytes()
+
+
+def seconds(call: Callable[[], object], at_least: float = 0.02) -> float:
+    """Seconds of one call, the mean of as many as take `at_least`."""
+    # One thread's own time does not count what other processes take on a busy machine.
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    begin, times = clock(), 0
+    while True:
+        call()
+        times += 1
+        passed = clock() - begin
+        if passed >= at_least:
+            return passed / times
+
+
+def read_bytes_per_s(memory: Tensor) -> float:
+    """Bytes per second read once from memory by all threads: the better of our read and torch's sum."""
+    native = library.get()
+    times = [seconds(memory.sum)]
+    if native is not None:
+        times.append(seconds(lambda: native.read(memory)))
+    return memory.nbytes / min(times)
+
+
+Shape = tuple[int, int, int]
+"""(rows, inner, columns) of a matrix product."""
+
+
+def product_flops(shape: Shape, dtype: torch.dtype) -> float:
+    """Floating point operations per second of one matrix product of torch."""
+    rows, inner, columns = shape
+    a, b = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
+    out = torch.empty(rows, columns, dtype=dtype)
+    torch.mm(a, b, out=out)
+    return 2 * rows * inner * columns / seconds(lambda: torch.mm(a, b, out=out))
+
+
+def best_shape(dtype: torch.dtype, head_dim: int = 128) -> Shape:
+    """The shape at which this machine's matrix product is fastest."""
+    shapes = [(side, side, side) for side in SIDES] + [(2048, head_dim, 2048), (2048, 2048, head_dim)]
+    return max(shapes, key=lambda shape: product_flops(shape, dtype))
+
+
+def exponential_seconds() -> float:
+    """Seconds per exponential, all threads together: the best of ours and torch's, in the cache."""
+    threads = torch.get_num_threads()
+    x = -torch.rand(threads, 4096) * 10
+    out = torch.empty_like(x)
+    times = [seconds(lambda: torch.exp(x, out=out)) / x.numel()]
+    native = library.get()
+    if native is not None:
+        times.append(seconds(lambda: native.exponentials(x, 100)) / x.numel() / 100)
+    return min(times)

@@ -1,0 +1,83 @@
+"""What a machine can serve at most, from its matrix products and its memory; and rates over overlapping requests."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.ceilings import best_shape, beyond_caches, product_flops, read_bytes_per_s, working_set_bytes
+from benchmarks.frame import Row
+from moonpool.checkpoint import load_config
+
+MARGIN = 1.1
+"""A figure so far above a limit is impossible; less is the limit's own noise."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """One request: when it began and ended, seconds of one clock, and its output tokens."""
+
+    begin: float
+    end: float
+    tokens: int
+
+
+def rate(spans: Sequence[Span]) -> float:
+    """Output tokens per second, from the first request's start to the last one's end."""
+    return sum(span.tokens for span in spans) / (max(span.end for span in spans) - min(span.begin for span in spans))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What this machine can do at most with a model.
+
+    Attributes:
+        parameters: that are multiplied for each token: all but the embedding's and the last layer's.
+        head_parameters: of the last layer, multiplied for each token that is sampled.
+        flops: of the best matrix product, per second.
+        read_bytes_per_s: from memory.
+    """
+
+    parameters: int
+    head_parameters: int
+    flops: float
+    read_bytes_per_s: float
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Tokens of a prompt per second: its products alone."""
+        return self.flops / (2 * self.parameters)
+
+    def decode_tokens_per_s(self, batch: int) -> float:
+        """Tokens per second: products, and reading the weights once a step where they do not fit the caches."""
+        parameters = self.parameters + self.head_parameters
+        limit, nbytes = self.flops / (2 * parameters), 2 * parameters
+        return min(limit, batch * self.read_bytes_per_s / nbytes) if beyond_caches(nbytes) else limit
+
+    def __str__(self) -> str:
+        return (
+            f"{(self.parameters + self.head_parameters) / 1e6:.1f} M parameters per token, "
+            f"products {self.flops / 1e9:.0f} GFLOP/s, memory {self.read_bytes_per_s / 1e9:.1f} GB/s"
+        )
+
+
+def measured_limits(model: Path) -> Limits:
+    """The limits of this machine for a checkpoint in bfloat16."""
+    config = load_config(model)
+    heads = config.num_heads + 2 * config.num_kv_heads
+    attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
+    parameters = config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+    flops = product_flops(best_shape(torch.bfloat16), torch.bfloat16)
+    memory = torch.ones(working_set_bytes() // 4)
+    return Limits(parameters, config.vocab_size * config.hidden_size, flops, read_bytes_per_s(memory))
+
+
+def with_limit(row: Row, limit: float, *, less_is_better: bool = False) -> Row:
+    """The row, marked when the peer's figure beside it is beyond what this machine can do."""
+    times = limit / row.limit_value if less_is_better else row.limit_value / limit
+    if times <= MARGIN:
+        return row
+    return dataclasses.replace(
+        row, limit_name=f"{row.limit_name} (impossible here: the limit is {limit:.3g} {row.unit})"
+    )

@@ -1,0 +1,55 @@
+"""The local stack of the integration tests: it does not pass as stopped before everything reserved has come back."""
+
+import signal
+from collections.abc import Sequence
+from types import TracebackType
+from typing import ClassVar
+
+from moonpool.cli.check import read_gauges, wait_at_rest
+from moonpool.cli.stack import LocalStack
+
+REST_TIMEOUT_S = 20.0
+
+
+class CheckedStack(LocalStack):
+    """A local stack that is checked when it is left without an error, and after each test while it runs."""
+
+    running: ClassVar[list["CheckedStack"]] = []
+
+    def start(self, timeout_s: float = 180.0) -> str:
+        address = super().start(timeout_s)
+        self.running.append(self)
+        return address
+
+    def check_at_rest(self) -> None:
+        """As `moonpool check`; a stack that the test has stopped itself has nothing left to say."""
+        if self.services:
+            wait_at_rest(self.address, REST_TIMEOUT_S)
+
+    def gauge(self, instance: str, name: str) -> float:
+        """A gauge of one instance, or of all whose id begins so, added up."""
+        readings = [it for it in read_gauges(self.address) if it.instance.startswith(instance) and it.name == name]
+        assert readings, f"{instance} has no gauge {name}"
+        return sum(reading.value for reading in readings)
+
+    def restart_all(self, names: Sequence[str], *, kill: bool = False, timeout_s: float = 60.0) -> None:
+        """As `restart`, for several members at once."""
+        old = [self.services[name] for name in names]
+        for service in old:
+            service.signal(signal.SIGKILL if kill else signal.SIGTERM)
+        for service in old:
+            service.wait(timeout_s)
+        for service in [self.spawn_again(name) for name in names]:
+            service.wait_ready(timeout_s)
+        self.wait_joined(timeout_s)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self in self.running:
+                self.running.remove(self)
+                if kind is None:
+                    self.check_at_rest()
+        finally:
+            super().__exit__(kind, error, trace)

@@ -1,0 +1,62 @@
+"""The topologies of the parity tests: all of them, and a small selection that covers every axis."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A checkpoint's shape and the stack that serves it.
+
+    Attributes:
+        shape: family of models.
+        each: instances of prefill, and of decode.
+        stages: pipeline stages of each prefill instance.
+        store: whether there is a kvstore.
+        dtype: of weights and KV.
+        deterministic: whether the services run with `--deterministic`.
+    """
+
+    shape: str
+    each: int
+    stages: int
+    store: bool
+    dtype: str
+    deterministic: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether an answer is the same whatever is cached and whatever else runs."""
+        return self.dtype == "float32" or self.deterministic
+
+    def __str__(self) -> str:
+        store, exact = "store" if self.store else "no-store", "-deterministic" if self.deterministic else ""
+        return f"{self.shape}-{self.each}p{self.each}d-stages{self.stages}-{store}-{self.dtype}{exact}"
+
+
+SHAPES = ("tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
+F32, BF16 = "float32", "bfloat16"
+SELECTED = [
+    Topology("tiny-qwen3", 2, 2, False, F32),
+    Topology("tiny-qwen2", 2, 1, True, BF16, deterministic=True),
+    Topology("tiny-mistral", 1, 2, True, BF16),
+    Topology("tiny-llama", 1, 1, False, BF16, deterministic=True),
+    Topology("tiny-qwen2", 1, 1, True, F32),
+]
+"""Every family, and every pair of values of two of the other axes, is in one of them at least."""
+ALL = [Topology(*values) for values in itertools.product(SHAPES, (1, 2), (1, 2), (True, False), (F32, BF16))]
+REST = [topology for topology in ALL if topology not in SELECTED]
+
+
+def missing(selected: Sequence[Topology]) -> set[object]:
+    """Families, and pairs of values of two other axes, that some topology has and none of the selected ones."""
+    return _covered(ALL) - _covered(selected)
+
+
+def _covered(topologies: Sequence[Topology]) -> set[object]:
+    axes = ("each", "stages", "store", "dtype")
+    found: set[object] = {topology.shape for topology in topologies}
+    for topology, (one, other) in itertools.product(topologies, itertools.combinations(axes, 2)):
+        found.add((one, getattr(topology, one), other, getattr(topology, other)))
+    return found
