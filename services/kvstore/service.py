@@ -40,8 +40,7 @@ from services.kvstore.streams.put_stream import PutResources
 from services.kvstore.streams.rooms import RoomQueue
 from services.kvstore.streams.watch import Journal, Unreported
 from services.kvstore.tenancy.pins import Pins
-from services.kvstore.tenancy.protection import Protection
-from services.kvstore.tenancy.tenants import DEFAULT_ROW, Account, Grants, TenantRow
+from services.kvstore.tenancy.tenants import DEFAULT_ROW, Account, Protection, TenantRow
 
 log = get_logger(__name__)
 
@@ -69,9 +68,9 @@ class Tiers:
             rows.get(DEFAULT_ROW, TenantRow()).pin_bytes,
             max_pins=config.max_pins,
         )
-        account = Account(Grants.of(rows, "dram"))
+        account = Account.of(rows, "dram")
         self.dram = DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account)
-        self.ssd_account = Account(Grants.of(rows, "ssd"))
+        self.ssd_account = Account.of(rows, "ssd")
         self.ssd: SsdTier | None = None
         if config.data_dir is not None and config.has_ssd:
             self.ssd = open_tier(
@@ -79,7 +78,7 @@ class Tiers:
                 config.ssd_bytes,
                 config.segment_size,
                 durability=config.durability,
-                keeps=Protection(pins.__contains__, self.ssd_account).keeps,
+                keeps=Protection(pins, self.ssd_account).keeps,
                 account=self.ssd_account,
             )
             log.info("ssd tier open", path=str(config.data_dir), blocks=len(self.ssd), bytes=self.ssd.used_bytes)
@@ -228,7 +227,7 @@ class KVStoreService(StoreListener):
 
     def _load(self) -> conductor_pb2.LoadReport:
         return conductor_pb2.LoadReport(
-            running=self.store.reads.leases + self.store.writes.sessions,
+            running=self.store.reads.leases + len(self.store.writes.sessions),
             waiting=len(self.rooms),
             cached_blocks=len(self.store.tiers.dram),
             draining=self._draining,
@@ -257,7 +256,8 @@ class KVStoreService(StoreListener):
     async def _make_durable(self, writer: WriteBehind) -> None:
         self.store.writes.retry()
         if not await writer.drain(self.config.drain_s / 2) or self.store.writes.unsaved:
-            log.warning("some blocks are not durable", blocks=self.store.writes.pending + self.store.writes.unsaved)
+            blocks = {*self.store.writes.queued, *self.store.writes.unsaved}
+            log.warning("some blocks are not durable", blocks=len(blocks))
 
     async def finish(self) -> None:
         """Reports that this store drains, waits for running sessions for a time, then ends all streams."""

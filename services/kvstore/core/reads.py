@@ -1,7 +1,7 @@
 """Leases on leading blocks of a chain, and blocks that come back from the SSD tier into DRAM.
 
 A lease keeps its blocks from being evicted or reclaimed until it is closed. Blocks that a lease reads whole from the
-SSD tier are read into DRAM that was set aside for them, and stay there. All leases together keep at most `lease_bytes`
+SSD tier are read into DRAM that was reserved for them, and stay there. All leases together keep at most `lease_bytes`
 of DRAM; a lease that would need more gets fewer leading blocks. Reading the device is done elsewhere.
 """
 
@@ -20,14 +20,12 @@ from services.kvstore.ssd.reader import SsdReader
 
 @dataclasses.dataclass(slots=True)
 class LeasedBlock:
-    """Where one block of a lease comes from: `block` in DRAM, or `reader` on the SSD tier.
+    """Where one block of a lease comes from: `block` in DRAM, held, or `reader` on the SSD tier.
 
     Attributes:
-        block: the block, held.
-        reader: reads the block.
         tenant: whose block `reader` reads.
-        allocate: set when DRAM for the whole block was set aside, so that it may stay there once it was read; gives it.
-        fill: where `reader` reads to then, from the first slice on.
+        allocate: gives memory for the whole block, which may stay in DRAM then; None when no DRAM was reserved for it.
+        fill: memory that `reader` reads to then, from the first slice on.
         filled: one bit per layer whose verified bytes are in `fill`.
     """
 
@@ -40,7 +38,7 @@ class LeasedBlock:
 
     @property
     def reserved(self) -> bool:
-        """Whether DRAM was set aside for the whole block."""
+        """Whether DRAM was reserved for the whole block."""
         return self.allocate is not None
 
     def hash_of(self, layer: int) -> int:
@@ -64,6 +62,14 @@ class LeasedBlock:
         if self.fill is None:
             self.fill = self.allocate(layout.block_bytes)
         return self.fill[layer * size : (layer + 1) * size]
+
+    def promoted(self, layout: KVLayout) -> DramBlock | None:
+        """The block that was read from the SSD tier into reserved DRAM; None when not all of it was read."""
+        info = None if self.reader is None else self.reader.info
+        if info is None or self.fill is None or self.filled != (1 << layout.layers) - 1:
+            return None
+        hashes = list(map(self.hash_of, range(layout.layers)))
+        return DramBlock(dataclasses.replace(info, tenant=self.tenant), self.fill, hashes)
 
 
 @dataclasses.dataclass(slots=True)
@@ -90,17 +96,17 @@ class Reads:
     """All leases.
 
     Args:
-        tiers: both tiers.
         writes: is told of blocks that came into DRAM.
-        max_sessions: open leases at most.
-        lease_bytes: most DRAM that leases keep: blocks, and what is set aside for blocks being read in.
+        max_sessions: most open leases.
+        lease_bytes: most DRAM that leases keep: blocks, and what is reserved for blocks being read in.
 
     Attributes:
+        leases: number of open leases.
         leased_bytes: DRAM that leases keep.
     """
 
     def __init__(self, tiers: TieredStore, writes: Writes, *, max_sessions: int, lease_bytes: int) -> None:
-        self._tiers = tiers
+        self.tiers = tiers
         self._writes = writes
         self._max_sessions = max_sessions
         self._lease_bytes = lease_bytes
@@ -117,13 +123,13 @@ class Reads:
     def open(
         self, keys: Sequence[BlockKey], block_format: BlockFormat, *, promote: bool, counted: bool = True
     ) -> ReadLease:
-        """Takes hold of the leading blocks that are here in `block_format`.
+        """Leases the leading blocks of a chain that are here in `block_format`.
 
         Args:
             keys: a chain.
-            block_format: what the reader can use; a block of another one is a miss.
+            block_format: of the reader; a block of another one is a miss.
             promote: blocks will be read whole, so that those of the SSD tier may stay in DRAM.
-            counted: whether these are hits and misses, because a reader asked for the blocks.
+            counted: whether these count as hits and misses of a reader.
 
         Raises:
             Overloaded: too many leases are open, or they keep so much DRAM that not even the first block can be leased.
@@ -144,25 +150,25 @@ class Reads:
             self._count(keys, lease)
         self._keys += lease.blocks
         self.leases += 1
-        self._tiers.listener.sessions_changed()
+        self.tiers.listener.sessions_changed()
         return lease
 
     def _count(self, keys: Sequence[BlockKey], lease: ReadLease) -> None:
-        self._tiers.touch(keys[: lease.blocks])
+        self.tiers.touch(keys[: lease.blocks])
         cold = sum(source.reader is not None for source in lease.sources)
         self.ssd_hits += cold
         self.dram_hits += lease.blocks - cold
         self.misses += len(keys) - lease.blocks
-        self._tiers.listener.asked(keys)
+        self.tiers.listener.asked(keys)
 
     def _in_dram(self, key: BlockKey, block_format: BlockFormat) -> DramBlock | None:
-        block = self._tiers.dram.get(key)
-        if block is None or block.info.format != block_format or self._tiers.is_damaged(key):
+        block = self.tiers.dram.get(key)
+        if block is None or block.info.format != block_format or key in self.tiers.damaged:
             return None
         return block
 
     def _source(self, key: BlockKey, block_format: BlockFormat, promote: bool) -> LeasedBlock | None:
-        dram, ssd, size = self._tiers.dram, self._tiers.ssd, block_format.layout.block_bytes
+        dram, ssd, size = self.tiers.dram, self.tiers.ssd, block_format.layout.block_bytes
         fits = self.leased_bytes + size <= self._lease_bytes
         if key in dram:
             block = self._in_dram(key, block_format)
@@ -175,23 +181,19 @@ class Reads:
         if ssd is None or ssd.format_of(key) != block_format:
             return None
         source = LeasedBlock(reader=ssd.reader(key), tenant=ssd.tenant_of(key) or "")
-        if promote and fits and self._tiers.reserve(size, source.tenant):
+        if promote and fits and self.tiers.reserve(size, source.tenant):
             self.leased_bytes += size
             source.allocate = dram.allocate
         return source
 
     def lost(self, source: LeasedBlock) -> None:
-        """A block was found bad: it is forgotten and announced, unless it has been replaced meanwhile."""
+        """Forgets and announces a block that was found bad, unless it has been replaced meanwhile."""
         assert source.reader is not None
-        assert self._tiers.ssd is not None
-        if self._tiers.ssd.drop(source.reader):
+        assert self.tiers.ssd is not None
+        if self.tiers.ssd.drop(source.reader):
             self.bad_blocks += 1
-            self._tiers.removed([source.reader.key])
-            self._tiers.listener.work()
-
-    def suspect(self, key: BlockKey) -> None:
-        """A reader found that a block's bytes do not match their hashes."""
-        self._tiers.suspect(key)
+            self.tiers.removed([source.reader.key])
+            self.tiers.listener.work()
 
     def close(self, lease: ReadLease) -> None:
         """Ends a lease; what it read whole stays in DRAM. No thread may still be reading for it. Idempotent."""
@@ -200,9 +202,9 @@ class Reads:
         lease.closed = True
         self.leases -= 1
         self._keys -= lease.blocks
-        size = lease.format.layout.block_bytes
+        layout = lease.format.layout
         promoted: dict[BlockKey, DramBlock] = {}
-        unused: collections.Counter[str] = collections.Counter()
+        unused = collections.Counter[str]()
         for source in lease.sources:
             if source.block is not None:
                 self._unlease(source.block)
@@ -210,33 +212,20 @@ class Reads:
                 source.reader.release()
             if not source.reserved:
                 continue
-            self.leased_bytes -= size
-            block = self._filled(source, lease.format.layout)
-            if block is not None and block.info.key not in promoted:
-                promoted[block.info.key] = block
-            else:
-                unused[source.tenant] += size
+            self.leased_bytes -= layout.block_bytes
+            block = source.promoted(layout)
+            if block is None or promoted.setdefault(block.info.key, block) is not block:
+                unused[source.tenant] += layout.block_bytes
             source.fill = None
-        taken = self._tiers.insert(list(promoted.values()))
+        taken = self.tiers.insert(list(promoted.values()))
         self.promotions += len(taken)
-        self._tiers.dram.arrived(list(promoted))
+        self.tiers.dram.arrived(list(promoted))
         for tenant, nbytes in unused.items():
-            self._tiers.unreserve(nbytes, tenant)
+            self.tiers.unreserve(nbytes, tenant)
         self._writes.arrived(taken)
-        self._tiers.release([source.block for source in lease.sources if source.block is not None])
-        self._tiers.listener.room()
-        self._tiers.listener.sessions_changed()
-
-    def _filled(self, source: LeasedBlock, layout: KVLayout) -> DramBlock | None:
-        """The block that was read from the SSD tier; None when not all of it was read."""
-        info = None if source.reader is None else source.reader.info
-        if info is None or source.fill is None or source.filled != (1 << layout.layers) - 1:
-            return None
-        return DramBlock(
-            dataclasses.replace(info, tenant=source.tenant),
-            source.fill,
-            list(map(source.hash_of, range(layout.layers))),
-        )
+        self.tiers.release([source.block for source in lease.sources if source.block is not None])
+        self.tiers.listener.room()
+        self.tiers.listener.sessions_changed()
 
     def _unlease(self, block: DramBlock) -> None:
         key = block.info.key
@@ -246,7 +235,7 @@ class Reads:
             self.leased_bytes -= block.info.nbytes
 
     def check_invariants(self) -> None:
-        """Leases keep no more than they may, and nothing once none is open."""
+        """Checks that leases keep no more than they may, and nothing when none is open."""
         assert 0 <= self.leased_bytes <= self._lease_bytes
         assert all(count > 0 for count in self._leased.values())
         if not self.leases:

@@ -1,8 +1,8 @@
-"""The store as a whole: blocks come in through sessions, become VISIBLE in DRAM, then DURABLE behind it, and are read.
+"""The store as a whole: how blocks come in, where they are kept, and how they are read.
 
-A block's way: assembled; whole in DRAM (VISIBLE), and held until the SSD tier has committed it (DURABLE); evicted from
-DRAM at any time, still here; its room on the SSD tier reclaimed, removed. One object, used by the event loop's thread
-only; device reads and commits are done by others who report back.
+A block is assembled; then it is whole in DRAM (VISIBLE), and held until the SSD tier has committed it (DURABLE). After
+that it may be evicted from DRAM at any time, and is removed when its room on the SSD tier is reclaimed. Used by the
+event loop's thread only; device reads and commits run elsewhere, and their results are reported here.
 """
 
 from collections.abc import Sequence
@@ -23,17 +23,10 @@ class BlockStore:
     Args:
         dram: the DRAM tier, empty.
         ssd: the SSD tier with what it recovered; None for none.
-        listener: is told of changes.
-        max_sessions: writing sessions at once, and as many reading ones.
+        max_sessions: most writing sessions at once, and most reading ones.
         batch_bytes: most bytes in one commit, unless one block is larger.
         lease_bytes: most DRAM that leases keep; None for all of it.
         ssd_account: what tenants are granted in the SSD tier, which keeps it up to date; None for nothing.
-
-    Attributes:
-        tiers: what is here.
-        writes: how blocks come.
-        reads: how blocks are read.
-        pins: what stays by name.
     """
 
     def __init__(
@@ -54,11 +47,15 @@ class BlockStore:
         self.pins = dram.pins
 
     def pin(self, tenant: str, name: str, keys: Sequence[BlockKey], *, now: float, ttl_s: float) -> PinOutcome:
-        """Pins the leading ones of `keys` that are here, in whichever tier; see `Pins.pin`."""
+        """Pins the leading keys that are here, in either tier; see `Pins.pin`."""
         self.expire_pins(now)
-        outcome, change = self.pins.pin(tenant, name, keys, self.tiers.size_of, now=now, ttl_s=ttl_s)
+        outcome, change = self.pins.pin(tenant, name, keys, self._size_of, now=now, ttl_s=ttl_s)
         self._pins_changed(change)
         return outcome
+
+    def _size_of(self, key: BlockKey) -> int | None:
+        block_format = self.tiers.format_of(key)
+        return None if block_format is None else block_format.layout.block_bytes
 
     def unpin(self, tenant: str, name: str) -> bool:
         """Ends a pin; False when there is none."""
@@ -77,7 +74,7 @@ class BlockStore:
             self.tiers.listener.room()
 
     def check_invariants(self) -> None:
-        """Every part agrees with itself and with the others. Only while no plan is being committed."""
+        """Checks every part, and the parts against each other. Only while no plan is being committed."""
         dram, ssd = self.tiers.dram, self.tiers.ssd
         dram.check_invariants()
         if ssd is not None:
@@ -85,9 +82,7 @@ class BlockStore:
         self.writes.check_invariants()
         self.reads.check_invariants()
         self.pins.check_invariants()
-        assert dram.reserved_bytes >= self.writes.unfinished_bytes
         assert len(set(self.tiers)) == len(list(self.tiers))
         if not self.reads.leases and not self.writes.sessions:
-            assert dram.reserved_bytes == 0
-            if not self.writes.pending:
-                assert dram.held_bytes == 0
+            assert not dram.reserved
+            assert self.writes.queued or dram.held_bytes == 0

@@ -1,4 +1,4 @@
-"""The union of the two tiers: a key is here when one of them has it; its coming and going is told exactly once."""
+"""The union of the two tiers: a key is here when either has it; each arrival and each departure is told once."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from services.kvstore.ssd.tier import SsdTier
 
 
 class StoreListener:
-    """Hears what happens in a store; subclasses override what they want. No method may raise."""
+    """Is told what happens in a store; subclasses override what they need. No method may raise."""
 
     def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
         """`stored` are here from now on, `removed` are in no tier any more."""
@@ -30,22 +30,18 @@ class StoreListener:
 
 
 class TieredStore:
-    """The DRAM tier over the SSD tier.
-
-    Args:
-        dram: the DRAM tier.
-        ssd: the SSD tier with what it recovered; None for none.
-        listener: is told of changes.
+    """The DRAM tier over the SSD tier, if there is one.
 
     Attributes:
-        damaged_blocks: blocks whose bytes in DRAM were found not to match their hashes.
+        damaged: keys of damaged blocks in DRAM that wait for their last hold to end; they are not leased any more.
+        damaged_blocks: blocks whose bytes in DRAM were found not to match their hashes, since the start.
     """
 
     def __init__(self, dram: DramTier, ssd: SsdTier | None, listener: StoreListener) -> None:
         self.dram = dram
         self.ssd = ssd
         self.listener = listener
-        self._damaged: set[BlockKey] = set()
+        self.damaged: set[BlockKey] = set()
         self.damaged_blocks = 0
 
     def __contains__(self, key: bytes) -> bool:
@@ -55,10 +51,9 @@ class TieredStore:
         return itertools.chain.from_iterable(map(self.part, range(PARTS)))
 
     def part(self, number: int) -> list[BlockKey]:
-        """Every key of one part, once. Listing all parts, one after the other, misses no key that stays.
+        """Every key of one part, once. A walk over all parts misses no key that stays.
 
-        A key belongs to one part only, in either tier, so that a block moving between the tiers is still found. A walk
-        over one tier and then the other could miss it.
+        A block that moves between the tiers stays in its part; a walk over one tier and then the other could miss it.
         """
         found = self.dram.part(number)
         if self.ssd is None:
@@ -84,19 +79,14 @@ class TieredStore:
                 return count
         return len(keys)
 
-    def size_of(self, key: BlockKey) -> int | None:
-        """The block's bytes; None when it is not here."""
-        block_format = self.format_of(key)
-        return None if block_format is None else block_format.layout.block_bytes
-
     def touch(self, chain: Sequence[BlockKey]) -> None:
-        """Blocks of `chain`, head first, were used together."""
+        """Counts blocks of `chain`, head first, as used."""
         self.dram.touch(chain)
         if self.ssd is not None:
             self.ssd.touch(chain)
 
     def reserve(self, nbytes: int, tenant: str) -> bool:
-        """Sets DRAM aside for blocks of a tenant, evicting others; False when too little may go."""
+        """Reserves DRAM for blocks of a tenant, evicting others; False when too little can be evicted."""
         victims = self.dram.reserve(nbytes, tenant)
         if victims is None:
             return False
@@ -104,7 +94,6 @@ class TieredStore:
         return True
 
     def unreserve(self, nbytes: int, tenant: str) -> None:
-        """Gives reserved DRAM back."""
         if nbytes:
             self.dram.unreserve(nbytes, tenant)
             self.listener.room()
@@ -133,35 +122,28 @@ class TieredStore:
         """Ends one hold on each."""
         for block in blocks:
             self.dram.release(block)
-            if block.info.key in self._damaged and not block.holds:
+            if block.info.key in self.damaged and not block.holds:
                 self._drop_damaged(block)
         if blocks:
             self.listener.room()
 
     def suspect(self, key: BlockKey) -> None:
-        """Checks a block of which a reader says that its bytes do not match their hashes; drops it from DRAM if so.
-
-        A damaged block that is held is not leased any more, and is dropped with its last hold.
-        """
+        """Checks a block that a reader reports as damaged; drops it from DRAM if it is, with its last hold."""
         block = self.dram.get(key)
-        if block is None or key in self._damaged or block.is_intact:
+        if block is None or key in self.damaged or block.is_intact:
             return
         self.damaged_blocks += 1
-        self._damaged.add(key)
+        self.damaged.add(key)
         if not block.holds:
             self._drop_damaged(block)
 
-    def is_damaged(self, key: BlockKey) -> bool:
-        """Whether the block in DRAM is damaged and waits for its last hold to end."""
-        return key in self._damaged
-
     def _drop_damaged(self, block: DramBlock) -> None:
-        self._damaged.remove(block.info.key)
+        self.damaged.remove(block.info.key)
         self.dram.drop(block)
         self.removed([block.info.key])
 
     def removed(self, keys: Sequence[BlockKey]) -> None:
-        """These have left a tier; announces those that are in no other."""
+        """Announces those of `keys`, which have left a tier, that are in no other."""
         lost = [key for key in keys if key not in self]
         if lost:
             self.listener.changed((), lost)

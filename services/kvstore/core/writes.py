@@ -8,7 +8,7 @@ and is tried again: by `retry`, or when a writer offers it again. Commits are do
 
 import collections
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
@@ -30,12 +30,17 @@ class Writes:
     """Writing sessions and the queue to the SSD tier.
 
     Args:
-        tiers: both tiers.
-        max_sessions: open sessions at most.
+        max_sessions: most open sessions.
         batch_bytes: most bytes in one commit, unless one block is larger.
         ssd_account: what tenants are granted in the SSD tier, which keeps it up to date.
 
     Attributes:
+        sessions: open sessions.
+        unfinished: blocks that are being written.
+        queued: keys of visible blocks on their way to the SSD tier: in the queue or in the plan under way.
+        unsaved: keys of blocks that the SSD tier has not taken yet, the one tried last at the end. Some may have left
+            DRAM meanwhile, or be queued again.
+        awaiting: sessions that wait for a block to become durable, each with its index there.
         blocks_not_durable: blocks that the SSD tier did not take at the first try.
     """
 
@@ -45,60 +50,29 @@ class Writes:
         self._tiers = tiers
         self._max_sessions = max_sessions
         self._batch_bytes = batch_bytes
-        self._ssd_account = ssd_account
+        self._ssd_account = ssd_account or Account()
         self._assembler = Assembler(tiers.dram.allocate)
-        self._pending: collections.deque[DramBlock] = collections.deque()
-        self._queued: set[BlockKey] = set()  # of blocks in `_pending` or in the plan under way
-        self._unsaved: dict[BlockKey, None] = {}  # tried in vain; some may be queued again
+        self._queue: collections.deque[DramBlock] = collections.deque()
         self._committing: WritePlan | None = None
-        self._awaiting: dict[BlockKey, list[tuple[PutSession, int]]] = {}
+        self.sessions: Collection[PutSession] = self._assembler.sessions
+        self.unfinished: Mapping[BlockKey, Assembly] = self._assembler.blocks
+        self.queued: set[BlockKey] = set()
+        self.unsaved: dict[BlockKey, None] = {}
+        self.awaiting: dict[BlockKey, list[tuple[PutSession, int]]] = {}
         self.blocks_put = 0
         self.blocks_durable = 0
         self.blocks_not_durable = 0
         self.failed_batches = 0
 
-    @property
-    def sessions(self) -> int:
-        """Open sessions."""
-        return self._assembler.sessions
-
-    @property
-    def unfinished_blocks(self) -> int:
-        """Blocks that are being written."""
-        return len(self._assembler)
-
-    @property
-    def unfinished_bytes(self) -> int:
-        """DRAM set aside for them."""
-        return self._assembler.reserved_bytes
-
-    @property
-    def pending(self) -> int:
-        """Visible blocks on their way to the SSD tier."""
-        return len(self._queued)
-
-    @property
-    def unsaved(self) -> int:
-        """Keys of blocks that the SSD tier has not taken yet; some may have left DRAM meanwhile."""
-        return len(self._unsaved)
-
-    @property
-    def awaited(self) -> int:
-        """Blocks that some session waits for to become durable."""
-        return len(self._awaiting)
-
     def lane(self, tenant: str) -> str | None:
-        """Which sessions wait for room in one queue: those of a tenant with a quota, or (None) all others."""
-        return None if self._tiers.dram.account.grants.quota(tenant) is None else tenant
+        """In which queue a tenant's sessions wait for room: its own when it has a quota, or (None) the common one."""
+        return None if self._tiers.dram.account.quota(tenant) is None else tenant
 
     def open(self, spec: PutSpec, on_visible: Indices, on_durable: Indices, *, now: float = 0.0) -> PutSession | None:
-        """Opens a session. Evicts nothing and sets nothing aside: that is done when data comes.
+        """Opens a session. Evicts and reserves nothing: that is done when data comes.
 
-        Args:
-            spec: what will be written.
-            on_visible: told indices of blocks that others can read from now on.
-            on_durable: told indices of blocks that survive a restart from now on, present ones among them.
-            now: the time.
+        `on_visible` is told indices of blocks that others can read from now on; `on_durable` is told indices of blocks
+        that survive a restart from now on, present ones among them.
 
         Returns:
             The session, or None while there is no room for one more block; `StoreListener.room` tells when to try
@@ -106,10 +80,9 @@ class Writes:
 
         Raises:
             InvalidRequest: it can never be opened.
-            Overloaded: too many sessions are open, or pins and guarantees of others leave too little; waiting for room
-                would be in vain.
+            Overloaded: too many sessions are open, or pins and guarantees of others leave too little.
         """
-        if self.sessions >= self._max_sessions or self._assembler.keys + len(spec.keys) > MAX_OPEN_KEYS:
+        if len(self.sessions) >= self._max_sessions or self._assembler.keys + len(spec.keys) > MAX_OPEN_KEYS:
             raise Overloaded("too many writing sessions", reason="kvstore_sessions", retry_after_s=RETRY_AFTER_S)
         tiers, dram, size = self._tiers, self._tiers.dram, spec.format.layout.block_bytes
         present = [index for index, key in enumerate(spec.keys) if key in dram or tiers.durable(key)]
@@ -129,22 +102,19 @@ class Writes:
         return session
 
     def durable_present(self, session: PutSession) -> list[int]:
-        """Those present blocks of a session that are durable already."""
+        """Indices of those present blocks of a session that are durable."""
         return [index for index in session.present if self._tiers.durable(session.spec.keys[index])]
 
     def needs_room(self, session: PutSession, runs: Sequence[OpenRun]) -> bool:
-        """Whether DRAM must be set aside before a frame can be written."""
+        """Whether DRAM must be reserved before a frame can be written."""
         return bool(self._assembler.begun_by(session, runs))
 
     def write(self, session: PutSession, runs: Sequence[OpenRun], *, now: float = 0.0) -> bool:
-        """Takes an opened frame of a session, and makes visible what became whole.
-
-        Returns:
-            False while there is no room; nothing has been taken then.
+        """Takes an opened frame of a session and makes whole blocks visible; False, with no effect, without room.
 
         Raises:
-            FrameError: it does not belong to the session; close it.
-            Overloaded: there is no memory, or pins and guarantees of others leave too little; the same.
+            FrameError: it does not belong to the session, which must be closed.
+            Overloaded: there is no memory, or pins and guarantees of others leave too little; close the session.
         """
         assert not session.closed
         begun = self._assembler.begun_by(session, runs)
@@ -154,7 +124,7 @@ class Writes:
         try:
             self._assembler.write(session, runs, whole)
         finally:
-            blocks = self._tiers.insert([DramBlock(block.info, block.data, block.all_hashes()) for block in whole])
+            blocks = self._tiers.insert([assembly.block() for assembly in whole])
             self.blocks_put += len(blocks)
             self._make_durable(blocks)
             self._tell_visible(whole)
@@ -163,7 +133,7 @@ class Writes:
     def _reserve(self, begun: Sequence[Assembly], now: float) -> bool:
         needed = collections.Counter[str]()
         for block in begun:
-            needed[block.tenant] += block.nbytes
+            needed[block.spec.tenant] += block.nbytes
         for tenant, nbytes in needed.items():
             self._tiers.dram.check_possible(nbytes, tenant, now)
         for count, (tenant, nbytes) in enumerate(needed.items()):
@@ -176,12 +146,12 @@ class Writes:
         return True
 
     def arrived(self, blocks: Sequence[DramBlock]) -> None:
-        """Blocks came into DRAM in another way; sessions that write them are told and need not go on."""
+        """Blocks came into DRAM in another way; tells the sessions that write them, which need not go on."""
         self._make_durable(blocks)
         whole = [found for block in blocks if (found := self._assembler.arrived(block.info.key)) is not None]
         for assembly in whole:
             if assembly.reserved:
-                self._tiers.unreserve(assembly.nbytes, assembly.tenant)
+                self._tiers.unreserve(assembly.nbytes, assembly.spec.tenant)
         self._tell_visible(whole)
 
     def _make_durable(self, blocks: Iterable[DramBlock]) -> None:
@@ -190,11 +160,11 @@ class Writes:
             return
         for block in blocks:
             key = block.info.key
-            if key not in self._queued and not self._tiers.durable(key):
+            if key not in self.queued and not self._tiers.durable(key):
                 self._tiers.dram.hold(block)
-                self._queued.add(key)
-                self._pending.append(block)
-        if self._pending:
+                self.queued.add(key)
+                self._queue.append(block)
+        if self._queue:
             self._tiers.listener.work()
 
     def _tell_visible(self, whole: Sequence[Assembly]) -> None:
@@ -212,16 +182,14 @@ class Writes:
                 writer.on_durable(durable)
 
     def close(self, session: PutSession) -> None:
-        """Ends a session, whole or not; what is unfinished is forgotten. Idempotent."""
+        """Ends a session and forgets its unfinished blocks. Idempotent."""
         if session.closed:
             return
         freed = self._assembler.close(session)
         for key in session.spec.keys:
-            waiting = self._awaiting.get(key)
-            if waiting is not None:
-                waiting[:] = [entry for entry in waiting if entry[0] is not session]
-                if not waiting:
-                    del self._awaiting[key]
+            left = [entry for entry in self.awaiting.pop(key, ()) if entry[0] is not session]
+            if left:
+                self.awaiting[key] = left
         for tenant, nbytes in freed.items():
             self._tiers.unreserve(nbytes, tenant)
         self._tiers.listener.sessions_changed()
@@ -229,33 +197,37 @@ class Writes:
     def next_plan(self) -> WritePlan | None:
         """The next batch for `SsdTier.commit`; None when there is nothing to do, or one is under way."""
         ssd = self._tiers.ssd
-        if ssd is None or self._committing is not None or not (self._pending or ssd.has_housekeeping):
+        if ssd is None or self._committing is not None or not (self._queue or ssd.has_housekeeping):
             return None
         blocks: Sequence[DramBlock] = ()
-        while self._pending and not blocks:
-            blocks = self._within_quotas(ssd, self._next_batch())
+        while self._queue and not blocks:
+            batch = self._first_batch(self._queue)
+            for _ in batch:
+                self._queue.popleft()
+            blocks = self._within_quotas(ssd, batch)
         plan = self._committing = ssd.plan(blocks)
         self._tiers.removed(plan.removed)
         self._not_durable(plan.rejected)
         return plan
 
-    def _next_batch(self) -> list[DramBlock]:
+    def _first_batch(self, blocks: Iterable[DramBlock]) -> list[DramBlock]:
+        """The leading blocks that fit into one commit, at least one."""
         batch: list[DramBlock] = []
         nbytes = 0
-        while self._pending:
-            nbytes += record_size(self._pending[0].info)
+        for block in blocks:
+            nbytes += record_size(block.info)
             if batch and nbytes > self._batch_bytes:
                 break
-            batch.append(self._pending.popleft())
+            batch.append(block)
         return batch
 
     def _within_quotas(self, ssd: SsdTier, blocks: Sequence[DramBlock]) -> Sequence[DramBlock]:
-        """The blocks that may be stored; for them, older blocks of their tenants go."""
+        """The blocks that may be stored. Gives up older blocks of their tenants for them."""
         account = self._ssd_account
-        if account is None or not account.grants.has_quotas:
+        if not account.has_quotas:
             return blocks
         taken: list[DramBlock] = []
-        coming: collections.Counter[str] = collections.Counter()
+        coming = collections.Counter[str]()
         for block in blocks:
             tenant, size = block.info.tenant, record_size(block.info)
             excess = account.over_quota(tenant, coming[tenant] + size)
@@ -269,12 +241,7 @@ class Writes:
         return taken
 
     def plan_done(self, error: BaseException | None, *, again: bool = False) -> None:
-        """The plan under way was committed, or not, because of `error`.
-
-        Args:
-            error: why not.
-            again: what was not committed is tried again, before all others.
-        """
+        """The plan under way was committed, or failed with `error`; `again`: its blocks are tried again at once."""
         plan, self._committing = self._committing, None
         ssd = self._tiers.ssd
         assert plan is not None
@@ -284,7 +251,7 @@ class Writes:
             ssd.failed(plan, error)
             self._tiers.removed(plan.lost)
             if again:
-                self._pending.extendleft(reversed(plan.blocks))
+                self._queue.extendleft(reversed(plan.blocks))
             else:
                 self._not_durable(plan.blocks)
             return
@@ -295,13 +262,12 @@ class Writes:
     def _durable(self, blocks: Sequence[DramBlock]) -> None:
         self.blocks_durable += len(blocks)
         durable: dict[PutSession, list[int]] = {}
-        retried = False
+        retried = any(block.info.key in self.unsaved for block in blocks)
         for block in blocks:
             key = block.info.key
-            self._queued.remove(key)
-            retried |= key in self._unsaved
-            self._unsaved.pop(key, None)
-            for session, index in self._awaiting.pop(key, ()):
+            self.queued.remove(key)
+            self.unsaved.pop(key, None)
+            for session, index in self.awaiting.pop(key, ()):
                 durable.setdefault(session, []).append(index)
         self._tiers.release(blocks)
         for session, indices in durable.items():
@@ -310,50 +276,48 @@ class Writes:
             self.retry()
 
     def _not_durable(self, blocks: Sequence[DramBlock]) -> None:
-        """These stay in DRAM for as long as there is room; sessions go on waiting for them."""
+        """Keeps blocks in DRAM for as long as there is room; sessions go on waiting for them."""
         for block in blocks:
             key = block.info.key
-            self._queued.remove(key)
-            self.blocks_not_durable += key not in self._unsaved
-            self._unsaved.pop(key, None)  # what was tried last goes to the end
-            self._unsaved[key] = None
+            self.queued.remove(key)
+            self.blocks_not_durable += key not in self.unsaved
+            self.unsaved.pop(key, None)
+            self.unsaved[key] = None
         self._tiers.release(blocks)
-        if len(self._unsaved) > 2 * len(self._tiers.dram) + 1024:
-            self._unsaved = dict.fromkeys(key for key in self._unsaved if key in self._tiers.dram)
+        if len(self.unsaved) > 2 * len(self._tiers.dram) + 1024:
+            self.unsaved = dict.fromkeys(key for key in self.unsaved if key in self._tiers.dram)
 
     def retry(self) -> None:
         """Queues one batch of the blocks that the SSD tier did not take; when it succeeds, the next one follows."""
-        batch: list[DramBlock] = []
-        nbytes = 0
-        for key in list(self._unsaved):
+        self._make_durable(self._first_batch(self._to_retry()))
+
+    def _to_retry(self) -> Iterator[DramBlock]:
+        for key in list(self.unsaved):
             block = self._tiers.dram.get(key)
             if block is None:
-                del self._unsaved[key]
-            elif key not in self._queued:
-                nbytes += record_size(block.info)
-                if batch and nbytes > self._batch_bytes:
-                    break
-                batch.append(block)
-        self._make_durable(batch)
+                del self.unsaved[key]
+            elif key not in self.queued:
+                yield block
 
     def awaits(self, session: PutSession) -> bool:
-        """Whether some block of a session is not durable yet, though there is an SSD tier."""
+        """Whether there is an SSD tier and some block of a session is not durable yet."""
         return self._tiers.ssd is not None and not all(map(self._tiers.durable, session.spec.keys))
 
     def _await_durable(self, session: PutSession, index: int) -> None:
         key = session.spec.keys[index]
         if self._tiers.ssd is not None and not self._tiers.durable(key):
-            self._awaiting.setdefault(key, []).append((session, index))
+            self.awaiting.setdefault(key, []).append((session, index))
 
     def check_invariants(self) -> None:
-        """Waiting blocks are held, in DRAM and not durable; waiting sessions are open."""
+        """Checks that waiting blocks are held, in DRAM and not durable, and that waiting sessions are open."""
         self._assembler.check_invariants()
-        waiting = [*self._pending, *(self._committing.blocks if self._committing else ())]
-        assert self._queued == {block.info.key for block in waiting}
-        assert len(self._queued) == len(waiting)
-        assert not any(map(self._tiers.durable, self._unsaved))
-        assert all(self._tiers.dram.get(block.info.key) is block for block in waiting)
-        assert all(block.holds > 0 and not self._tiers.durable(block.info.key) for block in waiting)
-        for key, entries in self._awaiting.items():
+        reserved = sum(block.nbytes for block in self.unfinished.values() if block.reserved)
+        assert self._tiers.dram.reserved.total_bytes >= reserved
+        waiting = [*self._queue, *(self._committing.blocks if self._committing else ())]
+        assert self.queued == {block.info.key for block in waiting}
+        assert len(self.queued) == len(waiting)
+        assert not any(map(self._tiers.durable, (*self.queued, *self.unsaved)))
+        assert all(block.holds > 0 and self._tiers.dram.get(block.info.key) is block for block in waiting)
+        for key, entries in self.awaiting.items():
             assert entries
             assert all(not session.closed and session.spec.keys[index] == key for session, index in entries)

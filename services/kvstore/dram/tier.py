@@ -1,20 +1,19 @@
 """The DRAM tier: whole blocks, and bytes reserved for blocks that are being written or read in, within a budget.
 
-A user of a block holds it. A held block is never evicted, nor is one that is pinned or that its tenant is guaranteed.
+A block that is in use is held. Held blocks and pinned blocks are never evicted, nor those that a guarantee covers.
 """
 
 import collections
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from moonpool.errors import ConfigError, InvalidRequest, Overloaded
-from moonpool.kv.blocks import BlockInfo, DramBlock
+from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.parts import PartTable
 from services.kvstore.dram.arena import Arena
 from services.kvstore.policies.policy import EvictionPolicy
 from services.kvstore.tenancy.pins import PinChange, Pins
-from services.kvstore.tenancy.protection import Protection
-from services.kvstore.tenancy.tenants import Account
+from services.kvstore.tenancy.tenants import Account, TenantBytes
 
 RETRY_AFTER_S = 1.0
 
@@ -26,13 +25,14 @@ class DramTier:
         capacity_bytes: budget; blocks and reservations together never exceed it.
         policy: order of eviction. It holds all blocks but pinned ones, which count as new when they are released.
         pins: which blocks are pinned.
-        account: what tenants are granted.
+        account: what tenants are granted and have; kept up to date here.
 
     Attributes:
-        protection: what may not be evicted, beside what is held.
-        arena: where the bytes lie.
-        block_bytes, reserved_bytes: the two parts of the budget that are taken.
-        held_bytes, pinned_bytes, fixed_bytes: of blocks that are held, that are pinned, and that are either.
+        arena: memory of the blocks.
+        reserved: bytes that are reserved.
+        pinned: bytes of pinned blocks.
+        fixed: bytes of blocks that are held or pinned.
+        held_bytes: bytes of blocks that are held.
         evictions: blocks evicted since the start.
     """
 
@@ -43,19 +43,14 @@ class DramTier:
             raise ConfigError("dram_bytes", f"must be positive, is {capacity_bytes}")
         self.capacity_bytes = capacity_bytes
         self.pins = Pins() if pins is None else pins
-        self.account = Account() if account is None else account
-        self.protection = Protection(self.pins.__contains__, self.account)
+        self.account = account or Account()
         self.arena = Arena(capacity_bytes)
         self._policy = policy
         self._blocks = PartTable[DramBlock]()
-        self._reserved: collections.Counter[str] = collections.Counter()
-        self._fixed: collections.Counter[str] = collections.Counter()  # bytes of held or pinned blocks by tenant
-        self._pinned: collections.Counter[str] = collections.Counter()  # those of pinned ones
-        self.block_bytes = 0
-        self.reserved_bytes = 0
+        self.reserved = TenantBytes()
+        self.pinned = TenantBytes()
+        self.fixed = TenantBytes()
         self.held_bytes = 0
-        self.fixed_bytes = 0
-        self.pinned_bytes = 0
         self.evictions = 0
 
     def __contains__(self, key: bytes) -> bool:
@@ -91,38 +86,34 @@ class DramTier:
     # Room
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.account.used.total_bytes
+
+    @property
     def free_bytes(self) -> int:
         """Bytes that can be reserved without evicting anything."""
-        return self.capacity_bytes - self.block_bytes - self.reserved_bytes
+        return self.capacity_bytes - self.block_bytes - self.reserved.total_bytes
 
     def check_possible(self, nbytes: int, tenant: str, now: float) -> None:
-        """Whether `reserve` could succeed once nothing is held or reserved any more.
-
-        Args:
-            nbytes: what is to be reserved.
-            tenant: for whom.
-            now: the time.
+        """Checks that `reserve` can succeed once nothing is held or reserved any more.
 
         Raises:
-            InvalidRequest: it never could.
+            InvalidRequest: it never can.
             Overloaded: pins or guarantees of others leave too little; says when the next pin ends.
         """
         if nbytes > self.capacity_bytes:
             raise InvalidRequest("keys", f"the session needs {nbytes} bytes, all DRAM has {self.capacity_bytes}")
-        quota = self.account.grants.quota(tenant)
+        quota = self.account.quota(tenant)
         if quota is not None and nbytes > quota:
             raise InvalidRequest("keys", f"the session needs {nbytes} bytes, its tenant may have {quota} in DRAM")
-        guarded = sum(
-            max(0, min(self.account.used[other], guarantee) - self._pinned[other])
-            for other, guarantee in self.account.grants.guarantees.items()
-            if other != tenant
-        )
-        free = self.capacity_bytes - guarded - self.pinned_bytes
+        unguarded = self.capacity_bytes - self.account.guarded_from(tenant, self.pinned)
+        free = unguarded - self.pinned.total_bytes
         if quota is not None:
-            free = min(free, quota - self._pinned[tenant])
+            free = min(free, quota - self.pinned[tenant])
         if nbytes <= free:
             return
-        if nbytes > self.capacity_bytes - guarded:
+        if nbytes > unguarded:
             raise Overloaded(
                 f"{nbytes} bytes are needed; what other tenants are guaranteed leaves less",
                 reason="kvstore_guaranteed",
@@ -136,14 +127,10 @@ class DramTier:
         )
 
     def reserve(self, nbytes: int, tenant: str = "") -> list[BlockKey] | None:
-        """Sets bytes aside, evicting what must go for it; a tenant over its quota evicts its own blocks first.
-
-        Args:
-            nbytes: how much.
-            tenant: for whose blocks.
+        """Reserves bytes for a tenant's blocks, evicting others; a tenant over its quota evicts its own blocks first.
 
         Returns:
-            The evicted keys, or None when too little may go; then nothing has changed.
+            The evicted keys, or None when too little can be evicted; then nothing has changed.
         """
         victims = self._victims(nbytes, tenant)
         if victims is None:
@@ -151,9 +138,7 @@ class DramTier:
         for block in victims:
             self.discard(block.info.key)
         self.evictions += len(victims)
-        self.reserved_bytes += nbytes
-        if nbytes:
-            self._reserved[tenant] += nbytes
+        self.reserved.add(tenant, nbytes)
         return [block.info.key for block in victims]
 
     def can_reserve(self, nbytes: int, tenant: str) -> bool:
@@ -161,10 +146,11 @@ class DramTier:
         return self._victims(nbytes, tenant) is not None
 
     def _victims(self, nbytes: int, tenant: str) -> list[DramBlock] | None:
-        over = self.block_bytes + self.reserved_bytes + nbytes - self.capacity_bytes
-        own = self.account.over_quota(tenant, self._reserved[tenant] + nbytes)
-        if over > self._evictable(tenant) or own > self.account.used[tenant] - self._fixed[tenant]:
-            return None  # the common cases, without a walk
+        over = nbytes - self.free_bytes
+        own = self.account.over_quota(tenant, self.reserved[tenant] + nbytes)
+        evictable = self.block_bytes - self.fixed.total_bytes - self.account.guarded_from(tenant, self.fixed)
+        if over > evictable or own > self.account.used[tenant] - self.fixed[tenant]:
+            return None  # decides the common cases without a walk over the blocks
         victims: dict[BlockKey, DramBlock] = {}
         own -= self._choose(victims, own, tenant, own_only=True)
         freed = sum(block.info.nbytes for block in victims.values())
@@ -172,9 +158,9 @@ class DramTier:
         return list(victims.values()) if own <= 0 and over <= 0 else None
 
     def _choose(self, victims: dict[BlockKey, DramBlock], wanted: int, tenant: str, *, own_only: bool) -> int:
-        """Adds blocks to `victims` in the policy's order until `wanted` more bytes go; returns how many do.
+        """Adds blocks to `victims` in the policy's order until `wanted` more bytes are freed; returns how many are.
 
-        Each block is judged with those before it gone. The tenant's own blocks are not protected from it.
+        Each block is judged as if those before it had left. Guarantees do not protect a tenant's blocks from itself.
         """
         found = 0
         if wanted <= 0:
@@ -182,34 +168,20 @@ class DramTier:
         going = _by_tenant(victims.values())
         for key in self._policy.candidates():
             block = self._blocks[key]
-            info = block.info
-            if block.holds or key in victims or not self._may_go(info, tenant, going[info.tenant], own_only):
+            owner, nbytes = block.info.tenant, block.info.nbytes
+            if block.holds or key in victims:
+                continue
+            if owner != tenant and (own_only or self.account.guards(owner, going[owner] + nbytes)):
                 continue
             victims[key] = block
-            going[info.tenant] += info.nbytes
-            found += info.nbytes
+            going[owner] += nbytes
+            found += nbytes
             if found >= wanted:
                 break
         return found
 
-    def _may_go(self, info: BlockInfo, tenant: str, going: int, own_only: bool) -> bool:
-        if info.tenant == tenant:
-            return True
-        return not own_only and not self.protection.keeps(info.key, info.tenant, going + info.nbytes)
-
-    def _evictable(self, tenant: str) -> int:
-        """Bytes that may go for `tenant`, were blocks as small as bytes."""
-        kept = sum(
-            max(0, min(self.account.used[other], guarantee) - self._fixed[other])
-            for other, guarantee in self.account.grants.guarantees.items()
-            if other != tenant
-        )
-        return self.block_bytes - self.fixed_bytes - kept
-
     def unreserve(self, nbytes: int, tenant: str = "") -> None:
-        """Gives reserved bytes back."""
-        self.reserved_bytes -= nbytes
-        _take(self._reserved, tenant, nbytes)
+        self.reserved.add(tenant, -nbytes)
 
     def allocate(self, nbytes: int) -> memoryview:
         """Memory for a block whose bytes are reserved; free when the last view of it is gone.
@@ -231,10 +203,9 @@ class DramTier:
         key, size, tenant = block.info.key, block.info.nbytes, block.info.tenant
         assert key not in self._blocks
         assert block.holds == 0
-        self.unreserve(size, tenant)
+        self.reserved.add(tenant, -size)
+        self.account.used.add(tenant, size)
         self._blocks[key] = block
-        self.block_bytes += size
-        self.account.add(tenant, size)
         self._policy.added(block.info)
         if key in self.pins:
             self._pin(block)
@@ -245,22 +216,21 @@ class DramTier:
         assert block.holds == 0
         assert not block.pinned
         self._policy.removed(key)
-        self.block_bytes -= block.info.nbytes
-        self.account.remove(block.info.tenant, block.info.nbytes)
+        self.account.used.add(block.info.tenant, -block.info.nbytes)
 
     def drop(self, block: DramBlock) -> None:
-        """Drops a block that nobody holds, pinned or not; its pins stay, for when it comes again."""
+        """Drops a block that is not held, pinned or not; its pins stay, for when it comes again."""
         if block.pinned:
             self._unpin(block)
         self.discard(block.info.key)
 
     def hold(self, block: DramBlock) -> None:
-        """The block stays until it is released as often as it was held."""
+        """Keeps the block until it is released as often as it was held."""
         block.holds += 1
         if block.holds == 1:
             self.held_bytes += block.info.nbytes
             if not block.pinned:
-                self._fix(block, 1)
+                self.fixed.add(block.info.tenant, block.info.nbytes)
 
     def release(self, block: DramBlock) -> None:
         """Ends one hold."""
@@ -269,63 +239,47 @@ class DramTier:
         if not block.holds:
             self.held_bytes -= block.info.nbytes
             if not block.pinned:
-                self._fix(block, -1)
+                self.fixed.add(block.info.tenant, -block.info.nbytes)
 
     def pins_changed(self, change: PinChange) -> None:
-        """Some keys, here or not, are pinned from now on, others not any more."""
-        for key in change.pinned:
-            if (block := self._blocks.get(key)) is not None:
-                self._pin(block)
-        for key in change.unpinned:
-            if (block := self._blocks.get(key)) is not None:
-                self._unpin(block)
+        """Applies a change of pins; its keys need not be here."""
+        for keys, apply in ((change.pinned, self._pin), (change.unpinned, self._unpin)):
+            for block in filter(None, map(self.get, keys)):
+                apply(block)
 
     def _pin(self, block: DramBlock) -> None:
         self._policy.removed(block.info.key)
         block.pinned = True
-        self._pinned[block.info.tenant] += block.info.nbytes
-        self.pinned_bytes += block.info.nbytes
-        if not block.holds:
-            self._fix(block, 1)
+        self._count_pinned(block, block.info.nbytes)
 
     def _unpin(self, block: DramBlock) -> None:
         self._policy.added(block.info)
         block.pinned = False
-        self.pinned_bytes -= block.info.nbytes
-        _take(self._pinned, block.info.tenant, block.info.nbytes)
-        if not block.holds:
-            self._fix(block, -1)
+        self._count_pinned(block, -block.info.nbytes)
 
-    def _fix(self, block: DramBlock, sign: int) -> None:
-        self.fixed_bytes += sign * block.info.nbytes
-        _take(self._fixed, block.info.tenant, -sign * block.info.nbytes)
+    def _count_pinned(self, block: DramBlock, nbytes: int) -> None:
+        self.pinned.add(block.info.tenant, nbytes)
+        if not block.holds:
+            self.fixed.add(block.info.tenant, nbytes)
 
     def check_invariants(self) -> None:
-        """The accounts equal the blocks, within the budget and the quotas, and the policy knows the same keys."""
+        """Checks the counts against the blocks, the budget and the quotas, and that the policy knows the same keys."""
         blocks = list(self._blocks.values())
-        assert self.block_bytes == sum(block.info.nbytes for block in blocks)
         assert self.held_bytes == sum(block.info.nbytes for block in blocks if block.holds)
-        assert self.reserved_bytes == self._reserved.total()
-        assert self.block_bytes + self.reserved_bytes <= self.capacity_bytes
+        assert self.free_bytes >= 0
         assert set(self._policy.candidates()) == {key for key, block in self._blocks.items() if not block.pinned}
         assert all(block.info.key == key and block.holds >= 0 for key, block in self._blocks.items())
         assert all(block.pinned == (key in self.pins) for key, block in self._blocks.items())
-        self.account.check_invariants(_by_tenant(blocks))
-        assert self._fixed == _by_tenant(block for block in blocks if block.holds or block.pinned)
-        assert self._pinned == _by_tenant(block for block in blocks if block.pinned)
-        assert (self.fixed_bytes, self.pinned_bytes) == (self._fixed.total(), self._pinned.total())
+        assert self.account.used == _by_tenant(blocks)
+        assert self.fixed == _by_tenant(block for block in blocks if block.holds or block.pinned)
+        assert self.pinned == _by_tenant(block for block in blocks if block.pinned)
+        for count in (self.account.used, self.reserved, self.fixed, self.pinned):
+            assert count.total_bytes == count.total()
+            assert all(nbytes > 0 for nbytes in count.values())
         for tenant, used in self.account.used.items():
-            quota = self.account.grants.quota(tenant)
-            assert quota is None or used + self._reserved[tenant] <= quota
+            quota = self.account.quota(tenant)
+            assert quota is None or used + self.reserved[tenant] <= quota
         self.arena.check_invariants()
-
-
-def _take(counter: collections.Counter[str], tenant: str, nbytes: int) -> None:
-    """Counts bytes less, and forgets tenants that have none."""
-    counter[tenant] -= nbytes
-    assert counter[tenant] >= 0
-    if not counter[tenant]:
-        del counter[tenant]
 
 
 def _by_tenant(blocks: Iterable[DramBlock]) -> collections.Counter[str]:

@@ -1,10 +1,11 @@
-"""What a kvstore tells about itself, as numbers.
+"""The gauges of a kvstore.
 
-Those with a value at rest come back to it when no session is open. Figures per tenant exist for tenants that have a row
+Those with a value at rest have it again when no session is open. Figures per tenant exist for tenants that have a row
 in the configuration, and one for all others together ("*"), so that a peer cannot add any.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 
@@ -12,7 +13,6 @@ from moonpool.streams.credits import ByteCredits
 from moonpool.telemetry.gauges import Gauges, process_entries
 from services.kvstore.core.store import BlockStore
 from services.kvstore.operate.writer import WriteBehind
-from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.streams.open_calls import OpenCalls
 from services.kvstore.streams.rooms import RoomQueue
 from services.kvstore.streams.watch import Journal
@@ -38,26 +38,22 @@ class Gauged:
 def gauges_of(of: Gauged) -> Gauges:
     """All gauges of a store."""
     gauges = Gauges(process_entries())
-    _add_sessions(gauges.add, of)
-    _add_dram(gauges.add, of)
-    if of.store.tiers.ssd is not None:
-        _add_ssd(gauges.add, of.store.tiers.ssd)
-    _add_pins(gauges.add, of)
-    _add_tenants(gauges.add, of)
+    for add_some in (_add_sessions, _add_dram, _add_ssd, _add_pins, _add_tenants):
+        add_some(gauges.add, of)
     return gauges
 
 
 def _add_sessions(add: Add, of: Gauged) -> None:
     writes, reads, dram, calls = of.store.writes, of.store.reads, of.store.tiers.dram, of.calls
-    add("put_sessions", lambda: writes.sessions, 0)
+    add("put_sessions", lambda: len(writes.sessions), 0)
     add("get_sessions", lambda: reads.leases, 0)
     add("sessions_waiting_for_room", lambda: len(of.rooms), 0)
-    add("unfinished_blocks", lambda: writes.unfinished_blocks, 0)
-    add("pending_writes", lambda: writes.pending, 0)
-    add("dram_reserved_bytes", lambda: dram.reserved_bytes, 0)
+    add("unfinished_blocks", lambda: len(writes.unfinished), 0)
+    add("pending_writes", lambda: len(writes.queued), 0)
+    add("dram_reserved_bytes", lambda: dram.reserved.total_bytes, 0)
     add("dram_held_bytes", lambda: dram.held_bytes, 0)
     add("dram_leased_bytes", lambda: reads.leased_bytes, 0)
-    add("durability_awaited_blocks", lambda: writes.awaited, 0)
+    add("durability_awaited_blocks", lambda: len(writes.awaiting), 0)
     add("read_ahead_bytes", lambda: of.ahead.out, 0)
     add("stream_tasks", lambda: sum(stream.tasks for stream in calls.kv_streams), 0)
     add("messages_unsent", lambda: calls.traffic.unsent, 0)
@@ -77,7 +73,7 @@ def _add_dram(add: Add, of: Gauged) -> None:
     add("blocks_put_total", lambda: writes.blocks_put)
     add("blocks_durable_total", lambda: writes.blocks_durable)
     add("blocks_not_durable_total", lambda: writes.blocks_not_durable)
-    add("blocks_unsaved", lambda: writes.unsaved)
+    add("blocks_unsaved", lambda: len(writes.unsaved))
     add("failed_batches_total", lambda: writes.failed_batches)
     add("retried_batches_total", lambda: 0 if writer is None else writer.retries)
     add("dram_hits_total", lambda: reads.dram_hits)
@@ -92,7 +88,10 @@ def _add_dram(add: Add, of: Gauged) -> None:
     add("arena_returned_bytes_total", lambda: dram.arena.returned_bytes)
 
 
-def _add_ssd(add: Add, ssd: SsdTier) -> None:
+def _add_ssd(add: Add, of: Gauged) -> None:
+    ssd = of.store.tiers.ssd
+    if ssd is None:
+        return
     add("ssd_reading_blocks", lambda: ssd.readers, 0)
     add("ssd_blocks", lambda: len(ssd))
     add("ssd_bytes", lambda: ssd.used_bytes)
@@ -115,17 +114,15 @@ def _add_pins(add: Add, of: Gauged) -> None:
     add("pinned_blocks", lambda: pins.keys)
     add("pinned_bytes", lambda: pins.nbytes)
     add("pin_budget_bytes", lambda: pins.budget_bytes)
-    add("dram_pinned_bytes", lambda: dram.pinned_bytes)
+    add("dram_pinned_bytes", lambda: dram.pinned.total_bytes)
 
 
 def _add_tenants(add: Add, of: Gauged) -> None:
     """Of tenants with a row, and of all others together under "*"."""
-
-    def add_one(what: str, tenant: str, used: Callable[[str], int]) -> None:
-        add(f"tenant_{what}{{tenant={json.dumps(tenant, ensure_ascii=False)}}}", lambda: used(tenant))
-
+    tables = {"dram_bytes": of.store.tiers.dram.account.used, "pinned_bytes": of.store.pins.used}
+    if of.store.tiers.ssd is not None:
+        tables["ssd_bytes"] = of.ssd_account.used
     for tenant in dict.fromkeys([*of.rows, DEFAULT_ROW]) if of.rows else ():
-        add_one("dram_bytes", tenant, of.store.tiers.dram.account.of_row)
-        add_one("pinned_bytes", tenant, of.store.pins.of_row)
-        if of.store.tiers.ssd is not None:
-            add_one("ssd_bytes", tenant, of.ssd_account.of_row)
+        label = json.dumps(tenant, ensure_ascii=False)
+        for what, used in tables.items():
+            add(f"tenant_{what}{{tenant={label}}}", functools.partial(used.of_row, tenant, of.rows))

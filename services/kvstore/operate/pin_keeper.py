@@ -1,4 +1,4 @@
-"""Pins with a clock: ends each pin when its time is over."""
+"""Pins on the event loop's clock: each ends when its time is over."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,11 +9,7 @@ from services.kvstore.tenancy.pins import PinOutcome
 
 
 class PinKeeper:
-    """The pins of a store as its service uses them; on the event loop it was made on.
-
-    Args:
-        store: the store.
-    """
+    """The pins of a store, on the event loop it was made on."""
 
     def __init__(self, store: BlockStore) -> None:
         self._store = store
@@ -44,7 +40,7 @@ class PinKeeper:
         self._arm()
 
     def close(self) -> None:
-        """Ends no more pins."""
+        """Stops the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,6 +1,6 @@
-"""The writer thread: takes batches to the SSD tier, one after the other, and tries failed ones again.
+"""The writer thread: commits batches to the SSD tier, one after the other, and tries failed ones again.
 
-While one batch is being committed the next gathers.
+While one batch is being committed, the next one gathers.
 """
 
 import asyncio
@@ -8,7 +8,7 @@ import contextlib
 import errno
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import lmdb
@@ -23,16 +23,16 @@ from services.kvstore.ssd.tier import SsdTier
 log = get_logger(__name__)
 
 RETRY_AFTER_S = (0.0, 0.1, 1.0)
-"""How long to wait before a batch is tried a second time, a third and so on; then its blocks stay in DRAM only."""
+"""Seconds before a failed batch is tried again: the first time, the second and so on; then its blocks are unsaved."""
 
 UNSAVED_AFTER_S = (1.0, 2.0, 5.0, 15.0, 60.0)
-"""How long to wait before blocks that stayed in DRAM only are tried again, the first time, the second and so on."""
+"""Seconds before unsaved blocks, which are in DRAM only, are tried again: the first time, the second and so on."""
 
 REPEAT_S = 60.0
-"""The same error is logged at most once in so many seconds."""
+"""The same kind of error is logged at most once in this time."""
 
 _Kind = tuple[type[Exception], int | None]
-"""An error without the file it happened with."""
+"""The type and errno of an error, without the file it happened with."""
 
 _MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 """Errors that may pass at once. So may a full device: the next plan makes room."""
@@ -52,9 +52,7 @@ class WorkSignal:
 
     async def wait(self, timeout_s: float | None) -> None:
         """Waits for work, at most for `timeout_s`."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._work.wait()
+        await _within(self._work.wait(), timeout_s)
         self._work.clear()
 
     def done(self) -> None:
@@ -62,22 +60,27 @@ class WorkSignal:
         if not self._work.is_set():
             self._idle.set()
 
-    async def idle(self) -> None:
-        """Waits until nothing is left to do."""
-        await self._idle.wait()
+    async def idle(self, timeout_s: float) -> bool:
+        """Waits until nothing is left to do; False when that takes longer than `timeout_s`."""
+        return await _within(self._idle.wait(), timeout_s)
+
+
+async def _within(waiting: Awaitable[object], timeout_s: float | None) -> bool:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await waiting
+            return True
+    return False
 
 
 class WriteBehind:
-    """Commits what `writes` hands out. `run` once; `drain` before ending it.
+    """Commits the batches of `writes` to `ssd` when `work` is notified. `run` once; `drain` before ending it.
 
     Args:
-        writes: the queue.
-        ssd: where to.
-        work: is notified of work.
         on_committed: told the seconds that a batch took.
         retry_after_s: see `RETRY_AFTER_S`.
         unsaved_after_s: see `UNSAVED_AFTER_S`.
-        clock: seconds.
+        clock: seconds; times the log messages.
 
     Attributes:
         retries: batches that were tried again.
@@ -110,11 +113,10 @@ class WriteBehind:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvstore-writer")
 
     def wake(self) -> None:
-        """There may be something to do."""
         self._work.notify()
 
     async def run(self) -> None:
-        """Works until cancelled. A batch under way is finished by its thread, but its result is lost."""
+        """Works until cancelled. The thread finishes a batch that it has begun, but its result is lost."""
         self.wake()
         while True:
             await self._work.wait(self._until_retry())
@@ -131,7 +133,7 @@ class WriteBehind:
             self._work.done()
 
     def _until_retry(self) -> float | None:
-        """Seconds until blocks that could not be made durable are tried again; None when there are none."""
+        """Seconds until unsaved blocks are tried again; None when there are none."""
         now = asyncio.get_running_loop().time()
         if not self._writes.unsaved:
             self._unsaved_tries, self._retry_at = 0, None
@@ -155,12 +157,13 @@ class WriteBehind:
         return None
 
     def _again(self, plan: WritePlan, error: Exception | None) -> float | None:
-        """In how many seconds a batch that failed is to be tried again; None for not at all."""
+        """Seconds until a failed batch is tried again; None when it is not."""
         if error is None:
             if plan.blocks:  # housekeeping may be no more than deleting a file
                 self._failures = 0
             return None
-        if not _may_pass(error) or self._failures >= len(self._retry_after_s):
+        passing = is_full(error) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
+        if not passing or self._failures >= len(self._retry_after_s):
             return None
         self._failures += 1
         self.retries += 1
@@ -179,7 +182,7 @@ class WriteBehind:
             log.error("blocks could not be made durable", blocks=len(plan.blocks), error=str(error))
 
     def _is_news(self, error: Exception, told: dict[_Kind, float]) -> bool:
-        """Whether this kind of error was not logged of late; from now on it was."""
+        """Whether this kind of error was not logged within `REPEAT_S`; counts it as logged now."""
         kind, now = (type(error), error.errno if isinstance(error, OSError) else None), self._clock()
         if now - told.get(kind, -math.inf) < REPEAT_S:
             return False
@@ -187,17 +190,9 @@ class WriteBehind:
         return True
 
     async def drain(self, timeout_s: float) -> bool:
-        """Waits until everything visible is durable; False when that took longer than `timeout_s`."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._work.idle()
-                return True
-        return False
+        """Waits until everything visible is durable or unsaved; False when that takes longer than `timeout_s`."""
+        return await self._work.idle(timeout_s)
 
     async def aclose(self) -> None:
         """Waits for the thread; call when `run` has ended."""
         await asyncio.to_thread(self._executor.shutdown)
-
-
-def _may_pass(error: Exception) -> bool:
-    return is_full(error) or (isinstance(error, OSError) and error.errno in _MAY_PASS)

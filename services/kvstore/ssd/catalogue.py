@@ -215,7 +215,7 @@ class Catalogue:
         segment.live_bytes += nbytes
         self.live_bytes += nbytes
         if self._account is not None:
-            self._account.add(self.tenants[segment.tenants[slot]], nbytes)
+            self._account.used.add(self.tenants[segment.tenants[slot]], nbytes)
 
     def load(self, segment: Segment, packed: bytes) -> None:
         """As `add`, for a new segment and packed entries, quickly. Raises struct.error when those are no entries."""
@@ -249,7 +249,7 @@ class Catalogue:
             for tenant, length in zip(segment.tenants, segment.lengths, strict=True):
                 sums[tenant] += length
             for tenant, length in sums.items():
-                self._account.add(self.tenants[tenant], length * ALIGN)
+                self._account.used.add(self.tenants[tenant], length * ALIGN)
 
     def forget(self, key: BlockKey) -> Slot | None:
         """A block has no place any more; returns the one it had."""
@@ -262,7 +262,7 @@ class Catalogue:
         self.live_bytes -= nbytes
         del self._places[key]
         if self._account is not None:
-            self._account.remove(self.tenants[segment.tenants[slot]], nbytes)
+            self._account.used.add(self.tenants[segment.tenants[slot]], -nbytes)
         return segment.number, slot
 
     def mark_dead(self, number: int, slot: int) -> None:

@@ -136,7 +136,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
                 self._frames.grant(message.credit)
             case "close":
                 for key in unpack_keys(message.close.damaged_key, "damaged_key", max_keys=1):
-                    self._resources.reads.suspect(key)
+                    self._resources.reads.tiers.suspect(key)
                 self._close(message.close.session)
             case other:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")

@@ -17,7 +17,7 @@ from moonpool.kv.keys import unpack_keys
 from moonpool.streams.credits import Traffic
 from moonpool.streams.receiving import FrameReceiver
 from moonpool.v1 import kv_pb2, kvstore_pb2
-from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSession, PutSpec, parents_of
+from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSession, PutSpec
 from services.kvstore.core.writes import Writes
 from services.kvstore.streams.rooms import RoomQueue
 from services.kvstore.streams.sessions import KVStream
@@ -139,7 +139,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         return PutSpec(
             format=self.format,
             keys=keys,
-            parents=parents_of(keys, parents),
+            parents=parents,
             tenant=message.tenant,
             layers=range(message.layer_begin, message.layer_end),
             heads=range(message.head_begin, message.head_end),

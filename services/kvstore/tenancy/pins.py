@@ -1,7 +1,7 @@
 """Pins: named sets of blocks that stay for a time, within budgets of bytes.
 
-Pins are not stored: after a restart they are gone. A key may be in several pins; it stays until the last has ended, and
-costs its tenant once. Time is an argument.
+Pins are not stored: they end with the process. A key may be in several pins; it stays until the last one has ended, and
+costs its tenant once.
 """
 
 import collections
@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import MAX_TENANT_BYTES
 from moonpool.kv.keys import BlockKey
-from services.kvstore.tenancy.tenants import DEFAULT_ROW
+from services.kvstore.tenancy.tenants import TenantBytes
 
 MAX_NAME_BYTES = 256
 """Longest name of a pin, as UTF-8."""
 
 MAX_ENTRIES = 1 << 18
-"""Keys of all pins together, each as often as it is pinned."""
+"""Most keys of all pins together; a key in several pins counts for each."""
 
 MAX_TTL_S = 7 * 86400.0
-"""Longest life of a pin without being renewed."""
+"""Longest life of a pin that is not renewed."""
 
 
 class PinLimit(enum.Enum):
-    """Why a pin keeps fewer blocks than it was asked for."""
+    """Why a pin keeps fewer blocks than were asked for."""
 
     NONE = "none"
     ABSENT = "absent"
@@ -36,14 +36,7 @@ class PinLimit(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PinOutcome:
-    """What a pin keeps.
-
-    Attributes:
-        blocks: how many leading keys.
-        nbytes: their bytes.
-        expires_at: when it ends unless it is renewed.
-        limit: why it is not all of them.
-    """
+    """How many leading blocks a pin keeps, their bytes, when it ends, and why it does not keep more."""
 
     blocks: int
     nbytes: int
@@ -53,7 +46,7 @@ class PinOutcome:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PinChange:
-    """Keys that are pinned from now on, and keys that are not any more."""
+    """Keys that are pinned from now on, and keys that are no longer pinned."""
 
     pinned: Sequence[BlockKey] = ()
     unpinned: Sequence[BlockKey] = ()
@@ -61,19 +54,31 @@ class PinChange:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pin:
-    keys: Sequence[BlockKey]
-    expires_at: float
+    keys: Sequence[BlockKey] = ()
+    expires_at: float = 0.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Pinned:
+    """A block that is pinned: its bytes, and in how many pins of each tenant it is."""
+
+    nbytes: int
+    pins: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
 class Pins:
-    """All pins of a store.
+    """All pins of a store. Times are arguments, in seconds of one clock.
 
     Args:
-        budget_bytes: what all pins together may keep.
-        tenant_bytes: budgets of tenants that have their own; None in it for the whole.
-        default_bytes: that of each other tenant; None for the whole.
-        max_pins: names at once.
-        max_entries: keys of all pins together, each as often as it is pinned.
+        budget_bytes: most bytes that all pins together keep.
+        tenant_bytes: budgets of tenants that have their own; None in it for the whole budget.
+        default_bytes: that of each other tenant; None for the whole budget.
+        max_pins: most names.
+        max_entries: see `MAX_ENTRIES`.
+
+    Attributes:
+        used: bytes that each tenant's pins keep.
+        nbytes: bytes of all pinned blocks; one that several tenants pin counts once.
     """
 
     def __init__(
@@ -91,39 +96,25 @@ class Pins:
         self._max_pins = max_pins
         self._max_entries = max_entries
         self._pins: dict[tuple[str, str], _Pin] = {}
-        self._sizes: dict[BlockKey, int] = {}
-        self._counts: collections.Counter[tuple[str, BlockKey]] = collections.Counter()
-        self._keepers: collections.Counter[BlockKey] = collections.Counter()  # tenants that pin a key
-        self._used: collections.Counter[str] = collections.Counter()
-        self._entries = 0
-        self._next_expiry: float | None = None
+        self._pinned: dict[BlockKey, _Pinned] = {}
+        self.used = TenantBytes()
         self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._pins)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._sizes
+        return key in self._pinned
 
     @property
     def keys(self) -> int:
         """How many blocks are pinned."""
-        return len(self._sizes)
+        return len(self._pinned)
 
     @property
     def next_expiry(self) -> float | None:
-        """When the next pin ends; None when there is none."""
-        return self._next_expiry
-
-    def used(self, tenant: str) -> int:
-        """Bytes that a tenant's pins keep."""
-        return self._used[tenant]
-
-    def of_row(self, name: str) -> int:
-        """Bytes of a tenant that has a row, or of all that have none together under "*"."""
-        if name != DEFAULT_ROW:
-            return self._used[name]
-        return sum(used for tenant, used in self._used.items() if tenant not in self._tenant_bytes)
+        """When the next pin ends; None without pins."""
+        return min((pin.expires_at for pin in self._pins.values()), default=None)
 
     def pin(
         self,
@@ -135,43 +126,33 @@ class Pins:
         now: float,
         ttl_s: float,
     ) -> tuple[PinOutcome, PinChange]:
-        """Keeps the leading ones of `keys` that are here and fit the budgets; replaces the tenant's pin of that name.
+        """Keeps the leading keys that are here and fit the budgets; replaces the tenant's pin of that name.
 
         Call `expire` first: a pin whose time is over still counts here.
 
-        Args:
-            tenant: whose budget it takes.
-            name: the pin's.
-            keys: a chain; the order counts.
-            size_of: bytes of a block that is here, None for one that is not.
-            now: the time.
-            ttl_s: seconds until it ends unless it is renewed.
+        `size_of` gives the bytes of a block, None when it is not here.
 
         Raises:
             InvalidRequest: naming the field of the request.
-            Overloaded: there are as many pins as may be.
+            Overloaded: there are too many pins or keys in pins.
         """
         _check(tenant, name, keys, ttl_s)
-        old = self._pins.get((tenant, name))
-        self._check_room(len(keys) - (len(old.keys) if old is not None else 0), now, new=old is None)
-        before = {key for key in (*keys, *(old.keys if old is not None else ())) if key in self._sizes}
-        if old is not None:
-            self._drop(tenant, self._pins.pop((tenant, name)))
+        new, old = (tenant, name) not in self._pins, self._pins.get((tenant, name), _Pin())
+        entries = sum(len(pin.keys) for pin in self._pins.values())
+        if (new and len(self) >= self._max_pins) or entries + len(keys) - len(old.keys) > self._max_entries:
+            expiry = self.next_expiry
+            raise Overloaded(
+                f"there are {len(self)} pins of {entries} blocks, which is the limit",
+                reason="kvstore_pins",
+                retry_after_s=0.0 if expiry is None else expiry - now,
+            )
+        before = {key for key in (*keys, *old.keys) if key in self}
+        self._drop(tenant, self._pins.pop((tenant, name), old))
         taken, nbytes, limit = self._take(tenant, keys, size_of)
         if taken:
             self._pins[tenant, name] = _Pin(taken, now + ttl_s)
-            self._entries += len(taken)
-        self._settle()
         change = PinChange([key for key in taken if key not in before], self._not_kept(before))
         return PinOutcome(len(taken), nbytes, now + ttl_s, limit), change
-
-    def _check_room(self, entries: int, now: float, *, new: bool) -> None:
-        if (new and len(self._pins) >= self._max_pins) or self._entries + entries > self._max_entries:
-            raise Overloaded(
-                f"{len(self._pins)} pins of {self._entries} blocks are as many as may be",
-                reason="kvstore_pins",
-                retry_after_s=0.0 if self._next_expiry is None else self._next_expiry - now,
-            )
 
     def _take(
         self, tenant: str, keys: Sequence[BlockKey], size_of: Callable[[BlockKey], int | None]
@@ -180,82 +161,66 @@ class Pins:
         taken: list[BlockKey] = []
         nbytes = 0
         for key in keys:
-            size = size_of(key)
+            pinned, size = self._pinned.get(key), size_of(key)
             if size is None:
                 return taken, nbytes, PinLimit.ABSENT
-            size = self._sizes.get(key, size)
-            if not self._counts[tenant, key] and quota is not None and self._used[tenant] + size > quota:
+            size = size if pinned is None else pinned.nbytes
+            paid = pinned is not None and tenant in pinned.pins
+            if not paid and quota is not None and self.used[tenant] + size > quota:
                 return taken, nbytes, PinLimit.TENANT_BUDGET
-            if key not in self._sizes and self.nbytes + size > self.budget_bytes:
-                return taken, nbytes, PinLimit.STORE_BUDGET
-            self._keep(tenant, key, size)
+            if pinned is None:
+                if self.nbytes + size > self.budget_bytes:
+                    return taken, nbytes, PinLimit.STORE_BUDGET
+                pinned = self._pinned[key] = _Pinned(size)
+                self.nbytes += size
+            self.used.add(tenant, 0 if paid else size)
+            pinned.pins[tenant] += 1
             taken.append(key)
             nbytes += size
         return taken, nbytes, PinLimit.NONE
 
-    def _keep(self, tenant: str, key: BlockKey, size: int) -> None:
-        if key not in self._sizes:
-            self._sizes[key] = size
-            self.nbytes += size
-        if not self._counts[tenant, key]:
-            self._used[tenant] += size
-            self._keepers[key] += 1
-        self._counts[tenant, key] += 1
-
     def _drop(self, tenant: str, pin: _Pin) -> None:
-        self._entries -= len(pin.keys)
         for key in pin.keys:
-            self._counts[tenant, key] -= 1
-            if self._counts[tenant, key]:
-                continue
-            del self._counts[tenant, key]
-            size = self._sizes[key]
-            self._used[tenant] -= size
-            if not self._used[tenant]:
-                del self._used[tenant]
-            self._keepers[key] -= 1
-            if not self._keepers[key]:
-                del self._keepers[key], self._sizes[key]
-                self.nbytes -= size
+            pinned = self._pinned[key]
+            pinned.pins[tenant] -= 1
+            if not pinned.pins[tenant]:
+                del pinned.pins[tenant]
+                self.used.add(tenant, -pinned.nbytes)
+            if not pinned.pins:
+                del self._pinned[key]
+                self.nbytes -= pinned.nbytes
 
     def unpin(self, tenant: str, name: str) -> PinChange | None:
         """Ends a pin; None when there is none."""
-        pin = self._pins.pop((tenant, name), None)
-        return None if pin is None else self._end([(tenant, pin)])
+        return self._end([(tenant, name)]) if (tenant, name) in self._pins else None
 
     def expire(self, now: float) -> PinChange:
         """Ends the pins whose time is over."""
-        if self._next_expiry is None or now < self._next_expiry:
-            return PinChange()
-        over = [place for place, pin in self._pins.items() if pin.expires_at <= now]
-        return self._end([(place[0], self._pins.pop(place)) for place in over])
+        return self._end([place for place, pin in self._pins.items() if pin.expires_at <= now])
 
-    def _end(self, pins: Sequence[tuple[str, _Pin]]) -> PinChange:
-        for tenant, pin in pins:
+    def _end(self, places: Sequence[tuple[str, str]]) -> PinChange:
+        keys: set[BlockKey] = set()
+        for tenant, name in places:
+            pin = self._pins.pop((tenant, name))
             self._drop(tenant, pin)
-        self._settle()
-        return PinChange((), self._not_kept({key for _, pin in pins for key in pin.keys}))
-
-    def _settle(self) -> None:
-        self._next_expiry = min((pin.expires_at for pin in self._pins.values()), default=None)
+            keys.update(pin.keys)
+        return PinChange((), self._not_kept(keys))
 
     def _not_kept(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
-        return [key for key in keys if key not in self._sizes]
+        return [key for key in keys if key not in self]
 
     def check_invariants(self) -> None:
-        """What is kept is what the pins name, counted once per tenant and once in all."""
-        counts = collections.Counter((tenant, key) for (tenant, _), pin in self._pins.items() for key in pin.keys)
-        assert +self._counts == counts
-        assert +self._keepers == collections.Counter(key for _, key in counts)
-        assert set(self._sizes) == {key for _, key in counts}
-        used: collections.Counter[str] = collections.Counter()
-        for tenant, key in counts:
-            used[tenant] += self._sizes[key]
-        assert +self._used == used
-        assert self.nbytes == sum(self._sizes.values()) <= self.budget_bytes
-        assert self._next_expiry == min((pin.expires_at for pin in self._pins.values()), default=None)
-        assert len(self._pins) <= self._max_pins
-        assert self._entries == sum(len(pin.keys) for pin in self._pins.values()) <= self._max_entries
+        """Checks that the pinned blocks and bytes are those of the pins, within the limits."""
+        counts = collections.Counter((key, tenant) for (tenant, _), pin in self._pins.items() for key in pin.keys)
+        assert {(key, tenant): n for key, kept in self._pinned.items() for tenant, n in kept.pins.items()} == counts
+        assert all(pinned.pins for pinned in self._pinned.values())
+        used = TenantBytes()
+        for key, tenant in counts:
+            used.add(tenant, self._pinned[key].nbytes)
+        assert self.used == used
+        assert self.nbytes == sum(pinned.nbytes for pinned in self._pinned.values()) <= self.budget_bytes
+        assert len(self) <= self._max_pins
+        assert counts.total() <= self._max_entries
 
 
 def _check(tenant: str, name: str, keys: Sequence[BlockKey], ttl_s: float) -> None:

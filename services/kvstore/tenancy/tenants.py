@@ -1,21 +1,19 @@
-"""What tenants are granted, and how many bytes of each lie in a tier.
-
-A tier tells its account of every block that comes or goes.
-"""
+"""What tenants are granted, and how many bytes of each lie in a tier."""
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Annotated
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from moonpool.errors import ConfigError
 from moonpool.kv.blocks import MAX_TENANT_BYTES
+from moonpool.kv.keys import BlockKey
 
 DEFAULT_ROW = "*"
-"""Name of the row for tenants that have none of their own, each by itself."""
+"""Name of the row for tenants without a row of their own; each of them gets what it grants."""
 
 MAX_TENANT_ROWS = 64
 """Rows at most; each is a set of gauges."""
@@ -31,7 +29,7 @@ class TenantRow(BaseModel):
     Attributes:
         dram_guarantee_bytes, dram_quota_bytes: in the DRAM tier, sizes of blocks.
         ssd_guarantee_bytes, ssd_quota_bytes: in the SSD tier, sizes of records.
-        pin_bytes: blocks that its pins keep; None for what all pins together may.
+        pin_bytes: blocks that its pins keep; None for the budget of all pins.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -42,12 +40,18 @@ class TenantRow(BaseModel):
     ssd_quota_bytes: Bytes | None = None
     pin_bytes: Bytes | None = None
 
+    def guarantee(self, tier: str) -> int:
+        return self.dram_guarantee_bytes if tier == "dram" else self.ssd_guarantee_bytes
+
+    def quota(self, tier: str) -> int | None:
+        return self.dram_quota_bytes if tier == "dram" else self.ssd_quota_bytes
+
 
 def read_rows(value: object) -> object:
-    """Rows as a flag gives them, YAML or JSON, or as they stand in a file.
+    """Parses rows from a flag (YAML or JSON) or from a file's mapping.
 
     Raises:
-        ValueError: it is no mapping of names to rows.
+        ValueError: it is not a mapping of names to rows.
         ConfigError: naming the row and the field that is wrong.
     """
     if isinstance(value, str):
@@ -57,118 +61,122 @@ def read_rows(value: object) -> object:
             raise ValueError(f"is no YAML: {error}") from None
     if not isinstance(value, Mapping):
         raise ValueError("must be a mapping of tenant to row")
-    rows: dict[str, TenantRow] = {}
-    for name, row in value.items():
-        try:
-            rows[str(name)] = TenantRow.model_validate(row)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = ".".join(["tenants", str(name), *map(str, first["loc"])])
-            raise ConfigError(field, first["msg"]) from None
-    return rows
+    try:
+        return TypeAdapter(dict[str, TenantRow]).validate_python({str(name): row for name, row in value.items()})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(".".join(["tenants", *map(str, first["loc"])]), first["msg"]) from None
 
 
 def check_rows(rows: Mapping[str, TenantRow], dram_bytes: int, ssd_bytes: int) -> None:
-    """Whether the rows can be kept.
-
-    Raises:
-        ConfigError: naming the field.
-    """
+    """Checks that the tiers can grant the rows; raises ConfigError naming the field."""
     if len(rows) > MAX_TENANT_ROWS:
         raise ConfigError("tenants", f"at most {MAX_TENANT_ROWS} rows, not {len(rows)}")
-    for name, row in rows.items():
-        if len(name.encode()) > MAX_TENANT_BYTES:
-            raise ConfigError("tenants", f"a name has more than {MAX_TENANT_BYTES} bytes")
-        for tier in ("dram", "ssd"):
-            guarantee, quota = getattr(row, f"{tier}_guarantee_bytes"), getattr(row, f"{tier}_quota_bytes")
+    if any(len(name.encode()) > MAX_TENANT_BYTES for name in rows):
+        raise ConfigError("tenants", f"a name has more than {MAX_TENANT_BYTES} bytes")
+    for tier, capacity in (("dram", dram_bytes), ("ssd", ssd_bytes)):
+        for name, row in rows.items():
+            guarantee, quota = row.guarantee(tier), row.quota(tier)
             field = f"tenants.{name}.{tier}_guarantee_bytes"
             if name == DEFAULT_ROW and guarantee:
                 raise ConfigError(field, "nothing can be guaranteed to any number of tenants")
             if quota is not None and guarantee > quota:
                 raise ConfigError(field, f"must not exceed the quota ({quota}), is {guarantee}")
-    for tier, capacity in (("dram", dram_bytes), ("ssd", ssd_bytes)):
-        total = sum(getattr(row, f"{tier}_guarantee_bytes") for row in rows.values())
+        total = sum(row.guarantee(tier) for row in rows.values())
         if total > capacity:
-            raise ConfigError(
-                f"tenants.*.{tier}_guarantee_bytes", f"together {total}, but {tier}_bytes is only {capacity}"
-            )
+            message = f"together {total}, but {tier}_bytes is only {capacity}"
+            raise ConfigError(f"tenants.*.{tier}_guarantee_bytes", message)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Grants:
-    """Bytes per tenant in one tier.
+class TenantBytes(collections.Counter[str]):
+    """Bytes by tenant, without tenants that have none.
 
     Attributes:
-        guarantees: of those who have one.
-        quotas: of those who have one.
-        default_quota: of tenants without a row; None for none.
+        total_bytes: of all tenants.
+    """
+
+    total_bytes = 0
+
+    def add(self, tenant: str, nbytes: int) -> None:
+        """Counts more bytes of a tenant; fewer when `nbytes` is negative."""
+        now = self.get(tenant, 0) + nbytes
+        assert now >= 0
+        self.total_bytes += nbytes
+        if now:
+            self[tenant] = now
+        else:
+            self.pop(tenant, None)
+
+    def of_row(self, name: str, rows: Container[str]) -> int:
+        """Bytes of the tenant of a row; for "*", of all tenants without one of the `rows`."""
+        if name != DEFAULT_ROW:
+            return self[name]
+        return sum(nbytes for tenant, nbytes in self.items() if tenant not in rows)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Account:
+    """What tenants are granted in one tier, and what they have there.
+
+    Attributes:
+        guarantees: bytes, of tenants that have a guarantee.
+        quotas: bytes, of tenants with a row; None for no limit.
+        default_quota: that of each other tenant.
+        used: bytes of the tier's blocks, kept up to date by the tier.
     """
 
     guarantees: Mapping[str, int] = dataclasses.field(default_factory=dict)
     quotas: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
     default_quota: int | None = None
+    used: TenantBytes = dataclasses.field(default_factory=TenantBytes, init=False)
 
     @staticmethod
-    def of(rows: Mapping[str, TenantRow], tier: str) -> "Grants":
-        """Those of one tier: "dram" or "ssd"."""
+    def of(rows: Mapping[str, TenantRow], tier: str) -> "Account":
+        """An empty account of the tier "dram" or "ssd"."""
         named = {name: row for name, row in rows.items() if name != DEFAULT_ROW}
-        return Grants(
-            {name: value for name, row in named.items() if (value := getattr(row, f"{tier}_guarantee_bytes"))},
-            {name: getattr(row, f"{tier}_quota_bytes") for name, row in named.items()},
-            getattr(rows.get(DEFAULT_ROW, TenantRow()), f"{tier}_quota_bytes"),
+        return Account(
+            {name: row.guarantee(tier) for name, row in named.items() if row.guarantee(tier)},
+            {name: row.quota(tier) for name, row in named.items()},
+            rows.get(DEFAULT_ROW, TenantRow()).quota(tier),
         )
 
     @property
     def has_quotas(self) -> bool:
-        """Whether any tenant has a quota."""
-        return self.default_quota is not None or any(quota is not None for quota in self.quotas.values())
+        return any(quota is not None for quota in (self.default_quota, *self.quotas.values()))
 
     def quota(self, tenant: str) -> int | None:
         """Most bytes that a tenant may have; None for no limit."""
         return self.quotas.get(tenant, self.default_quota)
 
-
-class Account:
-    """Bytes of one tier by tenant.
-
-    Args:
-        grants: what tenants are granted in it.
-
-    Attributes:
-        used: bytes of blocks; only tenants that have some.
-    """
-
-    def __init__(self, grants: Grants | None = None) -> None:
-        self.grants = grants or Grants()
-        self.used: collections.Counter[str] = collections.Counter()
-
-    def add(self, tenant: str, nbytes: int) -> None:
-        """A block of the tenant came."""
-        self.used[tenant] += nbytes
-
-    def remove(self, tenant: str, nbytes: int) -> None:
-        """A block of the tenant left."""
-        self.used[tenant] -= nbytes
-        assert self.used[tenant] >= 0
-        if not self.used[tenant]:
-            del self.used[tenant]
-
-    def guards(self, tenant: str, nbytes: int) -> bool:
-        """Whether the tenant would have less than it is guaranteed if `nbytes` of it left."""
-        guarantee = self.grants.guarantees.get(tenant)
-        return guarantee is not None and self.used[tenant] - nbytes < guarantee
-
     def over_quota(self, tenant: str, coming: int = 0) -> int:
-        """By how many bytes a tenant would be over its quota with `coming` more; 0 when it would not."""
-        quota = self.grants.quota(tenant)
+        """By how many bytes a tenant exceeds its quota with `coming` more; 0 when it does not."""
+        quota = self.quota(tenant)
         return 0 if quota is None else max(0, self.used[tenant] + coming - quota)
 
-    def of_row(self, name: str) -> int:
-        """Bytes of a tenant that has a row, or of all that have none together under "*"."""
-        if name != DEFAULT_ROW:
-            return self.used[name]
-        return sum(used for tenant, used in self.used.items() if tenant not in self.grants.quotas)
+    def guards(self, tenant: str, nbytes: int) -> bool:
+        """Whether the tenant would have less than it is guaranteed without `nbytes` of what it has."""
+        guarantee = self.guarantees.get(tenant)
+        return guarantee is not None and self.used[tenant] - nbytes < guarantee
 
-    def check_invariants(self, blocks: Mapping[str, int]) -> None:
-        """The account equals `blocks`, the bytes counted anew."""
-        assert {name: used for name, used in self.used.items() if used} == {k: v for k, v in blocks.items() if v}
+    def guarded_from(self, tenant: str, stays: Mapping[str, int]) -> int:
+        """Bytes that guarantees keep from being evicted for `tenant`, beyond those by tenant that stay anyway."""
+        return sum(
+            max(0, min(self.used[other], guarantee) - stays.get(other, 0))
+            for other, guarantee in self.guarantees.items()
+            if other != tenant
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Protection:
+    """Decides which blocks a tier must keep: pinned ones, and those that a guarantee covers.
+
+    The tier updates the account with every block that leaves, so that each removal is judged after those before it.
+    """
+
+    pins: Container[BlockKey]
+    account: Account
+
+    def keeps(self, key: BlockKey, tenant: str, nbytes: int = 1) -> bool:
+        """Whether a tenant's block must stay. Without `nbytes` the tenant may fall below its guarantee by one block."""
+        return key in self.pins or self.account.guards(tenant, nbytes)

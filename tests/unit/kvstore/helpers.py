@@ -12,7 +12,7 @@ from moonpool.kv.frames import OpenRun, Run
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
-from services.kvstore.core.assembly import PutSession, PutSpec, parents_of
+from services.kvstore.core.assembly import PutSession, PutSpec
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.dram.tier import DramTier
@@ -22,8 +22,7 @@ from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.tenancy.pins import Pins
-from services.kvstore.tenancy.protection import Protection
-from services.kvstore.tenancy.tenants import Account
+from services.kvstore.tenancy.tenants import Account, Protection
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
 FORMAT = BlockFormat(b"n" * 32, LAYOUT)
@@ -71,7 +70,7 @@ def spec_of(
     return PutSpec(
         block_format,
         keys,
-        parents_of(keys, []),
+        [],
         tenant,
         layers or range(layout.layers),
         heads or range(layout.kv_heads),
@@ -95,7 +94,7 @@ def open_ssd(
     files: Files | None = None,
 ) -> SsdTier:
     """A tier that keeps what is in `pins` and what `account` guarantees."""
-    keeps = Protection(pins.__contains__, account or Account()).keeps
+    keeps = Protection(pins, account or Account()).keeps
     return open_tier(path, capacity, segment, keeps=keeps, account=account, files=files, map_bytes=1 << 16)
 
 

@@ -23,7 +23,7 @@ def test_blocks_on_their_way_to_the_device_are_not_evicted(tmp_path: Path) -> No
     driven = Driven(ssd, dram_bytes=2 * BLOCK)
     session = driven.put([A, B])
     assert driven.visible == [(A,), (B,)]
-    assert driven.store.writes.pending == 2
+    assert len(driven.store.writes.queued) == 2
     assert driven.open(spec_of([C])) is None
     driven.flush()
     assert driven.durable == [(A, B)]
@@ -109,15 +109,15 @@ def test_a_block_that_failed_to_become_durable_is_queued_again_when_it_is_put_ag
     driven = Driven(ssd)
     first = driven.put([A])
     fail(driven)
-    assert (driven.store.writes.pending, driven.store.writes.unsaved, driven.durable) == (0, 1, [])
+    assert (len(driven.store.writes.queued), len(driven.store.writes.unsaved), driven.durable) == (0, 1, [])
     driven.store.check_invariants()
     again = driven.open(spec_of([A]))
     assert again is not None
     assert list(again.present) == [0]
-    assert driven.store.writes.pending == 1
+    assert len(driven.store.writes.queued) == 1
     driven.flush()
     assert driven.durable == [(A,), (A,)]  # both sessions hear of it
-    assert (driven.store.writes.unsaved, driven.store.writes.blocks_not_durable) == (0, 1)
+    assert (len(driven.store.writes.unsaved), driven.store.writes.blocks_not_durable) == (0, 1)
     driven.store.writes.close(first)
     driven.store.writes.close(again)
     ssd.close()
@@ -133,17 +133,17 @@ def test_blocks_that_failed_are_tried_again_batch_by_batch_while_they_stay_in_dr
     for _ in range(5):
         fail(driven)
     writes = driven.store.writes
-    assert writes.unsaved == 5
+    assert len(writes.unsaved) == 5
     writes.retry()
-    assert writes.pending == 1  # the others are not held meanwhile
+    assert len(writes.queued) == 1  # the others are not held meanwhile
     fail(driven)
-    assert (writes.unsaved, writes.blocks_not_durable) == (5, 5)
+    assert (len(writes.unsaved), writes.blocks_not_durable) == (5, 5)
     writes.close(session)
     writes.close(driven.put([KEYS[5]]))  # evicts one of them
     writes.retry()
     driven.flush()
     assert set(ssd) == set(driven.store.tiers.dram)
-    assert (len(ssd), writes.unsaved) == (5, 0)
+    assert (len(ssd), len(writes.unsaved)) == (5, 0)
     ssd.close()
 
 

@@ -20,7 +20,7 @@ from services.kvstore.core.assembly import PutSession
 from services.kvstore.core.reads import ReadLease
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.tenancy.pins import Pins
-from services.kvstore.tenancy.tenants import Account, Grants, TenantRow
+from services.kvstore.tenancy.tenants import Account, TenantRow
 from tests.unit.kvstore.helpers import (
     BLOCK,
     FORMAT,
@@ -86,13 +86,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     def start(self) -> None:
         pins = Pins(PIN_BLOCKS * BLOCK, {name: row.pin_bytes for name, row in ROWS.items()})
-        ssd_account = Account(Grants.of(ROWS, "ssd"))
+        ssd_account = Account.of(ROWS, "ssd")
         self.ssd = open_ssd(self.folder, capacity=6 * RECORD, segment=RECORD, pins=pins, account=ssd_account)
         self.driven = Driven(
             self.ssd,
             dram_bytes=DRAM_BLOCKS * BLOCK,
             pins=pins,
-            account=Account(Grants.of(ROWS, "dram")),
+            account=Account.of(ROWS, "dram"),
             ssd_account=ssd_account,
             listener=_Announced(self),
         )
@@ -322,7 +322,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.leases.clear()
         self.driven.flush()
         dram = self.store.tiers.dram
-        assert (dram.reserved_bytes, dram.held_bytes) == (0, 0)
+        assert (dram.reserved.total_bytes, dram.held_bytes) == (0, 0)
         assert dram.arena.resident_bytes - dram.arena.free_bytes == dram.block_bytes
         self.ssd.close()
         shutil.rmtree(self.folder)

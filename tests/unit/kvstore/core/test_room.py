@@ -32,11 +32,11 @@ def test_opening_a_session_evicts_and_reserves_nothing() -> None:
     driven.store.writes.close(driven.put(old))
     session = driven.open(spec_of(KEYS[:4]))
     assert session is not None
-    assert (driven.removed, driven.store.tiers.dram.reserved_bytes) == ([], 0)
+    assert (driven.removed, driven.store.tiers.dram.reserved.total_bytes) == ([], 0)
     driven.store.writes.write(session, [run_of(A, 0, 0)])
-    assert (driven.removed, driven.store.tiers.dram.reserved_bytes) == ([old[-1]], BLOCK)
+    assert (driven.removed, driven.store.tiers.dram.reserved.total_bytes) == ([old[-1]], BLOCK)
     driven.store.writes.close(session)
-    assert driven.store.tiers.dram.reserved_bytes == 0
+    assert driven.store.tiers.dram.reserved.total_bytes == 0
     driven.store.check_invariants()
 
 
@@ -64,7 +64,7 @@ def test_a_frame_takes_room_for_all_of_its_blocks_or_for_none() -> None:
     assert second is not None
     assert writes.write(first, [run_of(A, 0, 0)])
     assert not writes.write(second, [run_of(B, 0, 0), run_of(C, 1, 0)])
-    assert driven.store.tiers.dram.reserved_bytes == BLOCK
+    assert driven.store.tiers.dram.reserved.total_bytes == BLOCK
     driven.store.check_invariants()
 
 
@@ -127,7 +127,7 @@ def test_without_a_durable_tier_eviction_is_removal() -> None:
     assert driven.removed == [A]
     assert driven.stored == [A, B, C]
     assert driven.durable == []
-    assert driven.store.writes.pending == 0
+    assert len(driven.store.writes.queued) == 0
     driven.store.check_invariants()
 
 
@@ -192,7 +192,7 @@ def test_when_the_last_writer_vanishes_its_memory_comes_back() -> None:
         assert session is not None
         writes.close(session)
     dram.arena.collect()
-    assert (dram.arena.live_bytes, dram.reserved_bytes, writes.unfinished_blocks) == (0, 0, 0)
+    assert (dram.arena.live_bytes, dram.reserved.total_bytes, len(writes.unfinished)) == (0, 0, 0)
     writes.close(driven.put([A]))
     assert driven.read([A]) == [data_of(A)]
 

@@ -28,7 +28,7 @@ def test_the_oldest_leaves_first_and_use_makes_young() -> None:
     assert dram.reserve(BLOCK) == [C]
     assert set(dram) == {A}
     assert dram.evictions == 2
-    assert (dram.block_bytes, dram.reserved_bytes) == (BLOCK, 2 * BLOCK)
+    assert (dram.block_bytes, dram.reserved.total_bytes) == (BLOCK, 2 * BLOCK)
 
 
 def test_a_chain_leaves_tail_first() -> None:
@@ -55,7 +55,7 @@ def test_held_blocks_stay_and_a_refused_reservation_changes_nothing() -> None:
     assert dram.reserve(BLOCK) == [A]
     dram.unreserve(3 * BLOCK)
     dram.check_invariants()
-    assert (len(dram), dram.block_bytes, dram.reserved_bytes, dram.held_bytes) == (0, 0, 0, 0)
+    assert (len(dram), dram.block_bytes, dram.reserved.total_bytes, dram.held_bytes) == (0, 0, 0, 0)
 
 
 def test_reservations_count_against_the_budget() -> None:

@@ -24,8 +24,7 @@ from services.kvstore.ssd.plan import WritePlan
 from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.ssd.tier import SsdTier, open_tier
-from services.kvstore.tenancy.protection import Protection
-from services.kvstore.tenancy.tenants import Account, Grants
+from services.kvstore.tenancy.tenants import Account, Protection
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, data_of, keys_of, slice_of
 from tests.unit.kvstore.ssd.power import PowerFiles
 
@@ -75,13 +74,13 @@ class TierMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.dead, self.error = False, None
         self.readers: list[SsdReader] = []
-        self.account = Account(Grants(guarantees={"a": GUARANTEE}))
+        self.account = Account(guarantees={"a": GUARANTEE})
         self.ssd: SsdTier = open_tier(
             self.folder,
             16 * RECORD,
             2 * RECORD,
             durability=self.durability,
-            keeps=Protection(self.pinned.__contains__, self.account).keeps,
+            keeps=Protection(self.pinned, self.account).keeps,
             account=self.account,
             files=self.files,
             map_bytes=1 << 16,
@@ -254,7 +253,7 @@ class TierMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         self.ssd.check_invariants()
-        self.account.check_invariants(self.ssd.tenant_bytes)
+        assert self.account.used == self.ssd.tenant_bytes
         assert {key: self.ssd.tenant_of(key) for key in self.ssd} == self.model
         assert self.ssd.used_bytes <= self.ssd.capacity_bytes or self.found_anew
         assert self.ssd.readers == len(self.readers)

@@ -11,7 +11,7 @@ from moonpool.kv.blocks import BlockFormat
 from services.kvstore.ssd.id_table import IdChange, IdTable
 from services.kvstore.ssd.index import Index, IndexImage
 from services.kvstore.ssd.tier import SsdTier
-from services.kvstore.tenancy.tenants import Account, Grants, TenantRow
+from services.kvstore.tenancy.tenants import Account, TenantRow
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, info_of, keys_of, open_ssd
 
@@ -185,7 +185,7 @@ def test_names_that_the_index_could_not_learn_are_told_again() -> None:
 
 
 def test_a_tenant_that_is_gone_leaves_nothing_anywhere(tmp_path: Path) -> None:
-    account = Account(Grants.of({"*": TenantRow(ssd_quota_bytes=RECORD)}, "ssd"))
+    account = Account.of({"*": TenantRow(ssd_quota_bytes=RECORD)}, "ssd")
     ssd = open_ssd(tmp_path, SLOTS * RECORD, RECORD, account=account)
     driven = Driven(ssd, dram_bytes=4 * info_of(KEYS[0]).nbytes, ssd_account=account)
     for number in range(0, len(KEYS), 2):
@@ -196,6 +196,6 @@ def test_a_tenant_that_is_gone_leaves_nothing_anywhere(tmp_path: Path) -> None:
     assert len(account.used) <= SLOTS
     ssd.check_invariants()
     assert len(dram.account.used) <= 4
-    assert dram.reserved_bytes == 0
+    assert dram.reserved.total_bytes == 0
     dram.check_invariants()
     ssd.close()

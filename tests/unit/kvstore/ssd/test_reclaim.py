@@ -11,8 +11,7 @@ from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.plan import WritePlan
 from services.kvstore.ssd.space import Keeps
 from services.kvstore.ssd.tier import SsdTier, open_tier
-from services.kvstore.tenancy.protection import Protection
-from services.kvstore.tenancy.tenants import Account, Grants
+from services.kvstore.tenancy.tenants import Account, Protection
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, block_of, data_of, keys_of
 
@@ -130,8 +129,8 @@ def test_a_mostly_kept_segment_goes_after_the_others(tmp_path: Path) -> None:
 
 
 def test_a_guarantee_holds_for_all_of_a_segment_together(tmp_path: Path) -> None:
-    account = Account(Grants(guarantees={"a": 3 * RECORD}))
-    keeps = Protection(lambda key: False, account).keeps
+    account = Account(guarantees={"a": 3 * RECORD})
+    keeps = Protection((), account).keeps
     with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD, keeps=keeps, account=account) as ssd:
         put(ssd, KEYS[:4], "a")
         put(ssd, KEYS[4:30], "b")
@@ -139,7 +138,7 @@ def test_a_guarantee_holds_for_all_of_a_segment_together(tmp_path: Path) -> None
         assert put(ssd, KEYS[30:33], "b").removed == [KEYS[0], *KEYS[4:8]]
         assert account.used == ssd.tenant_bytes == {"a": 3 * RECORD, "b": 25 * RECORD}
         assert ssd.tenant_of(KEYS[1]) == "a"
-    again = Account(Grants(guarantees={"a": 3 * RECORD}))
+    again = Account(guarantees={"a": 3 * RECORD})
     with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD, account=again) as ssd:
         assert again.used == account.used
         assert (ssd.tenant_of(KEYS[1]), ssd.tenant_of(KEYS[9]), ssd.tenant_of(KEYS[0])) == ("a", "b", None)

@@ -309,7 +309,7 @@ def test_a_bad_block_is_not_promoted(tmp_path: Path) -> None:
     with store(tmp_path) as (driven, _ssd):
         assert driven.read(KEYS[:2], promote=True) == [data_of(KEYS[0])]
         assert set(driven.store.tiers.dram) == {KEYS[0]}
-        assert driven.store.tiers.dram.reserved_bytes == 0
+        assert driven.store.tiers.dram.reserved.total_bytes == 0
 
 
 def test_a_block_held_in_no_format_twice(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ async def test_a_session_whose_blocks_do_not_become_durable_is_told_so_when_it_e
     refused = await peer.answer("refused")
     assert (refused.session, "not become durable" in refused.reason) == (1, True)
     await peer.leave()
-    assert driven.store.writes.awaited == 0
+    assert len(driven.store.writes.awaiting) == 0
     ssd.close()
 
 

@@ -51,7 +51,7 @@ def test_overlapping_pins_count_references_and_cost_once() -> None:
     assert pin_told(pins, "one", [A, B])[1] == PinChange([A, B], [])
     assert pin_told(pins, "two", [A, C])[1] == PinChange([C], [])
     assert pin_told(pins, "other", [A], tenant="u")[1] == PinChange([], [])
-    assert (pins.used("t"), pins.used("u"), pins.nbytes) == (30, 10, 30)
+    assert (pins.used["t"], pins.used["u"], pins.nbytes) == (30, 10, 30)
     assert pins.unpin("t", "one") == PinChange((), [B])
     assert pins.unpin("t", "one") is None
     pins.check_invariants()
@@ -59,7 +59,7 @@ def test_overlapping_pins_count_references_and_cost_once() -> None:
     assert pins.unpin("t", "two") == PinChange((), [C])
     assert A in pins
     assert pins.unpin("u", "other") == PinChange((), [A])
-    assert (pins.nbytes, pins.keys, pins.used("t"), pins.next_expiry) == (0, 0, 0, None)
+    assert (pins.nbytes, pins.keys, pins.used["t"], pins.next_expiry) == (0, 0, 0, None)
     pins.check_invariants()
 
 
@@ -90,7 +90,7 @@ def test_budgets_of_tenants_and_of_the_store() -> None:
     assert pin(pins, "b", [A], tenant="small").blocks == 1  # costs nothing more
     assert pin(pins, "a", KEYS[4:], tenant="else") == PinOutcome(2, 20, 10, PinLimit.STORE_BUDGET)
     assert pin(pins, "a", [A, *KEYS[4:]], tenant="else") == PinOutcome(3, 30, 10, PinLimit.TENANT_BUDGET)
-    assert (pins.of_row("small"), pins.of_row("*"), pins.nbytes) == (20, 30, 40)
+    assert (pins.used.of_row("small", ["small"]), pins.used.of_row("*", ["small"]), pins.nbytes) == (20, 30, 40)
 
 
 def test_wrong_pins_name_their_field() -> None:
@@ -132,7 +132,7 @@ def test_pinned_blocks_are_not_evicted_and_come_back_as_young_ones() -> None:
     driven.put([D])
     assert driven.removed == [C]
     driven.store.check_invariants()
-    assert driven.store.tiers.dram.pinned_bytes == 2 * BLOCK
+    assert driven.store.tiers.dram.pinned.total_bytes == 2 * BLOCK
     driven.store.expire_pins(9)
     driven.store.check_invariants()
     driven.put([KEYS[4]])
@@ -176,7 +176,7 @@ def test_a_block_that_only_the_durable_tier_has_can_be_pinned_and_stays_when_it_
     assert A not in driven.store.tiers.dram
     assert driven.store.pin("", "ctx", [A], now=0, ttl_s=9).blocks == 1
     assert driven.read([A], promote=True) == [data_of(A)]
-    assert driven.store.tiers.dram.pinned_bytes == BLOCK
+    assert driven.store.tiers.dram.pinned.total_bytes == BLOCK
     driven.flush([D])
     driven.flush([KEYS[4]])
     assert A in driven.store.tiers.dram

@@ -12,7 +12,7 @@ from services.kvstore.config import KVStoreConfig
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.policies.policy import LRU
 from services.kvstore.tenancy.pins import Pins
-from services.kvstore.tenancy.tenants import MAX_TENANT_ROWS, Account, Grants, TenantRow
+from services.kvstore.tenancy.tenants import MAX_TENANT_ROWS, Account, TenantRow
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, RECORD, Driven, block_of, data_of, keys_of, open_ssd
 
 KEYS = keys_of(12)
@@ -20,25 +20,23 @@ A, B, C, D, E, F = KEYS[:6]
 LARGE = BlockFormat(b"l" * 32, KVLayout(layers=6, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32"))
 
 
-def grants(**rows: TenantRow) -> Grants:
-    return Grants.of({name.replace("others", "*"): row for name, row in rows.items()}, "dram")
+def grants(**rows: TenantRow) -> Account:
+    return Account.of({name.replace("others", "*"): row for name, row in rows.items()}, "dram")
 
 
 def test_an_account_knows_what_is_granted() -> None:
-    account = Account(
-        grants(a=TenantRow(dram_guarantee_bytes=10, dram_quota_bytes=30), others=TenantRow(dram_quota_bytes=20))
-    )
-    account.add("a", 12)
-    account.add("x", 12)
+    account = grants(a=TenantRow(dram_guarantee_bytes=10, dram_quota_bytes=30), others=TenantRow(dram_quota_bytes=20))
+    account.used.add("a", 12)
+    account.used.add("x", 12)
     assert [account.guards("a", nbytes) for nbytes in (1, 2, 3)] == [False, False, True]
     assert not account.guards("x", 12)
     assert [account.over_quota("a", coming) for coming in (18, 19)] == [0, 1]
     assert [account.over_quota("x", coming) for coming in (8, 11)] == [0, 3]
     assert account.over_quota("new", 25) == 5
-    assert (account.of_row("a"), account.of_row("*")) == (12, 12)
-    account.remove("x", 12)
-    account.check_invariants({"a": 12})
-    assert account.of_row("*") == 0
+    assert (account.used.of_row("a", account.quotas), account.used.of_row("*", account.quotas)) == (12, 12)
+    account.used.add("x", -12)
+    assert account.used == {"a": 12}
+    assert account.used.of_row("*", account.quotas) == 0
 
 
 def test_rows_come_from_a_flag_and_must_fit() -> None:
@@ -72,7 +70,7 @@ def test_the_budget_of_pins() -> None:
 
 
 def tier(blocks: int, pins: Pins | None = None, **rows: TenantRow) -> DramTier:
-    return DramTier(blocks * BLOCK, LRU(), account=Account(grants(**rows)), pins=pins)
+    return DramTier(blocks * BLOCK, LRU(), account=grants(**rows), pins=pins)
 
 
 def insert(dram: DramTier, tenant: str, *keys: BlockKey, block_format: BlockFormat = FORMAT) -> list[BlockKey]:
@@ -167,7 +165,7 @@ def test_own_pins_count_against_the_quota() -> None:
 
 
 def ssd_account(**rows: TenantRow) -> Account:
-    return Account(Grants.of({name.replace("others", "*"): row for name, row in rows.items()}, "ssd"))
+    return Account.of({name.replace("others", "*"): row for name, row in rows.items()}, "ssd")
 
 
 def test_a_tenant_over_its_ssd_quota_gives_up_its_oldest(tmp_path: Path) -> None:
