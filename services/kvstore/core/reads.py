@@ -183,7 +183,7 @@ class Reads:
         source = LeasedBlock(reader=ssd.reader(key), tenant=ssd.tenant_of(key) or "")
         if promote and fits and self.tiers.reserve(size, source.tenant):
             self.leased_bytes += size
-            source.allocate = dram.allocate
+            source.allocate = dram.arena.allocate
         return source
 
     def lost(self, source: LeasedBlock) -> None:

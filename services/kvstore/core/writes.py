@@ -51,7 +51,7 @@ class Writes:
         self._max_sessions = max_sessions
         self._batch_bytes = batch_bytes
         self._ssd_account = ssd_account or Account()
-        self._assembler = Assembler(tiers.dram.allocate)
+        self._assembler = Assembler(tiers.dram.arena.allocate)
         self._queue: collections.deque[DramBlock] = collections.deque()
         self._committing: WritePlan | None = None
         self.sessions: Collection[PutSession] = self._assembler.sessions
@@ -224,8 +224,6 @@ class Writes:
     def _within_quotas(self, ssd: SsdTier, blocks: Sequence[DramBlock]) -> Sequence[DramBlock]:
         """The blocks that may be stored. Gives up older blocks of their tenants for them."""
         account = self._ssd_account
-        if not account.has_quotas:
-            return blocks
         taken: list[DramBlock] = []
         coming = collections.Counter[str]()
         for block in blocks:

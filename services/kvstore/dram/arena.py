@@ -11,6 +11,8 @@ import dataclasses
 import mmap
 import weakref
 
+from moonpool.errors import Overloaded
+
 PAGE = mmap.PAGESIZE
 SLAB_BYTES = 64 << 20
 """Address space of one slab, about; memory is taken only for slots that were used."""
@@ -21,6 +23,7 @@ SMALL_BYTES = 16 * PAGE
 RESERVE_SHARE = 128
 """Free slots may take memory beyond the budget: the budget divided by this."""
 
+RETRY_AFTER_S = 1.0
 _HUGE_PAGE = 2 << 20
 _CACHE_LINE = 64
 
@@ -91,7 +94,11 @@ class _SizeClass:
         return slab, slot, had_memory
 
     def _new_slab(self) -> _Slab:
-        memory = mmap.mmap(-1, self.slab_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = mmap.mmap(-1, self.slab_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            message = f"no memory for blocks of {self.size} bytes: {error}"
+            raise Overloaded(message, reason="kvstore_memory", retry_after_s=RETRY_AFTER_S) from error
         if self.size < _HUGE_PAGE and hasattr(mmap, "MADV_NOHUGEPAGE"):
             memory.madvise(mmap.MADV_NOHUGEPAGE)  # else a slot's first byte could bring its neighbours' memory too
         slab = _Slab(memory, self.slots)
@@ -157,11 +164,7 @@ class Arena:
         return sum(len(each.slabs) * each.slab_bytes for each in self._classes.values())
 
     def allocate(self, nbytes: int) -> memoryview:
-        """Writable memory of `nbytes`; its bytes are undefined.
-
-        Raises:
-            OSError: the operating system gives no more address space.
-        """
+        """Writable memory of `nbytes`; its bytes are undefined. Raises Overloaded when the operating system gives none."""
         assert nbytes > 0
         self.collect()
         size = slot_bytes(nbytes)

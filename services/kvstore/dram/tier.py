@@ -183,19 +183,6 @@ class DramTier:
     def unreserve(self, nbytes: int, tenant: str = "") -> None:
         self.reserved.add(tenant, -nbytes)
 
-    def allocate(self, nbytes: int) -> memoryview:
-        """Memory for a block whose bytes are reserved; free when the last view of it is gone.
-
-        Raises:
-            Overloaded: the operating system gives none.
-        """
-        try:
-            return self.arena.allocate(nbytes)
-        except OSError as error:
-            raise Overloaded(
-                f"no memory for {nbytes} bytes: {error}", reason="kvstore_memory", retry_after_s=RETRY_AFTER_S
-            ) from error
-
     # Blocks
 
     def insert(self, block: DramBlock) -> None:

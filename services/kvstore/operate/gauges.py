@@ -7,7 +7,7 @@ in the configuration, and one for all others together ("*"), so that a peer cann
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from moonpool.streams.credits import ByteCredits
 from moonpool.telemetry.gauges import Gauges, process_entries
@@ -63,28 +63,26 @@ def _add_sessions(add: Add, of: Gauged) -> None:
     add("watchers", lambda: of.journal.watchers)
 
 
+def _add_attributes(add: Add, source: object, attributes: Sequence[str], name: str) -> None:
+    """One gauge per attribute of `source`; `name` is a format for the names."""
+    for attribute in attributes:
+        add(name.format(attribute), functools.partial(getattr, source, attribute))
+
+
 def _add_dram(add: Add, of: Gauged) -> None:
-    writes, reads, dram, writer = of.store.writes, of.store.reads, of.store.tiers.dram, of.writer
+    writes, dram, writer = of.store.writes, of.store.tiers.dram, of.writer
     add("dram_bytes", lambda: dram.block_bytes)
     add("dram_capacity_bytes", lambda: dram.capacity_bytes)
     add("dram_blocks", lambda: len(dram))
     add("dram_evictions_total", lambda: dram.evictions)
     add("damaged_blocks_total", lambda: of.store.tiers.damaged_blocks)
-    add("blocks_put_total", lambda: writes.blocks_put)
-    add("blocks_durable_total", lambda: writes.blocks_durable)
-    add("blocks_not_durable_total", lambda: writes.blocks_not_durable)
+    counts = ("blocks_put", "blocks_durable", "blocks_not_durable", "failed_batches")
+    _add_attributes(add, writes, counts, "{}_total")
     add("blocks_unsaved", lambda: len(writes.unsaved))
-    add("failed_batches_total", lambda: writes.failed_batches)
     add("retried_batches_total", lambda: 0 if writer is None else writer.retries)
-    add("dram_hits_total", lambda: reads.dram_hits)
-    add("ssd_hits_total", lambda: reads.ssd_hits)
-    add("misses_total", lambda: reads.misses)
-    add("promotions_total", lambda: reads.promotions)
-    add("bad_blocks_total", lambda: reads.bad_blocks)
-    add("arena_live_bytes", lambda: dram.arena.live_bytes)
-    add("arena_free_bytes", lambda: dram.arena.free_bytes)
-    add("arena_resident_bytes", lambda: dram.arena.resident_bytes)
-    add("arena_mapped_bytes", lambda: dram.arena.mapped_bytes)
+    hits = ("dram_hits", "ssd_hits", "misses", "promotions", "bad_blocks")
+    _add_attributes(add, of.store.reads, hits, "{}_total")
+    _add_attributes(add, dram.arena, ("live_bytes", "free_bytes", "resident_bytes", "mapped_bytes"), "arena_{}")
     add("arena_returned_bytes_total", lambda: dram.arena.returned_bytes)
 
 
@@ -95,17 +93,11 @@ def _add_ssd(add: Add, of: Gauged) -> None:
     add("ssd_reading_blocks", lambda: ssd.readers, 0)
     add("ssd_blocks", lambda: len(ssd))
     add("ssd_bytes", lambda: ssd.used_bytes)
-    add("ssd_capacity_bytes", lambda: ssd.capacity_bytes)
-    add("ssd_segments", lambda: ssd.segments)
     add("ssd_indexed", lambda: float(ssd.indexed))
-    add("ssd_live_bytes", lambda: ssd.live_bytes)
     add("ssd_housekeeping", lambda: float(ssd.has_housekeeping))
-    add("ssd_written_bytes_total", lambda: ssd.written_bytes)
-    add("ssd_user_bytes_total", lambda: ssd.user_bytes)
-    add("ssd_carried_bytes_total", lambda: ssd.carried_bytes)
-    add("ssd_write_amplification", lambda: ssd.write_amplification)
-    add("ssd_lost_blocks_total", lambda: ssd.lost_blocks)
-    add("ssd_dropped_segments_total", lambda: ssd.dropped_segments)
+    _add_attributes(add, ssd, ("capacity_bytes", "segments", "live_bytes", "write_amplification"), "ssd_{}")
+    counts = ("written_bytes", "user_bytes", "carried_bytes", "lost_blocks", "dropped_segments")
+    _add_attributes(add, ssd, counts, "ssd_{}_total")
 
 
 def _add_pins(add: Add, of: Gauged) -> None:

@@ -105,10 +105,10 @@ class WriteBehind:
         self._unsaved_after_s = unsaved_after_s
         self._failures = 0
         self._unsaved_tries = 0
-        self._retry_at: float | None = None
+        self._retry_at = math.inf
         self._clock = clock
-        self._retries_told: dict[_Kind, float] = {}
-        self._errors_told: dict[_Kind, float] = {}  # since blocks became durable last
+        self._retries_told: dict[_Kind, float] = {}  # when an error was logged last
+        self._errors_told: dict[_Kind, float] = {}  # the same, since blocks became durable last
         self.retries = 0
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvstore-writer")
 
@@ -119,8 +119,7 @@ class WriteBehind:
         """Works until cancelled. The thread finishes a batch that it has begun, but its result is lost."""
         self.wake()
         while True:
-            await self._work.wait(self._until_retry())
-            self._retry_if_due()
+            await self._wait()
             while (plan := self._writes.next_plan()) is not None:
                 error = await self._commit(plan)
                 again = self._again(plan, error)
@@ -132,19 +131,17 @@ class WriteBehind:
                     break  # housekeeping that could not be finished waits for the next reason to wake
             self._work.done()
 
-    def _until_retry(self) -> float | None:
-        """Seconds until unsaved blocks are tried again; None when there are none."""
-        now = asyncio.get_running_loop().time()
+    async def _wait(self) -> None:
+        """Waits for work, or until unsaved blocks are due to be tried again, which it begins."""
+        time_now = asyncio.get_running_loop().time
         if not self._writes.unsaved:
-            self._unsaved_tries, self._retry_at = 0, None
-            return None
-        if self._retry_at is None:
-            self._retry_at = now + self._unsaved_after_s[min(self._unsaved_tries, len(self._unsaved_after_s) - 1)]
-        return max(0.0, self._retry_at - now)
-
-    def _retry_if_due(self) -> None:
-        if self._retry_at is not None and self._retry_at <= asyncio.get_running_loop().time():
-            self._unsaved_tries, self._retry_at = self._unsaved_tries + 1, None
+            self._unsaved_tries, self._retry_at = 0, math.inf
+        elif self._retry_at == math.inf:
+            after = self._unsaved_after_s[min(self._unsaved_tries, len(self._unsaved_after_s) - 1)]
+            self._retry_at = time_now() + after
+        await self._work.wait(None if self._retry_at == math.inf else max(0.0, self._retry_at - time_now()))
+        if self._retry_at <= time_now():
+            self._unsaved_tries, self._retry_at = self._unsaved_tries + 1, math.inf
             self._writes.retry()
 
     async def _commit(self, plan: WritePlan) -> Exception | None:

@@ -140,10 +140,6 @@ class Account:
             rows.get(DEFAULT_ROW, TenantRow()).quota(tier),
         )
 
-    @property
-    def has_quotas(self) -> bool:
-        return any(quota is not None for quota in (self.default_quota, *self.quotas.values()))
-
     def quota(self, tenant: str) -> int | None:
         """Most bytes that a tenant may have; None for no limit."""
         return self.quotas.get(tenant, self.default_quota)

@@ -76,7 +76,7 @@ def test_pins_end_with_their_time() -> None:
     pins = Pins(100)
     pin(pins, "short", [A, B], ttl_s=1)
     pin(pins, "long", [B], ttl_s=3)
-    assert pins.expire(0.99) == PinChange()
+    assert pins.expire(0.99) == PinChange((), [])
     assert pins.expire(1.0) == PinChange((), [A])
     assert (A in pins, B in pins, pins.next_expiry) == (False, True, 3.0)
     assert pins.expire(100.0) == PinChange((), [B])
