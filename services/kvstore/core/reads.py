@@ -14,7 +14,8 @@ from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from services.kvstore.core.tiered_store import TieredStore
-from services.kvstore.core.writes import MAX_OPEN_KEYS, RETRY_AFTER_S, Writes
+from services.kvstore.core.writes import MAX_OPEN_KEYS, Writes
+from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.ssd.reader import SsdReader
 
 
@@ -207,7 +208,11 @@ class Reads:
         unused = collections.Counter[str]()
         for source in lease.sources:
             if source.block is not None:
-                self._unlease(source.block)
+                key = source.block.info.key
+                self._leased[key] -= 1
+                if not self._leased[key]:
+                    del self._leased[key]
+                    self.leased_bytes -= layout.block_bytes
             elif source.reader is not None:
                 source.reader.release()
             if not source.reserved:
@@ -226,13 +231,6 @@ class Reads:
         self.tiers.release([source.block for source in lease.sources if source.block is not None])
         self.tiers.listener.room()
         self.tiers.listener.sessions_changed()
-
-    def _unlease(self, block: DramBlock) -> None:
-        key = block.info.key
-        self._leased[key] -= 1
-        if not self._leased[key]:
-            del self._leased[key]
-            self.leased_bytes -= block.info.nbytes
 
     def check_invariants(self) -> None:
         """Checks that leases keep no more than they may, and nothing when none is open."""

@@ -5,7 +5,7 @@ that it may be evicted from DRAM at any time, and is removed when its room on th
 event loop's thread only; device reads and commits run elsewhere, and their results are reported here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from moonpool.kv.keys import BlockKey
 from services.kvstore.core.reads import Reads
@@ -13,7 +13,7 @@ from services.kvstore.core.tiered_store import StoreListener, TieredStore
 from services.kvstore.core.writes import Writes
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.ssd.tier import SsdTier
-from services.kvstore.tenancy.pins import PinChange, PinOutcome
+from services.kvstore.tenancy.pins import PinOutcome
 from services.kvstore.tenancy.tenants import Account
 
 
@@ -49,8 +49,8 @@ class BlockStore:
     def pin(self, tenant: str, name: str, keys: Sequence[BlockKey], *, now: float, ttl_s: float) -> PinOutcome:
         """Pins the leading keys that are here, in either tier; see `Pins.pin`."""
         self.expire_pins(now)
-        outcome, change = self.pins.pin(tenant, name, keys, self._size_of, now=now, ttl_s=ttl_s)
-        self._pins_changed(change)
+        outcome, changed = self.pins.pin(tenant, name, keys, self._size_of, now=now, ttl_s=ttl_s)
+        self._pins_changed(changed)
         return outcome
 
     def _size_of(self, key: BlockKey) -> int | None:
@@ -59,18 +59,17 @@ class BlockStore:
 
     def unpin(self, tenant: str, name: str) -> bool:
         """Ends a pin; False when there is none."""
-        change = self.pins.unpin(tenant, name)
-        if change is not None:
-            self._pins_changed(change)
-        return change is not None
+        changed = self.pins.unpin(tenant, name)
+        self._pins_changed(changed)
+        return bool(changed)
 
     def expire_pins(self, now: float) -> None:
         """Ends the pins whose time is over."""
         self._pins_changed(self.pins.expire(now))
 
-    def _pins_changed(self, change: PinChange) -> None:
-        self.tiers.dram.pins_changed(change)
-        if change.unpinned:
+    def _pins_changed(self, keys: Collection[BlockKey]) -> None:
+        if keys:
+            self.tiers.dram.pins_changed(keys)
             self.tiers.listener.room()
 
     def check_invariants(self) -> None:

@@ -16,12 +16,12 @@ from moonpool.kv.frames import OpenRun
 from moonpool.kv.keys import BlockKey
 from services.kvstore.core.assembly import Assembler, Assembly, Indices, PutSession, PutSpec
 from services.kvstore.core.tiered_store import TieredStore
+from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.ssd.plan import WritePlan
 from services.kvstore.ssd.records import record_size
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.tenancy.tenants import Account
 
-RETRY_AFTER_S = 1.0
 MAX_OPEN_KEYS = 1 << 18
 """Most keys of all open writing sessions together."""
 

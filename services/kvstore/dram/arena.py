@@ -164,7 +164,11 @@ class Arena:
         return sum(len(each.slabs) * each.slab_bytes for each in self._classes.values())
 
     def allocate(self, nbytes: int) -> memoryview:
-        """Writable memory of `nbytes`; its bytes are undefined. Raises Overloaded when the operating system gives none."""
+        """Writable memory of `nbytes`, of undefined content.
+
+        Raises:
+            Overloaded: the operating system gives no more address space.
+        """
         assert nbytes > 0
         self.collect()
         size = slot_bytes(nbytes)

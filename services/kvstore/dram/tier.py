@@ -10,12 +10,10 @@ from moonpool.errors import ConfigError, InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.parts import PartTable
-from services.kvstore.dram.arena import Arena
+from services.kvstore.dram.arena import RETRY_AFTER_S, Arena
 from services.kvstore.policies.policy import EvictionPolicy
-from services.kvstore.tenancy.pins import PinChange, Pins
+from services.kvstore.tenancy.pins import Pins
 from services.kvstore.tenancy.tenants import Account, TenantBytes
-
-RETRY_AFTER_S = 1.0
 
 
 class DramTier:
@@ -228,11 +226,14 @@ class DramTier:
             if not block.pinned:
                 self.fixed.add(block.info.tenant, -block.info.nbytes)
 
-    def pins_changed(self, change: PinChange) -> None:
-        """Applies a change of pins; its keys need not be here."""
-        for keys, apply in ((change.pinned, self._pin), (change.unpinned, self._unpin)):
-            for block in filter(None, map(self.get, keys)):
-                apply(block)
+    def pins_changed(self, keys: Iterable[BlockKey]) -> None:
+        """Applies what may have changed about the pins of `keys`, which need not be here."""
+        for block in filter(None, map(self.get, keys)):
+            pinned = block.info.key in self.pins
+            if pinned and not block.pinned:
+                self._pin(block)
+            elif block.pinned and not pinned:
+                self._unpin(block)
 
     def _pin(self, block: DramBlock) -> None:
         self._policy.removed(block.info.key)

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import MAX_TENANT_BYTES
@@ -36,20 +36,11 @@ class PinLimit(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PinOutcome:
-    """How many leading blocks a pin keeps, their bytes, when it ends, and why it does not keep more."""
+    """How many leading blocks a pin keeps, their bytes, and why it does not keep more."""
 
     blocks: int
     nbytes: int
-    expires_at: float
     limit: PinLimit
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PinChange:
-    """Keys that are pinned from now on, and keys that are no longer pinned."""
-
-    pinned: Sequence[BlockKey] = ()
-    unpinned: Sequence[BlockKey] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,12 +116,13 @@ class Pins:
         *,
         now: float,
         ttl_s: float,
-    ) -> tuple[PinOutcome, PinChange]:
+    ) -> tuple[PinOutcome, set[BlockKey]]:
         """Keeps the leading keys that are here and fit the budgets; replaces the tenant's pin of that name.
 
         Call `expire` first: a pin whose time is over still counts here.
 
-        `size_of` gives the bytes of a block, None when it is not here.
+        `size_of` gives the bytes of a block, None when it is not here. Also returns the keys that may be pinned or no
+        longer pinned by this.
 
         Raises:
             InvalidRequest: naming the field of the request.
@@ -146,38 +138,32 @@ class Pins:
                 reason="kvstore_pins",
                 retry_after_s=0.0 if expiry is None else expiry - now,
             )
-        before = {key for key in (*keys, *old.keys) if key in self}
         self._drop(tenant, self._pins.pop((tenant, name), old))
-        taken, nbytes, limit = self._take(tenant, keys, size_of)
-        if taken:
-            self._pins[tenant, name] = _Pin(taken, now + ttl_s)
-        change = PinChange([key for key in taken if key not in before], self._not_kept(before))
-        return PinOutcome(len(taken), nbytes, now + ttl_s, limit), change
+        outcome = self._take(tenant, keys, size_of)
+        if outcome.blocks:
+            self._pins[tenant, name] = _Pin(keys[: outcome.blocks], now + ttl_s)
+        return outcome, {*keys, *old.keys}
 
-    def _take(
-        self, tenant: str, keys: Sequence[BlockKey], size_of: Callable[[BlockKey], int | None]
-    ) -> tuple[list[BlockKey], int, PinLimit]:
+    def _take(self, tenant: str, keys: Sequence[BlockKey], size_of: Callable[[BlockKey], int | None]) -> PinOutcome:
         quota = self._tenant_bytes.get(tenant, self._default_bytes)
-        taken: list[BlockKey] = []
         nbytes = 0
-        for key in keys:
+        for count, key in enumerate(keys):
             pinned, size = self._pinned.get(key), size_of(key)
             if size is None:
-                return taken, nbytes, PinLimit.ABSENT
+                return PinOutcome(count, nbytes, PinLimit.ABSENT)
             size = size if pinned is None else pinned.nbytes
             paid = pinned is not None and tenant in pinned.pins
             if not paid and quota is not None and self.used[tenant] + size > quota:
-                return taken, nbytes, PinLimit.TENANT_BUDGET
+                return PinOutcome(count, nbytes, PinLimit.TENANT_BUDGET)
             if pinned is None:
                 if self.nbytes + size > self.budget_bytes:
-                    return taken, nbytes, PinLimit.STORE_BUDGET
+                    return PinOutcome(count, nbytes, PinLimit.STORE_BUDGET)
                 pinned = self._pinned[key] = _Pinned(size)
                 self.nbytes += size
             self.used.add(tenant, 0 if paid else size)
             pinned.pins[tenant] += 1
-            taken.append(key)
             nbytes += size
-        return taken, nbytes, PinLimit.NONE
+        return PinOutcome(len(keys), nbytes, PinLimit.NONE)
 
     def _drop(self, tenant: str, pin: _Pin) -> None:
         for key in pin.keys:
@@ -190,24 +176,21 @@ class Pins:
                 del self._pinned[key]
                 self.nbytes -= pinned.nbytes
 
-    def unpin(self, tenant: str, name: str) -> PinChange | None:
-        """Ends a pin; None when there is none."""
-        return self._end([(tenant, name)]) if (tenant, name) in self._pins else None
+    def unpin(self, tenant: str, name: str) -> set[BlockKey]:
+        """Ends a pin; returns its keys, none when there is no such pin."""
+        return self._end([(tenant, name)] if (tenant, name) in self._pins else [])
 
-    def expire(self, now: float) -> PinChange:
-        """Ends the pins whose time is over."""
+    def expire(self, now: float) -> set[BlockKey]:
+        """Ends the pins whose time is over; returns their keys."""
         return self._end([place for place, pin in self._pins.items() if pin.expires_at <= now])
 
-    def _end(self, places: Sequence[tuple[str, str]]) -> PinChange:
+    def _end(self, places: Sequence[tuple[str, str]]) -> set[BlockKey]:
         keys: set[BlockKey] = set()
         for tenant, name in places:
             pin = self._pins.pop((tenant, name))
             self._drop(tenant, pin)
             keys.update(pin.keys)
-        return PinChange((), self._not_kept(keys))
-
-    def _not_kept(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
-        return [key for key in keys if key not in self]
+        return keys
 
     def check_invariants(self) -> None:
         """Checks that the pinned blocks and bytes are those of the pins, within the limits."""

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.keys import BlockKey
-from services.kvstore.tenancy.pins import MAX_TTL_S, PinChange, PinLimit, PinOutcome, Pins
+from services.kvstore.tenancy.pins import MAX_TTL_S, PinLimit, PinOutcome, Pins
 from tests.unit.kvstore.helpers import BLOCK, Driven, data_of, keys_of, open_ssd, spec_of
 
 KEYS = keys_of(8)
@@ -27,7 +27,7 @@ def pin_told(
     here: Sequence[BlockKey] = KEYS,
     now: float = 0.0,
     ttl_s: float = 10.0,
-) -> tuple[PinOutcome, PinChange]:
+) -> tuple[PinOutcome, set[BlockKey]]:
     pins.expire(now)
     told = pins.pin(tenant, name, keys, lambda key: 10 if key in here else None, now=now, ttl_s=ttl_s)
     pins.check_invariants()
@@ -40,7 +40,7 @@ def pin(pins: Pins, name: str, keys: Sequence[BlockKey], **settings: Any) -> Pin
 
 def test_a_pin_keeps_what_is_here_and_says_how_much() -> None:
     pins = Pins(100)
-    assert pin(pins, "ctx", [A, B, C], here=[A, B]) == PinOutcome(2, 20, 10.0, PinLimit.ABSENT)
+    assert pin(pins, "ctx", [A, B, C], here=[A, B]) == PinOutcome(2, 20, PinLimit.ABSENT)
     assert (A in pins, C in pins, len(pins), pins.keys, pins.nbytes, pins.next_expiry) == (True, False, 1, 2, 20, 10.0)
     assert pin(pins, "none", [C], here=[A, B]).blocks == 0
     assert len(pins) == 1
@@ -48,17 +48,17 @@ def test_a_pin_keeps_what_is_here_and_says_how_much() -> None:
 
 def test_overlapping_pins_count_references_and_cost_once() -> None:
     pins = Pins(100)
-    assert pin_told(pins, "one", [A, B])[1] == PinChange([A, B], [])
-    assert pin_told(pins, "two", [A, C])[1] == PinChange([C], [])
-    assert pin_told(pins, "other", [A], tenant="u")[1] == PinChange([], [])
+    assert pin_told(pins, "one", [A, B])[1] == {A, B}
+    assert pin_told(pins, "two", [A, C])[1] == {A, C}
+    assert pin_told(pins, "other", [A], tenant="u")[1] == {A}
     assert (pins.used["t"], pins.used["u"], pins.nbytes) == (30, 10, 30)
-    assert pins.unpin("t", "one") == PinChange((), [B])
-    assert pins.unpin("t", "one") is None
+    assert pins.unpin("t", "one") == {A, B}
+    assert pins.unpin("t", "one") == set()
     pins.check_invariants()
-    assert (A in pins, B in pins) == (True, False)
-    assert pins.unpin("t", "two") == PinChange((), [C])
-    assert A in pins
-    assert pins.unpin("u", "other") == PinChange((), [A])
+    assert (A in pins, B in pins, C in pins) == (True, False, True)
+    assert pins.unpin("t", "two") == {A, C}
+    assert (A in pins, C in pins) == (True, False)
+    assert pins.unpin("u", "other") == {A}
     assert (pins.nbytes, pins.keys, pins.used["t"], pins.next_expiry) == (0, 0, 0, None)
     pins.check_invariants()
 
@@ -66,8 +66,9 @@ def test_overlapping_pins_count_references_and_cost_once() -> None:
 def test_the_same_name_renews_and_replaces() -> None:
     pins = Pins(30)
     pin(pins, "ctx", [A, B, C], ttl_s=5)
-    outcome, change = pin_told(pins, "ctx", [B, C, D], now=3, ttl_s=5)
-    assert (outcome, change) == (PinOutcome(3, 30, 8, PinLimit.NONE), PinChange([D], [A]))
+    outcome, changed = pin_told(pins, "ctx", [B, C, D], now=3, ttl_s=5)
+    assert (outcome, changed) == (PinOutcome(3, 30, PinLimit.NONE), {A, B, C, D})
+    assert ([key in pins for key in (A, B, C, D)], pins.next_expiry) == ([False, True, True, True], 8)
     assert pin(pins, "ctx", [D], now=3, here=[]).blocks == 0
     assert (len(pins), pins.nbytes) == (0, 0)
 
@@ -76,20 +77,20 @@ def test_pins_end_with_their_time() -> None:
     pins = Pins(100)
     pin(pins, "short", [A, B], ttl_s=1)
     pin(pins, "long", [B], ttl_s=3)
-    assert pins.expire(0.99) == PinChange((), [])
-    assert pins.expire(1.0) == PinChange((), [A])
+    assert pins.expire(0.99) == set()
+    assert pins.expire(1.0) == {A, B}
     assert (A in pins, B in pins, pins.next_expiry) == (False, True, 3.0)
-    assert pins.expire(100.0) == PinChange((), [B])
+    assert pins.expire(100.0) == {B}
     assert len(pins) == 0
     pins.check_invariants()
 
 
 def test_budgets_of_tenants_and_of_the_store() -> None:
     pins = Pins(40, {"small": 20}, default_bytes=30)
-    assert pin(pins, "a", KEYS, tenant="small") == PinOutcome(2, 20, 10, PinLimit.TENANT_BUDGET)
+    assert pin(pins, "a", KEYS, tenant="small") == PinOutcome(2, 20, PinLimit.TENANT_BUDGET)
     assert pin(pins, "b", [A], tenant="small").blocks == 1  # costs nothing more
-    assert pin(pins, "a", KEYS[4:], tenant="else") == PinOutcome(2, 20, 10, PinLimit.STORE_BUDGET)
-    assert pin(pins, "a", [A, *KEYS[4:]], tenant="else") == PinOutcome(3, 30, 10, PinLimit.TENANT_BUDGET)
+    assert pin(pins, "a", KEYS[4:], tenant="else") == PinOutcome(2, 20, PinLimit.STORE_BUDGET)
+    assert pin(pins, "a", [A, *KEYS[4:]], tenant="else") == PinOutcome(3, 30, PinLimit.TENANT_BUDGET)
     assert (pins.used.of_row("small", ["small"]), pins.used.of_row("*", ["small"]), pins.nbytes) == (20, 30, 40)
 
 
@@ -160,8 +161,9 @@ def test_the_end_of_a_pin_lets_those_in_who_wait() -> None:
     driven.put([A])
     driven.store.pin("", "ctx", [A], now=0, ttl_s=9)
     lease = driven.store.reads.open([A], driven.store.tiers.format_of(A), promote=False)  # type: ignore[arg-type]
+    rooms = driven.rooms
     assert driven.store.unpin("", "ctx")
-    assert driven.rooms == 1
+    assert driven.rooms == rooms + 1
     driven.store.check_invariants()
     driven.store.reads.close(lease)
     driven.store.check_invariants()
@@ -193,10 +195,10 @@ class PinMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.kept: set[BlockKey] = set()
 
-    def changed(self, change: PinChange) -> None:
-        assert not self.kept & set(change.pinned)
-        assert self.kept >= set(change.unpinned)
-        self.kept = self.kept - set(change.unpinned) | set(change.pinned)
+    def changed(self, keys: set[BlockKey]) -> None:
+        now = {key for key in KEYS if key in self.pins}
+        assert self.kept ^ now <= keys
+        self.kept = now
 
     def end(self) -> None:
         self.model = {place: pin for place, pin in self.model.items() if pin[1] > self.now}
@@ -206,10 +208,10 @@ class PinMachine(RuleBasedStateMachine):
         ttl=st.integers(1, 5), here=st.sets(st.sampled_from(KEYS), min_size=4),
     )  # fmt: skip
     def pin(self, tenant: str, name: str, keys: list[BlockKey], count: int, ttl: int, here: set[BlockKey]) -> None:
-        outcome, change = self.pins.pin(
+        outcome, changed = self.pins.pin(
             tenant, name, keys[:count], lambda key: 10 if key in here else None, now=self.now, ttl_s=ttl
         )
-        self.changed(change)
+        self.changed(changed)
         self.end()
         self.model.pop((tenant, name), None)
         expected: list[BlockKey] = []
@@ -226,9 +228,9 @@ class PinMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from("tu"), name=st.sampled_from("ab"))
     def unpin(self, tenant: str, name: str) -> None:
-        change = self.pins.unpin(tenant, name)
-        assert (change is not None) == (self.model.pop((tenant, name), None) is not None)
-        self.changed(change or PinChange())
+        changed = self.pins.unpin(tenant, name)
+        assert bool(changed) == (self.model.pop((tenant, name), None) is not None)
+        self.changed(changed)
 
     @rule(seconds=st.integers(0, 3))
     def wait(self, seconds: int) -> None:
