@@ -61,6 +61,13 @@ class KVStoreConfig(ServiceConfig):
     lease_timeout_s: float = Field(
         600.0, gt=0, description="seconds a reading session may last; its blocks cannot be evicted for so long"
     )
+    lease_bytes: int | None = Field(
+        None,
+        gt=0,
+        description="bytes of DRAM that all reading sessions together may keep from eviction; default: three quarters "
+        "of dram_bytes",
+    )
+    max_calls_per_host: int = Field(1024, ge=1, description="calls and streams that one host may have open at once")
     pin_bytes: int | None = Field(
         None, ge=0, description="bytes of blocks that all pins together may keep; default: half of dram_bytes; 0 = none"
     )
@@ -81,6 +88,16 @@ class KVStoreConfig(ServiceConfig):
     def durable_bytes(self) -> int:
         """Budget of the SSD tier in bytes; 0 without one."""
         return self.ssd_bytes if self.has_ssd else 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Budget of both tiers in bytes."""
+        return self.dram_bytes + self.durable_bytes
+
+    @property
+    def lease_budget_bytes(self) -> int:
+        """Bytes of DRAM that reading sessions may keep from eviction."""
+        return self.dram_bytes * 3 // 4 if self.lease_bytes is None else self.lease_bytes
 
     @property
     def segment_size(self) -> int:

@@ -53,7 +53,7 @@ class Operations:
 
     def sizes(self) -> Curve:
         """(bytes, hit share) of stores of other sizes, with blocks of the average size of those held."""
-        dram, ssd = self.store.holdings.dram, self.ssd
+        dram, ssd = self.store.tiers.dram, self.ssd
         blocks = len(dram) + (len(ssd) if ssd is not None else 0)
         nbytes = dram.block_bytes + (ssd.live_bytes if ssd is not None else 0)
         return [(size * (nbytes // blocks), share) for size, share in self.reuse.curve()] if blocks else []

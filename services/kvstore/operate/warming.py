@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.keys import BlockKey
+from moonpool.streams.credits import ByteCredits
 from services.kvstore.core.store import BlockStore
-from services.kvstore.streams.layers import LayerReader, ReadAhead
+from services.kvstore.streams.layers import LayerReader
 
 PORTION_BLOCKS = 64
 """Blocks read together at most."""
@@ -33,7 +34,6 @@ class Warmer:
         store: the store.
         pool: threads that read.
         ahead: bounds the bytes read and not taken yet.
-        on_session: called when a lease was opened or closed.
         step_blocks: see `STEP_BLOCKS`.
     """
 
@@ -41,15 +41,13 @@ class Warmer:
         self,
         store: BlockStore,
         pool: ThreadPoolExecutor,
-        ahead: ReadAhead,
-        on_session: Callable[[], None],
+        ahead: ByteCredits,
         step_blocks: int = STEP_BLOCKS,
     ) -> None:
         self._step_blocks = step_blocks
         self._store = store
         self._pool = pool
         self._ahead = ahead
-        self._on_session = on_session
         self._turn = asyncio.Lock()
 
     async def warm(self, max_bytes: int) -> Warmed:
@@ -59,7 +57,7 @@ class Warmer:
             Overloaded: too many reading sessions are open.
         """
         async with self._turn:
-            dram = self._store.holdings.dram
+            dram = self._store.tiers.dram
             blocks = nbytes = 0
             async with contextlib.aclosing(self._portions()) as portions:
                 async for block_format, keys in portions:
@@ -76,21 +74,20 @@ class Warmer:
 
     async def _portions(self) -> AsyncGenerator[tuple[BlockFormat, list[BlockKey]], None]:
         """Blocks of the SSD tier that are not in DRAM, newest first, in portions of one format."""
-        holdings = self._store.holdings
-        if holdings.backend is None:
+        tiers = self._store.tiers
+        if tiers.ssd is None:
             return
-        for step in holdings.backend.newest_first(self._step_blocks):
-            cold = [key for key in step if key not in holdings.dram]
-            for block_format, keys in itertools.groupby(cold, holdings.format_of):
+        for step in tiers.ssd.newest_first(self._step_blocks):
+            cold = [key for key in step if key not in tiers.dram]
+            for block_format, keys in itertools.groupby(cold, tiers.format_of):
                 while block_format is not None and (portion := list(itertools.islice(keys, PORTION_BLOCKS))):
                     yield block_format, portion
             await asyncio.sleep(0)
 
     async def _read(self, block_format: BlockFormat, keys: list[BlockKey]) -> None:
         lease = self._store.reads.open(keys, block_format, promote=True, counted=False)
-        self._on_session()
         layers = range(block_format.layout.layers)
-        reader = LayerReader(self._store.reads, lease, layers, self._pool, self._ahead, on_closed=self._on_session)
+        reader = LayerReader(self._store.reads, lease, layers, self._pool, self._ahead)
         try:
             async for _ in reader.groups():
                 pass

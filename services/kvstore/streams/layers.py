@@ -1,30 +1,30 @@
-"""Reading a lease layer by layer, ahead of whoever takes the slices.
+"""Reading a lease layer by layer, ahead of the stream that sends it.
 
-Owns the order of reading and the read-ahead. A lease's slices are handed out layer-major in groups near a frame's size.
-A device wants larger pieces than a slice and several of them at once, so it is asked for a *band* of consecutive layers
-of each block together, by several threads; while one band is being sent the next is being read. The first band is one
-layer, so that it comes soon; each further one may be twice as thick, as far as a piece's size and memory allow. Must
-not know of streams, sessions or where the durable tier keeps its bytes.
+A lease's slices are handed out layer-major in groups near a frame's size. A device wants larger pieces than a slice and
+several of them at once. So several threads read a *band*, consecutive layers of each block, while the band before it is
+being sent. The first band is one layer, so that it comes soon; each further one may be twice as thick, as far as a
+piece's size and memory allow.
 """
 
 import asyncio
 import collections
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from moonpool.errors import MoonpoolError
 from moonpool.kv.frames import FRAME_BYTES
+from moonpool.streams.credits import ByteCredits
 from moonpool.telemetry.logs import get_logger
 from services.kvstore.core.reads import ReadLease, Reads
 from services.kvstore.ssd.records import BadRecordError
-from services.kvstore.streams.bands import Bad, Band, Job, Piece, read, result_of
+from services.kvstore.streams.fetches import Bad, Band, Fetch, Piece, read
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
-MAX_JOBS = 8
-"""Jobs that one reader may have in the thread pool."""
+MAX_FETCHES = 8
+"""Fetches that one reader may have in the thread pool."""
 
 MAX_BANDS = 4
 """Bands of one reader that are being read or sent."""
@@ -39,38 +39,9 @@ LAYER_BREAK_BYTES = 512 << 10
 """A group that is at least so large ends with its layer, so that a layer does not wait for the next one's bytes."""
 
 
-class ReadAhead:
-    """Bytes that all readers together may have read and not sent yet; each may always have one job's."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._free = nbytes
-        self._total = nbytes
-
-    @property
-    def total(self) -> int:
-        """The budget."""
-        return self._total
-
-    @property
-    def out(self) -> int:
-        """Bytes read and not sent."""
-        return self._total - self._free
-
-    def take(self, nbytes: int, *, must: bool) -> bool:
-        """Counts bytes as read; False when there are none left and it is not a must."""
-        if nbytes > self._free and not must:
-            return False
-        self._free -= nbytes
-        return True
-
-    def give_back(self, nbytes: int) -> None:
-        """These have been sent."""
-        self._free += nbytes
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lost:
-    """A block cannot be read; it and all behind it will not come (again)."""
+    """A block cannot be read: it and all after it will not come (again)."""
 
     block: int
 
@@ -92,10 +63,12 @@ class LayerReader:
         lease: what to read.
         layers: which layers.
         pool: threads that may block.
-        ahead: the read-ahead's budget. What is read into DRAM that was set aside for it does not count.
-        on_closed: called when the lease has ended.
+        ahead: bytes that all readers together may have read and not sent; each may always have one fetch. What is read
+            into DRAM that was set aside for it does not count.
         group_bytes: size of a group aimed at.
         sent_bytes: what counts of each slice for the size of its group; all of it if None.
+        piece_bytes: see `PIECE_BYTES`.
+        layer_break_bytes: see `LAYER_BREAK_BYTES`.
     """
 
     def __init__(
@@ -104,18 +77,20 @@ class LayerReader:
         lease: ReadLease,
         layers: range,
         pool: ThreadPoolExecutor,
-        ahead: ReadAhead,
+        ahead: ByteCredits,
         *,
-        on_closed: Callable[[], None] = lambda: None,
         group_bytes: int = FRAME_BYTES,
         sent_bytes: int | None = None,
+        piece_bytes: int = PIECE_BYTES,
+        layer_break_bytes: int = LAYER_BREAK_BYTES,
     ) -> None:
         self._reads = reads
         self._lease = lease
         self._pool = pool
         self._ahead = ahead
-        self._on_closed = on_closed
         self._group_bytes = group_bytes
+        self._piece_bytes = piece_bytes
+        self._layer_break_bytes = layer_break_bytes
         self._slice_bytes = lease.format.layout.slice_bytes
         self._sent_bytes = sent_bytes or self._slice_bytes
         self._limit = lease.blocks
@@ -125,7 +100,7 @@ class LayerReader:
         self._bands: collections.deque[Band] = collections.deque()
         self._held = 0
         self._walked = 0
-        self._jobs: set[Job] = set()
+        self._fetches: set[Fetch] = set()
         self._error: MoonpoolError | None = None
         self._closed = False
         self._loop = asyncio.get_running_loop()
@@ -148,29 +123,29 @@ class LayerReader:
                     block = self._gather(group, band, depth, layer, block)
                     full = self._is_full(group)
                     stuck = not full and block < band.blocks and not await self._readable(band, block)
-                    whole = block >= band.blocks and len(group) * self._sent_bytes >= LAYER_BREAK_BYTES
+                    whole = block >= band.blocks and len(group) * self._sent_bytes >= self._layer_break_bytes
                     if full or stuck or whole:
                         for part in self._parts(group):
                             yield part
                         group = []
                         self._sent()
-                    if stuck:
+                    if stuck and band.started <= block < self._limit:
                         self._start_more(must=True)
             self._bands.popleft()
             self._start_more()
         for part in self._parts(group):
             yield part
         self._sent()
-        for job in list(self._jobs):  # of blocks behind a lost one: the lease ends with them
-            await result_of(job.future)
-            self._jobs.discard(job)
+        for fetch in list(self._fetches):  # of blocks behind a lost one: the lease ends with them
+            await fetch.result()
+            self._fetches.discard(fetch)
 
     def _is_full(self, group: list[Cell]) -> bool:
         return (len(group) + 1) * self._sent_bytes > self._group_bytes
 
     def _gather(self, group: list[Cell], band: Band, depth: int, layer: int, block: int) -> int:
         """Adds a layer's slices from `block` on to a group until it is full or one is not read yet; returns which."""
-        sources, jobs, size = self._lease.sources, band.jobs, self._slice_bytes
+        sources, fetches, size = self._lease.sources, band.fetches, self._slice_bytes
         room = max(1, self._group_bytes // self._sent_bytes) - len(group)
         end = min(band.blocks, self._limit)
         while block < end and room > 0:
@@ -180,8 +155,8 @@ class LayerReader:
                     break
                 group.append(Cell(layer, block, source.block.slice(layer), source.hash_of(layer)))
             else:
-                job = jobs.get(block)
-                if job is None or not job.settled:
+                fetch = fetches.get(block)
+                if fetch is None or not fetch.settled:
                     break
                 group.append(Cell(layer, block, band.slices[block][depth], source.hash_of(layer)))
                 if block in band.counted:
@@ -197,8 +172,8 @@ class LayerReader:
         """Waits for a block to be read; False when nobody has begun to, since all else must be sent before."""
         if block >= band.started:
             return False
-        job = band.jobs[block]
-        self._settle(job, band, await result_of(job.future))
+        fetch = band.fetches[block]
+        self._settle(fetch, band, await fetch.result())
         return True
 
     def _parts(self, group: list[Cell]) -> Iterator[list[Cell] | Lost]:
@@ -213,17 +188,17 @@ class LayerReader:
         """What was walked over has been sent."""
         if self._closed:
             return
-        self._ahead.give_back(self._walked)
+        self._ahead.grant(self._walked)
         self._held -= self._walked
         self._walked = 0
         self._start_more()
 
     def _start_more(self, *, must: bool = False) -> None:
-        """Begins reading as far ahead as jobs and memory allow; at least one job if it is a must."""
+        """Begins reading as far ahead as fetches and memory allow; at least one fetch if it is a must."""
         if self._closed:
             return
         try:
-            while (must or len(self._jobs) < MAX_JOBS) and self._start_one(must=must):
+            while (must or len(self._fetches) < MAX_FETCHES) and self._start_one(must=must):
                 must = False
         except MoonpoolError as error:
             self._error = error
@@ -251,7 +226,7 @@ class LayerReader:
         sources = self._lease.sources[: self._limit]
         fresh = {n for n, source in enumerate(sources) if source.block is None and not source.reserved}
         count = min(self._thickness, len(self._left))
-        most = self._ahead.total // READER_SHARE
+        most = self._ahead.window // READER_SHARE
         while count > 1:
             cost = count * len(fresh) * self._slice_bytes
             if cost <= most and self._take(cost, must=False):
@@ -259,14 +234,14 @@ class LayerReader:
             count //= 2
         band = Band(self._left[:count], self._limit, count > 1, counted=fresh if count > 1 else set())
         self._left = self._left[count:]
-        self._thickness = min(2 * self._thickness, max(1, PIECE_BYTES // self._slice_bytes))
+        self._thickness = min(2 * self._thickness, max(1, self._piece_bytes // self._slice_bytes))
         self._bands.append(band)
         return band
 
     def _next_blocks(self, band: Band) -> tuple[list[int], int]:
-        """Blocks of a band that one job should read, and before which block it ends."""
+        """Blocks of a band that one fetch should read, and before which block it ends."""
         piece = len(band.layers) * self._slice_bytes
-        size = min(self._group_bytes, max(PIECE_BYTES, band.blocks * piece // MAX_JOBS))
+        size = min(self._group_bytes, max(self._piece_bytes, band.blocks * piece // MAX_FETCHES))
         blocks: list[int] = []
         block = band.started
         while block < min(band.blocks, self._limit):
@@ -278,8 +253,10 @@ class LayerReader:
         return blocks, block
 
     def _take(self, nbytes: int, *, must: bool) -> bool:
-        if not self._ahead.take(nbytes, must=must):
-            return False
+        if nbytes and not self._ahead.take(nbytes):
+            if not must:
+                return False
+            self._ahead.overdraw(nbytes)
         self._held += nbytes
         return True
 
@@ -290,51 +267,47 @@ class LayerReader:
             source = self._lease.sources[block]
             band.slices[block] = [source.take(layer, layout) for layer in band.layers]
             pieces.append((block, source, band.layers.start, band.slices[block]))
-        job = Job(self._pool.submit(read, pieces), blocks)
-        self._jobs.add(job)
-        band.jobs.update(dict.fromkeys(blocks, job))
-        job.future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._one_read, job))
+        fetch = Fetch(self._pool.submit(read, pieces), blocks)
+        self._fetches.add(fetch)
+        band.fetches.update(dict.fromkeys(blocks, fetch))
+        fetch.future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._one_read, fetch))
 
-    def _settle(self, job: Job, band: Band, bad: Bad) -> None:
+    def _settle(self, fetch: Fetch, band: Band, bad: Bad) -> None:
         """Takes note of what was read and what could not be."""
-        job.settled = True
-        self._jobs.discard(job)
+        fetch.settled = True
+        self._fetches.discard(fetch)
         for block, error in bad.items():
             source = self._lease.sources[block]
             assert source.reader is not None
             key = source.reader.key.hex()[:16]
             if isinstance(error, BadRecordError):
-                _log.warning("a stored block is bad", key=key, error=str(error))
+                log.warning("a stored block is bad", key=key, error=str(error))
                 self._reads.lost(source)
             else:
-                _log.warning("a stored block cannot be read now", key=key, error=str(error))
+                log.warning("a stored block cannot be read now", key=key, error=str(error))
         self._limit = min(self._limit, *bad) if bad else self._limit
         bits = sum(1 << layer for layer in band.layers)
-        for block in job.blocks:
+        for block in fetch.blocks:
             if block < self._limit:
                 self._lease.sources[block].filled |= bits
 
-    def _one_read(self, job: Job) -> None:
+    def _one_read(self, fetch: Fetch) -> None:
         if not self._closed:
-            self._jobs.discard(job)
+            self._fetches.discard(fetch)
             self._start_more()
-        elif job in self._jobs:
-            self._jobs.discard(job)
-            if not self._jobs:
-                self._finish()
+        elif fetch in self._fetches:
+            self._fetches.discard(fetch)
+            if not self._fetches:
+                self._reads.close(self._lease)
 
     def close(self) -> None:
-        """Ends the reading. The lease ends as soon as no thread reads for it any more. Twice does no harm."""
+        """Ends the reading. The lease ends as soon as no thread reads for it any more. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._ahead.give_back(self._held)
+        self._ahead.grant(self._held)
         self._bands.clear()
-        for job in list(self._jobs):
-            job.future.cancel()
-        if not self._jobs:
-            self._finish()
-
-    def _finish(self) -> None:
-        self._reads.close(self._lease)
-        self._on_closed()
+        for fetch in list(self._fetches):
+            fetch.future.cancel()
+        if not self._fetches:
+            self._reads.close(self._lease)

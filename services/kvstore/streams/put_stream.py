@@ -1,17 +1,18 @@
-"""The server half of one `Put` stream.
+"""The server half of one `Put` stream: opens sessions when there is room, hands frames to the store, acknowledges.
 
-Owns its sessions: opening them when there is room, handing frames to the store, acknowledging, and ending those that
-make no progress. Must not know how the store keeps blocks.
+A frame whose blocks find no room waits, and its credits with it. Sessions without progress are ended.
 """
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded
+from moonpool.kv.frames import OpenRun
 from moonpool.kv.keys import unpack_keys
 from moonpool.streams.credits import Traffic
 from moonpool.streams.receiving import FrameReceiver
@@ -23,8 +24,8 @@ from services.kvstore.streams.sessions import KVStream
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PutParts:
-    """What all Put streams share.
+class PutResources:
+    """What all Put streams of a store use.
 
     Attributes:
         writes: where blocks go.
@@ -33,7 +34,6 @@ class PutParts:
         window_bytes: how far a writer may be ahead.
         session_timeout_s: longest time without progress.
         room_timeout_s: longest wait for DRAM.
-        on_session: called when a session was opened or closed.
     """
 
     writes: Writes
@@ -42,19 +42,28 @@ class PutParts:
     window_bytes: int
     session_timeout_s: float
     room_timeout_s: float
-    on_session: Callable[[], None]
 
 
 class _Entry:
-    """One session as the stream knows it. `session` is None while it waits for room."""
+    """One session as the stream knows it.
+
+    Attributes:
+        session: None while it waits for room.
+        task: waits for room, to open the session or to write its backlog.
+        backlog: opened frames that wait for room, and their payload bytes.
+        close: the writer's close, which waits for the backlog.
+        finished: the writer has sent everything it had to send.
+        silent: the answer to its opening says all.
+    """
 
     def __init__(self, number: int, now: float) -> None:
         self.number = number
         self.session: PutSession | None = None
-        self.opening: asyncio.Task[None] | None = None
-        self.tried = False  # to open it
-        self.finished = False  # the writer has sent everything it had to send
-        self.silent = False  # its opening's answer says all
+        self.task: asyncio.Task[None] | None = None
+        self.backlog: collections.deque[tuple[list[OpenRun], int]] = collections.deque()
+        self.close: kvstore_pb2.PutClose | None = None
+        self.finished = False
+        self.silent = False
         self.progress_at = now
         self.timer: asyncio.TimerHandle | None = None
 
@@ -62,10 +71,12 @@ class _Entry:
 class PutStream(KVStream[kvstore_pb2.PutRequest]):
     """One writer process' stream."""
 
-    def __init__(self, parts: PutParts, closing: asyncio.Event) -> None:
+    def __init__(self, resources: PutResources, closing: asyncio.Event) -> None:
         super().__init__(closing)
-        self._parts = parts
-        self._receiver = FrameReceiver(parts.window_bytes)
+        self._writes = resources.writes
+        self._rooms = resources.rooms
+        self._resources = resources
+        self._receiver = FrameReceiver(resources.window_bytes)
         self._entries: dict[int, _Entry] = {}
         self._loop = asyncio.get_running_loop()
 
@@ -76,7 +87,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     def welcome(self) -> Message:
         """The answer to hello, with the window."""
-        return kvstore_pb2.PutResponse(welcome=self._receiver.welcome(self._parts.instance))
+        return kvstore_pb2.PutResponse(welcome=self._receiver.welcome(self._resources.instance))
 
     def on_message(self, message: kvstore_pb2.PutRequest, payload: memoryview) -> None:
         """One message of the writer. What is wrong with a session ends that session only."""
@@ -93,23 +104,34 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
     # Opening
 
     def _open(self, message: kvstore_pb2.PutOpen, payload: memoryview) -> None:
-        if message.session in self._entries:
-            raise InvalidRequest("session", f"{message.session} is open already")
         credit = self._receiver.consumed(payload.nbytes, idle=not self._entries)
-        entry = self._entries[message.session] = _Entry(message.session, self._loop.time())
+        entry = self._entries.get(message.session)
         try:
-            spec = self._spec(message)
-            lane = self._parts.writes.lane(spec.tenant)
-            if self._parts.rooms.waits(lane) or (session := self._attempt(entry, spec)) is None:
-                entry.opening = self.spawn(self._open_later(entry, spec))
-            elif message.HasField("frame") and session.covers_whole_blocks:
-                self._take_whole(entry, session, message.frame, payload, credit)
+            if entry is not None:
+                raise InvalidRequest("session", f"{message.session} is open already")
+            entry = self._entries[message.session] = _Entry(message.session, self._loop.time())
+            if self._open_now(entry, message, payload, credit):
                 return
-            else:
-                self._opened(entry, session)
         except MoonpoolError as error:
+            assert entry is not None
             self._refuse(entry, error)
         self._give_back(credit)
+
+    def _open_now(
+        self, entry: _Entry, message: kvstore_pb2.PutOpen, payload: memoryview, credit: kv_pb2.Credit | None
+    ) -> bool:
+        """Opens a session, now or when there is room; whether the answer has given back the message's credit."""
+        spec = self._spec(message)
+        lane = self._writes.lane(spec.tenant)
+        if self._rooms.waits(lane) or (session := self._attempt_open(entry, spec)) is None:
+            entry.task = self.spawn(self._open_later(entry, spec))
+            return False
+        entry.session = session
+        whole = message.HasField("frame") and session.covers_whole_blocks
+        if whole and self._take_whole(entry, session, message.frame, payload, credit):
+            return True
+        self._opened(entry, session)
+        return False
 
     def _spec(self, message: kvstore_pb2.PutOpen) -> PutSpec:
         keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
@@ -123,36 +145,31 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             heads=range(message.head_begin, message.head_end),
         )
 
-    def _attempt(self, entry: _Entry, spec: PutSpec) -> PutSession | None:
-        again, entry.tried = entry.tried, True
-        return self._parts.writes.open(
+    def _attempt_open(self, entry: _Entry, spec: PutSpec) -> PutSession | None:
+        return self._writes.open(
             spec,
             lambda blocks: self._visible(entry, blocks),
             lambda blocks: self._durable(entry, blocks),
             now=self._loop.time(),
-            again=again,
         )
 
     async def _open_later(self, entry: _Entry, spec: PutSpec) -> None:
+        timeout_s, lane = self._resources.room_timeout_s, self._writes.lane(spec.tenant)
         try:
-            session = await self._parts.rooms.get(
-                lambda: self._attempt(entry, spec),
-                self._parts.writes.close,
-                self._parts.room_timeout_s,
-                lane=self._parts.writes.lane(spec.tenant),
+            session = await self._rooms.get(
+                lambda: self._attempt_open(entry, spec), self._writes.close, timeout_s, lane=lane
             )
         except MoonpoolError as error:
             self._refuse(entry, error)
             return
+        entry.task = None
         self._opened(entry, session)
 
     def _opened(self, entry: _Entry, session: PutSession) -> None:
         entry.session = session
-        entry.opening = None
-        self._parts.on_session()
         opened = kvstore_pb2.PutOpened(session=entry.number, present=session.present)
         self.post(kvstore_pb2.PutResponse(opened=opened))
-        durable = self._parts.writes.durable_present(session)
+        durable = self._writes.durable_present(session)
         if durable:
             self._durable(entry, durable)
         self._arm(entry)
@@ -164,39 +181,77 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         header: kv_pb2.FrameHeader,
         payload: memoryview,
         credit: kv_pb2.Credit | None,
-    ) -> None:
-        """A session that came in one message is taken, ended, and answered in one message.
+    ) -> bool:
+        """Takes a session that came in one message and answers it in one message; False when there is no room for it.
 
         Raises:
             InvalidRequest, FrameError: The frame is not what it should be, or not all of the session.
             Overloaded: There is no memory.
         """
-        entry.session = session
-        entry.silent = True
-        self._parts.on_session()
         if header.session != entry.number:
             raise InvalidRequest("frame.session", f"{header.session} is not the session that is opened")
-        self._parts.writes.write(session, session.opener.open(header, payload))
+        entry.silent = True
+        if not self._write_runs(session, session.opener.open(header, payload)):
+            entry.silent = False
+            return False
         if not session.complete:
             raise InvalidRequest("frame", "is not all of the session")
         self._remove(entry)
         opened = kvstore_pb2.PutOpened(session=entry.number, present=session.present, taken=True)
         self.post(kvstore_pb2.PutResponse(opened=opened, credit_bytes=credit.bytes if credit is not None else 0))
+        return True
 
     # Frames
 
     def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
         entry = self._entries.get(header.session)
         try:
-            if entry is not None and entry.session is not None:
-                entry.progress_at = self._loop.time()
-                self._parts.writes.write(entry.session, entry.session.opener.open(header, payload))
-            elif entry is not None:
-                raise InvalidRequest("session", f"{header.session} is not open yet")
+            if entry is not None and not self._take_frame(entry, header, payload):
+                return  # its credit comes back with it
         except MoonpoolError as error:
             assert entry is not None
             self._refuse(entry, error)
         self._give_back(self._receiver.consumed(payload.nbytes, idle=not self._entries))
+
+    def _take_frame(self, entry: _Entry, header: kv_pb2.FrameHeader, payload: memoryview) -> bool:
+        """Writes a frame; False when it has to wait for room."""
+        session = entry.session
+        if session is None:
+            raise InvalidRequest("session", f"{header.session} is not open yet")
+        entry.progress_at = self._loop.time()
+        runs = session.opener.open(header, payload)
+        waits = self._rooms.waits(self._writes.lane(session.spec.tenant)) and self._writes.needs_room(session, runs)
+        if not entry.backlog and not waits and self._write_runs(session, runs):
+            return True
+        entry.backlog.append((runs, payload.nbytes))
+        if entry.task is None:
+            entry.task = self.spawn(self._write_later(entry, session))
+        return False
+
+    def _write_runs(self, session: PutSession, runs: list[OpenRun]) -> bool:
+        return self._writes.write(session, runs, now=self._loop.time())
+
+    async def _write_later(self, entry: _Entry, session: PutSession) -> None:
+        timeout_s, lane = self._resources.room_timeout_s, self._writes.lane(session.spec.tenant)
+        try:
+            while entry.backlog:
+                await self._rooms.get(lambda: self._write_first(entry, session), lambda _: None, timeout_s, lane=lane)
+        except MoonpoolError as error:
+            self._refuse(entry, error)
+            return
+        entry.task = None
+        if entry.close is not None:
+            self._close_requested(entry.close)
+
+    def _write_first(self, entry: _Entry, session: PutSession) -> bool | None:
+        """Writes the first frame of the backlog; None while there is no room."""
+        runs, nbytes = entry.backlog[0]
+        if not self._write_runs(session, runs):
+            return None
+        entry.backlog.popleft()
+        entry.progress_at = self._loop.time()
+        self._give_back(self._receiver.consumed(nbytes))
+        return True
 
     def _give_back(self, credit: kv_pb2.Credit | None) -> None:
         if credit is not None:
@@ -226,22 +281,31 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         session = entry.session
         if session is None or message.aborted or session.complete:
             self._remove(entry)
+        elif entry.backlog:
+            entry.close = message
         elif session.covers_whole_blocks:
             self._refuse(entry, "closed before everything was sent")
         else:
             entry.finished = True  # other writers bring the rest of its blocks; what this one brought stays
 
     def _arm(self, entry: _Entry) -> None:
-        timeout_s = self._parts.session_timeout_s
+        timeout_s = self._resources.session_timeout_s
         entry.timer = self._loop.call_at(entry.progress_at + timeout_s, self._expire, entry)
 
     def _expire(self, entry: _Entry) -> None:
-        if self._loop.time() < entry.progress_at + self._parts.session_timeout_s:
+        timeout_s = self._resources.session_timeout_s
+        assert entry.session is not None
+        if self._loop.time() < entry.progress_at + timeout_s:
             self._arm(entry)
-        elif entry.session is not None and entry.session.complete:
-            self._remove(entry)  # the writer has what it wanted and forgot to say so
+        elif entry.backlog:  # waits for room, which has a deadline of its own
+            entry.progress_at = self._loop.time()
+            self._arm(entry)
+        elif not entry.session.complete:
+            self._refuse(entry, f"no progress for {timeout_s:g} s")
+        elif self._writes.awaits(entry.session):
+            self._refuse(entry, f"some blocks have not become durable within {timeout_s:g} s")
         else:
-            self._refuse(entry, f"no progress for {self._parts.session_timeout_s:g} s")
+            self._remove(entry)  # the writer forgot to close it
 
     def _refuse(self, entry: _Entry, reason: str | MoonpoolError) -> None:
         self._remove(entry)
@@ -255,16 +319,17 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     def _remove(self, entry: _Entry) -> None:
         """Forgets a session and everything it left unfinished."""
-        self._entries.pop(entry.number, None)
+        if self._entries.get(entry.number) is entry:
+            del self._entries[entry.number]
         if entry.timer is not None:
             entry.timer.cancel()
-        if entry.opening is not None and entry.opening is not asyncio.current_task():
-            entry.opening.cancel()
+        if entry.task is not None and entry.task is not asyncio.current_task():
+            entry.task.cancel()
+        unwritten = sum(nbytes for _, nbytes in entry.backlog)
+        entry.backlog.clear()
         if entry.session is not None:
-            self._parts.writes.close(entry.session)
-            self._parts.on_session()
-        if not self._entries:
-            self._give_back(self._receiver.idle())
+            self._writes.close(entry.session)
+        self._give_back(self._receiver.consumed(unwritten, idle=not self._entries))
 
     def end(self) -> None:
         """The stream is over."""

@@ -1,19 +1,16 @@
-"""Who watches the store's keys: a snapshot, and every change, in order.
+"""Watching the store's keys: a snapshot, and every change, in order.
 
-Owns the journal of changes with their sequence numbers, and one bounded queue per watcher. Must not know of streams or
-tiers. Changes of one turn of the event loop become one message. A watcher that knows this incarnation and a number that
-the journal still reaches gets the changes since instead of a snapshot: whatever was removed before it cannot come back.
-
-A snapshot is listed step by step (`moonpool.cluster.events.snapshot`), each when the watcher has taken the one before,
-so that no turn of the loop is long and no watcher costs more memory than a page and twice its queue. Changes that come
-meanwhile go in between the pages. Each page carries the number of the last change that was told before it (0 at the
-start), so that the next change is always that number plus one; with the last page the watcher knows exactly what is
-here at that number.
+The journal numbers changes; changes of one turn of the event loop become one message. A watcher that knows this
+incarnation and a number that the journal still reaches gets the changes since. Others get a snapshot, step by step
+(`moonpool.cluster.events.snapshot`), each when the watcher has taken the one before, so that no turn of the loop is
+long and no watcher costs more memory than a page and twice its queue. Changes that come meanwhile go in between the
+pages. Each page carries the number of the last change that was told before it (0 at the start). With the last page the
+watcher knows exactly what is here at that number.
 """
 
 import asyncio
 import collections
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from moonpool.cluster.events import KEYS_PER_MESSAGE, EventLog, HeldKeys, snapshot
 from moonpool.errors import Overloaded, Unavailable
@@ -45,6 +42,7 @@ class Journal:
         journal_messages: how many messages are kept for replay at most.
         journal_bytes: how many bytes of keys are kept in them at most, beside the last message.
         watcher_messages: how far a watcher may be behind before it is cut off.
+        max_watchers: watchers at once.
         keys_per_page: keys in one message of a snapshot at most.
     """
 
@@ -56,11 +54,13 @@ class Journal:
         journal_messages: int = JOURNAL_MESSAGES,
         journal_bytes: int = JOURNAL_BYTES,
         watcher_messages: int = WATCHER_MESSAGES,
+        max_watchers: int = MAX_WATCHERS,
         keys_per_page: int = KEYS_PER_MESSAGE,
     ) -> None:
         self._held = held
         self._incarnation = incarnation
         self._watcher_messages = watcher_messages
+        self._max_watchers = max_watchers
         self._keys_per_page = keys_per_page
         self._log = EventLog()
         self._journal_messages = journal_messages
@@ -73,7 +73,7 @@ class Journal:
 
     @property
     def watchers(self) -> int:
-        """How many watch."""
+        """Number of watchers."""
         return len(self._watchers)
 
     @property
@@ -109,7 +109,7 @@ class Journal:
             self._kept_bytes -= _size(kept.popleft())
 
     async def watch(self, incarnation: int, after_sequence: int) -> AsyncGenerator[kv_pb2.KVEvents, None]:
-        """What the watcher must hear, for ever.
+        """The watcher's messages, without end.
 
         Args:
             incarnation: the one it knows; 0 for none.
@@ -119,7 +119,7 @@ class Journal:
             Unavailable: it was too slow and may come again, or the store is closing.
             Overloaded: too many watch.
         """
-        if len(self._watchers) >= MAX_WATCHERS:
+        if len(self._watchers) >= self._max_watchers:
             raise Overloaded("too many watchers", reason="kvstore_watchers", retry_after_s=RETRY_AFTER_S)
         self._flush()
         watcher = _Watcher()
@@ -135,7 +135,7 @@ class Journal:
                 for message in page:
                     self._check(watcher)
                     yield message
-                await asyncio.sleep(0)  # whoever takes messages need not wait for anything, but others must have turns
+                await asyncio.sleep(0)  # a quick watcher waits for nothing, but others must have turns
             while True:
                 while watcher.queue:
                     yield watcher.queue.popleft()
@@ -177,24 +177,21 @@ def _size(message: kv_pb2.KVEvents) -> int:
 
 
 class Unreported:
-    """Changes that the conductor was not told yet: the net effect per key, in bounded memory.
+    """Changes that the conductor has not been told yet: the net effect per key, in bounded memory.
 
     Args:
-        follows: whether the conductor was told of this store's keys, or is being told; while it was not, nothing needs
-            to be kept beyond `max_keys`, because it gets a snapshot first.
-        max_keys: bound while it does not follow.
+        max_keys: bound while the conductor does not follow.
     """
 
-    def __init__(self, follows: Callable[[], bool], max_keys: int = 1 << 18) -> None:
-        self._follows = follows
+    def __init__(self, max_keys: int = 1 << 18) -> None:
         self._max_keys = max_keys
         self._changes: dict[BlockKey, bool] = {}
 
-    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
-        """Takes note of changes."""
+    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey], *, follows: bool) -> None:
+        """Takes note of changes. While the conductor does not follow, they may be dropped: it gets a snapshot first."""
         self._changes.update(dict.fromkeys(stored, True))
         self._changes.update(dict.fromkeys(removed, False))
-        if len(self._changes) > self._max_keys and not self._follows():
+        if len(self._changes) > self._max_keys and not follows:
             self._changes.clear()
 
     def take(self) -> tuple[list[BlockKey], list[BlockKey]]:

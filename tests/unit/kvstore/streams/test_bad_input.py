@@ -11,7 +11,7 @@ from moonpool.rpc.limits import MESSAGE_BYTES
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, data_of, keys_of
-from tests.unit.kvstore.streams.test_servicer import Rig, answer, frames_of, opened_put, put_open, rig
+from tests.unit.kvstore.rig import Rig, answer, frames_of, opened_put, put_open, rig
 
 KEYS = keys_of(8)
 A, B = KEYS[:2]
@@ -22,7 +22,7 @@ OPEN = 100
 async def all_back(store: Rig) -> None:
     """Nothing is held, and the memory of unfinished blocks is free."""
     await store.at_rest()
-    dram = store.service.store.holdings.dram
+    dram = store.service.store.tiers.dram
     assert dram.arena.resident_bytes - dram.arena.free_bytes == dram.block_bytes
     assert await store.put([B]) in ((0, 1), (1, 0))
 

@@ -1,8 +1,4 @@
-"""What is read together: bands, jobs and pieces.
-
-Owns what these are, and the reading of pieces one behind the other in one thread. Must not know in which order they
-are wanted, who waits for them, or how much may be read ahead (layers.py).
-"""
+"""Reading pieces of blocks from the SSD tier, one after the other in one thread, and the bands that they belong to."""
 
 import asyncio
 import dataclasses
@@ -10,22 +6,32 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from moonpool.errors import MoonpoolError
-from services.kvstore.core.reads import Source
+from services.kvstore.core.reads import LeasedBlock
 
 Bad = dict[int, Exception]
 """Blocks that could not be read, and why."""
 
-Piece = tuple[int, Source, int, list[memoryview]]
+Piece = tuple[int, LeasedBlock, int, list[memoryview]]
 """Index of the block, the block, first layer, memory for it and those after it."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Job:
-    """Pieces of some blocks that one thread reads, one after the other."""
+class Fetch:
+    """Pieces of some blocks that one thread reads.
+
+    Attributes:
+        future: which blocks could not be read.
+        blocks: which blocks it reads.
+        settled: its result has been taken note of.
+    """
 
     future: "Future[Bad]"
     blocks: list[int]
     settled: bool = False
+
+    async def result(self) -> Bad:
+        """Waits for the thread; returns blocks that could not be read."""
+        return self.future.result() if self.future.done() else await asyncio.wrap_future(self.future)
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,7 +44,7 @@ class Band:
         paid: the read-ahead counts all of it from the beginning.
         started: blocks before this one are in DRAM, or being read.
         slices: memory of those that are read, by block.
-        jobs: who reads a block.
+        fetches: who reads a block.
         counted: blocks whose slices the read-ahead counts.
     """
 
@@ -47,21 +53,12 @@ class Band:
     paid: bool
     started: int = 0
     slices: dict[int, list[memoryview]] = dataclasses.field(default_factory=dict)
-    jobs: dict[int, Job] = dataclasses.field(default_factory=dict)
+    fetches: dict[int, Fetch] = dataclasses.field(default_factory=dict)
     counted: set[int] = dataclasses.field(default_factory=set)
 
 
-async def result_of(future: "Future[Bad]") -> Bad:
-    """Waits for a job.
-
-    Returns:
-        Blocks that could not be read.
-    """
-    return future.result() if future.done() else await asyncio.wrap_future(future)
-
-
 def read(pieces: Sequence[Piece]) -> Bad:
-    """Blocking. Reads pieces; returns which blocks could not be read. Behind one that could not, nothing is read."""
+    """Blocking. Reads pieces; returns which blocks could not be read. Blocks after a bad one are not read."""
     bad: Bad = {}
     for block, source, first, outs in pieces:
         if bad and block >= min(bad):
