@@ -175,6 +175,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             else:
                 task = self.spawn(self._serve(number, lease, reader, wanted, begin))
         except MoonpoolError as error:
+            self._suspect(lease, error)
             self._miss(number, error)
         finally:
             if task is None:
@@ -222,7 +223,13 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             return  # the stream itself reports it
         except (MoonpoolError, TimeoutError) as error:
             log.warning("read given up", blocks=lease.blocks, error=str(error))
+            self._suspect(lease, error)
             self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
+
+    def _suspect(self, lease: ReadLease, error: Exception) -> None:
+        """A slice that was verified here may be damaged in DRAM: its reader never sees it and cannot say so."""
+        if isinstance(error, DamagedSliceError):
+            self._resources.reads.suspect(lease.keys[error.block])
 
     def _miss(self, number: int, error: MoonpoolError) -> None:
         log.debug("read answered as a miss", error=str(error))  # debug: a peer that asks too much must not fill the log
