@@ -158,6 +158,11 @@ class FrameOpener:
         self._bytes = layout.slice_bytes if whole else part_bytes(self._heads, layout)
         self._piece: tuple[Run, bytearray] | None = None  # the beginning of a slice that comes in pieces
 
+    @property
+    def unfinished_bytes(self) -> int:
+        """Bytes kept of a slice of which only the first pieces have come."""
+        return 0 if self._piece is None else len(self._piece[1])
+
     def open(self, header: kv_pb2.FrameHeader, payload: memoryview) -> list[OpenRun]:
         """Verifies a frame; returns its whole runs with their bytes, not copied but for slices in pieces.
 
