@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from google.protobuf.message import Message
 
 from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken
-from moonpool.kv.frames import FRAME_BYTES, DamagedSliceError, Slice, part_bytes
+from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, DamagedSliceError, Slice, part_bytes
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import unpack_keys
 from moonpool.kv.layout import KVLayout
@@ -192,8 +192,9 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
     def _sent_together(self, number: int, lease: ReadLease, wanted: _Wanted) -> bool:
         """Whether all of a small read in DRAM could be sent with its opening, without waiting."""
         layout = self.format.layout
-        nbytes = lease.blocks * len(wanted.layers) * part_bytes(wanted.heads, layout)
-        if not 0 < nbytes <= self._resources.together_bytes or lease.cold:
+        slices_wanted = lease.blocks * len(wanted.layers)
+        nbytes = slices_wanted * part_bytes(wanted.heads, layout)
+        if not 0 < nbytes <= self._resources.together_bytes or slices_wanted > MAX_FRAME_SLICES or lease.cold:
             return False
         cells = (
             Cell(layer, block, source.take(layer, layout), source.hash_of(layer))
