@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from google.protobuf.message import Message
 
 from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken
-from moonpool.kv.frames import FRAME_BYTES, DamagedSliceError, Slice, part_bytes
+from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, DamagedSliceError, Slice, part_bytes
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import unpack_keys
 from moonpool.kv.layout import KVLayout
@@ -175,6 +175,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             else:
                 task = self.spawn(self._serve(number, lease, reader, wanted, begin))
         except MoonpoolError as error:
+            self._suspect(lease, error)
             self._miss(number, error)
         finally:
             if task is None:
@@ -191,8 +192,9 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
     def _sent_together(self, number: int, lease: ReadLease, wanted: _Wanted) -> bool:
         """Whether all of a small read in DRAM could be sent with its opening, without waiting."""
         layout = self.format.layout
-        nbytes = lease.blocks * len(wanted.layers) * part_bytes(wanted.heads, layout)
-        if not 0 < nbytes <= self._resources.together_bytes or lease.cold:
+        slices_wanted = lease.blocks * len(wanted.layers)
+        nbytes = slices_wanted * part_bytes(wanted.heads, layout)
+        if not 0 < nbytes <= self._resources.together_bytes or slices_wanted > MAX_FRAME_SLICES or lease.cold:
             return False
         cells = (
             Cell(layer, block, source.take(layer, layout), source.hash_of(layer))
@@ -222,7 +224,13 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             return  # the stream itself reports it
         except (MoonpoolError, TimeoutError) as error:
             log.warning("read given up", blocks=lease.blocks, error=str(error))
+            self._suspect(lease, error)
             self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
+
+    def _suspect(self, lease: ReadLease, error: Exception) -> None:
+        """A slice that was verified here may be damaged in DRAM: its reader never sees it and cannot say so."""
+        if isinstance(error, DamagedSliceError):
+            self._resources.reads.suspect(lease.keys[error.block])
 
     def _miss(self, number: int, error: MoonpoolError) -> None:
         log.debug("read answered as a miss", error=str(error))  # debug: a peer that asks too much must not fill the log

@@ -14,13 +14,18 @@ from google.protobuf.message import Message
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded
 from moonpool.kv.frames import OpenRun
 from moonpool.kv.keys import unpack_keys
+from moonpool.kv.layout import MAX_SLICE_BYTES
 from moonpool.streams.credits import Traffic
 from moonpool.streams.receiving import FrameReceiver
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSession, PutSpec
 from services.kvstore.core.writes import Writes
+from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.streams.rooms import RoomQueue
 from services.kvstore.streams.sessions import KVStream
+
+MAX_UNFINISHED_BYTES = 4 * MAX_SLICE_BYTES
+"""Bytes of slices larger than a frame that one writer may have sent in part; they lie beside the DRAM budget."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +83,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self._resources = resources
         self._receiver = FrameReceiver(resources.window_bytes)
         self._entries: dict[int, _Entry] = {}
+        self._unfinished_bytes = 0
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -191,7 +197,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         if header.session != entry.number:
             raise InvalidRequest("frame.session", f"{header.session} is not the session that is opened")
         entry.silent = True
-        if not self._write_runs(session, session.opener.open(header, payload)):
+        if not self._write_runs(session, self._open_frame(session, header, payload)):
             entry.silent = False
             return False
         if not session.complete:
@@ -219,7 +225,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         if session is None:
             raise InvalidRequest("session", f"{header.session} is not open yet")
         entry.progress_at = self._loop.time()
-        runs = session.opener.open(header, payload)
+        runs = self._open_frame(session, header, payload)
         waits = self._rooms.waits(self._writes.lane(session.spec.tenant)) and self._writes.needs_room(session, runs)
         if not entry.backlog and not waits and self._write_runs(session, runs):
             return True
@@ -227,6 +233,16 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         if entry.task is None:
             entry.task = self.spawn(self._write_later(entry, session))
         return False
+
+    def _open_frame(self, session: PutSession, header: kv_pb2.FrameHeader, payload: memoryview) -> list[OpenRun]:
+        before = session.opener.unfinished_bytes
+        try:
+            runs = session.opener.open(header, payload)
+        finally:
+            self._unfinished_bytes += session.opener.unfinished_bytes - before
+        if self._unfinished_bytes > MAX_UNFINISHED_BYTES:
+            raise Overloaded("too many slices have come in part", reason="kvstore_memory", retry_after_s=RETRY_AFTER_S)
+        return runs
 
     def _write_runs(self, session: PutSession, runs: list[OpenRun]) -> bool:
         return self._writes.write(session, runs, now=self._loop.time())
@@ -321,6 +337,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         """Forgets a session and everything it left unfinished."""
         if self._entries.get(entry.number) is entry:
             del self._entries[entry.number]
+            if entry.session is not None:
+                self._unfinished_bytes -= entry.session.opener.unfinished_bytes
         if entry.timer is not None:
             entry.timer.cancel()
         if entry.task is not None and entry.task is not asyncio.current_task():
