@@ -230,7 +230,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
     def _suspect(self, lease: ReadLease, error: Exception) -> None:
         """A slice that was verified here may be damaged in DRAM: its reader never sees it and cannot say so."""
         if isinstance(error, DamagedSliceError):
-            self._resources.reads.suspect(lease.keys[error.block])
+            self._resources.reads.tiers.suspect(lease.keys[error.block])
 
     def _miss(self, number: int, error: MoonpoolError) -> None:
         log.debug("read answered as a miss", error=str(error))  # debug: a peer that asks too much must not fill the log
