@@ -124,13 +124,9 @@ class Reads:
     def open(
         self, keys: Sequence[BlockKey], block_format: BlockFormat, *, promote: bool, counted: bool = True
     ) -> ReadLease:
-        """Leases the leading blocks of a chain that are here in `block_format`.
+        """Leases the leading blocks of a chain that are here in `block_format`; `counted` among hits and misses.
 
-        Args:
-            keys: a chain.
-            block_format: of the reader; a block of another one is a miss.
-            promote: blocks will be read whole, so that those of the SSD tier may stay in DRAM.
-            counted: whether these count as hits and misses of a reader.
+        `promote`: the reader reads whole blocks, so that those of the SSD tier may stay in DRAM.
 
         Raises:
             Overloaded: too many leases are open, or they keep so much DRAM that not even the first block can be leased.

@@ -101,8 +101,7 @@ class TieredStore:
     def insert(self, blocks: Sequence[DramBlock]) -> list[DramBlock]:
         """Takes whole blocks into DRAM, in the place of reserved bytes, and announces the new ones.
 
-        Returns:
-            Those that were taken. A block that came to DRAM in another way meanwhile is not taken twice.
+        Returns those that were taken: all but blocks that have come to DRAM in another way meanwhile.
         """
         taken: list[DramBlock] = []
         new: list[BlockKey] = []

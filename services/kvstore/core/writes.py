@@ -1,6 +1,6 @@
 """Writing sessions: they bring blocks, whole blocks become VISIBLE, blocks committed to the SSD tier DURABLE.
 
-DRAM for a block is set aside when its first bytes come. A block that waits for the SSD tier is held, so that writers
+DRAM for a block is reserved when its first bytes come. A block that waits for the SSD tier is held, so that writers
 wait for room when the device is slower than they are. A block that the device did not take stays in DRAM without a hold
 and is tried again: by `retry`, or when a writer offers it again. Commits are done elsewhere, between `next_plan` and
 `plan_done`.
@@ -69,14 +69,11 @@ class Writes:
         return None if self._tiers.dram.account.quota(tenant) is None else tenant
 
     def open(self, spec: PutSpec, on_visible: Indices, on_durable: Indices, *, now: float = 0.0) -> PutSession | None:
-        """Opens a session. Evicts and reserves nothing: that is done when data comes.
+        """Opens a session; evicts and reserves nothing, since that is done when data comes.
 
         `on_visible` is told indices of blocks that others can read from now on; `on_durable` is told indices of blocks
-        that survive a restart from now on, present ones among them.
-
-        Returns:
-            The session, or None while there is no room for one more block; `StoreListener.room` tells when to try
-            again.
+        that survive a restart from now on, present ones among them. Returns None while there is no room for one more
+        block; `StoreListener.room` tells when to try again.
 
         Raises:
             InvalidRequest: it can never be opened.

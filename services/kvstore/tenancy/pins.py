@@ -64,8 +64,6 @@ class Pins:
         budget_bytes: most bytes that all pins together keep.
         tenant_bytes: budgets of tenants that have their own; None in it for the whole budget.
         default_bytes: that of each other tenant; None for the whole budget.
-        max_pins: most names.
-        max_entries: see `MAX_ENTRIES`.
 
     Attributes:
         used: bytes that each tenant's pins keep.
