@@ -2,6 +2,7 @@
 
 import bisect
 import collections
+import itertools
 from collections.abc import Iterator, Sequence
 
 from moonpool.kv.blocks import BlockInfo
@@ -189,25 +190,21 @@ class S3FIFO(EvictionPolicy):
             self._uses[key] = 0 if from_small else uses - 1
 
     def _walk(self) -> Iterator[BlockKey]:
-        small, main = iter(self._small), iter(self._main)
+        moved: dict[BlockKey, int] = {}  # uses of blocks that moved on
+        behind: list[BlockKey] = []  # these, in the main queue behind the others
+        small, main = iter(self._small), itertools.chain(self._main, behind)
         small_left, main_left = len(self._small), len(self._main)
-        again: collections.deque[tuple[BlockKey, int]] = collections.deque()  # requeued behind the main queue
         while small_left or main_left:
             from_small = _takes_small(small_left, main_left)
-            key = next(small if from_small else main, None)
-            if key is None:
-                key, uses = again.popleft()
-            else:
-                uses = self._uses[key]
-            if from_small:
-                small_left -= 1
-                main_left += 1 if uses else 0
-            elif not uses:
-                main_left -= 1
-            if uses:
-                again.append((key, 0 if from_small else uses - 1))
-            else:
+            key = next(small if from_small else main)
+            uses = moved.get(key, self._uses[key])
+            small_left -= from_small
+            main_left += (uses > 0) - (not from_small)
+            if not uses:
                 yield key
+                continue
+            behind.append(key)
+            moved[key] = 0 if from_small else uses - 1
 
     def check_invariants(self) -> None:
         assert not self._small.keys() & self._main.keys()
