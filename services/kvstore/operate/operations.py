@@ -6,7 +6,7 @@ import math
 from moonpool.errors import InvalidRequest, Unsupported
 from services.kvstore.core.store import BlockStore
 from services.kvstore.operate.reuse import Curve, ReuseSample
-from services.kvstore.operate.warming import Warmed, Warmer
+from services.kvstore.operate.warming import Warmer
 from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.ssd.tier import MIN_LIVE_SHARE, SsdTier
 
@@ -23,10 +23,7 @@ class Operations:
     capacity_bytes: int
 
     def compact(self, min_live_share: float) -> int:
-        """Begins to rewrite segments of which less than this share is live; returns how many there are.
-
-        Args:
-            min_live_share: in (0, 1]; 0 = the tier's default.
+        """Begins to rewrite segments with a smaller share of live bytes (0 = the default); returns how many there are.
 
         Raises:
             InvalidRequest: the share is not between 0 and 1.
@@ -40,20 +37,10 @@ class Operations:
         self.writer.wake()
         return segments
 
-    async def warm(self, max_bytes: int) -> Warmed:
-        """Fills free DRAM from the SSD tier, with at most `max_bytes`; 0 = no bound.
-
-        Raises:
-            Overloaded: too many reading sessions are open.
-            Unsupported: there is no SSD tier.
-        """
-        if self.ssd is None:
-            raise Unsupported("this kvstore has no SSD tier")
-        return await self.warmer.warm(max_bytes)
-
     def sizes(self) -> Curve:
         """(bytes, hit share) of stores of other sizes, with blocks of the average size of those held."""
         dram, ssd = self.store.tiers.dram, self.ssd
-        blocks = len(dram) + (len(ssd) if ssd is not None else 0)
-        nbytes = dram.block_bytes + (ssd.live_bytes if ssd is not None else 0)
+        blocks, nbytes = len(dram), dram.block_bytes
+        if ssd is not None:
+            blocks, nbytes = blocks + len(ssd), nbytes + ssd.live_bytes
         return [(size * (nbytes // blocks), share) for size, share in self.reuse.curve()] if blocks else []

@@ -3,9 +3,9 @@
 Nothing in the folder is changed. All functions block.
 """
 
+import contextlib
 import dataclasses
 import fcntl
-import os
 import pathlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,44 +28,32 @@ COUNTS = ("segments", "records", "blocks", "dead", "bytes_read")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """One difference between the folder and a consistent store.
-
-    Attributes:
-        segment: id of the segment.
-        offset: of the record in it, in bytes; None for the segment as a whole.
-        key: of the block; None for none.
-        what: what is wrong.
-    """
+    """One difference between the folder and a consistent store."""
 
     segment: int
     offset: int | None
+    """Of the record in the segment, in bytes; None for the segment as a whole."""
     key: BlockKey | None
     what: str
 
 
 @dataclasses.dataclass(slots=True)
 class VerifyReport:
-    """What a check found.
-
-    Attributes:
-        segments: files read.
-        records: whole records in them.
-        blocks: intact records that the index names.
-        dead: records it does not name: replaced, dropped, or never committed.
-        bytes_read: of records whose checksums were computed.
-        faults: blocks a store would answer with a miss; the first thousand.
-        fault_count: number of all faults.
-        index_error: why the index cannot be used, None when it can; a store would rebuild it from the segments.
-    """
+    """What a check found: segments that were read, whole records in them, and faults."""
 
     segments: int = 0
     records: int = 0
     blocks: int = 0
+    """Intact records that the index names."""
     dead: int = 0
+    """Records that the index does not name: replaced, dropped, or never committed."""
     bytes_read: int = 0
+    """Of records whose checksums were computed."""
     faults: list[Fault] = dataclasses.field(default_factory=list)
+    """Blocks that a store would answer with a miss; the first thousand."""
     fault_count: int = 0
     index_error: str | None = None
+    """Why the index cannot be used, None when it can; a store would rebuild it from the segments."""
 
     @property
     def ok(self) -> bool:
@@ -94,49 +82,41 @@ def verify(path: pathlib.Path, on_segment: Callable[[int, int], None] = lambda d
         ConfigError: `path` holds no store, cannot be read, or a kvstore is using it.
     """
     try:
-        lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        lock = (path / "lock").open("rb")
     except OSError as error:
         raise ConfigError("data_dir", f"{path} holds no store: {error.strerror or error}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return _verify(path, on_segment)
-    except BlockingIOError as error:
-        raise ConfigError("data_dir", f"{path} is used by another process") from error
-    except (OSError, lmdb.Error) as error:
-        raise ConfigError("data_dir", f"{path} cannot be read: {error}") from error
-    finally:
-        os.close(lock)
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return _verify(path, on_segment)
+        except BlockingIOError as error:
+            raise ConfigError("data_dir", f"{path} is used by another process") from error
+        except (OSError, lmdb.Error) as error:
+            raise ConfigError("data_dir", f"{path} cannot be read: {error}") from error
 
 
 def _verify(path: pathlib.Path, on_segment: Callable[[int, int], None]) -> VerifyReport:
-    folder = path / "segments"
+    folder, reading, catalogue = path / "segments", Files(direct=True), None
     files = list_segments(folder)
     report = VerifyReport()
-    image: IndexImage | None = None
     try:
-        index = Index(None, path / "index")
-        try:
+        with contextlib.closing(Index(None, path / "index")) as index:
             image = index.load()
-        finally:
-            index.close()
+        catalogue = _catalogue(folder, files, image)
+        for number in sorted(image.segments.keys() - files.keys()):
+            report.add(Fault(number, None, None, "the index names a segment that is not there"))
     except (IndexLostError, lmdb.Error) as error:
         report.index_error = str(error)
-    catalogue = _catalogue(folder, files, image) if image is not None else None
-    for number in sorted(image.segments.keys() - files.keys()) if image is not None else ():
-        report.add(Fault(number, None, None, "the index names a segment that is not there"))
-
-    reading = Files(direct=True)
 
     def check(number: int) -> VerifyReport:
         return _check_segment(reading, segment_path(folder, number), number, files[number], catalogue)
 
-    try:
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-verify") as pool:
-            for done, part in enumerate(pool.map(check, files), 1):
-                report.merge(part)
-                on_segment(done, len(files))
-    finally:
-        reading.close_all()
+    with contextlib.ExitStack() as stack:
+        stack.callback(reading.close_all)
+        pool = stack.enter_context(ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-verify"))
+        for done, part in enumerate(pool.map(check, files), 1):
+            report.merge(part)
+            on_segment(done, len(files))
     return report
 
 

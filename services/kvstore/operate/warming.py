@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 
+from moonpool.errors import Unsupported
 from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.keys import BlockKey
 from moonpool.streams.credits import ByteCredits
@@ -27,37 +28,31 @@ class Warmed:
     nbytes: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Warmer:
     """Reads blocks of one store from its SSD tier into DRAM.
 
-    Args:
-        store: the store.
+    Attributes:
         pool: threads that read.
         ahead: bounds the bytes read and not taken yet.
         step_blocks: see `STEP_BLOCKS`.
     """
 
-    def __init__(
-        self,
-        store: BlockStore,
-        pool: ThreadPoolExecutor,
-        ahead: ByteCredits,
-        step_blocks: int = STEP_BLOCKS,
-    ) -> None:
-        self._step_blocks = step_blocks
-        self._store = store
-        self._pool = pool
-        self._ahead = ahead
-        self._turn = asyncio.Lock()
+    store: BlockStore
+    pool: ThreadPoolExecutor
+    ahead: ByteCredits
+    step_blocks: int = STEP_BLOCKS
+    turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)
 
     async def warm(self, max_bytes: int) -> Warmed:
         """Reads blocks until `max_bytes` (0 = no bound) or free DRAM is used up; calls run one after the other.
 
         Raises:
             Overloaded: too many reading sessions are open.
+            Unsupported: there is no SSD tier.
         """
-        async with self._turn:
-            dram = self._store.tiers.dram
+        async with self.turn:
+            dram = self.store.tiers.dram
             blocks = nbytes = 0
             async with contextlib.aclosing(self._portions()) as portions:
                 async for block_format, keys in portions:
@@ -74,10 +69,10 @@ class Warmer:
 
     async def _portions(self) -> AsyncGenerator[tuple[BlockFormat, list[BlockKey]], None]:
         """Blocks of the SSD tier that are not in DRAM, newest first, in portions of one format."""
-        tiers = self._store.tiers
+        tiers = self.store.tiers
         if tiers.ssd is None:
-            return
-        for step in tiers.ssd.newest_first(self._step_blocks):
+            raise Unsupported("this kvstore has no SSD tier")
+        for step in tiers.ssd.newest_first(self.step_blocks):
             cold = [key for key in step if key not in tiers.dram]
             for block_format, keys in itertools.groupby(cold, tiers.format_of):
                 while block_format is not None and (portion := list(itertools.islice(keys, PORTION_BLOCKS))):
@@ -85,9 +80,9 @@ class Warmer:
             await asyncio.sleep(0)
 
     async def _read(self, block_format: BlockFormat, keys: list[BlockKey]) -> None:
-        lease = self._store.reads.open(keys, block_format, promote=True, counted=False)
+        lease = self.store.reads.open(keys, block_format, promote=True, counted=False)
         layers = range(block_format.layout.layers)
-        reader = LayerReader(self._store.reads, lease, layers, self._pool, self._ahead)
+        reader = LayerReader(self.store.reads, lease, layers, self.pool, self.ahead)
         try:
             async for _ in reader.groups():
                 pass
