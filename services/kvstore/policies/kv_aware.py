@@ -1,5 +1,6 @@
 """Moonpool's own policy: chains leave tail first, and the tail least likely to be used again leaves first."""
 
+import collections
 import dataclasses
 import heapq
 import itertools
@@ -70,16 +71,10 @@ class KVAware(EvictionPolicy):
     that many requests share have a class of their own. The last block of a chain has a class beside that of the others.
 
     Until the classes differ, the order is that of LRU.
-
-    Args:
-        refit_least: references between two estimates at least.
-
-    Attributes:
-        nodes: the tree: every held block, and blocks not held that have held descendants.
     """
 
     def __init__(self, refit_least: int = REFIT_LEAST) -> None:
-        self.nodes: dict[BlockKey, Node] = {}
+        self.nodes: dict[BlockKey, Node] = {}  # every held block, and blocks not held that have held descendants
         self._refit_least = refit_least
         self._held = 0
         self._leaves: list[list[_Entry]] = [[] for _ in range(2 * KINDS)]  # a heap per class, with outdated entries
@@ -183,10 +178,7 @@ class KVAware(EvictionPolicy):
 
     def _at(self, key: BlockKey) -> Node:
         """The block's node; it may be needed before the block comes, as a parent."""
-        node = self.nodes.get(key)
-        if node is None:
-            node = self.nodes[key] = Node(key)
-        return node
+        return self.nodes.get(key) or self.nodes.setdefault(key, Node(key))
 
     def _attach(self, node: Node, parent: Node) -> None:
         if not _descends(parent, node):  # a writer may name any parent
@@ -215,15 +207,13 @@ class KVAware(EvictionPolicy):
                 heapq.heapify(heap)
 
     def check_invariants(self) -> None:
-        children: dict[Node, int] = {}
+        children = collections.Counter(node.parent for node in self.nodes.values())
         for key, node in self.nodes.items():
             assert node.key == key
+            assert node.children == children[node]
             assert node.held or node.children
-            assert (node.growth is not None) == node.held
-            if node.parent is not None:
-                assert self.nodes[node.parent.key] is node.parent
-                children[node.parent] = children.get(node.parent, 0) + 1
-        assert all(node.children == children.get(node, 0) for node in self.nodes.values())
+            assert node.held == (node.growth is not None)
+            assert node.parent is None or self.nodes[node.parent.key] is node.parent
         nodes = [node for node in self.nodes.values() if node.held]
         assert len(nodes) == self._held
         queued = {entry[2]: kind for kind, heap in enumerate(self._leaves) for entry in heap if _is_current(entry)}

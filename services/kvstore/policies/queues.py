@@ -156,11 +156,9 @@ class S3FIFO(EvictionPolicy):
         """Remembers a key that leaves the small queue for a while."""
         held = len(self._uses)
         del self._uses[key]
-        if key in self._main:
-            del self._main[key]
-        else:
-            del self._small[key]
+        if key in self._small:
             self._ghosts[key] = None
+        del (self._small if key in self._small else self._main)[key]
         while len(self._ghosts) > GHOSTS_PER_MAIN * (held - held // SMALL_SHARE):
             self._ghosts.popitem(last=False)
 
@@ -178,16 +176,14 @@ class S3FIFO(EvictionPolicy):
 
     def _settle(self) -> None:
         while self._uses:
-            from_small = _takes_small(len(self._small), len(self._main))
-            key = next(iter(self._small if from_small else self._main))
+            queue = self._small if _takes_small(len(self._small), len(self._main)) else self._main
+            key = next(iter(queue))
             uses = self._uses[key]
             if not uses:
                 return
-            if from_small:
-                del self._small[key]
+            del queue[key]
             self._main[key] = None
-            self._main.move_to_end(key)
-            self._uses[key] = 0 if from_small else uses - 1
+            self._uses[key] = 0 if queue is self._small else uses - 1
 
     def _walk(self) -> Iterator[BlockKey]:
         moved: dict[BlockKey, int] = {}  # uses of blocks that moved on
