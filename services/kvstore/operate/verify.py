@@ -72,11 +72,7 @@ class VerifyReport:
 
 
 def verify(path: pathlib.Path, on_segment: Callable[[int, int], None] = lambda done, of: None) -> VerifyReport:
-    """Checks the data folder `path`.
-
-    Args:
-        path: a data folder, as `--data-dir` names it.
-        on_segment: called with the number of segments done, and of all.
+    """Checks a data folder; `on_segment` is called with the number of segments done, and of all.
 
     Raises:
         ConfigError: `path` holds no store, cannot be read, or a kvstore is using it.
