@@ -145,29 +145,23 @@ def _check_segment(
             report.dead += 1
             continue
         report.bytes_read += found.kind.record_bytes
-        what = _check_record(files, path, found, row, catalogue)
-        if what is None:
+        try:
+            _check_record(files, path, found, row, catalogue)
             report.blocks += 1
-        else:
-            report.add(Fault(number, found.offset, found.key, what))
+        except (BadRecordError, OSError) as error:
+            report.add(Fault(number, found.offset, found.key, str(error)))
     for offset, row in named.items():
         report.add(Fault(number, offset, row[0], "the index names a record that is not there"))
     return report
 
 
-def _check_record(
-    files: Files, path: pathlib.Path, found: Found, row: Row | None, catalogue: Catalogue | None
-) -> str | None:
-    """The fault of a record whose header is intact; None when it has none."""
+def _check_record(files: Files, path: pathlib.Path, found: Found, row: Row | None, catalogue: Catalogue | None) -> None:
+    """Raises the fault of a record whose header is intact."""
     kind = found.kind
     if row is not None and catalogue is not None:
         key, _, length, block_format, tenant = row
         if (key, length * ALIGN) != (found.key, kind.record_bytes):
-            return "the index names another block"
+            raise BadRecordError("the index names another block")
         if catalogue.formats[block_format] != kind.format or catalogue.tenants[tenant] != kind.tenant:
-            return "the index names another format or tenant"
-    try:
-        read_record(files, path, found.key, found.offset, kind.record_bytes)
-    except (BadRecordError, OSError) as error:
-        return str(error)
-    return None
+            raise BadRecordError("the index names another format or tenant")
+    read_record(files, path, found.key, found.offset, kind.record_bytes)

@@ -96,10 +96,9 @@ class ReturnRates:
     def fit(self, now: int) -> None:
         """Estimates curve and factors from what was seen so far."""
         exposures, returns = self._exposures(now), [tally.returns for tally in self._tallies]
-        times = [sum(column) for column in zip(*exposures, strict=True)]
-        counts = [sum(column) for column in zip(*returns, strict=True)]
-        rates = [_shrunk(count, time) for count, time in zip(counts, times, strict=True)]
-        seen = [sum(column) for column in returns]
+        times, counts = map(sum, zip(*exposures, strict=True)), map(sum, zip(*returns, strict=True))
+        rates = list(map(_shrunk, counts, times))
+        seen = list(map(sum, returns))
         expected = [sum(map(operator.mul, rates, exposure)) for exposure in exposures]
         self._factors = self._weigh(seen, expected)
         self._factors[0] = max(self._factors)
