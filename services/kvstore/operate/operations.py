@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import math
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -111,7 +110,7 @@ class Operations:
             InvalidRequest: the share is not between 0 and 1.
             Unsupported: there is no SSD tier.
         """
-        if math.isnan(min_live_share) or not 0.0 <= min_live_share <= 1.0:
+        if not 0.0 <= min_live_share <= 1.0:
             raise InvalidRequest("min_live_share", f"must be between 0 and 1, is {min_live_share}")
         ssd = self.store.tiers.ssd
         if ssd is None or self.writer is None:

@@ -116,17 +116,18 @@ class KVAware(EvictionPolicy):
         for key in reversed(chain):
             self.nodes[key].since = self._now
             self._queue(self.nodes[key])
-        node: Node | None = self.nodes[chain[-1]] if chain else None
-        if node is None or node.growth is None:
+        last = self.nodes[chain[-1]] if chain else None
+        if last is None or last.growth is None:
             return
-        kind = node.growth.kind
-        own = kind if node.children or node.uses else kind + TAIL
-        while node is not None and node.uses < POPULAR_USES:
-            if node.held and node.kind != own:
-                node.kind = own
-                self._rates.classify(node.key, own)
+        kind = last.growth.kind if last.children or last.uses else last.growth.kind + TAIL
+        for node in itertools.chain([last], _ancestors(last)):
+            if node.uses >= POPULAR_USES:
+                break
+            if node.held and node.kind != kind:
+                node.kind = kind
+                self._rates.classify(node.key, kind)
                 self._queue(node)
-            node, own = node.parent, kind
+            kind = last.growth.kind
         self._learn()
 
     def removed(self, key: BlockKey) -> None:
@@ -181,10 +182,12 @@ class KVAware(EvictionPolicy):
         return self.nodes.get(key) or self.nodes.setdefault(key, Node(key))
 
     def _attach(self, node: Node, parent: Node) -> None:
-        if not _descends(parent, node):  # a writer may name any parent
-            node.parent = parent
-            parent.children += 1
-            parent.queued = 0
+        """Makes `parent` the parent unless that makes a circle: a writer may name any parent."""
+        if parent is node or (node.children and node in _ancestors(parent)):
+            return
+        node.parent = parent
+        parent.children += 1
+        parent.queued = 0
 
     def _queue(self, node: Node) -> None:
         """Puts a leaf among the leaves of its class; its former entry is outdated."""
@@ -236,23 +239,19 @@ def _growth_after(parent: Node | None) -> Growth:
     return Growth(continued=parent.uses == 1 or (parent.growth.continued and not popular))
 
 
+def _ancestors(node: Node) -> Iterator[Node]:
+    """The blocks before `node`, nearest first."""
+    while node.parent is not None:
+        node = node.parent
+        yield node
+
+
 def _freed_by(node: Node, unnamed: dict[Node, int]) -> Node | None:
     """The held block before `node` whose children have all been named; None while there is none."""
-    parent = node.parent
-    while parent is not None:
+    for parent in _ancestors(node):
         unnamed[parent] = unnamed.get(parent, parent.children) - 1
         if unnamed[parent]:
             return None
         if parent.held:
             return parent
-        parent = parent.parent
     return None
-
-
-def _descends(node: Node, ancestor: Node) -> bool:
-    if not ancestor.children:
-        return node is ancestor
-    place: Node | None = node
-    while place is not None and place is not ancestor:
-        place = place.parent
-    return place is not None
