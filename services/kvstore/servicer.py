@@ -117,7 +117,7 @@ class KVStoreServicer:
     ) -> kvstore_pb2.WarmResponse:
         """Fills free DRAM from SSD."""
         with self.calls.call(context):
-            warmed = await self.operations.warm(request.max_bytes)
+            warmed = await self.operations.warmer.warm(request.max_bytes)
         return kvstore_pb2.WarmResponse(blocks=warmed.blocks, bytes=warmed.nbytes)
 
     async def ReuseCurve(  # noqa: N802
@@ -128,6 +128,6 @@ class KVStoreServicer:
         return kvstore_pb2.ReuseCurveResponse(
             points=[kvstore_pb2.ReusePoint(bytes=nbytes, hit_share=share) for nbytes, share in self.operations.sizes()],
             references=reuse.uses,
-            sampled=reuse.rate,
+            sampled=reuse.last_uses.rate,
             capacity_bytes=self.operations.capacity_bytes,
         )
