@@ -4,7 +4,6 @@ Several sessions may write one block, each its own layers and heads or the same 
 same bytes both times. A block stays here while a session is open that may bring more of it.
 """
 
-import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -14,6 +13,7 @@ from moonpool.kv.frames import FrameOpener, OpenRun, Run, split_run
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.streams.ledger import SliceLedger
+from services.kvstore.tenancy.tenants import TenantBytes
 
 MAX_SESSION_BLOCKS = 16384
 """Most keys in one session."""
@@ -230,17 +230,17 @@ class Assembler:
             self._finish(block)
         return block
 
-    def close(self, session: PutSession) -> collections.Counter[str]:
+    def close(self, session: PutSession) -> TenantBytes:
         """Ends a session and forgets blocks without another writer; returns the reserved bytes of those, by tenant."""
         session.closed = True
         self.sessions.remove(session)
         self.keys -= len(session.spec.keys)
-        freed = collections.Counter[str]()
+        freed = TenantBytes()
         for block in session.unfinished.values():
             del block.writers[session]
             if not block.writers:
                 del self.blocks[block.key]
-                freed[block.spec.tenant] += block.nbytes * block.reserved
+                freed.add(block.spec.tenant, block.nbytes * block.reserved)
         session.unfinished.clear()
         return freed
 

@@ -17,6 +17,7 @@ from services.kvstore.core.tiered_store import TieredStore
 from services.kvstore.core.writes import MAX_OPEN_KEYS, Writes
 from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.ssd.reader import SsdReader
+from services.kvstore.tenancy.tenants import TenantBytes
 
 
 @dataclasses.dataclass(slots=True)
@@ -201,7 +202,7 @@ class Reads:
         self._keys -= lease.blocks
         layout = lease.format.layout
         promoted: dict[BlockKey, DramBlock] = {}
-        unused = collections.Counter[str]()
+        unused = TenantBytes()
         for source in lease.sources:
             if source.block is not None:
                 key = source.block.info.key
@@ -216,13 +217,12 @@ class Reads:
             self.leased_bytes -= layout.block_bytes
             block = source.promoted(layout)
             if block is None or promoted.setdefault(block.info.key, block) is not block:
-                unused[source.tenant] += layout.block_bytes
+                unused.add(source.tenant, layout.block_bytes)
             source.fill = None
         taken = self.tiers.insert(list(promoted.values()))
         self.promotions += len(taken)
         self.tiers.dram.arrived(list(promoted))
-        for tenant, nbytes in unused.items():
-            self.tiers.unreserve(nbytes, tenant)
+        self.tiers.unreserve(unused)
         self._writes.arrived(taken)
         self.tiers.release([source.block for source in lease.sources if source.block is not None])
         self.tiers.listener.room()

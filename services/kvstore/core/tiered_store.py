@@ -1,7 +1,7 @@
 """The union of the two tiers: a key is here when either has it; each arrival and each departure is told once."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
@@ -93,9 +93,11 @@ class TieredStore:
         self.removed(victims)
         return True
 
-    def unreserve(self, nbytes: int, tenant: str) -> None:
+    def unreserve(self, nbytes: Mapping[str, int]) -> None:
+        """Gives reserved bytes back, by tenant."""
+        for tenant, count in nbytes.items():
+            self.dram.unreserve(count, tenant)
         if nbytes:
-            self.dram.unreserve(nbytes, tenant)
             self.listener.room()
 
     def insert(self, blocks: Sequence[DramBlock]) -> list[DramBlock]:

@@ -20,7 +20,7 @@ from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.ssd.plan import WritePlan
 from services.kvstore.ssd.records import record_size
 from services.kvstore.ssd.tier import SsdTier
-from services.kvstore.tenancy.tenants import Account
+from services.kvstore.tenancy.tenants import Account, TenantBytes
 
 MAX_OPEN_KEYS = 1 << 18
 """Most keys of all open writing sessions together."""
@@ -128,9 +128,7 @@ class Writes:
         return True
 
     def _reserve(self, begun: Sequence[Assembly], now: float) -> bool:
-        needed = collections.Counter[str]()
-        for block in begun:
-            needed[block.spec.tenant] += block.nbytes
+        needed = TenantBytes.of((block.spec.tenant, block.nbytes) for block in begun)
         for tenant, nbytes in needed.items():
             self._tiers.dram.check_possible(nbytes, tenant, now)
         for count, (tenant, nbytes) in enumerate(needed.items()):
@@ -146,9 +144,7 @@ class Writes:
         """Blocks came into DRAM in another way; tells the sessions that write them, which need not go on."""
         self._make_durable(blocks)
         whole = [found for block in blocks if (found := self._assembler.arrived(block.info.key)) is not None]
-        for assembly in whole:
-            if assembly.reserved:
-                self._tiers.unreserve(assembly.nbytes, assembly.spec.tenant)
+        self._tiers.unreserve(TenantBytes.of((each.spec.tenant, each.nbytes) for each in whole if each.reserved))
         self._tell_visible(whole)
 
     def _make_durable(self, blocks: Iterable[DramBlock]) -> None:
@@ -182,13 +178,11 @@ class Writes:
         """Ends a session and forgets its unfinished blocks. Idempotent."""
         if session.closed:
             return
-        freed = self._assembler.close(session)
-        for key in session.spec.keys:
-            left = [entry for entry in self.awaiting.pop(key, ()) if entry[0] is not session]
+        self._tiers.unreserve(self._assembler.close(session))
+        for key in self.awaiting.keys() & session.spec.keys:
+            left = [entry for entry in self.awaiting.pop(key) if entry[0] is not session]
             if left:
                 self.awaiting[key] = left
-        for tenant, nbytes in freed.items():
-            self._tiers.unreserve(nbytes, tenant)
         self._tiers.listener.sessions_changed()
 
     def next_plan(self) -> WritePlan | None:
@@ -228,7 +222,8 @@ class Writes:
             excess = account.over_quota(tenant, coming[tenant] + size)
             if excess:
                 self._tiers.removed(ssd.forget_oldest(tenant, excess, self._tiers.dram.pins.__contains__))
-            if account.over_quota(tenant, coming[tenant] + size):
+                excess = account.over_quota(tenant, coming[tenant] + size)
+            if excess:
                 self._not_durable([block])
             else:
                 taken.append(block)

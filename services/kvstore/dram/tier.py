@@ -3,7 +3,6 @@
 A block that is in use is held. Held blocks and pinned blocks are never evicted, nor those that a guarantee covers.
 """
 
-import collections
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from moonpool.errors import ConfigError, InvalidRequest, Overloaded
@@ -172,7 +171,7 @@ class DramTier:
             if owner != tenant and (own_only or self.account.guards(owner, going[owner] + nbytes)):
                 continue
             victims[key] = block
-            going[owner] += nbytes
+            going.add(owner, nbytes)
             found += nbytes
             if found >= wanted:
                 break
@@ -270,8 +269,5 @@ class DramTier:
         self.arena.check_invariants()
 
 
-def _by_tenant(blocks: Iterable[DramBlock]) -> collections.Counter[str]:
-    counter: collections.Counter[str] = collections.Counter()
-    for block in blocks:
-        counter[block.info.tenant] += block.info.nbytes
-    return counter
+def _by_tenant(blocks: Iterable[DramBlock]) -> TenantBytes:
+    return TenantBytes.of((block.info.tenant, block.info.nbytes) for block in blocks)

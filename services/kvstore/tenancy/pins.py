@@ -195,10 +195,7 @@ class Pins:
         counts = collections.Counter((key, tenant) for (tenant, _), pin in self._pins.items() for key in pin.keys)
         assert {(key, tenant): n for key, kept in self._pinned.items() for tenant, n in kept.pins.items()} == counts
         assert all(pinned.pins for pinned in self._pinned.values())
-        used = TenantBytes()
-        for key, tenant in counts:
-            used.add(tenant, self._pinned[key].nbytes)
-        assert self.used == used
+        assert self.used == TenantBytes.of((tenant, self._pinned[key].nbytes) for key, tenant in counts)
         assert self.nbytes == sum(pinned.nbytes for pinned in self._pinned.values()) <= self.budget_bytes
         assert len(self) <= self._max_pins
         assert counts.total() <= self._max_entries

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Annotated
 
 import yaml
@@ -96,6 +96,14 @@ class TenantBytes(collections.Counter[str]):
     """
 
     total_bytes = 0
+
+    @staticmethod
+    def of(counts: Iterable[tuple[str, int]]) -> "TenantBytes":
+        """Sums up (tenant, bytes)."""
+        found = TenantBytes()
+        for tenant, nbytes in counts:
+            found.add(tenant, nbytes)
+        return found
 
     def add(self, tenant: str, nbytes: int) -> None:
         """Counts more bytes of a tenant; fewer when `nbytes` is negative."""
