@@ -22,20 +22,11 @@ from services.kvstore.ssd.records import BadRecordError
 
 log = get_logger(__name__)
 
-MAX_FETCHES = 8
-"""Fetches that one reader may have in the thread pool."""
-
-MAX_BANDS = 4
-"""Bands of one reader that are being read or sent."""
-
-PIECE_BYTES = 256 << 10
-"""Largest piece of one block that is read at once; larger ones are hardly faster (docs/adr/0004-ssd-tier.md)."""
-
-READER_SHARE = 2
-"""One part in so many of the read-ahead's budget may go into one band."""
-
-LAYER_BREAK_BYTES = 512 << 10
-"""A group that is at least so large ends with its layer, so that a layer does not wait for the next one's bytes."""
+MAX_FETCHES = 8  # of one reader, in the thread pool
+MAX_BANDS = 4  # of one reader, that are being read or sent
+PIECE_BYTES = 256 << 10  # of one block, read at once; larger ones are hardly faster (docs/adr/0004-ssd-tier.md)
+READER_SHARE = 2  # one part in so many of the read-ahead's budget may go into one band
+LAYER_BREAK_BYTES = 512 << 10  # a group so large ends with its layer, which then does not wait for the next one's bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,9 +53,6 @@ class _Piece(NamedTuple):
     outs: list[memoryview]
 
 
-_Failure = tuple[_Piece, Exception]
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class _Band:
     """Consecutive layers of all blocks.
@@ -81,8 +69,8 @@ class _Band:
     slices: dict[int, list[memoryview]] = dataclasses.field(default_factory=dict)
 
 
-def _read(first_layer: int, pieces: list[_Piece]) -> _Failure | None:
-    """Blocking. Reads pieces up to the first that cannot be read; returns that one."""
+def _read(first_layer: int, pieces: list[_Piece]) -> tuple[_Piece, Exception] | None:
+    """Blocking. Reads pieces up to the first that cannot be read; returns that one and why."""
     for piece in pieces:
         assert piece.source.reader is not None
         try:
@@ -117,14 +105,15 @@ class LayerReader:
 
     def __post_init__(self) -> None:
         self._slice_bytes = self.lease.format.layout.slice_bytes
-        self._sent_bytes = self.sent_bytes or self._slice_bytes
-        self._group_cells = max(1, self.group_bytes // self._sent_bytes)
+        sent_bytes = self.sent_bytes or self._slice_bytes
+        self._group_cells = max(1, self.group_bytes // sent_bytes)  # in a full group
+        self._break_cells = min(self._group_cells, -(-self.layer_break_bytes // sent_bytes))  # at the end of a layer
         self._limit = self._told = self.lease.blocks  # blocks that can be read, and what the walker knows of them
         self._thickness = 1
         self._bands: collections.deque[_Band] = collections.deque()
         self._held = 0  # bytes taken from `ahead`
         self._walked = 0  # those of them that go back with the next group
-        self._fetches: set[Future[_Failure | None]] = set()
+        self._fetches: set[Future[tuple[_Piece, Exception] | None]] = set()
         self._progress = asyncio.Event()
         self._error: MoonpoolError | None = None
         self._closed = False
@@ -149,7 +138,7 @@ class LayerReader:
                     unread = block < self._limit and len(group) < self._group_cells
                     if unread and block < band.started:
                         await self._fetch_ended()
-                    elif unread or self._ends_group(group, block):
+                    elif unread or len(group) >= (self._group_cells if block < self._limit else self._break_cells):
                         for part in self._parts(group):
                             yield part
                         group = []
@@ -182,10 +171,6 @@ class LayerReader:
                 break
             block += 1
         return block
-
-    def _ends_group(self, group: list[Cell], block: int) -> bool:
-        layer_ends = block >= self._limit and len(group) * self._sent_bytes >= self.layer_break_bytes
-        return layer_ends or len(group) >= self._group_cells
 
     def _parts(self, group: list[Cell]) -> Iterator[list[Cell] | Lost]:
         good = group if self._limit == self.lease.blocks else [cell for cell in group if cell.block < self._limit]
@@ -283,25 +268,22 @@ class LayerReader:
         self._progress.clear()
         await self._progress.wait()
 
-    def _ended(self, fetch: Future[_Failure | None], band: _Band, pieces: list[_Piece]) -> None:
+    def _ended(self, fetch: Future[tuple[_Piece, Exception] | None], band: _Band, pieces: list[_Piece]) -> None:
+        """Takes note of what a thread read and what it could not read."""
         self._fetches.discard(fetch)
-        if not fetch.cancelled():
-            self._settle(band, pieces, fetch.result())
+        failure = None if fetch.cancelled() else fetch.result()
+        if failure is not None:
+            self._fail(*failure)
+        bits = sum(1 << layer for layer in band.layers)
+        for piece in () if fetch.cancelled() else pieces:
+            if piece.block < self._limit:
+                piece.source.filled |= bits
+                band.slices[piece.block] = piece.outs
         if not self._closed:
             self._start_more()
             self._progress.set()
         elif not self._fetches:
             self.reads.close(self.lease)
-
-    def _settle(self, band: _Band, pieces: list[_Piece], failure: _Failure | None) -> None:
-        """Takes note of what was read and what could not be."""
-        if failure is not None:
-            self._fail(*failure)
-        bits = sum(1 << layer for layer in band.layers)
-        for piece in pieces:
-            if piece.block < self._limit:
-                piece.source.filled |= bits
-                band.slices[piece.block] = piece.outs
 
     def _fail(self, piece: _Piece, error: Exception) -> None:
         assert piece.source.reader is not None
