@@ -34,7 +34,7 @@ class Observer:
         """Blocks that are followed."""
         return len(self._followed)
 
-    def read(self, *, cold: bool, seconds: float) -> None:
+    def read(self, cold: bool, seconds: float) -> None:
         """A reading session has ended well; `cold` when some of its blocks came from the SSD tier."""
         (self._cold_reads if cold else self._warm_reads).observe(seconds)
 

@@ -34,11 +34,10 @@ class RoomQueue:
     ) -> T:
         """The attempt's result, once there is one.
 
-        `attempt` returns None while there is no room. `undo` takes a result back that came after the caller was cancelled.
+        `attempt` returns None while there is no room. `undo` takes back what came after the caller was cancelled.
 
         Raises:
             DeadlineExceeded: there was no room within `timeout_s`, or too many wait already.
-            Exception: what the attempt raises.
         """
         if len(self) >= self._max_waiting:
             raise DeadlineExceeded("no room, and many others wait for it")
