@@ -59,7 +59,6 @@ class _Wanted:
     heads: range | None
 
     def slices(self, cells: Iterable[Cell], lease: ReadLease) -> Iterator[Slice]:
-        """The part of each slice that is sent."""
         layout = lease.format.layout
         full = layout.block_tokens
         if self.heads is None:
@@ -67,11 +66,7 @@ class _Wanted:
         return (self._cut(cell, lease.keys[cell.block], layout) for cell in cells)
 
     def _cut(self, cell: Cell, key: bytes, layout: KVLayout) -> Slice:
-        """Some heads of a slice. Their hash is made here, so the slice is verified first.
-
-        Raises:
-            DamagedSliceError: The slice does not match its hash any more.
-        """
+        """Some heads of a slice. Their hash is made here, so the slice is verified first; raises DamagedSliceError."""
         assert self.heads is not None
         if bind(slice_hash(cell.data), key, cell.layer) != cell.hash:
             raise DamagedSliceError(cell.layer, cell.block)
@@ -81,11 +76,7 @@ class _Wanted:
 
 
 def _wanted(message: kv_pb2.ReadOpen, layout: KVLayout) -> _Wanted:
-    """The part of the blocks that a reader asks for.
-
-    Raises:
-        InvalidRequest: there is no such part.
-    """
+    """The part of the blocks that a reader asks for; raises InvalidRequest when there is no such part."""
     if not message.layer_begin < message.layer_end <= layout.layers:
         raise InvalidRequest("layer_end", f"no such layers; the layout has {layout.layers}")
     if not message.head_begin < message.head_end <= layout.kv_heads:
@@ -155,7 +146,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         except MoonpoolError as error:
             # at level debug: a peer that asks too much must not fill the log
             log.debug("read answered as a miss", error=str(error))
-            self._post_opened(message.session, 0)
+            self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=message.session)))
             self._post_done(message.session)
 
     def _begin(self, message: kv_pb2.ReadOpen, lease: ReadLease, wanted: _Wanted) -> None:
@@ -205,7 +196,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         """One session from its opening to its end: layer by layer, each as soon as it is read."""
         resources, lease = self._resources, reader.lease
         try:
-            self._post_opened(number, lease.blocks)
+            self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=lease.blocks)))
             async with asyncio.timeout(resources.lease_timeout_s):
                 async for group in reader.groups():
                     if isinstance(group, Lost):
@@ -221,9 +212,6 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         except (MoonpoolError, TimeoutError) as error:
             log.warning("read given up", blocks=lease.blocks, error=str(error))
         self._post_done(number)
-
-    def _post_opened(self, number: int, blocks: int) -> None:
-        self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=blocks)))
 
     def _post_done(self, number: int) -> None:
         self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))

@@ -182,12 +182,11 @@ class LayerReader:
 
     def _sent(self) -> None:
         """What was walked over has been sent."""
-        if self._closed:
-            return
-        self.ahead.grant(self._walked)
-        self._held -= self._walked
-        self._walked = 0
-        self._start_more()
+        if not self._closed:
+            self.ahead.grant(self._walked)
+            self._held -= self._walked
+            self._walked = 0
+            self._start_more()
 
     def _start_more(self, *, must: bool = False) -> None:
         """Begins reading as far ahead as fetches and memory allow; at least one fetch if it is a must."""

@@ -114,9 +114,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
     ) -> bool:
         """Opens a session, now or when there is room; whether the answer has given back the message's credit."""
         spec = self._spec(message)
-        waits = self._rooms.waits(self._writes.lane(spec.tenant))
-        session = None if waits else self._attempt_open(entry, spec)
-        if session is None:
+        if self._waits(spec) or (session := self._attempt_open(entry, spec)) is None:
             entry.task = self.spawn(self._when_room(entry, spec))
             return False
         entry.session = session
@@ -135,6 +133,9 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         layers = range(message.layer_begin, message.layer_end)
         heads = range(message.head_begin, message.head_end)
         return PutSpec(self.format, keys, parents_of(keys, parents), message.tenant, layers, heads)
+
+    def _waits(self, spec: PutSpec) -> bool:
+        return self._rooms.waits(self._writes.lane(spec.tenant))
 
     def _attempt_open(self, entry: _Entry, spec: PutSpec) -> PutSession | None:
         return self._writes.open(
@@ -182,7 +183,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         if header.session != entry.number:
             raise InvalidRequest("frame.session", f"{header.session} is not the session that is opened")
         entry.silent = True
-        entry.silent = self._write_runs(session, session.opener.open(header, payload))
+        entry.silent = self._writes.write(session, session.opener.open(header, payload), now=entry.progress_at)
         if entry.silent and not session.complete:
             raise InvalidRequest("frame", "is not all of the session")
         return entry.silent
@@ -204,25 +205,22 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             raise InvalidRequest("session", f"{header.session} is not open yet")
         entry.progress_at = self._loop.time()
         runs = session.opener.open(header, payload)
-        waits = self._rooms.waits(self._writes.lane(session.spec.tenant)) and self._writes.needs_room(session, runs)
-        if not entry.backlog and not waits and self._write_runs(session, runs):
+        waits = entry.backlog or (self._waits(session.spec) and self._writes.needs_room(session, runs))
+        if not waits and self._writes.write(session, runs, now=entry.progress_at):
             return True
         entry.backlog.append((runs, payload.nbytes))
         if entry.task is None:
             entry.task = self.spawn(self._when_room(entry, session.spec))
         return False
 
-    def _write_runs(self, session: PutSession, runs: list[OpenRun]) -> bool:
-        return self._writes.write(session, runs, now=self._loop.time())
-
     def _write_first(self, entry: _Entry, session: PutSession) -> bool | None:
         """Writes the first frame of the backlog; None while there is no room."""
         runs, nbytes = entry.backlog[0]
-        if not self._write_runs(session, runs):
+        entry.progress_at = self._loop.time()
+        if not self._writes.write(session, runs, now=entry.progress_at):
             return None
         if entry.backlog:  # else the session has ended with this frame
             entry.backlog.popleft()
-            entry.progress_at = self._loop.time()
             self._give_back(self._receiver.consumed(nbytes))
         return True
 

@@ -61,7 +61,6 @@ class Journal:
 
     @property
     def watchers(self) -> int:
-        """Number of watchers."""
         return len(self._watchers)
 
     @property
@@ -108,13 +107,10 @@ class Journal:
         self._flush()
         watcher = _Watcher()
         known = incarnation == self.incarnation and self._reaches(after_sequence)
-        missed = [message for message in self._kept if message.sequence > after_sequence] if known else []
-        pages = iter(()) if known else self._pages(watcher)
+        missed = [message for message in self._kept if message.sequence > after_sequence]
+        pages = iter([missed]) if known else self._pages(watcher)
         self._watchers.add(watcher)
         try:
-            for message in missed:
-                self._check(watcher)
-                yield message
             for page in pages:
                 for message in page:
                     self._check(watcher)
