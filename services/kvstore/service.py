@@ -25,10 +25,9 @@ from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.operate.gauges import Gauged, gauges_of
 from services.kvstore.operate.observe import Observer
-from services.kvstore.operate.operations import Operations
+from services.kvstore.operate.operations import Operations, Warmer
 from services.kvstore.operate.pin_keeper import PinKeeper
 from services.kvstore.operate.reuse import ReuseSample
-from services.kvstore.operate.warming import Warmer
 from services.kvstore.operate.writer import WorkSignal, WriteBehind
 from services.kvstore.policies.policy import POLICIES
 from services.kvstore.servicer import KVStoreServicer
@@ -146,7 +145,7 @@ class KVStoreService(StoreListener):
             store.reads, pool, ahead, instance, timeout_s, config.lease_timeout_s, on_read, together_bytes
         )
         warmer = Warmer(store, pool, ahead)
-        operations = Operations(store, store.tiers.ssd, self.writer, warmer, self._reuse, config.capacity_bytes)
+        operations = Operations(store, self.writer, warmer, self._reuse, config.capacity_bytes)
         journal, closing, calls = self._journal, self._closing, self.calls
         return KVStoreServicer(
             put, get, store.tiers.match, self._pins, operations, journal, self.gauges, instance, closing, calls

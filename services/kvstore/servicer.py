@@ -102,7 +102,7 @@ class KVStoreServicer:
         self, request: kvstore_pb2.WarmRequest, context: PeerContext
     ) -> kvstore_pb2.WarmResponse:
         with self.calls.call(context):
-            warmed = await self.operations.warm(request.max_bytes)
+            warmed = await self.operations.warmer.warm(request.max_bytes)
         return kvstore_pb2.WarmResponse(blocks=warmed.blocks, bytes=warmed.nbytes)
 
     async def ReuseCurve(  # noqa: N802
@@ -113,6 +113,6 @@ class KVStoreServicer:
         return kvstore_pb2.ReuseCurveResponse(
             points=[kvstore_pb2.ReusePoint(bytes=nbytes, hit_share=share) for nbytes, share in self.operations.sizes()],
             references=reuse.uses,
-            sampled=reuse.rate,
+            sampled=reuse.last_uses.rate,
             capacity_bytes=self.operations.capacity_bytes,
         )

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from google.protobuf.message import Message
 
 from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken
-from moonpool.kv.frames import FRAME_BYTES, DamagedSliceError, Slice, part_bytes
+from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, DamagedSliceError, Slice, part_bytes
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import unpack_keys
 from moonpool.kv.layout import KVLayout
@@ -163,6 +163,9 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             )
             task = self._sessions[number] = self.spawn(self._serve(number, reader, wanted, begin))
             task.add_done_callback(lambda task: self._ended(number, task, reader))
+        except DamagedSliceError as error:
+            resources.reads.suspect(lease.keys[error.block])
+            raise
         finally:
             if task is None:
                 resources.reads.close(lease)
@@ -174,8 +177,9 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
 
     def _sent_together(self, number: int, lease: ReadLease, wanted: _Wanted) -> bool:
         """Whether all of a small read in DRAM could be sent with its opening, without waiting."""
-        nbytes = lease.blocks * len(wanted.layers) * part_bytes(wanted.heads, self.format.layout)
-        if not 0 < nbytes <= self._resources.together_bytes or lease.cold:
+        count = lease.blocks * len(wanted.layers)
+        nbytes = count * part_bytes(wanted.heads, self.format.layout)
+        if not 0 < nbytes <= self._resources.together_bytes or count > MAX_FRAME_SLICES or lease.cold:
             return False
         blocks = [source.block for source in lease.sources if source.block is not None]
         cells = (
@@ -211,6 +215,8 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             return  # the stream itself reports it
         except (MoonpoolError, TimeoutError) as error:
             log.warning("read given up", blocks=lease.blocks, error=str(error))
+            if isinstance(error, DamagedSliceError):  # its reader never sees it and cannot say so
+                resources.reads.suspect(lease.keys[error.block])
         self._post_done(number)
 
     def _post_done(self, number: int) -> None:

@@ -14,13 +14,17 @@ from google.protobuf.message import Message
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded
 from moonpool.kv.frames import OpenRun
 from moonpool.kv.keys import unpack_keys
+from moonpool.kv.layout import MAX_SLICE_BYTES
 from moonpool.streams.credits import Traffic
 from moonpool.streams.receiving import FrameReceiver
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSession, PutSpec, parents_of
-from services.kvstore.core.writes import Writes
+from services.kvstore.core.writes import RETRY_AFTER_S, Writes
 from services.kvstore.streams.open_calls import KVStream
 from services.kvstore.streams.rooms import RoomQueue
+
+MAX_UNFINISHED_BYTES = 4 * MAX_SLICE_BYTES
+"""Bytes of slices larger than a frame that one writer may have sent in part; they lie beside the DRAM budget."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self._resources = resources
         self._receiver = FrameReceiver(resources.window_bytes)
         self._entries: dict[int, _Entry] = {}
+        self._unfinished_bytes = 0
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -145,6 +150,16 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             now=self._loop.time(),
         )
 
+    def _open_frame(self, session: PutSession, header: kv_pb2.FrameHeader, payload: memoryview) -> list[OpenRun]:
+        before = session.opener.unfinished_bytes
+        try:
+            runs = session.opener.open(header, payload)
+        finally:
+            self._unfinished_bytes += session.opener.unfinished_bytes - before
+        if self._unfinished_bytes > MAX_UNFINISHED_BYTES:
+            raise Overloaded("too many slices have come in part", reason="kvstore_memory", retry_after_s=RETRY_AFTER_S)
+        return runs
+
     async def _when_room(self, entry: _Entry, spec: PutSpec) -> None:
         """Opens a session that is not open, then writes its backlog, as there is room."""
         timeout_s, lane = self._resources.room_timeout_s, self._writes.lane(spec.tenant)
@@ -183,7 +198,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         if header.session != entry.number:
             raise InvalidRequest("frame.session", f"{header.session} is not the session that is opened")
         entry.silent = True
-        entry.silent = self._writes.write(session, session.opener.open(header, payload), now=entry.progress_at)
+        entry.silent = self._writes.write(session, self._open_frame(session, header, payload), now=entry.progress_at)
         if entry.silent and not session.complete:
             raise InvalidRequest("frame", "is not all of the session")
         return entry.silent
@@ -204,7 +219,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         if session is None:
             raise InvalidRequest("session", f"{header.session} is not open yet")
         entry.progress_at = self._loop.time()
-        runs = session.opener.open(header, payload)
+        runs = self._open_frame(session, header, payload)
         waits = entry.backlog or (self._waits(session.spec) and self._writes.needs_room(session, runs))
         if not waits and self._writes.write(session, runs, now=entry.progress_at):
             return True
@@ -286,6 +301,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         """Forgets a session and everything it left unfinished."""
         if self._entries.get(entry.number) is entry:
             del self._entries[entry.number]
+            if entry.session is not None:
+                self._unfinished_bytes -= entry.session.opener.unfinished_bytes
         if entry.timer is not None:
             entry.timer.cancel()
         if entry.task is not None and entry.task is not asyncio.current_task():

@@ -10,7 +10,7 @@ import pytest
 
 from moonpool.kv.keys import BlockKey
 from moonpool.streams.credits import ByteCredits
-from services.kvstore.operate.warming import Warmed, Warmer
+from services.kvstore.operate.operations import Warmed, Warmer
 from services.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.helpers import BLOCK, OTHER_FORMAT, RECORD, Driven, block_of, data_of, keys_of, open_ssd
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.errors import TransferFailed
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.frames import DamagedSliceError
 from moonpool.kv.hashes import slice_hash
@@ -36,6 +37,27 @@ async def test_a_flip_in_dram_is_found_by_the_reader_and_the_block_is_dropped() 
         assert await store.read(KEYS) == [data_of(A)]
         assert await store.put(KEYS) == (2, 1)
         assert await store.read(KEYS) == [data_of(key) for key in KEYS]
+        await store.at_rest()
+
+
+@pytest.mark.parametrize("together_bytes", [0, 1 << 20])
+async def test_a_flip_that_is_found_where_heads_are_cut_out_costs_the_block(together_bytes: int) -> None:
+    """A reader of some heads gets nothing of the damaged slice: the store itself must forget it."""
+    async with rig(together_bytes=together_bytes) as store:
+        await store.put(KEYS)
+        flip(store)
+        reader = store.reader()
+
+        async def read() -> int:
+            return await reader.read(
+                KEYS, layers=range(3), heads=range(1), on_slice=lambda *_: None, on_layer=lambda _: None, timeout_s=10
+            )
+
+        with contextlib.suppress(TransferFailed):
+            assert await read() == 0
+        await store.until("damaged_blocks_total", 1)
+        assert await read() == 1
+        await reader.aclose()
         await store.at_rest()
 
 
