@@ -85,7 +85,7 @@ class LayerReader:
     """Reads one lease, and closes it when the last read for it has ended.
 
     Attributes:
-        layers: those that no band has been opened for; at first all that are wanted.
+        layers: what is wanted, less those layers that have their band.
         ahead: bytes that all readers together may have read and not sent; each may always have one fetch. What is read
             into DRAM that was set aside for it does not count.
         group_bytes: size of a group aimed at.
@@ -270,11 +270,12 @@ class LayerReader:
     def _ended(self, fetch: Future[tuple[_Piece, Exception] | None], band: _Band, pieces: list[_Piece]) -> None:
         """Takes note of what a thread read and what it could not read."""
         self._fetches.discard(fetch)
-        failure = None if fetch.cancelled() else fetch.result()
-        if failure is not None:
+        if fetch.cancelled():
+            self._limit = min(self._limit, pieces[0].block)
+        elif (failure := fetch.result()) is not None:
             self._fail(*failure)
         bits = sum(1 << layer for layer in band.layers)
-        for piece in () if fetch.cancelled() else pieces:
+        for piece in pieces:
             if piece.block < self._limit:
                 piece.source.filled |= bits
                 band.slices[piece.block] = piece.outs
