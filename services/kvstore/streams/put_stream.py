@@ -89,7 +89,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         return kvstore_pb2.PutResponse(welcome=self._receiver.welcome(self._resources.instance))
 
     def on_message(self, message: kvstore_pb2.PutRequest, payload: memoryview) -> None:
-        """One message of the writer. What is wrong with a session ends that session only."""
+        """What is wrong with a session ends that session only."""
         match message.WhichOneof("message"):
             case "open":
                 self._open(message.open, payload)
