@@ -1,7 +1,7 @@
 """The hash of a layer slice: made once, by the process that computed the KV, and verified by the last that receives it.
 
 Engines hash a slice when its block is full or its prompt ends, with invalid token slots as zeros. The hash then lies
-beside the slice in the pool, in frames, in the kvstore's DRAM and in its records; nobody on the way makes it anew. So a
+beside the slice in the pool, in frames, in the kvstore's DRAM and in its records; it is not made again on the way. So a
 bit that flips anywhere in between is noticed.
 
 On its way to and from a kvstore, and there, a hash is *bound* to the block's key and the layer: a slice that is whole

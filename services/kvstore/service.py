@@ -48,15 +48,10 @@ END_STREAMS_S = 2.0
 
 
 class Tiers:
-    """Blocking. Both tiers of a store, with everything that the SSD tier held before.
+    """Blocking. Both tiers of a store: an empty one in DRAM, and that on SSD with what it held before.
 
     Raises:
         ConfigError: naming `data_dir`.
-
-    Attributes:
-        dram: the empty DRAM tier, with the pins' budgets and the tenants' grants.
-        ssd: the SSD tier; None when the configuration wants none.
-        ssd_account: bytes of the SSD tier by tenant.
     """
 
     def __init__(self, config: KVStoreConfig) -> None:
@@ -87,17 +82,12 @@ class KVStoreService(StoreListener):
     """The store with its threads and its servicer; use `running`.
 
     Args:
-        config: the settings.
-        tiers: what it holds.
-        instance: who it is; its address is set before it joins.
+        instance: its address is set before it joins.
         channels: to the conductor; None to run alone.
         on_drain: called when the conductor orders this store to drain.
         together_bytes: largest read that is answered in one message.
 
     Attributes:
-        store: what it holds, with sessions and leases.
-        servicer: how others reach it.
-        rooms: sessions that wait for room in DRAM.
         agent: keeps it joined; None when it runs alone.
         idle: set while no session is open.
     """
@@ -124,13 +114,9 @@ class KVStoreService(StoreListener):
         self._reuse = ReuseSample()
         self._work = WorkSignal()
         self._unreported = Unreported()
+        sessions, budget, account = config.max_sessions, config.lease_budget_bytes, tiers.ssd_account
         self.store = BlockStore(
-            tiers.dram,
-            tiers.ssd,
-            self,
-            max_sessions=config.max_sessions,
-            lease_bytes=config.lease_budget_bytes,
-            ssd_account=tiers.ssd_account,
+            tiers.dram, tiers.ssd, self, max_sessions=sessions, lease_bytes=budget, ssd_account=account
         )
         self.writer: WriteBehind | None = None
         if tiers.ssd is not None:
@@ -140,16 +126,7 @@ class KVStoreService(StoreListener):
         self._pins = PinKeeper(self.store)
         ahead = ByteCredits(config.read_ahead_bytes)
         self.gauges = gauges_of(
-            Gauged(
-                self.store,
-                self.calls,
-                self.rooms,
-                ahead,
-                self._journal,
-                self.writer,
-                tiers.ssd_account,
-                config.tenants,
-            )
+            Gauged(self.store, self.calls, self.rooms, ahead, self._journal, self.writer, account, config.tenants)
         )
         self.metrics.watch(self.gauges)
         self.servicer = self._make_servicer(instance, ahead, together_bytes)
@@ -160,44 +137,24 @@ class KVStoreService(StoreListener):
             self.agent = JoinAgent(channels, config.conductor, self.hello, self._load, take, held, on_drain)
 
     def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits, together_bytes: int) -> KVStoreServicer:
-        config, store = self.config, self.store
-        put = PutResources(
-            store.writes, self.rooms, instance, config.window_bytes, config.session_timeout_s, config.room_timeout_s
-        )
+        config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.session_timeout_s
+        put = PutResources(store.writes, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
+        on_read = self._observer.read
         get = GetResources(
-            store.reads,
-            self._pool,
-            ahead,
-            instance,
-            config.session_timeout_s,
-            config.lease_timeout_s,
-            lambda cold, seconds: self._observer.read(cold=cold, seconds=seconds),
-            together_bytes,
+            store.reads, pool, ahead, instance, timeout_s, config.lease_timeout_s, on_read, together_bytes
         )
-        warmer = Warmer(store, self._pool, ahead)
+        warmer = Warmer(store, pool, ahead)
         operations = Operations(store, self.writer, warmer, self._reuse, config.capacity_bytes)
+        journal, closing, calls = self._journal, self._closing, self.calls
         return KVStoreServicer(
-            put,
-            get,
-            store.tiers.match,
-            self._pins,
-            operations,
-            self._journal,
-            self.gauges,
-            instance,
-            self._closing,
-            self.calls,
+            put, get, store.tiers.match, self._pins, operations, journal, self.gauges, instance, closing, calls
         )
 
     @property
     def contract(self) -> Service:
-        """What `serving` serves."""
         return kvstore_pb2.DESCRIPTOR.services_by_name["KVStoreService"], self.servicer
 
-    # What the store tells
-
     def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
-        """Tells watchers, histograms and the conductor."""
         self._journal.changed(stored, removed)
         self._observer.changed(stored, removed)
         if self.agent is not None:
@@ -205,20 +162,16 @@ class KVStoreService(StoreListener):
             self.agent.notify()
 
     def asked(self, keys: Sequence[BlockKey]) -> None:
-        """Counts a reader's chain."""
         self._observer.asked(keys)
         self._reuse.observe(keys)
 
     def room(self) -> None:
-        """Lets sessions that wait try again."""
         self.rooms.notify()
 
     def work(self) -> None:
-        """Wakes the writer."""
         self._work.notify()
 
     def sessions_changed(self) -> None:
-        """Keeps `idle` right."""
         if self.store.writes.sessions or self.store.reads.leases:
             self.idle.clear()
         else:
@@ -263,14 +216,17 @@ class KVStoreService(StoreListener):
         self._draining = True
         if self.agent is not None:
             self.agent.notify()  # the store stays joined while it drains
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.config.drain_s / 2):
-                await self.idle.wait()
+        await _within(self.config.drain_s / 2, self.idle)
         self._closing.set()
         self._journal.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_STREAMS_S):
-                await self.calls.quiet.wait()
+        await _within(END_STREAMS_S, self.calls.quiet)
+
+
+async def _within(timeout_s: float, event: asyncio.Event) -> None:
+    """Waits for an event, but no longer than `timeout_s`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
 
 
 async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:

@@ -32,16 +32,8 @@ class KVStoreServicer:
     """Answers the contract's methods.
 
     Attributes:
-        put: what Put streams use.
-        get: what Get streams use.
         match: how many leading keys are here.
-        pins: the pins with their clock.
-        operations: what operators ask for.
-        journal: what watchers get.
-        gauges: everything the store holds.
-        instance: who this store is.
         closing: set when the service ends its streams.
-        calls: open calls and streams.
     """
 
     put: PutResources
@@ -58,13 +50,11 @@ class KVStoreServicer:
     async def Put(  # noqa: N802
         self, requests: AsyncIterator[PayloadMessage[kvstore_pb2.PutRequest]], context: PeerContext
     ) -> None:
-        """Blocks from one writer process."""
         stream = PutStream(self.put, self.closing)
         with self.calls.stream(context, stream):
             await stream.run(requests, context)
 
     async def Get(self, requests: AsyncIterator[kvstore_pb2.GetRequest], context: PeerContext) -> None:  # noqa: N802
-        """Blocks to one reader process."""
         stream = GetStream(self.get, self.closing)
         with self.calls.stream(context, stream):
             await stream.run(requests, context)
@@ -72,7 +62,6 @@ class KVStoreServicer:
     async def MatchPrefix(  # noqa: N802
         self, request: kvstore_pb2.MatchPrefixRequest, context: object
     ) -> kvstore_pb2.MatchPrefixResponse:
-        """How many leading blocks of a chain are here."""
         keys = unpack_keys(request.keys, max_keys=MAX_MATCH_KEYS)
         return kvstore_pb2.MatchPrefixResponse(blocks=self.match(keys))
 
@@ -88,7 +77,6 @@ class KVStoreServicer:
         )
 
     async def Unpin(self, request: kvstore_pb2.UnpinRequest, context: object) -> kvstore_pb2.UnpinResponse:  # noqa: N802
-        """Ends a pin."""
         return kvstore_pb2.UnpinResponse(found=self.pins.unpin(request.tenant, request.name))
 
     async def Watch(  # noqa: N802
@@ -103,19 +91,16 @@ class KVStoreServicer:
     async def KVStoreStats(  # noqa: N802
         self, request: kvstore_pb2.KVStoreStatsRequest, context: object
     ) -> kvstore_pb2.KVStoreStatsResponse:
-        """Everything the store holds."""
         return kvstore_pb2.KVStoreStatsResponse(instance=self.instance, gauges=self.gauges.read())
 
     async def Compact(  # noqa: N802
         self, request: kvstore_pb2.CompactRequest, context: object
     ) -> kvstore_pb2.CompactResponse:
-        """Begins to rewrite segments in which little is live."""
         return kvstore_pb2.CompactResponse(segments=self.operations.compact(request.min_live_share))
 
     async def Warm(  # noqa: N802
         self, request: kvstore_pb2.WarmRequest, context: PeerContext
     ) -> kvstore_pb2.WarmResponse:
-        """Fills free DRAM from SSD."""
         with self.calls.call(context):
             warmed = await self.operations.warmer.warm(request.max_bytes)
         return kvstore_pb2.WarmResponse(blocks=warmed.blocks, bytes=warmed.nbytes)

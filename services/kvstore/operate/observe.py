@@ -24,7 +24,7 @@ class Observer:
         self._gaps = metrics.histogram("block_reuse_gap_seconds", "between two uses of a block, of a sample", AGES)
         self.followed: KeySample[tuple[float, float]] = KeySample(sample_keys)  # times: stored, used last
 
-    def read(self, *, cold: bool, seconds: float) -> None:
+    def read(self, cold: bool, seconds: float) -> None:
         """A reading session has ended well; `cold` when some of its blocks came from the SSD tier."""
         (self._cold_reads if cold else self._warm_reads).observe(seconds)
 

@@ -1,7 +1,6 @@
-"""The server half of one `Get` stream: each session is a task that walks a lease and sends what it reads.
+"""The server half of one `Get` stream: each session is a task that reads a lease layer by layer and sends it.
 
-A session sends layer by layer, as the reader's credits allow. The contract has no refusal of a single read: what cannot
-be served is answered as a miss.
+The contract has no refusal of a single read: what cannot be served is answered as a miss.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS
 from services.kvstore.core.reads import ReadLease, Reads
 from services.kvstore.streams.layers import Cell, LayerReader, Lost
-from services.kvstore.streams.sessions import KVStream
+from services.kvstore.streams.open_calls import KVStream
 
 log = get_logger(__name__)
 
@@ -34,10 +33,8 @@ class GetResources:
     """What all Get streams of a store use.
 
     Attributes:
-        reads: where leases come from.
         pool: threads that read the SSD tier.
         ahead: budget of the read-ahead.
-        instance: who this store is.
         session_timeout_s: longest wait for a reader's credits.
         lease_timeout_s: longest life of a session, whose blocks cannot be evicted.
         on_read: told of sessions that ended well: whether blocks came from the SSD tier, and the seconds.
@@ -62,7 +59,6 @@ class _Wanted:
     heads: range | None
 
     def slices(self, cells: Iterable[Cell], lease: ReadLease) -> Iterator[Slice]:
-        """What is to be sent of whole slices."""
         layout = lease.format.layout
         full = layout.block_tokens
         if self.heads is None:
@@ -70,11 +66,7 @@ class _Wanted:
         return (self._cut(cell, lease.keys[cell.block], layout) for cell in cells)
 
     def _cut(self, cell: Cell, key: bytes, layout: KVLayout) -> Slice:
-        """Some heads of a slice. Their hash is made here, so the slice is verified first.
-
-        Raises:
-            DamagedSliceError: The slice does not match its hash any more.
-        """
+        """Some heads of a slice. Their hash is made here, so the slice is verified first; raises DamagedSliceError."""
         assert self.heads is not None
         if bind(slice_hash(cell.data), key, cell.layer) != cell.hash:
             raise DamagedSliceError(cell.layer, cell.block)
@@ -84,11 +76,7 @@ class _Wanted:
 
 
 def _wanted(message: kv_pb2.ReadOpen, layout: KVLayout) -> _Wanted:
-    """The part of the blocks that a reader asks for.
-
-    Raises:
-        InvalidRequest: there is no such part.
-    """
+    """The part of the blocks that a reader asks for; raises InvalidRequest when there is no such part."""
     if not message.layer_begin < message.layer_end <= layout.layers:
         raise InvalidRequest("layer_end", f"no such layers; the layout has {layout.layers}")
     if not message.head_begin < message.head_end <= layout.kv_heads:
@@ -113,27 +101,25 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
 
     @property
     def traffic(self) -> Traffic:
-        """What is under way on the stream."""
         return super().traffic + Traffic(credits_out=self._credits.out)
 
     def welcome(self) -> Message:
-        """The answer to hello. Credits on this stream are the reader's to give."""
+        """The answer to hello. It gives no credits: on this stream the reader does."""
         self._frames = FrameWriter(
             self.outbox, self.format.layout, lambda header: kvstore_pb2.GetResponse(frame=header)
         )
         self._credits = self._frames.credits
-        welcome = kv_pb2.StreamWelcome(receiver=self._resources.instance, credit_bytes=0)
-        return kvstore_pb2.GetResponse(welcome=welcome)
+        return kvstore_pb2.GetResponse(welcome=kv_pb2.StreamWelcome(receiver=self._resources.instance))
 
     def on_message(self, message: kvstore_pb2.GetRequest, payload: memoryview) -> None:
         """One message of the reader. What is wrong with a session ends that session only."""
         if message.credit_bytes:
-            self._frames.grant(kv_pb2.Credit(bytes=message.credit_bytes))
+            self._credits.grant(message.credit_bytes)
         match message.WhichOneof("message"):
             case "open":
                 self._open(message.open)
             case "credit":
-                self._frames.grant(message.credit)
+                self._credits.grant(message.credit.bytes)
             case "close":
                 for key in unpack_keys(message.close.damaged_key, "damaged_key", max_keys=1):
                     self._resources.reads.tiers.suspect(key)
@@ -156,33 +142,33 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
             wanted = _wanted(message, layout)
             lease = self._resources.reads.open(keys, self.format, promote=len(wanted.layers) == layout.layers)
+            self._begin(message, lease, wanted)
         except MoonpoolError as error:
-            self._miss(message.session, error)
-            return
-        self._begin(message, lease, wanted)
+            # at level debug: a peer that asks too much must not fill the log
+            log.debug("read answered as a miss", error=str(error))
+            self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=message.session)))
+            self._post_done(message.session)
 
     def _begin(self, message: kv_pb2.ReadOpen, lease: ReadLease, wanted: _Wanted) -> None:
         """Serves a lease, at once or by a task; it is closed in any case."""
         resources, number, begin = self._resources, message.session, time.monotonic()
-        sent_bytes = part_bytes(wanted.heads, self.format.layout)
-        reader = LayerReader(
-            resources.reads, lease, wanted.layers, resources.pool, resources.ahead, sent_bytes=sent_bytes
-        )
         task = None
         try:
             if message.takes_frame and self._sent_together(number, lease, wanted):
                 resources.on_read(False, time.monotonic() - begin)
-            else:
-                task = self.spawn(self._serve(number, lease, reader, wanted, begin))
-        except MoonpoolError as error:
-            self._suspect(lease, error)
-            self._miss(number, error)
+                return
+            sent_bytes = part_bytes(wanted.heads, self.format.layout)
+            reader = LayerReader(
+                resources.reads, lease, wanted.layers, resources.pool, resources.ahead, sent_bytes=sent_bytes
+            )
+            task = self._sessions[number] = self.spawn(self._serve(number, reader, wanted, begin))
+            task.add_done_callback(lambda task: self._ended(number, task, reader))
+        except DamagedSliceError as error:
+            resources.reads.tiers.suspect(lease.keys[error.block])
+            raise
         finally:
             if task is None:
-                reader.close()
-        if task is not None:
-            self._sessions[number] = task
-            task.add_done_callback(lambda task: self._ended(number, task, reader))
+                resources.reads.close(lease)
 
     def _ended(self, number: int, task: "asyncio.Task[None]", reader: LayerReader) -> None:
         reader.close()  # here, because a task that is cancelled before it has begun cannot do it
@@ -191,15 +177,15 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
 
     def _sent_together(self, number: int, lease: ReadLease, wanted: _Wanted) -> bool:
         """Whether all of a small read in DRAM could be sent with its opening, without waiting."""
-        layout = self.format.layout
-        slices_wanted = lease.blocks * len(wanted.layers)
-        nbytes = slices_wanted * part_bytes(wanted.heads, layout)
-        if not 0 < nbytes <= self._resources.together_bytes or slices_wanted > MAX_FRAME_SLICES or lease.cold:
+        count = lease.blocks * len(wanted.layers)
+        nbytes = count * part_bytes(wanted.heads, self.format.layout)
+        if not 0 < nbytes <= self._resources.together_bytes or count > MAX_FRAME_SLICES or lease.cold:
             return False
+        blocks = [source.block for source in lease.sources if source.block is not None]
         cells = (
-            Cell(layer, block, source.take(layer, layout), source.hash_of(layer))
+            Cell(layer, index, block.slice(layer), block.hashes[layer])
             for layer in wanted.layers
-            for block, source in enumerate(lease.sources)
+            for index, block in enumerate(blocks)
         )
         slices = list(wanted.slices(cells, lease))
         opened = kv_pb2.ReadOpened(session=number, blocks=lease.blocks)
@@ -210,42 +196,32 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
 
         return self._frames.offer(number, slices, wrap)
 
-    async def _serve(self, number: int, lease: ReadLease, reader: LayerReader, wanted: _Wanted, begin: float) -> None:
+    async def _serve(self, number: int, reader: LayerReader, wanted: _Wanted, begin: float) -> None:
         """One session from its opening to its end: layer by layer, each as soon as it is read."""
-        resources = self._resources
+        resources, lease = self._resources, reader.lease
         try:
             self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=lease.blocks)))
             async with asyncio.timeout(resources.lease_timeout_s):
-                await self._send(number, lease, reader, wanted)
+                async for group in reader.groups():
+                    if isinstance(group, Lost):
+                        missing = kv_pb2.ReadMissing(session=number, block=group.block)
+                        self.post(kvstore_pb2.GetResponse(missing=missing))
+                    else:
+                        slices = wanted.slices(group, lease)
+                        await self._frames.send(number, 0, slices, timeout_s=resources.session_timeout_s)
             if lease.blocks:
                 resources.on_read(lease.cold, time.monotonic() - begin)
-            self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
         except StreamBroken:
             return  # the stream itself reports it
         except (MoonpoolError, TimeoutError) as error:
             log.warning("read given up", blocks=lease.blocks, error=str(error))
-            self._suspect(lease, error)
-            self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
+            if isinstance(error, DamagedSliceError):  # its reader never sees it and cannot say so
+                resources.reads.tiers.suspect(lease.keys[error.block])
+        self._post_done(number)
 
-    def _suspect(self, lease: ReadLease, error: Exception) -> None:
-        """A slice that was verified here may be damaged in DRAM: its reader never sees it and cannot say so."""
-        if isinstance(error, DamagedSliceError):
-            self._resources.reads.tiers.suspect(lease.keys[error.block])
-
-    def _miss(self, number: int, error: MoonpoolError) -> None:
-        log.debug("read answered as a miss", error=str(error))  # debug: a peer that asks too much must not fill the log
-        self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=0)))
+    def _post_done(self, number: int) -> None:
         self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
 
-    async def _send(self, number: int, lease: ReadLease, reader: LayerReader, wanted: _Wanted) -> None:
-        async for group in reader.groups():
-            if isinstance(group, Lost):
-                self.post(kvstore_pb2.GetResponse(missing=kv_pb2.ReadMissing(session=number, block=group.block)))
-                continue
-            slices = wanted.slices(group, lease)
-            await self._frames.send(number, 0, slices, timeout_s=self._resources.session_timeout_s)
-
     def end(self) -> None:
-        """The stream is over."""
         for task in list(self._sessions.values()):
             task.cancel()

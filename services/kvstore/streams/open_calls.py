@@ -1,16 +1,45 @@
-"""Calls and streams that peers have open, bounded per host."""
+"""Calls and streams that peers have open, bounded per host, and what the two streams that carry KV have in common."""
 
 import asyncio
 import collections
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+from google.protobuf.message import Message
 
 from moonpool.errors import Overloaded
+from moonpool.kv.blocks import BlockFormat
 from moonpool.streams.credits import Traffic
-from services.kvstore.streams.sessions import KVStream
+from moonpool.streams.receiving import check_hello
+from moonpool.streams.serving import ServerStream
 
 RETRY_AFTER_S = 1.0
+
+Req = TypeVar("Req", bound=Message)
+
+
+class KVStream(ServerStream[Req]):
+    """One Put or Get stream of one peer. `format` is that of the KV which the peer's hello names."""
+
+    format: BlockFormat
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(unsent=len(self.outbox))
+
+    def welcome(self) -> Message:
+        """The answer to the peer's hello."""
+        raise NotImplementedError
+
+    async def on_hello(self, message: Any) -> None:
+        """Takes any KV whose layout can be kept.
+
+        Raises:
+            Mismatch: the hello's layout cannot be kept.
+        """
+        self.format = BlockFormat(message.hello.namespace, check_hello(message.hello))
+        self.outbox.post(self.welcome())
 
 
 class PeerContext(Protocol):
@@ -18,17 +47,13 @@ class PeerContext(Protocol):
 
     def peer(self) -> str:
         """The peer's address, its port last."""
-        ...
 
 
 class OpenCalls:
-    """All open calls of a store.
-
-    Args:
-        max_calls: most calls and streams that one host may have open.
+    """All open calls of a store; one host may have `max_calls` of them, streams included.
 
     Attributes:
-        streams: open Put, Get and Watch streams.
+        streams: number of open Put, Get and Watch streams.
         kv_streams: those of them that carry KV.
         quiet: set while there are no streams.
     """
@@ -43,7 +68,6 @@ class OpenCalls:
 
     @property
     def traffic(self) -> Traffic:
-        """What is under way on all Put and Get streams."""
         return sum((stream.traffic for stream in self.kv_streams), Traffic())
 
     @contextmanager

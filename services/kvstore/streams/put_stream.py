@@ -21,8 +21,8 @@ from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSession, PutSpec
 from services.kvstore.core.writes import Writes
 from services.kvstore.dram.arena import RETRY_AFTER_S
+from services.kvstore.streams.open_calls import KVStream
 from services.kvstore.streams.rooms import RoomQueue
-from services.kvstore.streams.sessions import KVStream
 
 MAX_UNFINISHED_BYTES = 4 * MAX_SLICE_BYTES
 """Bytes of slices larger than a frame that one writer may have sent in part; they lie beside the DRAM budget."""
@@ -33,9 +33,6 @@ class PutResources:
     """What all Put streams of a store use.
 
     Attributes:
-        writes: where blocks go.
-        rooms: where sessions wait for DRAM.
-        instance: who this store is.
         window_bytes: how far a writer may be ahead.
         session_timeout_s: longest time without progress.
         room_timeout_s: longest wait for DRAM.
@@ -49,28 +46,27 @@ class PutResources:
     room_timeout_s: float
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Entry:
     """One session as the stream knows it.
 
     Attributes:
+        progress_at: when something of it came or became durable, on the event loop's clock.
         session: None while it waits for room.
         task: waits for room, to open the session or to write its backlog.
         backlog: opened frames that wait for room, and their payload bytes.
-        close: the writer's close, which waits for the backlog.
-        finished: the writer has sent everything it had to send.
+        close: the writer's close, once it has come.
         silent: the answer to its opening says all.
     """
 
-    def __init__(self, number: int, now: float) -> None:
-        self.number = number
-        self.session: PutSession | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.backlog: collections.deque[tuple[list[OpenRun], int]] = collections.deque()
-        self.close: kvstore_pb2.PutClose | None = None
-        self.finished = False
-        self.silent = False
-        self.progress_at = now
-        self.timer: asyncio.TimerHandle | None = None
+    number: int
+    progress_at: float
+    session: PutSession | None = None
+    task: "asyncio.Task[None] | None" = None
+    backlog: collections.deque[tuple[list[OpenRun], int]] = dataclasses.field(default_factory=collections.deque)
+    close: kvstore_pb2.PutClose | None = None
+    silent: bool = False
+    timer: asyncio.TimerHandle | None = None
 
 
 class PutStream(KVStream[kvstore_pb2.PutRequest]):
@@ -88,15 +84,13 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     @property
     def traffic(self) -> Traffic:
-        """What is under way on the stream."""
         return super().traffic + Traffic(credits_kept=self._receiver.kept)
 
     def welcome(self) -> Message:
-        """The answer to hello, with the window."""
         return kvstore_pb2.PutResponse(welcome=self._receiver.welcome(self._resources.instance))
 
     def on_message(self, message: kvstore_pb2.PutRequest, payload: memoryview) -> None:
-        """One message of the writer. What is wrong with a session ends that session only."""
+        """What is wrong with a session ends that session only."""
         match message.WhichOneof("message"):
             case "open":
                 self._open(message.open, payload)
@@ -106,8 +100,6 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
                 self._close_requested(message.close)
             case other:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
-
-    # Opening
 
     def _open(self, message: kvstore_pb2.PutOpen, payload: memoryview) -> None:
         credit = self._receiver.consumed(payload.nbytes, idle=not self._entries)
@@ -128,13 +120,15 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
     ) -> bool:
         """Opens a session, now or when there is room; whether the answer has given back the message's credit."""
         spec = self._spec(message)
-        lane = self._writes.lane(spec.tenant)
-        if self._rooms.waits(lane) or (session := self._attempt_open(entry, spec)) is None:
-            entry.task = self.spawn(self._open_later(entry, spec))
+        if self._waits(spec) or (session := self._attempt_open(entry, spec)) is None:
+            entry.task = self.spawn(self._when_room(entry, spec))
             return False
         entry.session = session
         whole = message.HasField("frame") and session.covers_whole_blocks
-        if whole and self._take_whole(entry, session, message.frame, payload, credit):
+        if whole and self._take_whole(entry, session, message.frame, payload):
+            self._remove(entry)
+            opened = kvstore_pb2.PutOpened(session=entry.number, present=session.present, taken=True)
+            self.post(kvstore_pb2.PutResponse(opened=opened, credit_bytes=credit.bytes if credit is not None else 0))
             return True
         self._opened(entry, session)
         return False
@@ -142,14 +136,12 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
     def _spec(self, message: kvstore_pb2.PutOpen) -> PutSpec:
         keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
         parents = unpack_keys(message.parent_keys, "parent_keys", max_keys=MAX_SESSION_BLOCKS)
-        return PutSpec(
-            format=self.format,
-            keys=keys,
-            parents=parents,
-            tenant=message.tenant,
-            layers=range(message.layer_begin, message.layer_end),
-            heads=range(message.head_begin, message.head_end),
-        )
+        layers = range(message.layer_begin, message.layer_end)
+        heads = range(message.head_begin, message.head_end)
+        return PutSpec(self.format, keys, parents, message.tenant, layers, heads)
+
+    def _waits(self, spec: PutSpec) -> bool:
+        return self._rooms.waits(self._writes.lane(spec.tenant))
 
     def _attempt_open(self, entry: _Entry, spec: PutSpec) -> PutSession | None:
         return self._writes.open(
@@ -159,17 +151,34 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             now=self._loop.time(),
         )
 
-    async def _open_later(self, entry: _Entry, spec: PutSpec) -> None:
+    def _open_frame(self, session: PutSession, header: kv_pb2.FrameHeader, payload: memoryview) -> list[OpenRun]:
+        before = session.opener.unfinished_bytes
+        try:
+            runs = session.opener.open(header, payload)
+        finally:
+            self._unfinished_bytes += session.opener.unfinished_bytes - before
+        if self._unfinished_bytes > MAX_UNFINISHED_BYTES:
+            raise Overloaded("too many slices have come in part", reason="kvstore_memory", retry_after_s=RETRY_AFTER_S)
+        return runs
+
+    async def _when_room(self, entry: _Entry, spec: PutSpec) -> None:
+        """Opens a session that is not open, then writes its backlog, as there is room."""
         timeout_s, lane = self._resources.room_timeout_s, self._writes.lane(spec.tenant)
         try:
-            session = await self._rooms.get(
-                lambda: self._attempt_open(entry, spec), self._writes.close, timeout_s, lane=lane
-            )
+            session = entry.session
+            if session is None:
+                session = await self._rooms.get(
+                    lambda: self._attempt_open(entry, spec), self._writes.close, timeout_s, lane=lane
+                )
+                self._opened(entry, session)
+            while entry.backlog:
+                await self._rooms.get(lambda: self._write_first(entry, session), lambda _: None, timeout_s, lane=lane)
         except MoonpoolError as error:
             self._refuse(entry, error)
             return
         entry.task = None
-        self._opened(entry, session)
+        if entry.close is not None:
+            self._close_requested(entry.close)
 
     def _opened(self, entry: _Entry, session: PutSession) -> None:
         entry.session = session
@@ -180,34 +189,20 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self._durable(entry, durable)
         self._arm(entry)
 
-    def _take_whole(
-        self,
-        entry: _Entry,
-        session: PutSession,
-        header: kv_pb2.FrameHeader,
-        payload: memoryview,
-        credit: kv_pb2.Credit | None,
-    ) -> bool:
-        """Takes a session that came in one message and answers it in one message; False when there is no room for it.
+    def _take_whole(self, entry: _Entry, session: PutSession, header: kv_pb2.FrameHeader, payload: memoryview) -> bool:
+        """Writes a frame that came with its session's opening; False when there is no room for it.
 
         Raises:
-            InvalidRequest, FrameError: The frame is not what it should be, or not all of the session.
-            Overloaded: There is no memory.
+            InvalidRequest, FrameError: the frame is not what it should be, or not all of the session.
+            Overloaded: there is no memory.
         """
         if header.session != entry.number:
             raise InvalidRequest("frame.session", f"{header.session} is not the session that is opened")
         entry.silent = True
-        if not self._write_runs(session, self._open_frame(session, header, payload)):
-            entry.silent = False
-            return False
-        if not session.complete:
+        entry.silent = self._writes.write(session, self._open_frame(session, header, payload), now=entry.progress_at)
+        if entry.silent and not session.complete:
             raise InvalidRequest("frame", "is not all of the session")
-        self._remove(entry)
-        opened = kvstore_pb2.PutOpened(session=entry.number, present=session.present, taken=True)
-        self.post(kvstore_pb2.PutResponse(opened=opened, credit_bytes=credit.bytes if credit is not None else 0))
-        return True
-
-    # Frames
+        return entry.silent
 
     def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
         entry = self._entries.get(header.session)
@@ -226,47 +221,23 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             raise InvalidRequest("session", f"{header.session} is not open yet")
         entry.progress_at = self._loop.time()
         runs = self._open_frame(session, header, payload)
-        waits = self._rooms.waits(self._writes.lane(session.spec.tenant)) and self._writes.needs_room(session, runs)
-        if not entry.backlog and not waits and self._write_runs(session, runs):
+        waits = entry.backlog or (self._waits(session.spec) and self._writes.needs_room(session, runs))
+        if not waits and self._writes.write(session, runs, now=entry.progress_at):
             return True
         entry.backlog.append((runs, payload.nbytes))
         if entry.task is None:
-            entry.task = self.spawn(self._write_later(entry, session))
+            entry.task = self.spawn(self._when_room(entry, session.spec))
         return False
-
-    def _open_frame(self, session: PutSession, header: kv_pb2.FrameHeader, payload: memoryview) -> list[OpenRun]:
-        before = session.opener.unfinished_bytes
-        try:
-            runs = session.opener.open(header, payload)
-        finally:
-            self._unfinished_bytes += session.opener.unfinished_bytes - before
-        if self._unfinished_bytes > MAX_UNFINISHED_BYTES:
-            raise Overloaded("too many slices have come in part", reason="kvstore_memory", retry_after_s=RETRY_AFTER_S)
-        return runs
-
-    def _write_runs(self, session: PutSession, runs: list[OpenRun]) -> bool:
-        return self._writes.write(session, runs, now=self._loop.time())
-
-    async def _write_later(self, entry: _Entry, session: PutSession) -> None:
-        timeout_s, lane = self._resources.room_timeout_s, self._writes.lane(session.spec.tenant)
-        try:
-            while entry.backlog:
-                await self._rooms.get(lambda: self._write_first(entry, session), lambda _: None, timeout_s, lane=lane)
-        except MoonpoolError as error:
-            self._refuse(entry, error)
-            return
-        entry.task = None
-        if entry.close is not None:
-            self._close_requested(entry.close)
 
     def _write_first(self, entry: _Entry, session: PutSession) -> bool | None:
         """Writes the first frame of the backlog; None while there is no room."""
         runs, nbytes = entry.backlog[0]
-        if not self._write_runs(session, runs):
-            return None
-        entry.backlog.popleft()
         entry.progress_at = self._loop.time()
-        self._give_back(self._receiver.consumed(nbytes))
+        if not self._writes.write(session, runs, now=entry.progress_at):
+            return None
+        if entry.backlog:  # else the session has ended with this frame
+            entry.backlog.popleft()
+            self._give_back(self._receiver.consumed(nbytes))
         return True
 
     def _give_back(self, credit: kv_pb2.Credit | None) -> None:
@@ -275,7 +246,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     def _visible(self, entry: _Entry, blocks: Sequence[int]) -> None:
         self._ack(entry, blocks, kvstore_pb2.DURABILITY_VISIBLE)
-        if entry.finished and entry.session is not None and entry.session.complete:
+        if entry.close is not None and entry.session is not None and entry.session.complete:
             self._remove(entry)
 
     def _durable(self, entry: _Entry, blocks: Sequence[int]) -> None:
@@ -288,8 +259,6 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         ack = kvstore_pb2.PutAck(session=entry.number, blocks=blocks, durability=durability)
         self.post(kvstore_pb2.PutResponse(ack=ack))
 
-    # Ending
-
     def _close_requested(self, message: kvstore_pb2.PutClose) -> None:
         entry = self._entries.get(message.session)
         if entry is None:
@@ -297,24 +266,20 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         session = entry.session
         if session is None or message.aborted or session.complete:
             self._remove(entry)
-        elif entry.backlog:
-            entry.close = message
-        elif session.covers_whole_blocks:
+        elif session.covers_whole_blocks and not entry.backlog:
             self._refuse(entry, "closed before everything was sent")
         else:
-            entry.finished = True  # other writers bring the rest of its blocks; what this one brought stays
+            entry.close = message  # the backlog or other writers bring the rest of its blocks
 
     def _arm(self, entry: _Entry) -> None:
-        timeout_s = self._resources.session_timeout_s
-        entry.timer = self._loop.call_at(entry.progress_at + timeout_s, self._expire, entry)
+        entry.timer = self._loop.call_at(entry.progress_at + self._resources.session_timeout_s, self._expire, entry)
 
     def _expire(self, entry: _Entry) -> None:
         timeout_s = self._resources.session_timeout_s
         assert entry.session is not None
-        if self._loop.time() < entry.progress_at + timeout_s:
-            self._arm(entry)
-        elif entry.backlog:  # waits for room, which has a deadline of its own
+        if entry.backlog:  # waits for room, which has a deadline of its own
             entry.progress_at = self._loop.time()
+        if self._loop.time() < entry.progress_at + timeout_s:
             self._arm(entry)
         elif not entry.session.complete:
             self._refuse(entry, f"no progress for {timeout_s:g} s")
@@ -350,7 +315,6 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self._give_back(self._receiver.consumed(unwritten, idle=not self._entries))
 
     def end(self) -> None:
-        """The stream is over."""
         for entry in list(self._entries.values()):
             with contextlib.suppress(MoonpoolError):
                 self._remove(entry)

@@ -14,8 +14,7 @@ _Wanted = tuple[Callable[[], Any], Callable[[Any], None]]
 class RoomQueue:
     """Waiting attempts to get room, in lanes: one lane does not keep another waiting.
 
-    Args:
-        max_waiting: further attempts are turned away at once.
+    At most `max_waiting` attempts wait; further ones fail at once.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -28,7 +27,6 @@ class RoomQueue:
         return sum(map(len, self._lanes.values()))
 
     def waits(self, lane: Hashable = None) -> bool:
-        """Whether something waits in a lane."""
         return lane in self._lanes
 
     async def get(
@@ -36,15 +34,10 @@ class RoomQueue:
     ) -> T:
         """The attempt's result, once there is one.
 
-        Args:
-            attempt: returns None while there is no room.
-            undo: takes a result back that came after the caller was cancelled.
-            timeout_s: longest wait.
-            lane: in which to wait.
+        `attempt` returns None while there is no room. `undo` takes back what came after the caller was cancelled.
 
         Raises:
             DeadlineExceeded: there was no room within `timeout_s`, or too many wait already.
-            Exception: what the attempt raises.
         """
         if len(self) >= self._max_waiting:
             raise DeadlineExceeded("no room, and many others wait for it")

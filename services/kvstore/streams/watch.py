@@ -10,6 +10,7 @@ watcher knows exactly what is here at that number.
 
 import asyncio
 import collections
+import dataclasses
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from moonpool.cluster.events import KEYS_PER_MESSAGE, EventLog, HeldKeys, snapshot
@@ -17,54 +18,41 @@ from moonpool.errors import Overloaded, Unavailable
 from moonpool.kv.keys import BlockKey
 from moonpool.v1 import kv_pb2
 
-JOURNAL_MESSAGES = 1024
-JOURNAL_BYTES = 16 << 20
-WATCHER_MESSAGES = 256
-MAX_WATCHERS = 256
 RETRY_AFTER_S = 5.0
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Watcher:
     """One watcher's queue; `behind` once it was too slow."""
 
-    def __init__(self) -> None:
-        self.queue: collections.deque[kv_pb2.KVEvents] = collections.deque()
-        self.ready = asyncio.Event()
-        self.behind = False
+    queue: collections.deque[kv_pb2.KVEvents] = dataclasses.field(default_factory=collections.deque)
+    ready: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    behind: bool = False
 
 
+@dataclasses.dataclass(eq=False)
 class Journal:
     """All changes since the start, the last ones kept.
 
-    Args:
+    Attributes:
         held: every key, for snapshots.
         incarnation: of this store; numbers mean something within it only.
         journal_messages: how many messages are kept for replay at most.
         journal_bytes: how many bytes of keys are kept in them at most, beside the last message.
         watcher_messages: how far a watcher may be behind before it is cut off.
-        max_watchers: watchers at once.
-        keys_per_page: keys in one message of a snapshot at most.
     """
 
-    def __init__(
-        self,
-        held: HeldKeys,
-        incarnation: int,
-        *,
-        journal_messages: int = JOURNAL_MESSAGES,
-        journal_bytes: int = JOURNAL_BYTES,
-        watcher_messages: int = WATCHER_MESSAGES,
-        max_watchers: int = MAX_WATCHERS,
-        keys_per_page: int = KEYS_PER_MESSAGE,
-    ) -> None:
-        self._held = held
-        self._incarnation = incarnation
-        self._watcher_messages = watcher_messages
-        self._max_watchers = max_watchers
-        self._keys_per_page = keys_per_page
+    held: HeldKeys
+    incarnation: int
+    _: dataclasses.KW_ONLY
+    journal_messages: int = 1024
+    journal_bytes: int = 16 << 20
+    watcher_messages: int = 256
+    max_watchers: int = 256
+    keys_per_page: int = KEYS_PER_MESSAGE
+
+    def __post_init__(self) -> None:
         self._log = EventLog()
-        self._journal_messages = journal_messages
-        self._journal_bytes = journal_bytes
         self._kept: collections.deque[kv_pb2.KVEvents] = collections.deque()
         self._kept_bytes = 0
         self._watchers: set[_Watcher] = set()
@@ -73,7 +61,6 @@ class Journal:
 
     @property
     def watchers(self) -> int:
-        """Number of watchers."""
         return len(self._watchers)
 
     @property
@@ -94,7 +81,7 @@ class Journal:
         while (message := self._log.next_message()) is not None:
             self._keep(message)
             for watcher in self._watchers:
-                if len(watcher.queue) >= self._watcher_messages:
+                if len(watcher.queue) >= self.watcher_messages:
                     watcher.behind = True
                     watcher.queue.clear()
                 elif not watcher.behind:
@@ -105,32 +92,25 @@ class Journal:
         self._kept.append(message)
         self._kept_bytes += _size(message)
         kept = self._kept
-        while len(kept) > self._journal_messages or (self._kept_bytes > self._journal_bytes and len(kept) > 1):
+        while len(kept) > self.journal_messages or (self._kept_bytes > self.journal_bytes and len(kept) > 1):
             self._kept_bytes -= _size(kept.popleft())
 
     async def watch(self, incarnation: int, after_sequence: int) -> AsyncGenerator[kv_pb2.KVEvents, None]:
-        """The watcher's messages, without end.
-
-        Args:
-            incarnation: the one it knows; 0 for none.
-            after_sequence: the last number it has seen in it.
+        """The messages, without end, of a watcher that has seen `after_sequence` of an incarnation (0 for none).
 
         Raises:
             Unavailable: it was too slow and may come again, or the store is closing.
             Overloaded: too many watch.
         """
-        if len(self._watchers) >= self._max_watchers:
+        if len(self._watchers) >= self.max_watchers:
             raise Overloaded("too many watchers", reason="kvstore_watchers", retry_after_s=RETRY_AFTER_S)
         self._flush()
         watcher = _Watcher()
-        known = incarnation == self._incarnation and self._reaches(after_sequence)
-        missed = [message for message in self._kept if message.sequence > after_sequence] if known else []
-        pages = iter(()) if known else self._pages(watcher)
+        known = incarnation == self.incarnation and self._reaches(after_sequence)
+        missed = [message for message in self._kept if message.sequence > after_sequence]
+        pages = iter([missed]) if known else self._pages(watcher)
         self._watchers.add(watcher)
         try:
-            for message in missed:
-                self._check(watcher)
-                yield message
             for page in pages:
                 for message in page:
                     self._check(watcher)
@@ -147,7 +127,7 @@ class Journal:
 
     def _pages(self, watcher: _Watcher) -> Iterator[list[kv_pb2.KVEvents]]:
         """A snapshot: what was told since the last page, and one further page."""
-        for page in snapshot(self._held, self._keys_per_page):
+        for page in snapshot(self.held, self.keys_per_page):
             self._flush()
             changes = list(watcher.queue)
             watcher.queue.clear()
@@ -162,7 +142,6 @@ class Journal:
             raise Unavailable("the watcher is too slow; watch again")
 
     def close(self) -> None:
-        """Ends all watching."""
         self._closed = True
         for watcher in self._watchers:
             watcher.ready.set()
@@ -177,11 +156,7 @@ def _size(message: kv_pb2.KVEvents) -> int:
 
 
 class Unreported:
-    """Changes that the conductor has not been told yet: the net effect per key, in bounded memory.
-
-    Args:
-        max_keys: bound while the conductor does not follow.
-    """
+    """Changes that the conductor has not been told yet: the net effect per key; `max_keys` while it does not follow."""
 
     def __init__(self, max_keys: int = 1 << 18) -> None:
         self._max_keys = max_keys

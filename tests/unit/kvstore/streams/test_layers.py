@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -211,3 +212,20 @@ async def test_no_memory_to_read_into_ends_the_reading() -> None:
                 pass
         reader.close()
         assert reads.closed == 1
+
+
+async def test_a_read_that_is_cancelled_in_the_pool_ends_the_reading_there() -> None:
+    hold = threading.Event()
+    reads: Any = FakeReads()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(hold.wait)
+        lease = ReadLease(FORMAT, KEYS[:1], [source_of(0, "cold", None, [])])
+        reader = LayerReader(reads, lease, range(9), pool, ByteCredits(1000 * SLICE))
+        first = asyncio.ensure_future(anext(reader.groups()))
+        await asyncio.sleep(0)
+        pool.shutdown(wait=False, cancel_futures=True)
+        hold.set()
+        async with asyncio.timeout(10):
+            assert await first == Lost(0)
+    reader.close()
+    assert (reads.closed, reads.lost_keys) == (1, [])
