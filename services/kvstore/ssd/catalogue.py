@@ -41,20 +41,17 @@ def _column() -> "array[int]":
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Segment:
-    """One segment as the event loop knows it. The columns have one item per slot.
+    """One segment as the event loop knows it. The columns, from `keys` on, have one item per slot.
 
     Attributes:
         number: its id; ascending with age.
-        path: its file.
         size: committed bytes.
         live_bytes: of records whose block has its place here.
-        readers: readers of its records; it is not reclaimed while there are any.
+        readers: of its records; it is not reclaimed while there are any.
         going: it is being reclaimed.
         removed: the index has forgotten it and the file has no name; the last reader closes it.
         kept_bytes, asked_at: how much of it must stay, as found for the plan with that number.
-        keys: of the records.
         starts, lengths: where the records lie, in units of `ALIGN`.
-        formats, tenants: their ids.
         used: 1 for blocks that were used since they were written here.
     """
 
@@ -81,21 +78,13 @@ class Segment:
         return self.lengths[slot] * ALIGN
 
     def row(self, slot: int) -> Row:
-        """What an index holds of a record."""
         return self.keys[slot], self.starts[slot], self.lengths[slot], self.formats[slot], self.tenants[slot]
 
 
 class Catalogue:
-    """All segments and all blocks.
+    """All segments, by number and ascending, and all blocks.
 
-    Args:
-        formats: id -> format, as the index has them.
-        tenants: id -> name, as the index has them.
-        account: told the tenant and the bytes of every record that becomes a block's place or stops being one.
-
-    Attributes:
-        segments: by number, ascending.
-        live_bytes: of all records that are blocks' places.
+    `account` is told the tenant and the bytes of every record that becomes a block's place or stops being one.
     """
 
     def __init__(
@@ -123,11 +112,11 @@ class Catalogue:
 
     def tenant_bytes(self) -> dict[str, int]:
         """Bytes of live records by tenant, counted anew: slow."""
-        sums: collections.Counter[int] = collections.Counter()
+        sums: collections.Counter[str] = collections.Counter()
         for segment in self.segments.values():
             for slot in self.live_slots(segment):
-                sums[segment.tenants[slot]] += segment.nbytes(slot)
-        return {self.tenants[number]: nbytes for number, nbytes in sums.items()}
+                sums[self.tenants[segment.tenants[slot]]] += segment.nbytes(slot)
+        return dict(sums)
 
     def find(self, key: BlockKey) -> tuple[Segment, int] | None:
         """A block's segment and slot; None when it is not here."""
@@ -280,7 +269,6 @@ class Catalogue:
         self.tenants.unuse(segment.tenants)
 
     def forget_tenants(self, tenants: Iterable[str]) -> None:
-        """Nothing of these tenants is left."""
         for tenant in tenants:
             self._oldest.pop(tenant, None)
 

@@ -5,11 +5,11 @@ Everything here blocks. Why these ways: docs/adr/0004-ssd-tier.md.
 
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import lmdb
 
@@ -29,30 +29,27 @@ _IOV_MAX = 512
 class _Scratch(threading.local):
     """Page-aligned memory of one thread, made at its first read."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._memory: memoryview | None = None
+    @functools.cached_property
+    def body(self) -> memoryview:
+        return memoryview(mmap.mmap(-1, SCRATCH_BYTES))
 
-    def get(self) -> memoryview:
-        if self._memory is None:
-            self._memory = memoryview(mmap.mmap(-1, self._nbytes))
-        return self._memory
+    @functools.cached_property
+    def header(self) -> memoryview:
+        return memoryview(mmap.mmap(-1, HEADER_BYTES))
 
 
-_scratch = _Scratch(SCRATCH_BYTES)
-_header = _Scratch(HEADER_BYTES)
+_scratch = _Scratch()
 
 
 def header_memory(nbytes: int) -> memoryview:
     """This thread's memory for a header, valid until its next call."""
-    return _header.get()[:nbytes] if nbytes <= HEADER_BYTES else memoryview(bytearray(nbytes))
+    return _scratch.header[:nbytes] if nbytes <= HEADER_BYTES else memoryview(bytearray(nbytes))
 
 
 def is_full(error: BaseException) -> bool:
     """Whether the error means that the device is full."""
-    if isinstance(error, lmdb.DiskError):
-        return True
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, lmdb.DiskError) or (isinstance(error, OSError) and error.errno in full)
 
 
 def _is_aligned(out: memoryview) -> bool:
@@ -62,33 +59,25 @@ def _is_aligned(out: memoryview) -> bool:
 def read_direct(fd: int, outs: Sequence[memoryview], offset: int) -> int:
     """Fills `outs` one after the other from `offset` on, past the page cache, whatever their alignment.
 
-    Returns:
-        Bytes read: fewer than asked for only at the end of the file.
-
-    Raises:
-        OSError: the read failed; EINVAL where the file system has no direct reads.
+    Returns the bytes read: fewer than asked for only at the end of the file. An OSError with EINVAL says that the file
+    system has no direct reads.
     """
     if not offset % SECTOR and all(_is_aligned(out) for out in outs):
         return read_cached(fd, outs, offset)  # no copy needed; only the last count, at the end of the file, is odd
-    scratch = _scratch.get()
-    end = offset + sum(len(out) for out in outs)
-    position = offset
-    target, filled = 0, 0
+    scratch = _scratch.body
+    views = [out for out in outs if len(out)]
+    position, end = offset, offset + sum(len(out) for out in outs)
     while position < end:
         begin = position - position % SECTOR
         want = min(-(-(end - begin) // SECTOR) * SECTOR, SCRATCH_BYTES)
-        got = os.preadv(fd, [scratch[:want]], begin)
-        stop = min(begin + got, end)
+        stop = min(begin + os.preadv(fd, [scratch[:want]], begin), end)
         if stop <= position:
             break
         while position < stop:
-            out = outs[target]
-            count = min(len(out) - filled, stop - position)
-            out[filled : filled + count] = scratch[position - begin : position - begin + count]
+            count = min(len(views[0]), stop - position)
+            views[0][:count] = scratch[position - begin : position - begin + count]
             position += count
-            filled += count
-            if filled == len(out):
-                target, filled = target + 1, 0
+            _advance(views, count)
     return position - offset
 
 
@@ -122,14 +111,7 @@ def _advance(views: list[memoryview], count: int) -> None:
         views[0] = views[0][count:]
 
 
-def _find_sync_file_range() -> Any:
-    try:
-        return ctypes.CDLL(None).sync_file_range
-    except (AttributeError, OSError):  # not Linux
-        return None
-
-
-_sync_file_range = _find_sync_file_range()
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:

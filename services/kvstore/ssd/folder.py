@@ -24,11 +24,7 @@ Durability = Literal["power", "process"]
 
 
 class DataFolder:
-    """A locked data folder.
-
-    Args:
-        path: the folder; made if need be.
-        files: the file layer.
+    """A locked data folder, made if need be.
 
     Raises:
         ConfigError: naming `data_dir`: it cannot be made or written, or another process has it.
@@ -46,12 +42,11 @@ class DataFolder:
             self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._probe()
-        except BlockingIOError as error:
-            self.close()
-            raise ConfigError("data_dir", f"{path} is used by another process") from error
         except OSError as error:
             self.close()
-            raise ConfigError("data_dir", f"{path} cannot be used: {error.strerror or error}") from error
+            used = isinstance(error, BlockingIOError)
+            reason = "is used by another process" if used else f"cannot be used: {error.strerror or error}"
+            raise ConfigError("data_dir", f"{path} {reason}") from error
 
     def _probe(self) -> None:
         """Finds a read-only folder now rather than at the first write. A full one is good for reading."""
@@ -66,9 +61,7 @@ class DataFolder:
         """Deals with blocks that an earlier process left unsynced, and notes whether this one will.
 
         After a restart of the machine the index of a process that did not sync is worth nothing: it is deleted.
-
-        Returns:
-            What commits will survive, and whether an earlier process' blocks may still be unsynced.
+        Returns what commits will survive, and whether an earlier process' blocks may still be unsynced.
         """
         boot, now = self._noted_boot(), self.files.boot_id()
         is_same_boot = bool(boot) and boot == now
@@ -103,7 +96,6 @@ class DataFolder:
         self.files.unlink(self._note)
 
     def close(self) -> None:
-        """Unlocks the folder; twice does no harm."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1

@@ -8,12 +8,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class IdChange(NamedTuple, Generic[Name]):
-    """What the next transaction must say of ids.
-
-    Attributes:
-        new: ids that the index does not have.
-        unused: ids that it need not have any more.
-    """
+    """Ids that the index does not have, and those that it need not have any more."""
 
     new: dict[int, Name]
     unused: frozenset[int]
@@ -26,12 +21,7 @@ class IdTable(Generic[Name]):
     """Ids of names, as long as some record uses them. An id is given once.
 
     A name stays as long as a record uses it, live or dead; so the disk bounds the names, however many clients invent.
-
-    Args:
-        known: the ids that the index has.
-
-    Attributes:
-        by_id: names in use, and those that were given an id since the last `settle`.
+    `known` are the ids that the index has; `by_id` are names in use, and those new since the last `settle`.
     """
 
     def __init__(self, known: Mapping[int, Name]) -> None:

@@ -42,7 +42,6 @@ class Victim:
     """A segment that is reclaimed.
 
     Attributes:
-        segment: the segment.
         carried: slots of blocks that are written anew, oldest first.
         carried_bytes: of their records.
         removed: slots and keys of blocks that are not here any more.
@@ -55,7 +54,6 @@ class Victim:
 
     @property
     def freed_bytes(self) -> int:
-        """What is free once it is removed."""
         return self.segment.size - self.carried_bytes
 
 
@@ -66,15 +64,12 @@ class WritePlan:
     Attributes:
         blocks: what is durable once the batch is committed.
         rejected: blocks that find no room; they are not written.
-        victims: segments that are reclaimed.
         forgotten: segments whose file may be deleted already, to be forgotten by the index.
         nameless: segments that the index has forgotten, and whose file could not be deleted.
         dead: slots that the index does not know to be dead.
         formats, tenants: ids that the index must learn or may forget.
         full: the device is full: segments without anything to carry are deleted first, since the index may need their
             room to forget them.
-        carry: records of victims, to be written anew.
-        store: records of new blocks.
         cleared: the first transaction was committed: victims are forgotten, what was carried has its new place.
         named: the index has learnt the ids.
         bad: carried records that are not what was written.
@@ -103,12 +98,10 @@ class WritePlan:
 
     @property
     def removed(self) -> list[BlockKey]:
-        """Keys that are not stored here any more, to make room."""
         return [key for victim in self.victims for _, key in victim.removed]
 
     @property
     def removed_segments(self) -> list[Segment]:
-        """Segments that the index is to forget."""
         return [*self.forgotten, *(victim.segment for victim in self.victims)]
 
     @property

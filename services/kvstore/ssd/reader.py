@@ -84,12 +84,7 @@ def read_whole(files: Files, path: Path, outs: Sequence[memoryview], offset: int
 
 
 def read_record(files: Files, path: Path, key: BlockKey, offset: int, nbytes: int) -> bytearray:
-    """Blocking. A whole record of the block `key`, as it lies in its file, verified.
-
-    Raises:
-        BadRecordError: it is not intact, or another block's.
-        OSError: the read failed.
-    """
+    """Blocking. A whole record of the block `key`, as it lies in its file. BadRecordError unless it is intact."""
     record = bytearray(nbytes)
     view = memoryview(record)
     read_whole(files, path, [view], offset)

@@ -28,15 +28,7 @@ ASK_AGAIN = 64  # plans in which a segment is passed over after too much of it h
 
 
 class Space:
-    """Room for records. Used while a plan is made.
-
-    Args:
-        catalogue: what is where.
-        folder: of the segment files.
-        capacity_bytes: budget for all of them.
-        segment_bytes: size at which a segment is closed and the next begun; a larger record gets one of its own.
-        next_segment: a number that was never used.
-        keeps: what must stay; None for nothing.
+    """Room for records, together at most `capacity_bytes`. Used while a plan is made; `keeps` says what must stay.
 
     Attributes:
         used_bytes: of all segments, live or dead, as they will be after the plan under way.
@@ -123,9 +115,9 @@ class Space:
         """
         segments = self._catalogue.segments.values()
         idle = [segment for segment in segments if not segment.readers and not segment.going and segment.size]
-        segment = self._choose(segment for segment in idle if segment is not self.active)
-        if segment is None:
-            segment = self._choose(segment for segment in idle if segment is self.active)
+        segment = self._choose(one for one in idle if one is not self.active)
+        if segment is None and self.active in idle:
+            segment = self._choose([self.active])
         if segment is None or (cheaply and 2 * segment.kept_bytes > segment.size):
             return False
         self._take(segment, self._keeps, segment.kept_bytes, spare_bytes, victims)
@@ -146,11 +138,10 @@ class Space:
                     break
                 looked += 1
                 self._ask(segment)
+            if segment.asked_at != self._plans and 2 * segment.kept_bytes <= segment.size:
+                self._ask(segment)
             if 2 * segment.kept_bytes <= segment.size:
-                if segment.asked_at != self._plans:
-                    self._ask(segment)
-                if 2 * segment.kept_bytes <= segment.size:
-                    return segment
+                return segment
             if segment.kept_bytes < segment.size and (best is None or _kept_share(segment) < _kept_share(best)):
                 best = segment
         if best is not None:
