@@ -5,7 +5,7 @@ not know what is looked up. No step over a table is long: a part can be listed w
 loop, and a table grows part by part. Keys are hashes, so that their first byte spreads them evenly.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from moonpool.kv.keys import BlockKey
@@ -65,8 +65,3 @@ class PartTable(Generic[Value]):
         """All keys with their values."""
         for part in self.parts:
             yield from part.items()
-
-    def add_new(self, keys: Iterable[BlockKey], values: Iterable[Value]) -> bool:
-        """Takes keys in up to the first that is here already; whether there was none such. Quick."""
-        parts = self.parts
-        return all(parts[key[0]].setdefault(key, value) is value for key, value in zip(keys, values, strict=True))

@@ -15,7 +15,7 @@ from moonpool.kv.blocks import DramBlock
 from moonpool.kv.frames import OpenRun
 from services.kvstore.core.assembly import Assembler, Assembly, PutSession, PutSpec
 from services.kvstore.core.holdings import Holdings
-from services.kvstore.ssd.plan import WritePlan
+from services.kvstore.ssd.commit import WritePlan
 from services.kvstore.ssd.records import record_size
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.tenancy.tenants import Account

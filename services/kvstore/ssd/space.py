@@ -12,9 +12,9 @@ from pathlib import Path
 
 from moonpool.kv.keys import BlockKey
 from services.kvstore.ssd.catalogue import MAX_SEGMENT_BYTES, Catalogue, Segment
-from services.kvstore.ssd.plan import Victim
+from services.kvstore.ssd.commit import Victim
+from services.kvstore.ssd.reader import segment_path
 from services.kvstore.ssd.records import ALIGN
-from services.kvstore.ssd.scan import segment_path
 
 Keeps = Callable[[BlockKey, str, int], bool]
 """Whether a block (key, tenant, bytes of its record) must stay."""

@@ -14,15 +14,12 @@ from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
 from services.kvstore.ssd.catalogue import Segment, Slot
-from services.kvstore.ssd.commit import Committer
-from services.kvstore.ssd.device import is_full
-from services.kvstore.ssd.files import Files
-from services.kvstore.ssd.folder import DataFolder, Durability
+from services.kvstore.ssd.commit import Append, Committer, Victim, WritePlan, ends, pack
+from services.kvstore.ssd.files import Files, is_full
 from services.kvstore.ssd.index import MAP_BYTES
-from services.kvstore.ssd.plan import Append, Victim, WritePlan, ends
 from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.ssd.records import ALIGN, record_size
-from services.kvstore.ssd.recovery import Recovered, recover
+from services.kvstore.ssd.recovery import DataFolder, Durability, Recovered, recover
 from services.kvstore.ssd.space import Keeps, Space
 from services.kvstore.tenancy.protection import TierAccount
 
@@ -35,7 +32,8 @@ MIN_LIVE_SHARE = 0.5
 class SsdTier:
     """A bounded, durable set of blocks. Made by `open_tier`.
 
-    The segment files may exceed `capacity_bytes` by what is carried while a segment of which much must stay is rewritten.
+    While a segment of which much must stay is rewritten, the segment files may exceed `capacity_bytes` by what is
+    carried.
 
     Attributes:
         indexed: there is an index; else there was no room for one, and the next start reads all segments.
@@ -277,7 +275,8 @@ class SsdTier:
         """These records are committed."""
         for segment, size in ends(appends).items():
             segment.size = size
-            self._catalogue.add(segment, [append.row for append in appends if append.segment is segment])
+        for segment, packed in pack(appends).items():
+            self._catalogue.add(segment, packed)
         self.written_bytes += sum(append.row[2] * ALIGN for append in appends)
 
     def _settle(self, plan: WritePlan) -> None:
@@ -330,13 +329,9 @@ def open_tier(
 ) -> SsdTier:
     """Blocking. Locks the data folder `path`, made if need be, finds out what it holds, and opens the tier on it.
 
-    Args:
-        capacity_bytes: budget for the segment files together.
-        segment_bytes: size at which a segment is closed and the next begun; a larger record gets one of its own.
-        durability: what commits survive.
-        keeps: whether a block must stay; None for none.
-        account: told of every record that comes or goes, and of those that are here at once.
-        map_bytes: size of the index's memory map to begin with.
+    At `segment_bytes` a segment is closed and the next begun; a larger record gets one of its own. `keeps` says which
+    blocks must stay. `account` is told of every record that comes or goes, and of those that are here at once;
+    `map_bytes` is the size of the index's memory map to begin with.
 
     Raises:
         ConfigError: naming `data_dir`: the folder cannot be used.
