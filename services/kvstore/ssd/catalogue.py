@@ -260,10 +260,8 @@ class Catalogue:
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
         """Those of the blocks that are here were used."""
-        for key in keys:
-            place = self._places.get(key)
-            if place is not None:
-                self.segments[place >> _SLOT_BITS].used[place & _SLOT_MASK] = 1
+        for segment, slot in filter(None, map(self.find, keys)):
+            segment.used[slot] = 1
 
     def add(self, segment: Segment, packed: bytes) -> None:
         """Entries were appended to a segment; their blocks have their places there from now on.

@@ -215,31 +215,21 @@ class Committer:
         if self._sync:
             self._make_durable(sizes)
         if self._index is not None:
-            slots = collections.Counter(append.segment for append in before)
-            self._index.commit(
-                IndexChange(
-                    removals.removed_segments,
-                    removals.dropped,
-                    {
-                        (segment.number, len(segment.keys) + slots[segment]): packed
-                        for segment, packed in pack(appends).items()
-                    },
-                    {segment.number: size for segment, size in sizes.items()},
-                    plan.formats,
-                    plan.tenants,
-                )
-            )
+            done = collections.Counter(append.segment for append in before)
+            entries = {(one.number, len(one.keys) + done[one]): packed for one, packed in pack(appends).items()}
+            committed = {segment.number: size for segment, size in sizes.items()}
+            change = dataclasses.replace(removals, entries=entries, segments=committed)
+            self._index.commit(dataclasses.replace(change, formats=plan.formats, tenants=plan.tenants))
         plan.named = True
 
     def _write(self, appends: Sequence[Append]) -> None:
         """Writes new blocks, those that lie one behind the other together."""
         parts: list[bytes | memoryview] = []
-        for number, append in enumerate(appends):
+        for append, after in zip(appends, (*appends[1:], None), strict=True):
             if not parts:
                 first = append
             assert append.block is not None
             parts += _record(append.block)
-            after = appends[number + 1] if number + 1 < len(appends) else None
             if after is None or after.segment is not append.segment or append.end - first.offset >= WRITE_BYTES:
                 self._append(append.segment, parts, first.offset, append.end)
                 parts.clear()
@@ -266,6 +256,4 @@ class Committer:
 
 def _record(block: DramBlock) -> list[bytes | memoryview]:
     data = memoryview(block.data)
-    header = pack_header(block.info, block.hashes)
-    padding = -len(data) % ALIGN
-    return [header, data, bytes(padding)] if padding else [header, data]
+    return [pack_header(block.info, block.hashes), data, bytes(-len(data) % ALIGN)]

@@ -153,9 +153,8 @@ class _Descriptor:
 class Files:
     """Files and folders of one data folder. Failing operations raise OSError, or lmdb.Error where LMDB failed.
 
-    Args:
-        direct: read past the page cache where the file system can.
-        max_open: descriptors that stay open; the least recently used one is closed for the next.
+    `direct` reads past the page cache where the file system can. At most `max_open` descriptors stay open; the least
+    recently used one is closed for the next.
     """
 
     def __init__(self, *, direct: bool = False, max_open: int = MAX_OPEN) -> None:
@@ -232,7 +231,6 @@ class Files:
             _write(fd, parts, offset)
 
     def start_writeback(self, path: Path, offset: int, nbytes: int) -> None:
-        """Lets the device begin with what was written."""
         with self._descriptor(path, _WRITE) as fd:
             _start_writeback(fd, offset, nbytes)
 
@@ -368,12 +366,12 @@ class Files:
         try:
             yield
         except lmdb.Error as error:
-            if type(error) is lmdb.Error:
-                try:
+            try:
+                if type(error) is lmdb.Error:
                     self.probe(folder, PROBE_BYTES)
-                except OSError as failure:
-                    if is_full(failure):
-                        raise lmdb.DiskError(f"{error}; {failure}") from error
+            except OSError as failure:
+                if is_full(failure):
+                    raise lmdb.DiskError(f"{error}; {failure}") from error
             raise
 
 

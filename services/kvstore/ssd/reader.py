@@ -1,5 +1,6 @@
 """Verified reads of records: nothing is returned but the block and the layers that were asked for, intact."""
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -43,7 +44,7 @@ class SsdReader:
 
     @property
     def info(self) -> BlockInfo | None:
-        """The block as its record describes it, once a slice was read."""
+        """Known once a slice was read."""
         return self._header.info if self._header is not None else None
 
     def read_layers(self, first: int, outs: Sequence[memoryview]) -> None:
@@ -133,13 +134,7 @@ def list_segments(folder: Path) -> dict[int, int]:
 
 
 class Found(NamedTuple):
-    """A record with an intact header.
-
-    Attributes:
-        offset: where it begins, in bytes.
-        key: of its block.
-        kind: all else that its header says.
-    """
+    """A record with an intact header, which begins `offset` bytes into its file."""
 
     offset: int
     key: BlockKey
@@ -150,20 +145,20 @@ class Found(NamedTuple):
         return self.offset + self.kind.record_bytes
 
 
+@dataclasses.dataclass(slots=True)
 class _Pieces:
-    """A file's bytes, read in pieces when they are needed; `data` begins at `begin`."""
+    """A file's bytes, read when they are needed, `size` at a time; `data` begins at `begin`."""
 
-    def __init__(self, files: Files, path: Path, piece_bytes: int) -> None:
-        self._files = files
-        self._path = path
-        self.begin = 0
-        self.data = b""
-        self.size = piece_bytes
+    files: Files
+    path: Path
+    size: int
+    begin: int = 0
+    data: bytes = b""
 
     def at(self, offset: int, nbytes: int) -> int:
         """Position in `data` of these bytes; they are fewer only where the file ends."""
         if not self.begin <= offset <= self.begin + len(self.data) - nbytes:
-            self.data, self.begin = self._files.peek(self._path, max(nbytes, self.size), offset), offset
+            self.data, self.begin = self.files.peek(self.path, max(nbytes, self.size), offset), offset
         return offset - self.begin
 
 

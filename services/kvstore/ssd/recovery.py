@@ -104,7 +104,6 @@ class DataFolder:
             return None
 
     def all_synced(self) -> None:
-        """Everything has reached the device."""
         self.files.unlink(self._note)
 
     def close(self) -> None:
@@ -176,7 +175,7 @@ class _IndexUpdate:
     A full device is no reason not to start: a new index is given up and its room with it, an old one stays as it is.
 
     Attributes:
-        index: the index; None once it was given up.
+        index: None once it was given up.
         image: what it held.
         is_new: it was lost, and is made anew.
         error: why it was not told everything.
@@ -289,9 +288,7 @@ def _fill(recovered: Recovered, folder: DataFolder, sizes: Mapping[int, int], up
         segment = Segment(number, segment_path(folder.segments, number), named.get(number, 0))
         known = image.entries.get(number, b"") if number in named else b""
         records = next(found) if number in newer else ()
-        if records is None:  # it could not be read: another start may
-            records = ()
-        else:
+        if records is not None:  # else it could not be read: another start may
             segment.size = records[-1].end if records else segment.size
             cut_bytes += size - segment.size
             if not segment.size:
@@ -301,11 +298,11 @@ def _fill(recovered: Recovered, folder: DataFolder, sizes: Mapping[int, int], up
                 folder.files.truncate(segment.path, segment.size)
         if not segment.size:
             continue
-        adopted = _pack(catalogue, records)
+        adopted = _pack(catalogue, records or ())
         catalogue.add(segment, known + adopted)
         if adopted:
             update.add(segment, len(known) // ENTRY.size, adopted, catalogue)
-            recovered.adopted_blocks += len(records)
+            recovered.adopted_blocks += len(adopted) // ENTRY.size
     if newer and not recovered.rebuilt:
         log.warning(
             "segments hold more than the index names; intact records adopted, the rest deleted",
@@ -391,11 +388,10 @@ def _is_whole(files: Files, path: Path, found: Found) -> bool:
 
 def _pack(catalogue: Catalogue, found: Sequence[Found]) -> bytes:
     """Entries of records."""
-    ids: dict[RecordKind, tuple[int, int, int]] = {}
-    pack, rows = ENTRY.pack, []
-    for offset, key, kind in found:
-        if (rest := ids.get(kind)) is None:
-            names = catalogue.formats.id_of(kind.format), catalogue.tenants.id_of(kind.tenant)
-            rest = ids[kind] = (kind.record_bytes // ALIGN, *names)
-        rows.append(pack(key, offset // ALIGN, *rest))
-    return b"".join(rows)
+
+    @functools.cache
+    def rest(kind: RecordKind) -> tuple[int, int, int]:
+        ids = catalogue.formats.id_of(kind.format), catalogue.tenants.id_of(kind.tenant)
+        return kind.record_bytes // ALIGN, *ids
+
+    return b"".join(ENTRY.pack(key, offset // ALIGN, *rest(kind)) for offset, key, kind in found)

@@ -56,11 +56,9 @@ class Space:
         self._plans = 0
         self.recount()
 
-    def begin(self) -> None:
-        self._plans += 1
-
     def recount(self) -> None:
-        """Counts what is used; between plans."""
+        """Counts what is used, for the next plan."""
+        self._plans += 1
         self.used_bytes = sum(segment.size for segment in self._catalogue.segments.values())
 
     @property
@@ -197,16 +195,12 @@ class Space:
     def place(self, length: int, sizes: dict[Segment, int]) -> tuple[Segment, int]:
         """A segment with room for a record, and where in it (in units of `ALIGN`); `sizes` are the ends so far."""
         segment = self.active
-        if segment is not None:
-            end = sizes.get(segment, segment.size)
-            if end and end + length * ALIGN > self._segment_bytes:
-                segment = None
-        if segment is None:
-            number = self._next_segment
+        start = sizes.get(segment, segment.size) if segment is not None else 0
+        if segment is None or (start and start + length * ALIGN > self._segment_bytes):
+            number, start = self._next_segment, 0
             self._next_segment += 1
             segment = self.active = Segment(number, segment_path(self._folder, number))
             self._catalogue.segments[number] = segment
-        start = sizes.get(segment, segment.size)
         sizes[segment] = start + length * ALIGN
         return segment, start // ALIGN
 

@@ -153,7 +153,6 @@ class SsdTier:
     def plan(self, blocks: Sequence[DramBlock]) -> WritePlan:
         """Places blocks that are not here into segments; old segments make room for them, and go at once."""
         victims: list[Victim] = []
-        self._space.begin()
         full, self._device_full = self._device_full, False
         if full:
             self._space.give_up(sum(record_size(block.info) for block in blocks), victims)
