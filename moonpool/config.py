@@ -216,7 +216,7 @@ class ServiceConfig(BaseSettings):
     def _reachable(self) -> Self:
         if not self.advertise and parse_address(self.listen)[0] in _WILDCARDS:
             raise ConfigError(
-                "advertise", f"must be set when listening at {self.listen!r}, which nobody else can connect to"
+                "advertise", f"must be set when listening at {self.listen!r}, which other hosts cannot connect to"
             )
         return self
 

@@ -1,7 +1,4 @@
-"""What a stored block is: its format, its identity, and its bytes while they lie in DRAM.
-
-Owns these three records. Must not know of tiers, sessions, files or the wire.
-"""
+"""What a stored block is: its format, its identity, and its bytes while they lie in DRAM."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -42,7 +39,7 @@ class BlockInfo:
     Attributes:
         key: its identity.
         parent: key of the block before it in its chain; `NO_PARENT` when unknown.
-        tenant: whose block it is; "" for nobody's.
+        tenant: whose block it is; "" for none.
         format: of what kind of KV it is.
     """
 

@@ -10,21 +10,20 @@ from typing import NamedTuple
 import xxhash
 
 from moonpool.errors import FrameError
-from moonpool.kv.hashes import bind, slice_hash
+from moonpool.kv.hashes import key_bindings, layer_binding, slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
 
 FRAME_BYTES = 1 << 20
 """Payload size aimed at: below it gRPC's cost per message shows, above it messages block the event loop."""
-MAX_FRAME_SLICES = 2048
+MAX_FRAME_SLICES = 1024
 """Most slices in a frame, so that opening one is quick whatever their size."""
 
 _HEADER = struct.Struct("<QI")
 _RUN = struct.Struct("<6I")
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Consecutive blocks of one layer, heads `[head_begin, head_end)`.
 
     Blocks are indices in the session's key list. `valid_tokens` counts the last block's; all others are full.
@@ -78,13 +77,25 @@ class DamagedSliceError(FrameError):
 
 def checksum(header: kv_pb2.FrameHeader) -> int:
     """xxh3-64 of the header's other fields as little-endian integers: session, generation, runs, slice hashes."""
-    packed = [_HEADER.pack(header.session, header.generation)]
-    packed += [
-        _RUN.pack(run.layer, run.first_block, run.block_count, run.head_begin, run.head_end, run.valid_tokens)
-        for run in header.runs
-    ]
-    packed.append(struct.pack(f"<{len(header.slice_hashes)}Q", *header.slice_hashes))
+    return _checksum(header.session, header.generation, map(_run_of, header.runs), header.slice_hashes)
+
+
+def _checksum(session: int, generation: int, runs: Iterable[Sequence[int]], hashes: Sequence[int]) -> int:
+    packed = [_HEADER.pack(session, generation)]
+    packed += [_RUN.pack(*run) for run in runs]
+    packed.append(struct.pack(f"<{len(hashes)}Q", *hashes))
     return xxhash.xxh3_64_intdigest(b"".join(packed))
+
+
+def _run_of(message: kv_pb2.SliceRun) -> Run:
+    return Run(
+        message.layer,
+        message.first_block,
+        message.block_count,
+        message.head_begin,
+        message.head_end,
+        message.valid_tokens,
+    )
 
 
 def pack_frames(
@@ -142,10 +153,15 @@ class FrameOpener:
         """
         self._layout = layout
         self._heads = range(layout.kv_heads) if heads is None else heads
-        self._keys = keys
+        self._bindings = None if keys is None else key_bindings(keys)
         whole = len(self._heads) == layout.kv_heads
         self._bytes = layout.slice_bytes if whole else part_bytes(self._heads, layout)
         self._piece: tuple[Run, bytearray] | None = None  # the beginning of a slice that comes in pieces
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """Bytes kept of a slice of which only the first pieces have come."""
+        return 0 if self._piece is None else len(self._piece[1])
 
     def open(self, header: kv_pb2.FrameHeader, payload: memoryview) -> list[OpenRun]:
         """Verifies a frame; returns its whole runs with their bytes, not copied but for slices in pieces.
@@ -154,15 +170,18 @@ class FrameOpener:
             DamagedSliceError: A slice's bytes are not what was sent.
             FrameError: Checksum, sizes or ranges are wrong; nothing of the frame may be used.
         """
-        runs = self._runs(header, payload)
-        if checksum(header) != header.checksum:
+        runs, sizes = self._runs(header, payload)
+        all_hashes = header.slice_hashes[:]
+        if _checksum(header.session, header.generation, runs, all_hashes) != header.checksum:
             raise FrameError(f"frame of session {header.session}: wrong checksum")
+        heads = (self._heads.start, self._heads.stop)
         opened: list[OpenRun] = []
         position = number = 0
-        for run, nbytes in runs:
-            data, hashes = payload[position : position + nbytes], header.slice_hashes[number : number + run.block_count]
-            position, number = position + nbytes, number + run.block_count
-            if range(run.head_begin, run.head_end) != self._heads:
+        for run, nbytes in zip(runs, sizes, strict=True):
+            end, count = position + nbytes, number + run.block_count
+            data, hashes = payload[position:end], all_hashes[number:count]
+            position, number = end, count
+            if (run.head_begin, run.head_end) != heads:
                 whole = self._pieced(run, data)
                 if whole is None:
                     continue
@@ -171,50 +190,39 @@ class FrameOpener:
             opened.append(OpenRun(run, data, hashes))
         return opened
 
-    def _runs(self, header: kv_pb2.FrameHeader, payload: memoryview) -> list[tuple[Run, int]]:
-        """The runs and their bytes, which are together those of the payload."""
-        slices, runs, size = len(header.slice_hashes), [], 0
+    def _runs(self, header: kv_pb2.FrameHeader, payload: memoryview) -> tuple[list[Run], list[int]]:
+        """The runs and the bytes of each, which are together those of the payload."""
+        slices = len(header.slice_hashes)
         if not 0 < len(header.runs) <= slices <= MAX_FRAME_SLICES:
             raise FrameError(f"frame of session {header.session}: {len(header.runs)} runs, {slices} slices")
-        for message in header.runs:
-            run = Run(
-                message.layer,
-                message.first_block,
-                message.block_count,
-                message.head_begin,
-                message.head_end,
-                message.valid_tokens,
-            )
-            nbytes = run_bytes(run, self._layout)
-            runs.append((run, nbytes))
-            size += nbytes
-            slices -= run.block_count
-        if size != payload.nbytes or slices:
-            raise FrameError(f"frame of session {header.session}: {payload.nbytes} bytes, its runs need {size}")
-        return runs
+        runs = [_run_of(message) for message in header.runs]
+        sizes = [run_bytes(run, self._layout) for run in runs]
+        if sum(sizes) != payload.nbytes or sum(run.block_count for run in runs) != slices:
+            raise FrameError(f"frame of session {header.session}: {payload.nbytes} bytes, its runs need {sum(sizes)}")
+        return runs, sizes
 
     def _pieced(self, run: Run, data: memoryview) -> tuple[Run, memoryview] | None:
         """Takes a piece of a slice; returns the slice when it is whole."""
-        start = replace(run, head_begin=self._heads.start, head_end=run.head_begin)
-        before, buffer = self._piece or (replace(start, head_end=self._heads.start), bytearray())
+        start = run._replace(head_begin=self._heads.start, head_end=run.head_begin)
+        before, buffer = self._piece or (start._replace(head_end=self._heads.start), bytearray())
         if before != start or run.block_count != 1 or run.head_end > self._heads.stop:
             raise FrameError(f"{run}: not expected (heads {self._heads}, behind {before})")
         buffer += data
-        before = replace(start, head_end=run.head_end)
+        before = start._replace(head_end=run.head_end)
         self._piece = (before, buffer) if run.head_end < self._heads.stop else None
         return None if self._piece else (before, memoryview(buffer))
 
-    def _verify(self, run: Run, data: memoryview, hashes: Sequence[int]) -> None:
-        size, keys = self._bytes, self._keys
-        for index, wanted in enumerate(hashes):
-            block = run.first_block + index
-            found = slice_hash(data[index * size : (index + 1) * size])
-            if keys is not None:
-                if block >= len(keys):
-                    raise FrameError(f"{run}: the session has {len(keys)} blocks")
-                found = bind(found, keys[block], run.layer)
-            if found != wanted:
-                raise DamagedSliceError(run.layer, block)
+    def _verify(self, run: Run, data: memoryview, hashes: list[int]) -> None:
+        size, first = self._bytes, run.first_block
+        found = [slice_hash(data[at : at + size]) for at in range(0, data.nbytes, size)]
+        if self._bindings is not None:
+            bindings, layer = self._bindings[first : first + len(found)], layer_binding(run.layer)
+            if len(bindings) < len(found):
+                raise FrameError(f"{run}: the session has {len(self._bindings)} blocks")
+            found = [value ^ key ^ layer for value, key in zip(found, bindings, strict=True)]
+        if found != hashes:
+            bad = next(index for index, value in enumerate(found) if value != hashes[index])
+            raise DamagedSliceError(run.layer, first + bad)
 
 
 def run_bytes(run: Run, layout: KVLayout) -> int:
@@ -305,7 +313,12 @@ class _Frame:
         self._runs.append([item.layer, item.block, 1, head_begin, head_end, item.valid_tokens])
 
     def finish(self, session: int, generation: int) -> tuple[kv_pb2.FrameHeader, list[memoryview]]:
-        header = kv_pb2.FrameHeader(session=session, generation=generation, slice_hashes=self._hashes)
+        header = kv_pb2.FrameHeader(
+            session=session,
+            generation=generation,
+            slice_hashes=self._hashes,
+            checksum=_checksum(session, generation, self._runs, self._hashes),
+        )
         for layer, first_block, block_count, head_begin, head_end, valid_tokens in self._runs:
             header.runs.add(
                 layer=layer,
@@ -315,5 +328,4 @@ class _Frame:
                 head_end=head_end,
                 valid_tokens=valid_tokens,
             )
-        header.checksum = checksum(header)
         return header, self._pieces

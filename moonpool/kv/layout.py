@@ -24,7 +24,8 @@ MAX_OF = {
 MAX_PIECE_BYTES = 4 << 20
 """Largest part of a slice that travels undivided, in one message: a head, or a whole slice that has scales."""
 MAX_SLICE_BYTES = 16 << 20
-MAX_BLOCK_BYTES = 4 << 30
+MAX_BLOCK_BYTES = 512 << 20
+"""A block is hashed whole, on the event loop, when a reader says that it is damaged."""
 
 
 @dataclass(frozen=True)

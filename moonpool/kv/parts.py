@@ -1,8 +1,8 @@
 """Tables by block key, cut into parts: so many small dicts instead of a large one.
 
-Owns the cut: the same for every table, so that one part of several tables holds what they know of the same keys. Must
-not know what is looked up. No step over a table is long: a part can be listed whole between two turns of the event
-loop, and a table grows part by part. Keys are hashes, so that their first byte spreads them evenly.
+The cut is the same for every table: one part of several tables holds the same keys. No step over a table is long: a
+part can be listed whole between two turns of the event loop, and a table grows part by part. Keys are hashes, so that
+their first byte spreads them evenly.
 """
 
 from collections.abc import Iterator

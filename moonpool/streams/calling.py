@@ -91,8 +91,8 @@ class ClientStream(Generic[Req, Res]):
         call = self._call = self._connect()
         self.outbox.post(self._hello)
         self._tasks = [
-            self._spawn(self._guard(self._read(call))),
-            self._spawn(self._guard(self.outbox.drain(call.write, stall_s=self._stall_s))),
+            self._spawn(self._guard(lambda: self._read(call))),
+            self._spawn(self._guard(lambda: self.outbox.drain(call.write, stall_s=self._stall_s))),
         ]
 
     def ready(self) -> None:
@@ -142,11 +142,11 @@ class ClientStream(Generic[Req, Res]):
         self.break_(StreamBroken(f"{self.name}: closed"))
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """However the reader or the writer ends, the stream is broken then."""
         name = self.name
         try:
-            await work
+            await work()  # made here: a task that is cancelled before it has begun would leave a coroutine behind
             self.break_(StreamBroken(f"{name}: ended"))
         except asyncio.CancelledError:
             # Ours, after a break; or gRPC's, which raises it when the peer ended the call with CANCELLED.

@@ -76,6 +76,10 @@ class ByteCredits:
         """Takes `n` bytes if they are there at once and no other call waits."""
         return not self._closed and not self._waiters and self._try(n) is not None
 
+    def overdraw(self, n: int) -> None:
+        """Takes `n` bytes whether they are there or not; `available` may be negative after that."""
+        self._available -= n
+
     async def acquire(self, n: int, *, timeout_s: float) -> None:
         """Takes `n` bytes, waiting until they are there. A cancelled wait takes nothing.
 

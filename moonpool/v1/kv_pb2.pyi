@@ -155,7 +155,7 @@ class Instance(_message.Message):
     id: _builtins.str
     """Stable name, unique in the cluster, for example "prefill-0"."""
     incarnation: _builtins.int
-    """Changes at every start, so that nobody mistakes a restarted instance for the one it knew."""
+    """Changes at every start, so that a restarted instance is not mistaken for the one before."""
     kind: Global___InstanceKind.ValueType
     """What it does."""
     address: _builtins.str

@@ -10,8 +10,7 @@ from moonpool.errors import ConfigError
 from services.kvstore.policies.policy import POLICIES
 from services.kvstore.tenancy.tenants import TenantRow, check_rows, read_rows
 
-_MIN_SEGMENT_BYTES = 1 << 20
-_MAX_AUTO_SEGMENT_BYTES = 1 << 30
+_AUTO_SEGMENT_BYTES = (1 << 20, 1 << 30)
 
 
 def _policy_known(name: str) -> str:
@@ -61,6 +60,13 @@ class KVStoreConfig(ServiceConfig):
     lease_timeout_s: float = Field(
         600.0, gt=0, description="seconds a reading session may last; its blocks cannot be evicted for so long"
     )
+    lease_bytes: int | None = Field(
+        None,
+        gt=0,
+        description="bytes of DRAM that all reading sessions together may keep from eviction; default: three quarters "
+        "of dram_bytes",
+    )
+    max_calls_per_host: int = Field(1024, ge=1, description="calls and streams that one host may have open at once")
     pin_bytes: int | None = Field(
         None, ge=0, description="bytes of blocks that all pins together may keep; default: half of dram_bytes; 0 = none"
     )
@@ -74,7 +80,6 @@ class KVStoreConfig(ServiceConfig):
 
     @property
     def has_ssd(self) -> bool:
-        """Whether there is an SSD tier."""
         return self.data_dir is not None and self.ssd_bytes > 0
 
     @property
@@ -83,24 +88,25 @@ class KVStoreConfig(ServiceConfig):
         return self.ssd_bytes if self.has_ssd else 0
 
     @property
+    def capacity_bytes(self) -> int:
+        return self.dram_bytes + self.durable_bytes
+
+    @property
+    def lease_budget_bytes(self) -> int:
+        return self.dram_bytes * 3 // 4 if self.lease_bytes is None else self.lease_bytes
+
+    @property
     def segment_size(self) -> int:
-        """Bytes of one segment file."""
-        if self.segment_bytes:
-            return self.segment_bytes
-        return max(_MIN_SEGMENT_BYTES, min(self.ssd_bytes // 64, _MAX_AUTO_SEGMENT_BYTES))
+        least, most = _AUTO_SEGMENT_BYTES
+        return self.segment_bytes or max(least, min(self.ssd_bytes // 64, most))
 
     @property
     def pin_budget_bytes(self) -> int:
-        """Bytes of blocks that all pins together may keep."""
         return self.dram_bytes // 2 if self.pin_bytes is None else self.pin_bytes
 
     @model_validator(mode="after")
-    def _tenants_fit(self) -> Self:
+    def _fits(self) -> Self:
         check_rows(self.tenants, self.dram_bytes, self.durable_bytes)
-        return self
-
-    @model_validator(mode="after")
-    def _segments_fit(self) -> Self:
         if self.segment_bytes > self.ssd_bytes > 0:
             raise ConfigError("segment_bytes", f"must not exceed ssd_bytes ({self.ssd_bytes}), is {self.segment_bytes}")
         return self

@@ -1,25 +1,20 @@
-"""KVStoreService: protobuf on one side, the store's own terms on the other.
-
-Owns the translation only.
-"""
+"""KVStoreService: translates between protobuf and the store's own terms."""
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 
 from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.rpc.wire import PayloadMessage
-from moonpool.streams.credits import Traffic
 from moonpool.telemetry.gauges import Gauges
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS
 from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.pin_keeper import PinKeeper
-from services.kvstore.streams.get_stream import GetParts, GetStream
-from services.kvstore.streams.put_stream import PutParts, PutStream
-from services.kvstore.streams.sessions import KVStream
+from services.kvstore.streams.get_stream import GetResources, GetStream
+from services.kvstore.streams.open_calls import OpenCalls, PeerContext
+from services.kvstore.streams.put_stream import PutResources, PutStream
 from services.kvstore.streams.watch import Journal
 from services.kvstore.tenancy.pins import PinLimit
 
@@ -32,27 +27,17 @@ _LIMITS = {
 }
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class KVStoreServicer:
-    """What the contract's methods are answered with.
+    """Answers the contract's methods.
 
     Attributes:
-        put: shared parts of Put streams.
-        get: shared parts of Get streams.
         match: how many leading keys are here.
-        pins: the pins with their clock.
-        operations: what operators ask for.
-        journal: what watchers get.
-        gauges: everything the store holds.
-        instance: who this store is.
         closing: set when the service ends its streams.
-        streams: open Put, Get and Watch streams.
-        kv_streams: those of them that carry KV.
-        quiet: set while there are none.
     """
 
-    put: PutParts
-    get: GetParts
+    put: PutResources
+    get: GetResources
     match: Callable[[Sequence[BlockKey]], int]
     pins: PinKeeper
     operations: Operations
@@ -60,47 +45,23 @@ class KVStoreServicer:
     gauges: Gauges
     instance: kv_pb2.Instance
     closing: asyncio.Event
-    streams: int = 0
-    kv_streams: set[KVStream[Any]] = dataclasses.field(default_factory=set)
-    quiet: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-
-    @property
-    def traffic(self) -> Traffic:
-        """What is under way on all Put and Get streams."""
-        return sum((stream.traffic for stream in self.kv_streams), Traffic())
-
-    @contextmanager
-    def _stream(self, stream: KVStream[Any] | None = None) -> Iterator[None]:
-        own = set() if stream is None else {stream}
-        self.streams += 1
-        self.kv_streams |= own
-        self.quiet.clear()
-        try:
-            yield
-        finally:
-            self.streams -= 1
-            self.kv_streams -= own
-            if not self.streams:
-                self.quiet.set()
+    calls: OpenCalls
 
     async def Put(  # noqa: N802
-        self, requests: AsyncIterator[PayloadMessage[kvstore_pb2.PutRequest]], context: object
+        self, requests: AsyncIterator[PayloadMessage[kvstore_pb2.PutRequest]], context: PeerContext
     ) -> None:
-        """Blocks from one writer process."""
         stream = PutStream(self.put, self.closing)
-        with self._stream(stream):
+        with self.calls.stream(context, stream):
             await stream.run(requests, context)
 
-    async def Get(self, requests: AsyncIterator[kvstore_pb2.GetRequest], context: object) -> None:  # noqa: N802
-        """Blocks to one reader process."""
+    async def Get(self, requests: AsyncIterator[kvstore_pb2.GetRequest], context: PeerContext) -> None:  # noqa: N802
         stream = GetStream(self.get, self.closing)
-        with self._stream(stream):
+        with self.calls.stream(context, stream):
             await stream.run(requests, context)
 
     async def MatchPrefix(  # noqa: N802
         self, request: kvstore_pb2.MatchPrefixRequest, context: object
     ) -> kvstore_pb2.MatchPrefixResponse:
-        """How many leading blocks of a chain are here."""
         keys = unpack_keys(request.keys, max_keys=MAX_MATCH_KEYS)
         return kvstore_pb2.MatchPrefixResponse(blocks=self.match(keys))
 
@@ -116,14 +77,13 @@ class KVStoreServicer:
         )
 
     async def Unpin(self, request: kvstore_pb2.UnpinRequest, context: object) -> kvstore_pb2.UnpinResponse:  # noqa: N802
-        """Ends a pin."""
         return kvstore_pb2.UnpinResponse(found=self.pins.unpin(request.tenant, request.name))
 
     async def Watch(  # noqa: N802
-        self, request: kvstore_pb2.WatchRequest, context: object
+        self, request: kvstore_pb2.WatchRequest, context: PeerContext
     ) -> AsyncIterator[kvstore_pb2.WatchResponse]:
         """A snapshot (or what was missed), then changes."""
-        with self._stream():
+        with self.calls.stream(context):
             async with aclosing(self.journal.watch(request.incarnation, request.after_sequence)) as messages:
                 async for events in messages:
                     yield kvstore_pb2.WatchResponse(incarnation=self.instance.incarnation, events=events)
@@ -131,18 +91,18 @@ class KVStoreServicer:
     async def KVStoreStats(  # noqa: N802
         self, request: kvstore_pb2.KVStoreStatsRequest, context: object
     ) -> kvstore_pb2.KVStoreStatsResponse:
-        """Everything the store holds."""
         return kvstore_pb2.KVStoreStatsResponse(instance=self.instance, gauges=self.gauges.read())
 
     async def Compact(  # noqa: N802
         self, request: kvstore_pb2.CompactRequest, context: object
     ) -> kvstore_pb2.CompactResponse:
-        """Begins to rewrite segments in which little is alive."""
         return kvstore_pb2.CompactResponse(segments=self.operations.compact(request.min_live_share))
 
-    async def Warm(self, request: kvstore_pb2.WarmRequest, context: object) -> kvstore_pb2.WarmResponse:  # noqa: N802
-        """Fills free DRAM from SSD."""
-        warmed = await self.operations.warm(request.max_bytes)
+    async def Warm(  # noqa: N802
+        self, request: kvstore_pb2.WarmRequest, context: PeerContext
+    ) -> kvstore_pb2.WarmResponse:
+        with self.calls.call(context):
+            warmed = await self.operations.warmer.warm(request.max_bytes)
         return kvstore_pb2.WarmResponse(blocks=warmed.blocks, bytes=warmed.nbytes)
 
     async def ReuseCurve(  # noqa: N802
@@ -153,6 +113,6 @@ class KVStoreServicer:
         return kvstore_pb2.ReuseCurveResponse(
             points=[kvstore_pb2.ReusePoint(bytes=nbytes, hit_share=share) for nbytes, share in self.operations.sizes()],
             references=reuse.uses,
-            sampled=reuse.rate,
+            sampled=reuse.last_uses.rate,
             capacity_bytes=self.operations.capacity_bytes,
         )

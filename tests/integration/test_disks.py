@@ -26,7 +26,7 @@ TRIED_AGAIN = "batches are tried again"
 
 
 def ssd_of(driven: Driven) -> SsdTier:
-    backend = driven.store.holdings.backend
+    backend = driven.store.tiers.ssd
     assert isinstance(backend, SsdTier)
     return backend
 

@@ -1,8 +1,8 @@
-"""The reading side: leases on leading blocks of a chain, and blocks coming back from the durable tier into DRAM.
+"""Leases on leading blocks of a chain, and blocks that come back from the SSD tier into DRAM.
 
-Owns what readers hold. Must not know of streams, threads or clocks: whoever reads the device reports what it found.
 A lease keeps its blocks from being evicted or reclaimed until it is closed. Blocks that a lease reads whole from the
-durable tier are read into DRAM that was reserved for them, and stay there (hits promote).
+SSD tier are read into DRAM that was set aside for them, and stay there. All leases together keep at most `lease_bytes`
+of DRAM; a lease that would need more gets fewer leading blocks. Reading the device is done elsewhere.
 """
 
 import collections
@@ -13,15 +13,14 @@ from moonpool.errors import Overloaded
 from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
-from services.kvstore.core.holdings import Holdings
+from services.kvstore.core.tiered_store import TieredStore
+from services.kvstore.core.writes import MAX_OPEN_KEYS, RETRY_AFTER_S, Writes
 from services.kvstore.ssd.reader import SsdReader
-
-RETRY_AFTER_S = 1.0
 
 
 @dataclasses.dataclass(slots=True)
-class Source:
-    """Where one block of a lease comes from: `block` in DRAM, or `reader` on the durable tier.
+class LeasedBlock:
+    """Where one block of a lease comes from: `block` in DRAM, or `reader` on the SSD tier.
 
     Attributes:
         block: the block, held.
@@ -73,7 +72,7 @@ class ReadLease:
 
     format: BlockFormat
     keys: Sequence[BlockKey]
-    sources: list[Source]
+    sources: list[LeasedBlock]
     closed: bool = False
 
     @property
@@ -91,21 +90,23 @@ class Reads:
     """All leases.
 
     Args:
-        holdings: both tiers.
+        tiers: both tiers.
+        writes: is told of blocks that came into DRAM.
         max_sessions: open leases at most.
+        lease_bytes: most DRAM that leases keep: blocks, and what is set aside for blocks being read in.
 
     Attributes:
-        on_lost: called when the durable tier has something to forget.
-        on_asked: told the chain that a reader asks for.
-        on_promoted: told blocks that came into DRAM.
+        leased_bytes: DRAM that leases keep.
     """
 
-    def __init__(self, holdings: Holdings, *, max_sessions: int) -> None:
-        self._holdings = holdings
+    def __init__(self, tiers: TieredStore, writes: Writes, *, max_sessions: int, lease_bytes: int) -> None:
+        self._tiers = tiers
+        self._writes = writes
         self._max_sessions = max_sessions
-        self.on_lost: Callable[[], None] = lambda: None
-        self.on_asked: Callable[[Sequence[BlockKey]], None] = lambda keys: None
-        self.on_promoted: Callable[[Sequence[DramBlock]], None] = lambda blocks: None
+        self._lease_bytes = lease_bytes
+        self._leased: collections.Counter[BlockKey] = collections.Counter()  # leases of each block in DRAM
+        self._keys = 0
+        self.leased_bytes = 0
         self.leases = 0
         self.dram_hits = 0
         self.ssd_hits = 0
@@ -121,92 +122,132 @@ class Reads:
         Args:
             keys: a chain.
             block_format: what the reader can use; a block of another one is a miss.
-            promote: blocks will be read whole, so that those of the durable tier may stay in DRAM.
-            counted: whether these are hits and misses: somebody asked for the blocks.
+            promote: blocks will be read whole, so that those of the SSD tier may stay in DRAM.
+            counted: whether these are hits and misses, because a reader asked for the blocks.
 
         Raises:
-            Overloaded: too many leases are open.
+            Overloaded: too many leases are open, or they keep so much DRAM that not even the first block can be leased.
         """
-        if self.leases >= self._max_sessions:
+        if self.leases >= self._max_sessions or self._keys + len(keys) > MAX_OPEN_KEYS:
             raise Overloaded("too many reading sessions", reason="kvstore_sessions", retry_after_s=RETRY_AFTER_S)
-        sources: list[Source] = []
+        lease = ReadLease(block_format, keys, [])
         for key in keys:
-            source = self._source(key, block_format)
+            source = self._source(key, block_format, promote)
             if source is None:
                 break
-            sources.append(source)
+            lease.sources.append(source)
+        if not lease.sources and keys and self._in_dram(keys[0], block_format) is not None:
+            raise Overloaded(
+                f"leases keep {self.leased_bytes} bytes of DRAM", reason="kvstore_leases", retry_after_s=RETRY_AFTER_S
+            )
         if counted:
-            self._count(keys, sources)
-        cold = [source for source in sources if source.reader is not None]
-        if promote:
-            for source in cold:
-                if not self._holdings.reserve(block_format.layout.block_bytes, source.tenant):
-                    break
-                source.allocate = self._holdings.dram.allocate
+            self._count(keys, lease)
+        self._keys += lease.blocks
         self.leases += 1
-        return ReadLease(block_format, keys[: len(sources)], sources)
+        self._tiers.listener.sessions_changed()
+        return lease
 
-    def _count(self, keys: Sequence[BlockKey], sources: Sequence[Source]) -> None:
-        self._holdings.touch(keys[: len(sources)])
-        cold = sum(source.reader is not None for source in sources)
+    def _count(self, keys: Sequence[BlockKey], lease: ReadLease) -> None:
+        self._tiers.touch(keys[: lease.blocks])
+        cold = sum(source.reader is not None for source in lease.sources)
         self.ssd_hits += cold
-        self.dram_hits += len(sources) - cold
-        self.misses += len(keys) - len(sources)
-        self.on_asked(keys)
+        self.dram_hits += lease.blocks - cold
+        self.misses += len(keys) - lease.blocks
+        self._tiers.listener.asked(keys)
 
-    def _source(self, key: BlockKey, block_format: BlockFormat) -> Source | None:
-        dram, backend = self._holdings.dram, self._holdings.backend
-        block = dram.get(key)
-        if block is not None:
-            if block.info.format != block_format or self._holdings.is_damaged(key):
+    def _in_dram(self, key: BlockKey, block_format: BlockFormat) -> DramBlock | None:
+        block = self._tiers.dram.get(key)
+        if block is None or block.info.format != block_format or self._tiers.is_damaged(key):
+            return None
+        return block
+
+    def _source(self, key: BlockKey, block_format: BlockFormat, promote: bool) -> LeasedBlock | None:
+        dram, ssd, size = self._tiers.dram, self._tiers.ssd, block_format.layout.block_bytes
+        fits = self.leased_bytes + size <= self._lease_bytes
+        if key in dram:
+            block = self._in_dram(key, block_format)
+            if block is None or not (self._leased[key] or fits):
                 return None
             dram.hold(block)
-            return Source(block=block)
-        if backend is None or backend.format_of(key) != block_format:
+            self.leased_bytes += 0 if self._leased[key] else size
+            self._leased[key] += 1
+            return LeasedBlock(block=block)
+        if ssd is None or ssd.format_of(key) != block_format:
             return None
-        return Source(reader=backend.reader(key), tenant=backend.tenant_of(key) or "")
+        source = LeasedBlock(reader=ssd.reader(key), tenant=ssd.tenant_of(key) or "")
+        if promote and fits and self._tiers.reserve(size, source.tenant):
+            self.leased_bytes += size
+            source.allocate = dram.allocate
+        return source
 
-    def lost(self, source: Source) -> None:
+    def lost(self, source: LeasedBlock) -> None:
         """A block was found bad: it is forgotten and announced, unless it has been replaced meanwhile."""
         assert source.reader is not None
-        assert self._holdings.backend is not None
-        if self._holdings.backend.drop(source.reader):
+        assert self._tiers.ssd is not None
+        if self._tiers.ssd.drop(source.reader):
             self.bad_blocks += 1
-            self._holdings.gone([source.reader.key])
-            self.on_lost()
+            self._tiers.removed([source.reader.key])
+            self._tiers.listener.work()
 
     def suspect(self, key: BlockKey) -> None:
         """A reader found that a block's bytes do not match their hashes."""
-        self._holdings.suspect(key)
+        self._tiers.suspect(key)
 
     def close(self, lease: ReadLease) -> None:
-        """Ends a lease; what it read whole stays in DRAM. Nothing may still be reading for it. Twice does no harm."""
+        """Ends a lease; what it read whole stays in DRAM. No thread may still be reading for it. Idempotent."""
         if lease.closed:
             return
         lease.closed = True
         self.leases -= 1
-        layout = lease.format.layout
+        self._keys -= lease.blocks
+        size = lease.format.layout.block_bytes
         promoted: dict[BlockKey, DramBlock] = {}
         unused: collections.Counter[str] = collections.Counter()
         for source in lease.sources:
-            if source.reader is None:
-                continue
-            source.reader.release()
+            if source.block is not None:
+                self._unlease(source.block)
+            elif source.reader is not None:
+                source.reader.release()
             if not source.reserved:
                 continue
-            info = source.reader.info
-            whole = source.filled == (1 << layout.layers) - 1
-            if whole and info is not None and source.fill is not None and info.key not in promoted:
-                info = dataclasses.replace(info, tenant=source.tenant)
-                promoted[info.key] = DramBlock(info, source.fill, list(map(source.hash_of, range(layout.layers))))
+            self.leased_bytes -= size
+            block = self._filled(source, lease.format.layout)
+            if block is not None and block.info.key not in promoted:
+                promoted[block.info.key] = block
             else:
-                unused[source.tenant] += layout.block_bytes
+                unused[source.tenant] += size
             source.fill = None
-        taken = self._holdings.insert(list(promoted.values()))
+        taken = self._tiers.insert(list(promoted.values()))
         self.promotions += len(taken)
-        self._holdings.dram.arrived(list(promoted))
+        self._tiers.dram.arrived(list(promoted))
         for tenant, nbytes in unused.items():
-            self._holdings.unreserve(nbytes, tenant)
-        self.on_promoted(taken)
-        self._holdings.let_go([source.block for source in lease.sources if source.block is not None])
-        self._holdings.room()
+            self._tiers.unreserve(nbytes, tenant)
+        self._writes.arrived(taken)
+        self._tiers.release([source.block for source in lease.sources if source.block is not None])
+        self._tiers.listener.room()
+        self._tiers.listener.sessions_changed()
+
+    def _filled(self, source: LeasedBlock, layout: KVLayout) -> DramBlock | None:
+        """The block that was read from the SSD tier; None when not all of it was read."""
+        info = None if source.reader is None else source.reader.info
+        if info is None or source.fill is None or source.filled != (1 << layout.layers) - 1:
+            return None
+        return DramBlock(
+            dataclasses.replace(info, tenant=source.tenant),
+            source.fill,
+            list(map(source.hash_of, range(layout.layers))),
+        )
+
+    def _unlease(self, block: DramBlock) -> None:
+        key = block.info.key
+        self._leased[key] -= 1
+        if not self._leased[key]:
+            del self._leased[key]
+            self.leased_bytes -= block.info.nbytes
+
+    def check_invariants(self) -> None:
+        """Leases keep no more than they may, and nothing once none is open."""
+        assert 0 <= self.leased_bytes <= self._lease_bytes
+        assert all(count > 0 for count in self._leased.values())
+        if not self.leases:
+            assert (self.leased_bytes, self._leased, self._keys) == (0, {}, 0)

@@ -1,12 +1,9 @@
 """Where the bytes of blocks in DRAM lie: slots of one size each, carved out of large anonymous mappings.
 
-Owns which memory is in use, kept for reuse, or back with the operating system. Must not know of blocks or tiers.
-Used by one thread; only the end of a slot's use may come from any.
-
-A slot is handed out as a memoryview and comes back by itself when that view and every view made of it are gone. Hence
-nobody can overwrite what somebody still reads, whatever order things end in. Resident memory is bounded by
-construction: what lies in free slots counts, and goes back to the operating system once everything together is more
-than the budget and a small reserve.
+A slot is handed out as a memoryview and comes back by itself when that view and every view made of it are gone, so that
+bytes that are still read are never overwritten. Memory in free slots counts: it goes back to the operating system once
+all slots together take more than the budget and a small reserve. Used by one thread; only the end of a slot's use may
+come from any.
 """
 
 import collections
@@ -151,7 +148,7 @@ class Arena:
         return sum(len(each.slabs) * each.slab_bytes for each in self._classes.values())
 
     def allocate(self, nbytes: int) -> memoryview:
-        """Writable memory of `nbytes`; what it holds is what somebody left there.
+        """Writable memory of `nbytes`; its bytes are undefined.
 
         Raises:
             OSError: the operating system gives no more address space.
@@ -173,7 +170,7 @@ class Arena:
         return memoryview(buffer).cast("B")[:nbytes]
 
     def collect(self) -> None:
-        """Takes back slots that nobody uses any more. Done by `allocate` too."""
+        """Takes back slots that are not used any more. Done by `allocate` too."""
         while self._ended:
             each, slab, slot = self._ended.popleft()
             slab.live -= 1
@@ -195,7 +192,7 @@ class Arena:
                 del self._classes[each.size]
 
     def _give_back(self, each: _SizeClass, slab: _Slab) -> None:
-        """Takes memory from free slots of one slab, the longest free first, or all of the slab when nobody uses it."""
+        """Takes memory from free slots of one slab, the longest free first, or all of an unused slab."""
         if not slab.live:
             freed = each.slab_bytes if each.whole else slab.resident * each.size
             each.slabs.discard(slab)

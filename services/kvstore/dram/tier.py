@@ -1,21 +1,18 @@
-"""The DRAM tier: whole blocks within a budget of bytes.
+"""The DRAM tier: whole blocks, and bytes reserved for blocks that are being written or read in, within a budget.
 
-Owns the blocks, the memory they lie in and the accounts of bytes: those of blocks, and those reserved for blocks that
-are still being written or read in. Must not know of files, sessions, events or asyncio. Who needs a block to stay holds
-it; a held block is never evicted, nor is one that is pinned or that its tenant is guaranteed.
+A user of a block holds it. A held block is never evicted, nor is one that is pinned or that its tenant is guaranteed.
 """
 
 import collections
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from moonpool.errors import ConfigError, InvalidRequest, Overloaded
-from moonpool.kv.blocks import DramBlock
+from moonpool.kv.blocks import BlockInfo, DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.parts import PartTable
 from services.kvstore.dram.arena import Arena
-from services.kvstore.dram.victims import Victims
 from services.kvstore.policies.policy import EvictionPolicy
-from services.kvstore.tenancy.pins import Pins
+from services.kvstore.tenancy.pins import PinChange, Pins
 from services.kvstore.tenancy.protection import Protection
 from services.kvstore.tenancy.tenants import Account
 
@@ -27,7 +24,7 @@ class DramTier:
 
     Args:
         capacity_bytes: budget; blocks and reservations together never exceed it.
-        policy: order of eviction. It holds all blocks but pinned ones, which count as just come when they are let go.
+        policy: order of eviction. It holds all blocks but pinned ones, which count as new when they are released.
         pins: which blocks are pinned.
         account: what tenants are granted.
 
@@ -83,7 +80,7 @@ class DramTier:
         self._policy.touched(self._ordered(chain))
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
-        """Blocks of `chain` (head first) that came together are all here, but for those that left again; no use."""
+        """Blocks of `chain` (head first) that came together have all come; some may have left. Not a use of them."""
         self._policy.arrived(self._ordered(chain))
 
     def _ordered(self, chain: Sequence[BlockKey]) -> list[BlockKey]:
@@ -159,15 +156,46 @@ class DramTier:
             self._reserved[tenant] += nbytes
         return [block.info.key for block in victims]
 
+    def can_reserve(self, nbytes: int, tenant: str) -> bool:
+        """Whether `reserve` would succeed now; evicts nothing."""
+        return self._victims(nbytes, tenant) is not None
+
     def _victims(self, nbytes: int, tenant: str) -> list[DramBlock] | None:
         over = self.block_bytes + self.reserved_bytes + nbytes - self.capacity_bytes
         own = self.account.over_quota(tenant, self._reserved[tenant] + nbytes)
         if over > self._evictable(tenant) or own > self.account.used[tenant] - self._fixed[tenant]:
             return None  # the common cases, without a walk
-        victims = Victims(self._order, self.protection, tenant)
-        if victims.choose(own, own_only=True) > 0 or victims.choose(over - victims.nbytes, own_only=False) > 0:
-            return None
-        return victims.blocks
+        victims: dict[BlockKey, DramBlock] = {}
+        own -= self._choose(victims, own, tenant, own_only=True)
+        freed = sum(block.info.nbytes for block in victims.values())
+        over -= freed + self._choose(victims, over - freed, tenant, own_only=False)
+        return list(victims.values()) if own <= 0 and over <= 0 else None
+
+    def _choose(self, victims: dict[BlockKey, DramBlock], wanted: int, tenant: str, *, own_only: bool) -> int:
+        """Adds blocks to `victims` in the policy's order until `wanted` more bytes go; returns how many do.
+
+        Each block is judged with those before it gone. The tenant's own blocks are not protected from it.
+        """
+        found = 0
+        if wanted <= 0:
+            return found
+        going = _by_tenant(victims.values())
+        for key in self._policy.candidates():
+            block = self._blocks[key]
+            info = block.info
+            if block.holds or key in victims or not self._may_go(info, tenant, going[info.tenant], own_only):
+                continue
+            victims[key] = block
+            going[info.tenant] += info.nbytes
+            found += info.nbytes
+            if found >= wanted:
+                break
+        return found
+
+    def _may_go(self, info: BlockInfo, tenant: str, going: int, own_only: bool) -> bool:
+        if info.tenant == tenant:
+            return True
+        return not own_only and not self.protection.keeps(info.key, info.tenant, going + info.nbytes)
 
     def _evictable(self, tenant: str) -> int:
         """Bytes that may go for `tenant`, were blocks as small as bytes."""
@@ -177,9 +205,6 @@ class DramTier:
             if other != tenant
         )
         return self.block_bytes - self.fixed_bytes - kept
-
-    def _order(self) -> Iterator[DramBlock]:
-        return (self._blocks[key] for key in self._policy.candidates())
 
     def unreserve(self, nbytes: int, tenant: str = "") -> None:
         """Gives reserved bytes back."""
@@ -215,7 +240,7 @@ class DramTier:
             self._pin(block)
 
     def discard(self, key: BlockKey) -> None:
-        """Drops a block that nobody holds or pins."""
+        """Drops a block that is neither held nor pinned."""
         block = self._blocks.pop(key)
         assert block.holds == 0
         assert not block.pinned
@@ -230,14 +255,14 @@ class DramTier:
         self.discard(block.info.key)
 
     def hold(self, block: DramBlock) -> None:
-        """The block stays until it is let go as often as it was held."""
+        """The block stays until it is released as often as it was held."""
         block.holds += 1
         if block.holds == 1:
             self.held_bytes += block.info.nbytes
             if not block.pinned:
                 self._fix(block, 1)
 
-    def let_go(self, block: DramBlock) -> None:
+    def release(self, block: DramBlock) -> None:
         """Ends one hold."""
         assert block.holds > 0
         block.holds -= 1
@@ -246,12 +271,12 @@ class DramTier:
             if not block.pinned:
                 self._fix(block, -1)
 
-    def pins_changed(self, pinned: Sequence[BlockKey], unpinned: Sequence[BlockKey]) -> None:
-        """Keys, here or not, that are pinned from now on, and keys that are not any more."""
-        for key in pinned:
+    def pins_changed(self, change: PinChange) -> None:
+        """Some keys, here or not, are pinned from now on, others not any more."""
+        for key in change.pinned:
             if (block := self._blocks.get(key)) is not None:
                 self._pin(block)
-        for key in unpinned:
+        for key in change.unpinned:
             if (block := self._blocks.get(key)) is not None:
                 self._unpin(block)
 

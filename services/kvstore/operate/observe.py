@@ -11,13 +11,7 @@ SAMPLE_KEYS = 65536
 
 
 class Observer:
-    """Fills the histograms of a store. Lives and uses of blocks are followed for a sample of the keys only.
-
-    Args:
-        metrics: where the histograms are.
-        clock: seconds, never going back.
-        sample_keys: blocks followed at most.
-    """
+    """Fills the histograms of a store. Lives and uses of blocks are followed for at most `sample_keys` of the keys."""
 
     def __init__(
         self, metrics: Metrics, clock: Callable[[], float] = time.monotonic, sample_keys: int = SAMPLE_KEYS
@@ -28,35 +22,28 @@ class Observer:
         self._commits = metrics.histogram("commit_seconds", "of a batch becoming durable", SECONDS)
         self._lifetimes = metrics.histogram("block_lifetime_seconds", "from stored to gone, of a sample", AGES)
         self._gaps = metrics.histogram("block_reuse_gap_seconds", "between two uses of a block, of a sample", AGES)
-        self._followed: KeySample[tuple[float, float]] = KeySample(sample_keys)  # stored, used last
+        self.followed: KeySample[tuple[float, float]] = KeySample(sample_keys)  # times: stored, used last
 
-    def __len__(self) -> int:
-        """Blocks that are followed."""
-        return len(self._followed)
-
-    def read(self, *, cold: bool, seconds: float) -> None:
+    def read(self, cold: bool, seconds: float) -> None:
         """A reading session has ended well; `cold` when some of its blocks came from the SSD tier."""
         (self._cold_reads if cold else self._warm_reads).observe(seconds)
 
     def committed(self, seconds: float) -> None:
-        """A batch was committed."""
         self._commits.observe(seconds)
 
     def asked(self, keys: Sequence[BlockKey]) -> None:
-        """A chain was asked for."""
         now = self._clock()
         for key in keys:
-            if key in self._followed:
-                stored, used = self._followed[key]
+            if key in self.followed:
+                stored, used = self.followed[key]
                 self._gaps.observe(now - used)
-                self._followed[key] = (stored, now)
+                self.followed[key] = (stored, now)
 
     def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
-        """Blocks were stored and removed."""
         now = self._clock()
         for key in removed:
-            if key in self._followed:
-                self._lifetimes.observe(now - self._followed.pop(key)[0])
+            if key in self.followed:
+                self._lifetimes.observe(now - self.followed.pop(key)[0])
         for key in stored:
-            if self._followed.accepts(key):
-                self._followed.put(key, (now, now))
+            if self.followed.accepts(key):
+                self.followed.put(key, (now, now))

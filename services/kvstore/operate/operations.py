@@ -1,59 +1,128 @@
-"""What operators ask of a running store: to compact, to warm up, and what another size would bring."""
+"""What operators ask of a running store: to warm up, to compact, and what another size would bring."""
 
+import asyncio
+import contextlib
 import dataclasses
-import math
+import itertools
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.errors import InvalidRequest, Unsupported
+from moonpool.kv.blocks import BlockFormat
+from moonpool.kv.keys import BlockKey
+from moonpool.streams.credits import ByteCredits
 from services.kvstore.core.store import BlockStore
 from services.kvstore.operate.reuse import Curve, ReuseSample
-from services.kvstore.operate.warming import Warmed, Warmer
 from services.kvstore.operate.writer import WriteBehind
-from services.kvstore.ssd.tier import MIN_LIVE_SHARE, SsdTier
+from services.kvstore.ssd.tier import MIN_LIVE_SHARE
+from services.kvstore.streams.layers import LayerReader
+
+PORTION_BLOCKS = 64
+"""Blocks read together at most."""
+STEP_BLOCKS = 1024
+"""Blocks of the SSD tier looked at before other tasks run; there may be millions."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Warmed:
+    """Blocks and bytes that were read into DRAM."""
+
+    blocks: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Warmer:
+    """Fills free DRAM from the SSD tier after a restart, the most recently written blocks first; evicts nothing.
+
+    Attributes:
+        pool: threads that read.
+        ahead: bounds the bytes read and not taken yet.
+        step_blocks: see `STEP_BLOCKS`.
+    """
+
+    store: BlockStore
+    pool: ThreadPoolExecutor
+    ahead: ByteCredits
+    step_blocks: int = STEP_BLOCKS
+    turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)
+
+    async def warm(self, max_bytes: int) -> Warmed:
+        """Reads blocks until `max_bytes` (0 = no bound) or free DRAM is used up; calls run one after the other.
+
+        Raises:
+            Overloaded: too many reading sessions are open.
+            Unsupported: there is no SSD tier.
+        """
+        async with self.turn:
+            dram = self.store.tiers.dram
+            blocks = nbytes = 0
+            async with contextlib.aclosing(self._portions()) as portions:
+                async for block_format, keys in portions:
+                    size = block_format.layout.block_bytes
+                    room = min(dram.free_bytes, max_bytes - nbytes) if max_bytes else dram.free_bytes
+                    keys = keys[: room // size]
+                    if not keys:
+                        break
+                    await self._read(block_format, keys)
+                    came = sum(key in dram for key in keys)
+                    blocks += came
+                    nbytes += came * size
+            return Warmed(blocks, nbytes)
+
+    async def _portions(self) -> AsyncGenerator[tuple[BlockFormat, list[BlockKey]], None]:
+        """Blocks of the SSD tier that are not in DRAM, newest first, in portions of one format."""
+        tiers = self.store.tiers
+        if tiers.ssd is None:
+            raise Unsupported("this kvstore has no SSD tier")
+        for step in tiers.ssd.newest_first(self.step_blocks):
+            cold = [key for key in step if key not in tiers.dram]
+            for block_format, keys in itertools.groupby(cold, tiers.format_of):
+                while block_format is not None and (portion := list(itertools.islice(keys, PORTION_BLOCKS))):
+                    yield block_format, portion
+            await asyncio.sleep(0)
+
+    async def _read(self, block_format: BlockFormat, keys: list[BlockKey]) -> None:
+        lease = self.store.reads.open(keys, block_format, promote=True, counted=False)
+        layers = range(block_format.layout.layers)
+        reader = LayerReader(self.store.reads, lease, layers, self.pool, self.ahead)
+        try:
+            async for _ in reader.groups():
+                pass
+        finally:
+            reader.close()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operations:
-    """The operations of one store; `ssd` and `writer` are None without an SSD tier. `capacity_bytes` is of both."""
+    """The operations of one store; `writer` is None without an SSD tier. `capacity_bytes` is that of both tiers."""
 
     store: BlockStore
-    ssd: SsdTier | None
     writer: WriteBehind | None
     warmer: Warmer
     reuse: ReuseSample
     capacity_bytes: int
 
     def compact(self, min_live_share: float) -> int:
-        """Begins to rewrite segments of which less than this share is live; returns how many there are.
-
-        Args:
-            min_live_share: in (0, 1]; 0 = the tier's default.
+        """Begins to rewrite segments with a smaller share of live bytes (0 = the default); returns how many there are.
 
         Raises:
             InvalidRequest: the share is not between 0 and 1.
             Unsupported: there is no SSD tier.
         """
-        if math.isnan(min_live_share) or not 0.0 <= min_live_share <= 1.0:
+        if not 0.0 <= min_live_share <= 1.0:
             raise InvalidRequest("min_live_share", f"must be between 0 and 1, is {min_live_share}")
-        if self.ssd is None or self.writer is None:
+        ssd = self.store.tiers.ssd
+        if ssd is None or self.writer is None:
             raise Unsupported("this kvstore has no SSD tier")
-        segments = self.ssd.compact(min_live_share or MIN_LIVE_SHARE)
+        segments = ssd.compact(min_live_share or MIN_LIVE_SHARE)
         self.writer.wake()
         return segments
 
-    async def warm(self, max_bytes: int) -> Warmed:
-        """Fills free DRAM from the SSD tier, with at most `max_bytes`; 0 = no bound.
-
-        Raises:
-            Overloaded: too many reading sessions are open.
-            Unsupported: there is no SSD tier.
-        """
-        if self.ssd is None:
-            raise Unsupported("this kvstore has no SSD tier")
-        return await self.warmer.warm(max_bytes)
-
     def sizes(self) -> Curve:
         """(bytes, hit share) of stores of other sizes, with blocks of the average size of those held."""
-        dram, ssd = self.store.holdings.dram, self.ssd
-        blocks = len(dram) + (len(ssd) if ssd is not None else 0)
-        nbytes = dram.block_bytes + (ssd.live_bytes if ssd is not None else 0)
+        dram, ssd = self.store.tiers.dram, self.store.tiers.ssd
+        blocks, nbytes = len(dram), dram.block_bytes
+        if ssd is not None:
+            blocks, nbytes = blocks + len(ssd), nbytes + ssd.live_bytes
         return [(size * (nbytes // blocks), share) for size, share in self.reuse.curve()] if blocks else []

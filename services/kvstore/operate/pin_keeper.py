@@ -1,7 +1,4 @@
-"""Pins with a clock: when the next one ends, it is ended.
-
-Owns the one timer for it. Must not know what a pin keeps.
-"""
+"""Pins with a clock: ends each pin when its time is over."""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,7 +21,7 @@ class PinKeeper:
         self._timer: asyncio.TimerHandle | None = None
 
     def pin(self, tenant: str, name: str, keys: Sequence[BlockKey], ttl_s: float) -> PinOutcome:
-        """Pins from now on; see `Pins.pin`."""
+        """See `Pins.pin`."""
         try:
             return self._store.pin(tenant, name, keys, now=self._loop.time(), ttl_s=ttl_s)
         finally:
@@ -32,7 +29,7 @@ class PinKeeper:
 
     def unpin(self, tenant: str, name: str) -> bool:
         """Ends a pin; False when there is none."""
-        found = self._store.pins.unpin(tenant, name)
+        found = self._store.unpin(tenant, name)
         self._arm()
         return found
 
@@ -43,11 +40,11 @@ class PinKeeper:
             self._timer = self._loop.call_at(at, self._expire)
 
     def _expire(self) -> None:
-        self._store.pins.expire(self._loop.time())
+        self._store.expire_pins(self._loop.time())
         self._arm()
 
     def close(self) -> None:
-        """Ends the timing."""
+        """Ends no more pins."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -9,7 +9,6 @@ import bisect
 import math
 from collections.abc import Sequence
 
-from moonpool.errors import ConfigError
 from moonpool.kv.keys import BlockKey
 from services.kvstore.policies.sample import KeySample
 
@@ -23,33 +22,15 @@ Curve = Sequence[tuple[int, float]]
 
 
 class ReuseSample:
-    """Reuse distances of a sample of the keys.
-
-    Args:
-        sample_keys: keys in it at most.
-
-    Raises:
-        ConfigError: `sample_keys` is not positive.
-
-    Attributes:
-        uses: block uses observed.
-        last_uses: time of the last use of each key in the sample.
-    """
+    """Reuse distances of a sample of at most `sample_keys` keys."""
 
     def __init__(self, sample_keys: int = SAMPLE_KEYS) -> None:
-        if sample_keys <= 0:
-            raise ConfigError("sample_keys", f"must be positive, is {sample_keys}")
-        self.last_uses: KeySample[int] = KeySample(sample_keys)
+        self.last_uses: KeySample[int] = KeySample(sample_keys)  # time of each key's last use
         self._times: list[int] = []  # all last uses, ascending
         self._time = 0
         self._weights: dict[int, float] = {}  # uses by step of distance
         self._weight = 0.0  # uses that the sampled ones stand for, first ones included
-        self.uses = 0
-
-    @property
-    def rate(self) -> float:
-        """Share of the keys that is sampled."""
-        return self.last_uses.rate
+        self.uses = 0  # blocks asked for, in the sample or not
 
     def observe(self, chain: Sequence[BlockKey]) -> None:
         """Counts a request for a chain, head first, found or not. The head counts as used last, as in LRU."""
@@ -72,7 +53,7 @@ class ReuseSample:
         return points
 
     def _use(self, key: BlockKey) -> None:
-        weight = 1 / self.rate
+        weight = 1 / self.last_uses.rate
         self._time += 1
         self._weight += weight
         before = self.last_uses.get(key)

@@ -27,13 +27,7 @@ def answer(curve: Curve, now_bytes: int, more_bytes: int) -> str:
 
 
 def picture(curve: Curve, now_bytes: int, more_bytes: int) -> str:
-    """Hit share over bytes (logarithmic), with the present and the larger size marked.
-
-    Args:
-        curve: over bytes.
-        now_bytes: the present size, positive.
-        more_bytes: added to it for the larger size, positive.
-    """
+    """Hit share over bytes (logarithmic), with the present and the larger size marked; both are positive."""
     axes = _Axes(curve, now_bytes, now_bytes + more_bytes)
     body = [
         f'<text x="{LEFT}" y="18" font-weight="bold">Hit share over size (LRU, estimated from a sample)</text>',

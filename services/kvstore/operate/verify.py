@@ -3,9 +3,9 @@
 Nothing in the folder is changed. All functions block.
 """
 
+import contextlib
 import dataclasses
 import fcntl
-import os
 import pathlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,44 +27,32 @@ COUNTS = ("segments", "records", "blocks", "dead", "bytes_read")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """One difference between the folder and a consistent store.
-
-    Attributes:
-        segment: id of the segment.
-        offset: of the record in it, in bytes; None for the segment as a whole.
-        key: of the block; None for none.
-        what: what is wrong.
-    """
+    """One difference between the folder and a consistent store."""
 
     segment: int
     offset: int | None
+    """Of the record in the segment, in bytes; None for the segment as a whole."""
     key: BlockKey | None
     what: str
 
 
 @dataclasses.dataclass(slots=True)
 class VerifyReport:
-    """What a check found.
-
-    Attributes:
-        segments: files read.
-        records: whole records in them.
-        blocks: intact records that the index names.
-        dead: records it does not name: replaced, dropped, or never committed.
-        bytes_read: of records whose checksums were computed.
-        faults: blocks a store would answer with a miss; the first thousand.
-        fault_count: number of all faults.
-        index_error: why the index cannot be used, None when it can; a store would rebuild it from the segments.
-    """
+    """What a check found: segments that were read, whole records in them, and faults."""
 
     segments: int = 0
     records: int = 0
     blocks: int = 0
+    """Intact records that the index names."""
     dead: int = 0
+    """Records that the index does not name: replaced, dropped, or never committed."""
     bytes_read: int = 0
+    """Of records whose checksums were computed."""
     faults: list[Fault] = dataclasses.field(default_factory=list)
+    """Blocks that a store would answer with a miss; the first thousand."""
     fault_count: int = 0
     index_error: str | None = None
+    """Why the index cannot be used, None when it can; a store would rebuild it from the segments."""
 
     @property
     def ok(self) -> bool:
@@ -83,59 +71,47 @@ class VerifyReport:
 
 
 def verify(path: pathlib.Path, on_segment: Callable[[int, int], None] = lambda done, of: None) -> VerifyReport:
-    """Checks the data folder `path`.
-
-    Args:
-        path: a data folder, as `--data-dir` names it.
-        on_segment: called with the number of segments done, and of all.
+    """Checks a data folder; `on_segment` is called with the number of segments done, and of all.
 
     Raises:
         ConfigError: `path` holds no store, cannot be read, or a kvstore is using it.
     """
     try:
-        lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        lock = (path / "lock").open("rb")
     except OSError as error:
         raise ConfigError("data_dir", f"{path} holds no store: {error.strerror or error}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return _verify(path, on_segment)
-    except BlockingIOError as error:
-        raise ConfigError("data_dir", f"{path} is used by another process") from error
-    except (OSError, lmdb.Error) as error:
-        raise ConfigError("data_dir", f"{path} cannot be read: {error}") from error
-    finally:
-        os.close(lock)
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return _verify(path, on_segment)
+        except BlockingIOError as error:
+            raise ConfigError("data_dir", f"{path} is used by another process") from error
+        except (OSError, lmdb.Error) as error:
+            raise ConfigError("data_dir", f"{path} cannot be read: {error}") from error
 
 
 def _verify(path: pathlib.Path, on_segment: Callable[[int, int], None]) -> VerifyReport:
-    folder = path / "segments"
+    folder, reading, catalogue = path / "segments", Files(direct=True), None
     files = list_segments(folder)
     report = VerifyReport()
-    image: IndexImage | None = None
     try:
-        index = Index(None, path / "index")
-        try:
+        with contextlib.closing(Index(None, path / "index")) as index:
             image = index.load()
-        finally:
-            index.close()
+        catalogue = _catalogue(folder, files, image)
+        for number in sorted(image.segments.keys() - files.keys()):
+            report.add(Fault(number, None, None, "the index names a segment that is not there"))
     except (IndexLostError, lmdb.Error) as error:
         report.index_error = str(error)
-    catalogue = _catalogue(folder, files, image) if image is not None else None
-    for number in sorted(image.segments.keys() - files.keys()) if image is not None else ():
-        report.add(Fault(number, None, None, "the index names a segment that is not there"))
-
-    reading = Files(direct=True)
 
     def check(number: int) -> VerifyReport:
         return _check_segment(reading, segment_path(folder, number), number, files[number], catalogue)
 
-    try:
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-verify") as pool:
-            for done, part in enumerate(pool.map(check, files), 1):
-                report.merge(part)
-                on_segment(done, len(files))
-    finally:
-        reading.close_all()
+    with contextlib.ExitStack() as stack:
+        stack.callback(reading.close_all)
+        pool = stack.enter_context(ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-verify"))
+        for done, part in enumerate(pool.map(check, files), 1):
+            report.merge(part)
+            on_segment(done, len(files))
     return report
 
 
@@ -168,29 +144,23 @@ def _check_segment(
             report.dead += 1
             continue
         report.bytes_read += found.kind.record_bytes
-        what = _check_record(files, path, found, row, catalogue)
-        if what is None:
+        try:
+            _check_record(files, path, found, row, catalogue)
             report.blocks += 1
-        else:
-            report.add(Fault(number, found.offset, found.key, what))
+        except (BadRecordError, OSError) as error:
+            report.add(Fault(number, found.offset, found.key, str(error)))
     for offset, row in named.items():
         report.add(Fault(number, offset, row[0], "the index names a record that is not there"))
     return report
 
 
-def _check_record(
-    files: Files, path: pathlib.Path, found: Found, row: Row | None, catalogue: Catalogue | None
-) -> str | None:
-    """The fault of a record whose header is intact; None when it has none."""
+def _check_record(files: Files, path: pathlib.Path, found: Found, row: Row | None, catalogue: Catalogue | None) -> None:
+    """Raises the fault of a record whose header is intact."""
     kind = found.kind
     if row is not None and catalogue is not None:
         key, _, length, block_format, tenant = row
         if (key, length * ALIGN) != (found.key, kind.record_bytes):
-            return "the index names another block"
+            raise BadRecordError("the index names another block")
         if catalogue.formats[block_format] != kind.format or catalogue.tenants[tenant] != kind.tenant:
-            return "the index names another format or tenant"
-    try:
-        read_record(files, path, found.key, found.offset, kind.record_bytes)
-    except (BadRecordError, OSError) as error:
-        return str(error)
-    return None
+            raise BadRecordError("the index names another format or tenant")
+    read_record(files, path, found.key, found.offset, kind.record_bytes)

@@ -1,7 +1,6 @@
-"""The writer thread: takes batches to the durable tier, one after the other.
+"""The writer thread: takes batches to the SSD tier, one after the other, and tries failed ones again.
 
-Owns the single thread that commits, the loop that feeds it, and whether a batch that failed is tried again; while one
-batch is being committed the next gathers. Must not know what a batch consists of.
+While one batch is being committed the next gathers.
 """
 
 import asyncio
@@ -21,19 +20,51 @@ from services.kvstore.ssd.commit import WritePlan
 from services.kvstore.ssd.files import is_full
 from services.kvstore.ssd.tier import SsdTier
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 RETRY_AFTER_S = (0.0, 0.1, 1.0)
-"""How long to wait before a batch is tried a second time, a third and so on; then it is not durable."""
+"""How long to wait before a batch is tried a second time, a third and so on; then its blocks stay in DRAM only."""
+
+UNSAVED_AFTER_S = (1.0, 2.0, 5.0, 15.0, 60.0)
+"""How long to wait before blocks that stayed in DRAM only are tried again, the first time, the second and so on."""
 
 REPEAT_S = 60.0
-"""The same trouble is reported once in so long."""
+"""The same error is logged at most once in so many seconds."""
 
 _Kind = tuple[type[Exception], int | None]
-"""What went wrong, not where: with the next file it is the same trouble."""
+"""An error without the file it happened with."""
 
 _MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""So may a full device: the next plan makes room. What a device says when it is broken or read-only does not pass."""
+"""Errors that may pass at once. So may a full device: the next plan makes room."""
+
+
+class WorkSignal:
+    """Wakes the writer, and tells when it has nothing left to do."""
+
+    def __init__(self) -> None:
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+
+    def notify(self) -> None:
+        """There may be something to do."""
+        self._idle.clear()
+        self._work.set()
+
+    async def wait(self, timeout_s: float | None) -> None:
+        """Waits for work, at most for `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._work.wait()
+        self._work.clear()
+
+    def done(self) -> None:
+        """Nothing is left to do, unless `notify` was called since `wait`."""
+        if not self._work.is_set():
+            self._idle.set()
+
+    async def idle(self) -> None:
+        """Waits until nothing is left to do."""
+        await self._idle.wait()
 
 
 class WriteBehind:
@@ -41,47 +72,53 @@ class WriteBehind:
 
     Args:
         writes: the queue.
-        backend: where to.
+        ssd: where to.
+        work: is notified of work.
+        on_committed: told the seconds that a batch took.
         retry_after_s: see `RETRY_AFTER_S`.
+        unsaved_after_s: see `UNSAVED_AFTER_S`.
         clock: seconds.
 
     Attributes:
         retries: batches that were tried again.
-        on_committed: told the seconds that a batch took.
     """
 
     def __init__(
         self,
         writes: Writes,
-        backend: SsdTier,
+        ssd: SsdTier,
+        work: WorkSignal,
+        on_committed: Callable[[float], None] = lambda seconds: None,
         *,
         retry_after_s: Sequence[float] = RETRY_AFTER_S,
+        unsaved_after_s: Sequence[float] = UNSAVED_AFTER_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._writes = writes
-        self._backend = backend
+        self._ssd = ssd
+        self._work = work
+        self._on_committed = on_committed
         self._retry_after_s = retry_after_s
+        self._unsaved_after_s = unsaved_after_s
         self._failures = 0
+        self._unsaved_tries = 0
+        self._retry_at: float | None = None
         self._clock = clock
         self._retries_told: dict[_Kind, float] = {}
         self._errors_told: dict[_Kind, float] = {}  # since blocks became durable last
         self.retries = 0
-        self.on_committed: Callable[[float], None] = lambda seconds: None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvstore-writer")
-        self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
 
     def wake(self) -> None:
         """There may be something to do."""
-        self._idle.clear()
-        self._wake.set()
+        self._work.notify()
 
     async def run(self) -> None:
-        """Works until cancelled. A batch under way is finished by its thread, but nobody is told."""
+        """Works until cancelled. A batch under way is finished by its thread, but its result is lost."""
         self.wake()
         while True:
-            await self._wake.wait()
-            self._wake.clear()
+            await self._work.wait(self._until_retry())
+            self._retry_if_due()
             while (plan := self._writes.next_plan()) is not None:
                 error = await self._commit(plan)
                 again = self._again(plan, error)
@@ -91,22 +128,36 @@ class WriteBehind:
                     await asyncio.sleep(again)
                 elif not plan.blocks and (plan.idle or error is not None):
                     break  # housekeeping that could not be finished waits for the next reason to wake
-            if not self._wake.is_set():
-                self._idle.set()
+            self._work.done()
+
+    def _until_retry(self) -> float | None:
+        """Seconds until blocks that could not be made durable are tried again; None when there are none."""
+        now = asyncio.get_running_loop().time()
+        if not self._writes.unsaved:
+            self._unsaved_tries, self._retry_at = 0, None
+            return None
+        if self._retry_at is None:
+            self._retry_at = now + self._unsaved_after_s[min(self._unsaved_tries, len(self._unsaved_after_s) - 1)]
+        return max(0.0, self._retry_at - now)
+
+    def _retry_if_due(self) -> None:
+        if self._retry_at is not None and self._retry_at <= asyncio.get_running_loop().time():
+            self._unsaved_tries, self._retry_at = self._unsaved_tries + 1, None
+            self._writes.retry()
 
     async def _commit(self, plan: WritePlan) -> Exception | None:
         begin = time.monotonic()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._backend.commit, plan)
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._ssd.commit, plan)
         except (OSError, lmdb.Error, MoonpoolError) as error:
             return error
-        self.on_committed(time.monotonic() - begin)
+        self._on_committed(time.monotonic() - begin)
         return None
 
     def _again(self, plan: WritePlan, error: Exception | None) -> float | None:
         """In how many seconds a batch that failed is to be tried again; None for not at all."""
         if error is None:
-            if plan.blocks:  # that housekeeping succeeds, which may be no more than deleting a file, says nothing
+            if plan.blocks:  # housekeeping may be no more than deleting a file
                 self._failures = 0
             return None
         if not _may_pass(error) or self._failures >= len(self._retry_after_s):
@@ -116,19 +167,19 @@ class WriteBehind:
         return self._retry_after_s[self._failures - 1]
 
     def _report(self, plan: WritePlan, error: Exception | None, again: float | None) -> None:
-        """Says what is wrong, from time to time, and at once when it is right again."""
+        """Logs errors, each kind at most once per `REPEAT_S`, and the first success after one."""
         if error is None:
             if self._errors_told and plan.blocks:
                 self._errors_told.clear()
-                _log.info("blocks become durable again")
+                log.info("blocks become durable again")
         elif again is not None:
             if self._is_news(error, self._retries_told):
-                _log.warning("batches are tried again", blocks=len(plan.blocks), error=str(error))
+                log.warning("batches are tried again", blocks=len(plan.blocks), error=str(error))
         elif self._is_news(error, self._errors_told):
-            _log.error("blocks could not be made durable", blocks=len(plan.blocks), error=str(error))
+            log.error("blocks could not be made durable", blocks=len(plan.blocks), error=str(error))
 
     def _is_news(self, error: Exception, told: dict[_Kind, float]) -> bool:
-        """Whether it was not told of late; now it is."""
+        """Whether this kind of error was not logged of late; from now on it was."""
         kind, now = (type(error), error.errno if isinstance(error, OSError) else None), self._clock()
         if now - told.get(kind, -math.inf) < REPEAT_S:
             return False
@@ -139,7 +190,7 @@ class WriteBehind:
         """Waits until everything visible is durable; False when that took longer than `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+                await self._work.idle()
                 return True
         return False
 

@@ -1,1 +1,1 @@
-"""Eviction policies of the DRAM tier; `services.kvstore.policies.policy` has their contract and their names."""
+"""Eviction policies of the DRAM tier; `base` has their contract, `policy` their names."""

@@ -1,11 +1,14 @@
 """Moonpool's own policy: chains leave tail first, and the tail least likely to be used again leaves first."""
 
+import collections
+import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 
 from moonpool.kv.blocks import NO_PARENT, BlockInfo
 from moonpool.kv.keys import BlockKey
+from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.policies.returns import ReturnRates
 
 MEMORY = 8
@@ -22,22 +25,14 @@ REFIT_LEAST = 1024
 FRESH, POPULAR, FIRST_GROWTH = 0, 1, 2
 KINDS = TAIL = FIRST_GROWTH + 2 * MAX_GROWTH
 """Classes; the last block of a growth, until it is used, belongs to the class with a number higher by `TAIL`."""
-_SPARE_ENTRIES = 64
 
 
+@dataclasses.dataclass(slots=True)
 class Growth:
-    """The blocks that one request added to its chain.
+    """The blocks that one request added to its chain; `continued` when it is the first behind older blocks."""
 
-    Attributes:
-        continued: whether it is the first growth behind blocks that were there before.
-        blocks: how many came.
-    """
-
-    __slots__ = ("blocks", "continued")
-
-    def __init__(self, continued: bool) -> None:
-        self.continued = continued
-        self.blocks = 0
+    continued: bool
+    blocks: int = 0
 
     @property
     def kind(self) -> int:
@@ -45,21 +40,19 @@ class Growth:
         return FIRST_GROWTH + min(self.blocks.bit_length(), MAX_GROWTH) - 1 + MAX_GROWTH * self.continued
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Node:
     """A block in the tree; one that is not held is kept for its held descendants only."""
 
-    __slots__ = ("children", "growth", "held", "key", "kind", "parent", "queued", "since", "uses")
-
-    def __init__(self, key: BlockKey) -> None:
-        self.key = key
-        self.parent: Node | None = None
-        self.children = 0
-        self.held = False
-        self.growth: Growth | None = None
-        self.kind = FRESH
-        self.since = 0  # time of its last use
-        self.uses = 0  # since it came
-        self.queued = 0  # number of its entry among the leaves, 0 for none
+    key: BlockKey
+    parent: "Node | None" = None
+    children: int = 0
+    held: bool = False
+    growth: Growth | None = None
+    kind: int = FRESH
+    since: int = 0  # time of its last use
+    uses: int = 0  # since it came
+    queued: int = 0  # number of its entry among the leaves, 0 for none
 
 
 _Entry = tuple[int, int, Node]
@@ -68,7 +61,7 @@ _Place = tuple[float, int, int, Node, int, int]
 """Worth, time of the last use, number, node; class and index of its entry in that class's heap, or -1 for none."""
 
 
-class KVAware:
+class KVAware(EvictionPolicy):
     """Offers the leaves of the tree of chains, the least likely to be used again first.
 
     A block is useless without those before it, so only leaves may leave: a chain goes tail first. Leaves are ordered by
@@ -78,22 +71,14 @@ class KVAware:
     that many requests share have a class of their own. The last block of a chain has a class beside that of the others.
 
     Until the classes differ, the order is that of LRU.
-
-    Args:
-        refit_least: references between two estimates at least.
-
-    Attributes:
-        nodes: the tree: every held block, and blocks not held that have held descendants.
     """
 
     def __init__(self, refit_least: int = REFIT_LEAST) -> None:
-        self.nodes: dict[BlockKey, Node] = {}
+        self.nodes: dict[BlockKey, Node] = {}  # every held block, and blocks not held that have held descendants
         self._refit_least = refit_least
         self._held = 0
         self._leaves: list[list[_Entry]] = [[] for _ in range(2 * KINDS)]  # a heap per class, with outdated entries
-        self._entries = 0  # in all heaps
-        self._queued = 0  # leaves
-        self._number = 0
+        self._number = 0  # of the newest entry
         self._now = 0
         self._fit_at = 0
         self._forget_at = 0
@@ -101,15 +86,16 @@ class KVAware:
 
     def added(self, info: BlockInfo) -> None:
         """A block belongs to the growth its parent came with, unless the parent was used since."""
-        node = self._node(info)
+        node = self._at(info.key)
         assert not node.held
+        if node.parent is None and info.parent != NO_PARENT:
+            self._attach(node, self._at(info.parent))
         self._now += 1
-        node.held, node.since, node.uses = True, self._now, 0
+        node.held, node.since, node.uses, node.kind = True, self._now, 0, FRESH
         node.growth = _growth_after(node.parent)
         node.growth.blocks += 1
-        node.kind = FRESH
         self._held += 1
-        self._rates.used(node.key, node.kind, self._now)
+        self._rates.used(node.key, FRESH, self._now)
         self._queue(node)
 
     def touched(self, chain: Sequence[BlockKey]) -> None:
@@ -130,16 +116,18 @@ class KVAware:
         for key in reversed(chain):
             self.nodes[key].since = self._now
             self._queue(self.nodes[key])
-        node: Node | None = self.nodes[chain[-1]] if chain else None
-        if node is None or node.growth is None:
+        last = self.nodes[chain[-1]] if chain else None
+        if last is None or last.growth is None:
             return
-        kind = node.growth.kind
-        if not node.children and not node.uses:
-            self._classify(node, kind + TAIL)
-            node = node.parent
-        while node is not None and node.uses < POPULAR_USES:
-            self._classify(node, kind)
-            node = node.parent
+        kind = last.growth.kind if last.children or last.uses else last.growth.kind + TAIL
+        for node in itertools.chain([last], _ancestors(last)):
+            if node.uses >= POPULAR_USES:
+                break
+            if node.held and node.kind != kind:
+                node.kind = kind
+                self._rates.classify(node.key, kind)
+                self._queue(node)
+            kind = last.growth.kind
         self._learn()
 
     def removed(self, key: BlockKey) -> None:
@@ -147,8 +135,7 @@ class KVAware:
         node: Node | None = self.nodes[key]
         assert node is not None
         assert node.held
-        self._unqueue(node)
-        node.held, node.growth = False, None
+        node.held, node.growth, node.queued = False, None, 0
         self._held -= 1
         while node is not None and not node.children and not node.held:
             del self.nodes[node.key]
@@ -156,15 +143,13 @@ class KVAware:
             if node is not None:
                 node.children -= 1
                 self._queue(node)
-        self._tidy()
 
     def candidates(self) -> Iterator[BlockKey]:
         """Leaves, the least worth first; a block follows once all blocks behind it have been named."""
         frontier: list[_Place] = []
         for kind, heap in enumerate(self._leaves):
-            while heap and heap[0][2].queued != heap[0][1]:
+            while heap and not _is_current(heap[0]):
                 heapq.heappop(heap)
-                self._entries -= 1
             self._look(frontier, kind, 0)
         unnamed: dict[Node, int] = {}  # children not named yet, of parents with one that was
         numbers = itertools.count(-1, -1)
@@ -192,53 +177,25 @@ class KVAware:
     def __len__(self) -> int:
         return self._held
 
-    def _node(self, info: BlockInfo) -> Node:
-        """The block's node, and its parent's, which may come later."""
-        node = self._at(info.key)
-        if node.parent is None and info.parent != NO_PARENT:
-            parent = self._at(info.parent)
-            if not _descends(parent, node):  # a writer may name any parent
-                node.parent = parent
-                parent.children += 1
-                self._unqueue(parent)
-        return node
-
-    def _classify(self, node: Node, kind: int) -> None:
-        if node.held and node.kind != kind:
-            node.kind = kind
-            self._rates.classify(node.key, kind)
-            self._queue(node)
-
     def _at(self, key: BlockKey) -> Node:
-        node = self.nodes.get(key)
-        if node is None:
-            node = self.nodes[key] = Node(key)
-        return node
+        """The block's node; it may be needed before the block comes, as a parent."""
+        return self.nodes.get(key) or self.nodes.setdefault(key, Node(key))
+
+    def _attach(self, node: Node, parent: Node) -> None:
+        """Makes `parent` the parent unless that makes a circle: a writer may name any parent."""
+        if parent is node or (node.children and node in _ancestors(parent)):
+            return
+        node.parent = parent
+        parent.children += 1
+        parent.queued = 0
 
     def _queue(self, node: Node) -> None:
-        """Puts a leaf among the leaves of its class."""
+        """Puts a leaf among the leaves of its class; its former entry is outdated."""
         if node.children or not node.held:
             return
-        self._unqueue(node)
-        self._queued += 1
         self._number += 1
         node.queued = self._number
         heapq.heappush(self._leaves[node.kind], (node.since, self._number, node))
-        self._entries += 1
-        self._tidy()
-
-    def _unqueue(self, node: Node) -> None:
-        """Outdates the node's entry, if it has one."""
-        self._queued -= node.queued > 0
-        node.queued = 0
-
-    def _tidy(self) -> None:
-        """Drops outdated entries when they are the majority."""
-        if self._entries > 2 * self._queued + _SPARE_ENTRIES:
-            self._leaves = [[entry for entry in heap if entry[2].queued == entry[1]] for heap in self._leaves]
-            for heap in self._leaves:
-                heapq.heapify(heap)
-            self._entries = sum(map(len, self._leaves))
 
     def _learn(self) -> None:
         held = max(self._held, self._refit_least)
@@ -248,25 +205,28 @@ class KVAware:
         if self._now >= self._fit_at:
             self._fit_at = self._now + max(self._held // 2, self._refit_least)
             self._rates.fit(self._now)
+            for heap in self._leaves:
+                heap[:] = filter(_is_current, heap)
+                heapq.heapify(heap)
 
     def check_invariants(self) -> None:
-        children: dict[Node, int] = {}
+        children = collections.Counter(node.parent for node in self.nodes.values())
         for key, node in self.nodes.items():
             assert node.key == key
+            assert node.children == children[node]
             assert node.held or node.children
-            assert (node.growth is not None) == node.held
-            if node.parent is not None:
-                assert self.nodes[node.parent.key] is node.parent
-                children[node.parent] = children.get(node.parent, 0) + 1
-        assert all(node.children == children.get(node, 0) for node in self.nodes.values())
+            assert node.held == (node.growth is not None)
+            assert node.parent is None or self.nodes[node.parent.key] is node.parent
         nodes = [node for node in self.nodes.values() if node.held]
         assert len(nodes) == self._held
-        queued = {node: kind for kind, heap in enumerate(self._leaves) for _, n, node in heap if n == node.queued}
+        queued = {entry[2]: kind for kind, heap in enumerate(self._leaves) for entry in heap if _is_current(entry)}
         assert queued == {node: node.kind for node in nodes if not node.children}
         assert all(node.queued == 0 for node in self.nodes.values() if node not in queued)
-        assert len(queued) == self._queued
-        assert self._entries == sum(map(len, self._leaves)) <= 2 * self._queued + _SPARE_ENTRIES
         self._rates.check_invariants()
+
+
+def _is_current(entry: _Entry) -> bool:
+    return entry[2].queued == entry[1]
 
 
 def _growth_after(parent: Node | None) -> Growth:
@@ -279,23 +239,19 @@ def _growth_after(parent: Node | None) -> Growth:
     return Growth(continued=parent.uses == 1 or (parent.growth.continued and not popular))
 
 
+def _ancestors(node: Node) -> Iterator[Node]:
+    """The blocks before `node`, nearest first."""
+    while node.parent is not None:
+        node = node.parent
+        yield node
+
+
 def _freed_by(node: Node, unnamed: dict[Node, int]) -> Node | None:
     """The held block before `node` whose children have all been named; None while there is none."""
-    parent = node.parent
-    while parent is not None:
+    for parent in _ancestors(node):
         unnamed[parent] = unnamed.get(parent, parent.children) - 1
         if unnamed[parent]:
             return None
         if parent.held:
             return parent
-        parent = parent.parent
     return None
-
-
-def _descends(node: Node, ancestor: Node) -> bool:
-    if not ancestor.children:
-        return node is ancestor
-    place: Node | None = node
-    while place is not None and place is not ancestor:
-        place = place.parent
-    return place is not None

@@ -17,10 +17,8 @@ from services.kvstore.policies.sample import KeySample
 SAMPLE_KEYS = 16384
 EVIDENCE = 16.0
 """Weight, in returns, of the assumption that a class is like all others and a rate is zero."""
-_PER_OCTAVE = 2
-_FIRST_OCTAVE = 8  # ages below 256 references share one interval
-_AGES = 1 + _PER_OCTAVE * 24
-_EDGES = [0.0] + [2.0 ** (_FIRST_OCTAVE + step / _PER_OCTAVE) for step in range(_AGES)]
+_AGES = 49
+_EDGES = [0.0] + [2.0 ** (8 + step / 2) for step in range(_AGES)]  # ages below 256 references share one interval
 
 
 def age_bin(age: int) -> int:
@@ -31,18 +29,16 @@ def age_bin(age: int) -> int:
 class _Tally:
     """The returns of one class, and the time its blocks spent at each age."""
 
-    __slots__ = ("ends", "inside", "returns")
-
     def __init__(self) -> None:
         self.returns = [0.0] * _AGES
         self.ends = [0.0] * _AGES  # periods without use that ended in an interval
         self.inside = [0.0] * _AGES  # time they had spent in it by then
 
-    def end(self, age: int) -> int:
+    def end(self, age: int, *, used: bool) -> None:
         place = age_bin(age)
         self.ends[place] += 1
         self.inside[place] += age - _EDGES[place]
-        return place
+        self.returns[place] += used
 
     def exposure(self) -> list[float]:
         """Time spent in each interval."""
@@ -63,13 +59,10 @@ class ReturnRates:
     Classes are numbered from 0. Marked blocks of a class have a class of their own, numbered `kinds` higher; with
     little evidence on it, the mark counts for what it is worth in all classes together. Class 0 is for blocks of which
     nothing is known yet: they are ranked with the best class.
-
-    Attributes:
-        sample: (time of the last use, class) of the keys that are followed.
     """
 
     def __init__(self, kinds: int, *, sample_keys: int = SAMPLE_KEYS) -> None:
-        self.sample: KeySample[tuple[int, int]] = KeySample(sample_keys)
+        self.sample: KeySample[tuple[int, int]] = KeySample(sample_keys)  # time of the last use, class
         self._tallies = [_Tally() for _ in range(2 * kinds)]
         self._curve = [0.0] * (_AGES + 1)
         self._factors = [1.0] * 2 * kinds
@@ -81,13 +74,12 @@ class ReturnRates:
             return
         if key in self.sample:
             since, last_kind = self.sample[key]
-            tally = self._tallies[last_kind]
-            tally.returns[tally.end(now - since)] += 1
+            self._tallies[last_kind].end(now - since, used=True)
         if self.sample.put(key, (now, kind)):
             self._halve()  # each key left stands for twice as many
 
     def classify(self, key: BlockKey, kind: int) -> None:
-        """Changes the class of a block since its last use."""
+        """Changes the class of a block as from its last use."""
         if key in self.sample:
             self.sample[key] = (self.sample[key][0], kind)
 
@@ -98,16 +90,15 @@ class ReturnRates:
             if now - since <= horizon:
                 break
             del self.sample[key]
-            self._tallies[kind].end(now - since)
+            self._tallies[kind].end(now - since, used=False)
         self._halve()
 
     def fit(self, now: int) -> None:
         """Estimates curve and factors from what was seen so far."""
         exposures, returns = self._exposures(now), [tally.returns for tally in self._tallies]
-        times = [sum(column) for column in zip(*exposures, strict=True)]
-        counts = [sum(column) for column in zip(*returns, strict=True)]
-        rates = [_shrunk(count, time) for count, time in zip(counts, times, strict=True)]
-        seen = [sum(column) for column in returns]
+        times, counts = map(sum, zip(*exposures, strict=True)), map(sum, zip(*returns, strict=True))
+        rates = list(map(_shrunk, counts, times))
+        seen = list(map(sum, returns))
         expected = [sum(map(operator.mul, rates, exposure)) for exposure in exposures]
         self._factors = self._weigh(seen, expected)
         self._factors[0] = max(self._factors)
@@ -134,7 +125,7 @@ class ReturnRates:
         """Times at each age by class, periods that have not ended included."""
         unended = [_Tally() for _ in self._tallies]
         for since, kind in self.sample.values():
-            unended[kind].end(now - since)
+            unended[kind].end(now - since, used=False)
         both = zip(self._tallies, unended, strict=True)
         return [[*map(operator.add, done.exposure(), still.exposure())] for done, still in both]
 

@@ -15,12 +15,7 @@ class KeySample(collections.OrderedDict[BlockKey, T]):
 
     A key is in the sample when its hash is below a bound, whether its block is held or not, so that the same keys are
     followed from one use to the next. When there are too many, the bound is halved and every key above it leaves.
-
-    Args:
-        size: keys at most.
-
-    Attributes:
-        rate: share of all keys that belong to the sample.
+    `rate` is the share of all keys that belong to the sample.
     """
 
     def __init__(self, size: int) -> None:
@@ -29,20 +24,18 @@ class KeySample(collections.OrderedDict[BlockKey, T]):
         self.rate = 1.0
 
     def accepts(self, key: BlockKey) -> bool:
-        """Whether a key belongs to the sample."""
         return zlib.crc32(key) < self.rate * _HASHES
 
     def put(self, key: BlockKey, value: T) -> bool:
         """Sets the value of a key that belongs to the sample, as the latest; returns whether keys had to leave."""
         self[key] = value
         self.move_to_end(key)
-        thinned = False
+        before = self.rate
         while len(self) > self.size:
-            thinned = True
             self.rate /= 2
             for other in [other for other in self if not self.accepts(other)]:
                 del self[other]
-        return thinned
+        return self.rate < before
 
     def check_invariants(self) -> None:
         assert len(self) <= self.size

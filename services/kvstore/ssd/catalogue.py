@@ -19,7 +19,7 @@ from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.keys import KEY_BYTES, BlockKey
 from moonpool.kv.parts import PartTable
 from services.kvstore.ssd.records import ALIGN
-from services.kvstore.tenancy.protection import TierAccount
+from services.kvstore.tenancy.tenants import Account
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -172,7 +172,7 @@ class Catalogue:
     """
 
     def __init__(
-        self, formats: Mapping[int, BlockFormat], tenants: Mapping[int, str], account: TierAccount | None = None
+        self, formats: Mapping[int, BlockFormat], tenants: Mapping[int, str], account: Account | None = None
     ) -> None:
         self.formats = IdTable(formats)
         self.tenants = IdTable(tenants)

@@ -27,7 +27,7 @@ from services.kvstore.ssd.files import Files, is_full
 from services.kvstore.ssd.index import MAP_BYTES, Index, IndexChange, IndexImage, IndexLostError
 from services.kvstore.ssd.reader import Found, list_segments, read_record, scan, segment_path
 from services.kvstore.ssd.records import ALIGN, BadRecordError, RecordKind
-from services.kvstore.tenancy.protection import TierAccount
+from services.kvstore.tenancy.tenants import Account
 
 log = get_logger(__name__)
 
@@ -146,7 +146,7 @@ class Recovered:
 
 
 def recover(
-    folder: DataFolder, durability: Durability, account: TierAccount | None = None, map_bytes: int = MAP_BYTES
+    folder: DataFolder, durability: Durability, account: Account | None = None, map_bytes: int = MAP_BYTES
 ) -> Recovered:
     """Finds what is in the folder and makes index and files agree.
 

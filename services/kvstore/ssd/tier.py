@@ -21,7 +21,7 @@ from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.ssd.records import ALIGN, record_size
 from services.kvstore.ssd.recovery import DataFolder, Durability, Recovered, recover
 from services.kvstore.ssd.space import Keeps, Space
-from services.kvstore.tenancy.protection import TierAccount
+from services.kvstore.tenancy.tenants import Account
 
 log = get_logger(__name__)
 
@@ -322,7 +322,7 @@ def open_tier(
     *,
     durability: Durability = "power",
     keeps: Keeps | None = None,
-    account: TierAccount | None = None,
+    account: Account | None = None,
     files: Files | None = None,
     map_bytes: int = MAP_BYTES,
 ) -> SsdTier:

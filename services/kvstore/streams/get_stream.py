@@ -1,7 +1,6 @@
-"""The server half of one `Get` stream.
+"""The server half of one `Get` stream: each session is a task that reads a lease layer by layer and sends it.
 
-Owns its sessions: each is a task that walks a lease layer by layer and sends what it reads, as the reader's credits
-allow. Must not know how the store keeps blocks.
+The contract has no refusal of a single read: what cannot be served is answered as a miss.
 """
 
 import asyncio
@@ -13,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from google.protobuf.message import Message
 
 from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken
-from moonpool.kv.frames import FRAME_BYTES, DamagedSliceError, Slice, part_bytes
+from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, DamagedSliceError, Slice, part_bytes
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import unpack_keys
 from moonpool.kv.layout import KVLayout
@@ -23,46 +22,43 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS
 from services.kvstore.core.reads import ReadLease, Reads
-from services.kvstore.streams.layers import Cell, LayerReader, Lost, ReadAhead
-from services.kvstore.streams.sessions import KVStream
+from services.kvstore.streams.layers import Cell, LayerReader, Lost
+from services.kvstore.streams.open_calls import KVStream
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GetParts:
-    """What all Get streams share.
+class GetResources:
+    """What all Get streams of a store use.
 
     Attributes:
-        reads: where leases come from.
-        pool: threads that read the durable tier.
+        pool: threads that read the SSD tier.
         ahead: budget of the read-ahead.
-        instance: who this store is.
         session_timeout_s: longest wait for a reader's credits.
         lease_timeout_s: longest life of a session, whose blocks cannot be evicted.
-        on_session: called when a session was opened or closed.
-        on_read: told of sessions that ended well: whether blocks came from the durable tier, and the seconds.
+        on_read: told of sessions that ended well: whether blocks came from the SSD tier, and the seconds.
+        together_bytes: largest read that is answered in one message.
     """
 
     reads: Reads
     pool: ThreadPoolExecutor
-    ahead: ReadAhead
+    ahead: ByteCredits
     instance: kv_pb2.Instance
     session_timeout_s: float
     lease_timeout_s: float
-    on_session: Callable[[], None]
     on_read: Callable[[bool, float], None]
+    together_bytes: int = FRAME_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Part:
+class _Wanted:
     """What a session wants of each block: layers, and heads (None for all of them)."""
 
     layers: range
     heads: range | None
 
     def slices(self, cells: Iterable[Cell], lease: ReadLease) -> Iterator[Slice]:
-        """What is to be sent of whole slices."""
         layout = lease.format.layout
         full = layout.block_tokens
         if self.heads is None:
@@ -70,11 +66,7 @@ class _Part:
         return (self._cut(cell, lease.keys[cell.block], layout) for cell in cells)
 
     def _cut(self, cell: Cell, key: bytes, layout: KVLayout) -> Slice:
-        """Some heads of a slice. Their hash is made here, so the slice is verified first: else a miss.
-
-        Raises:
-            DamagedSliceError: The slice does not match its hash any more.
-        """
+        """Some heads of a slice. Their hash is made here, so the slice is verified first; raises DamagedSliceError."""
         assert self.heads is not None
         if bind(slice_hash(cell.data), key, cell.layer) != cell.hash:
             raise DamagedSliceError(cell.layer, cell.block)
@@ -83,12 +75,8 @@ class _Part:
         return Slice(cell.layer, cell.block, data, layout.block_tokens, value, self.heads)
 
 
-def _part_of(message: kv_pb2.ReadOpen, layout: KVLayout) -> _Part:
-    """The part of the blocks that a reader asks for.
-
-    Raises:
-        InvalidRequest: there is no such part.
-    """
+def _wanted(message: kv_pb2.ReadOpen, layout: KVLayout) -> _Wanted:
+    """The part of the blocks that a reader asks for; raises InvalidRequest when there is no such part."""
     if not message.layer_begin < message.layer_end <= layout.layers:
         raise InvalidRequest("layer_end", f"no such layers; the layout has {layout.layers}")
     if not message.head_begin < message.head_end <= layout.kv_heads:
@@ -98,113 +86,108 @@ def _part_of(message: kv_pb2.ReadOpen, layout: KVLayout) -> _Part:
         if layout.scale_bytes:
             raise InvalidRequest("head_end", "slices with scales travel whole")
         heads = range(message.head_begin, message.head_end)
-    return _Part(range(message.layer_begin, message.layer_end), heads)
+    return _Wanted(range(message.layer_begin, message.layer_end), heads)
 
 
 class GetStream(KVStream[kvstore_pb2.GetRequest]):
     """One reader process' stream."""
 
-    def __init__(self, parts: GetParts, closing: asyncio.Event) -> None:
+    def __init__(self, resources: GetResources, closing: asyncio.Event) -> None:
         super().__init__(closing)
-        self._parts = parts
+        self._resources = resources
         self._frames: FrameWriter
         self._credits = ByteCredits()  # those of `_frames`, once there are some
         self._sessions: dict[int, asyncio.Task[None]] = {}
 
     @property
     def traffic(self) -> Traffic:
-        """What is under way on the stream."""
         return super().traffic + Traffic(credits_out=self._credits.out)
 
     def welcome(self) -> Message:
-        """The answer to hello. Credits on this stream are the reader's to give."""
+        """The answer to hello. It gives no credits: on this stream the reader does."""
         self._frames = FrameWriter(
             self.outbox, self.format.layout, lambda header: kvstore_pb2.GetResponse(frame=header)
         )
         self._credits = self._frames.credits
-        welcome = kv_pb2.StreamWelcome(receiver=self._parts.instance, credit_bytes=0)
-        return kvstore_pb2.GetResponse(welcome=welcome)
+        return kvstore_pb2.GetResponse(welcome=kv_pb2.StreamWelcome(receiver=self._resources.instance))
 
     def on_message(self, message: kvstore_pb2.GetRequest, payload: memoryview) -> None:
-        """One message of the reader."""
+        """One message of the reader. What is wrong with a session ends that session only."""
         if message.credit_bytes:
-            self._frames.grant(kv_pb2.Credit(bytes=message.credit_bytes))
+            self._credits.grant(message.credit_bytes)
         match message.WhichOneof("message"):
             case "open":
                 self._open(message.open)
             case "credit":
-                self._frames.grant(message.credit)
+                self._credits.grant(message.credit.bytes)
             case "close":
                 for key in unpack_keys(message.close.damaged_key, "damaged_key", max_keys=1):
-                    self._parts.reads.suspect(key)
-                task = self._sessions.pop(message.close.session, None)
-                if task is not None:
-                    task.cancel()
+                    self._resources.reads.suspect(key)
+                self._close(message.close.session)
             case other:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
+    def _close(self, number: int) -> None:
+        task = self._sessions.pop(number, None)
+        if task is not None:
+            task.cancel()
+
     def _open(self, message: kv_pb2.ReadOpen) -> None:
-        """Begins a session.
-
-        Raises:
-            InvalidRequest: it can never be served; the contract has no refusal of a single read.
-        """
+        """Begins a session, or answers it as a miss."""
         layout = self.format.layout
-        if message.session in self._sessions:
-            raise InvalidRequest("session", f"{message.session} is open already")
-        keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
-        part = _part_of(message, layout)
         try:
-            lease = self._parts.reads.open(keys, self.format, promote=len(part.layers) == layout.layers)
+            if message.session in self._sessions:
+                self._close(message.session)
+                raise InvalidRequest("session", f"{message.session} was open already")
+            keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
+            wanted = _wanted(message, layout)
+            lease = self._resources.reads.open(keys, self.format, promote=len(wanted.layers) == layout.layers)
+            self._begin(message, lease, wanted)
         except MoonpoolError as error:
-            self._miss(message.session, error)
-            return
-        self._begin(message, lease, part)
+            # at level debug: a peer that asks too much must not fill the log
+            log.debug("read answered as a miss", error=str(error))
+            self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=message.session)))
+            self._post_done(message.session)
 
-    def _begin(self, message: kv_pb2.ReadOpen, lease: ReadLease, part: _Part) -> None:
+    def _begin(self, message: kv_pb2.ReadOpen, lease: ReadLease, wanted: _Wanted) -> None:
         """Serves a lease, at once or by a task; it is closed in any case."""
-        parts, number, begin = self._parts, message.session, time.monotonic()
-        parts.on_session()
-        reader = LayerReader(
-            parts.reads,
-            lease,
-            part.layers,
-            parts.pool,
-            parts.ahead,
-            on_closed=parts.on_session,
-            sent_bytes=part_bytes(part.heads, self.format.layout),
-        )
+        resources, number, begin = self._resources, message.session, time.monotonic()
         task = None
         try:
-            if message.takes_frame and self._sent_together(number, lease, part):
-                parts.on_read(False, time.monotonic() - begin)
-            else:
-                task = self.spawn(self._serve(number, lease, reader, part, begin))
-        except MoonpoolError as error:
-            self._miss(number, error)
+            if message.takes_frame and self._sent_together(number, lease, wanted):
+                resources.on_read(False, time.monotonic() - begin)
+                return
+            sent_bytes = part_bytes(wanted.heads, self.format.layout)
+            reader = LayerReader(
+                resources.reads, lease, wanted.layers, resources.pool, resources.ahead, sent_bytes=sent_bytes
+            )
+            task = self._sessions[number] = self.spawn(self._serve(number, reader, wanted, begin))
+            task.add_done_callback(lambda task: self._ended(number, task, reader))
+        except DamagedSliceError as error:
+            resources.reads.suspect(lease.keys[error.block])
+            raise
         finally:
             if task is None:
-                reader.close()
-        if task is not None:
-            self._sessions[number] = task
-            task.add_done_callback(lambda task: self._ended(number, task, reader))
+                resources.reads.close(lease)
 
     def _ended(self, number: int, task: "asyncio.Task[None]", reader: LayerReader) -> None:
         reader.close()  # here, because a task that is cancelled before it has begun cannot do it
         if self._sessions.get(number) is task:
             del self._sessions[number]
 
-    def _sent_together(self, number: int, lease: ReadLease, part: _Part) -> bool:
-        """Whether all of a small read could be sent with its opening: it lies in DRAM, and nothing was to wait for."""
-        layout = self.format.layout
-        if not 0 < lease.blocks * len(part.layers) * part_bytes(part.heads, layout) <= FRAME_BYTES or lease.cold:
+    def _sent_together(self, number: int, lease: ReadLease, wanted: _Wanted) -> bool:
+        """Whether all of a small read in DRAM could be sent with its opening, without waiting."""
+        count = lease.blocks * len(wanted.layers)
+        nbytes = count * part_bytes(wanted.heads, self.format.layout)
+        if not 0 < nbytes <= self._resources.together_bytes or count > MAX_FRAME_SLICES or lease.cold:
             return False
+        blocks = [source.block for source in lease.sources if source.block is not None]
         cells = (
-            Cell(layer, block, source.take(layer, layout), source.hash_of(layer))
-            for layer in part.layers
-            for block, source in enumerate(lease.sources)
+            Cell(layer, index, block.slice(layer), block.hashes[layer])
+            for layer in wanted.layers
+            for index, block in enumerate(blocks)
         )
-        slices = list(part.slices(cells, lease))
+        slices = list(wanted.slices(cells, lease))
         opened = kv_pb2.ReadOpened(session=number, blocks=lease.blocks)
 
         def wrap(frame: kv_pb2.FrameHeader) -> Message:
@@ -213,35 +196,32 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
 
         return self._frames.offer(number, slices, wrap)
 
-    async def _serve(self, number: int, lease: ReadLease, reader: LayerReader, part: _Part, begin: float) -> None:
+    async def _serve(self, number: int, reader: LayerReader, wanted: _Wanted, begin: float) -> None:
         """One session from its opening to its end: layer by layer, each as soon as it is read."""
-        parts = self._parts
+        resources, lease = self._resources, reader.lease
         try:
             self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=lease.blocks)))
-            async with asyncio.timeout(parts.lease_timeout_s):
-                await self._send(number, lease, reader, part)
+            async with asyncio.timeout(resources.lease_timeout_s):
+                async for group in reader.groups():
+                    if isinstance(group, Lost):
+                        missing = kv_pb2.ReadMissing(session=number, block=group.block)
+                        self.post(kvstore_pb2.GetResponse(missing=missing))
+                    else:
+                        slices = wanted.slices(group, lease)
+                        await self._frames.send(number, 0, slices, timeout_s=resources.session_timeout_s)
             if lease.blocks:
-                parts.on_read(lease.cold, time.monotonic() - begin)
-            self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
+                resources.on_read(lease.cold, time.monotonic() - begin)
         except StreamBroken:
-            return  # the stream itself says so to whoever must know
+            return  # the stream itself reports it
         except (MoonpoolError, TimeoutError) as error:
-            _log.warning("a read was given up", blocks=lease.blocks, error=str(error))
-            self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
+            log.warning("read given up", blocks=lease.blocks, error=str(error))
+            if isinstance(error, DamagedSliceError):  # its reader never sees it and cannot say so
+                resources.reads.suspect(lease.keys[error.block])
+        self._post_done(number)
 
-    def _miss(self, number: int, error: MoonpoolError) -> None:
-        _log.debug("a read is answered as a miss", error=str(error))  # whoever asks too much must not fill the log too
-        self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=0)))
+    def _post_done(self, number: int) -> None:
         self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
 
-    async def _send(self, number: int, lease: ReadLease, reader: LayerReader, part: _Part) -> None:
-        async for group in reader.groups():
-            if isinstance(group, Lost):
-                self.post(kvstore_pb2.GetResponse(missing=kv_pb2.ReadMissing(session=number, block=group.block)))
-                continue
-            await self._frames.send(number, 0, part.slices(group, lease), timeout_s=self._parts.session_timeout_s)
-
     def end(self) -> None:
-        """The stream is over."""
         for task in list(self._sessions.values()):
             task.cancel()

@@ -1,76 +1,37 @@
-"""Reading a lease layer by layer, ahead of whoever takes the slices.
+"""Reading a lease layer by layer, ahead of the stream that sends it.
 
-Owns the order of reading and the read-ahead. A lease's slices are handed out layer-major in groups near a frame's size.
-A device wants larger pieces than a slice and several of them at once, so it is asked for a *band* of consecutive layers
-of each block together, by several threads; while one band is being sent the next is being read. The first band is one
-layer, so that it comes soon; each further one may be twice as thick, as far as a piece's size and memory allow. Must
-not know of streams, sessions or where the durable tier keeps its bytes.
+A lease's slices are handed out layer-major in groups near a frame's size. A device wants larger pieces than a slice and
+several of them at once. So several threads read a *band*, consecutive layers of each block, while the band before it is
+being sent. The first band is one layer, so that it comes soon; each further one may be twice as thick, as far as a
+piece's size and memory allow.
 """
 
 import asyncio
 import collections
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from moonpool.errors import MoonpoolError
 from moonpool.kv.frames import FRAME_BYTES
+from moonpool.streams.credits import ByteCredits
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.core.reads import ReadLease, Reads
+from services.kvstore.core.reads import LeasedBlock, ReadLease, Reads
 from services.kvstore.ssd.records import BadRecordError
-from services.kvstore.streams.bands import Bad, Band, Job, Piece, read, result_of
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
-MAX_JOBS = 8
-"""Jobs that one reader may have in the thread pool."""
-
-MAX_BANDS = 4
-"""Bands of one reader that are being read or sent."""
-
-PIECE_BYTES = 256 << 10
-"""Largest piece of one block that is read at once; larger ones are hardly faster (docs/adr/0004-ssd-tier.md)."""
-
-READER_SHARE = 2
-"""One part in so many of the read-ahead's budget may go into one band."""
-
-LAYER_BREAK_BYTES = 512 << 10
-"""A group that is at least so large ends with its layer, so that a layer does not wait for the next one's bytes."""
-
-
-class ReadAhead:
-    """Bytes that all readers together may have read and not sent yet; each may always have one job's."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._free = nbytes
-        self._total = nbytes
-
-    @property
-    def total(self) -> int:
-        """The budget."""
-        return self._total
-
-    @property
-    def out(self) -> int:
-        """Bytes read and not sent."""
-        return self._total - self._free
-
-    def take(self, nbytes: int, *, must: bool) -> bool:
-        """Counts bytes as read; False when there are none left and it is not a must."""
-        if nbytes > self._free and not must:
-            return False
-        self._free -= nbytes
-        return True
-
-    def give_back(self, nbytes: int) -> None:
-        """These have been sent."""
-        self._free += nbytes
+MAX_FETCHES = 8  # of one reader, in the thread pool
+MAX_BANDS = 4  # of one reader, that are being read or sent
+PIECE_BYTES = 256 << 10  # of one block, read at once; larger ones are hardly faster (docs/adr/0004-ssd-tier.md)
+READER_SHARE = 2  # one part in so many of the read-ahead's budget may go into one band
+LAYER_BREAK_BYTES = 512 << 10  # a group so large ends with its layer, which then does not wait for the next one's bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lost:
-    """A block cannot be read; it and all behind it will not come (again)."""
+    """A block cannot be read: it and all after it will not come (again)."""
 
     block: int
 
@@ -84,48 +45,76 @@ class Cell(NamedTuple):
     hash: int
 
 
+class _Piece(NamedTuple):
+    """Some layers of one block, and memory for each of them."""
+
+    block: int
+    source: LeasedBlock
+    outs: list[memoryview]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Band:
+    """Consecutive layers of all blocks.
+
+    Attributes:
+        ahead: bytes taken from the read-ahead's budget and not handed out yet.
+        started: blocks before this one are in DRAM, being read, or read.
+        slices: what has been read, by block.
+    """
+
+    layers: range
+    ahead: int
+    started: int = 0
+    slices: dict[int, list[memoryview]] = dataclasses.field(default_factory=dict)
+
+
+def _read(first_layer: int, pieces: list[_Piece]) -> tuple[_Piece, Exception] | None:
+    """Blocking. Reads pieces up to the first that cannot be read; returns that one and why."""
+    for piece in pieces:
+        assert piece.source.reader is not None
+        try:
+            piece.source.reader.read_layers(first_layer, piece.outs)
+        except Exception as error:  # of whatever kind, the prefix ends before this block
+            return piece, error
+    return None
+
+
+@dataclasses.dataclass(eq=False)
 class LayerReader:
     """Reads one lease, and closes it when the last read for it has ended.
 
-    Args:
-        reads: where the lease is from.
-        lease: what to read.
-        layers: which layers.
-        pool: threads that may block.
-        ahead: the read-ahead's budget. What is read into DRAM that was set aside for it does not count.
-        on_closed: called when the lease has ended.
+    Attributes:
+        layers: what is wanted, less those layers that have their band.
+        ahead: bytes that all readers together may have read and not sent; each may always have one fetch. What is read
+            into DRAM that was set aside for it does not count.
         group_bytes: size of a group aimed at.
-        sent_bytes: what counts of each slice for the size of its group; all of it if None.
+        sent_bytes: what counts of each slice for the size of its group; 0 for all of it.
     """
 
-    def __init__(
-        self,
-        reads: Reads,
-        lease: ReadLease,
-        layers: range,
-        pool: ThreadPoolExecutor,
-        ahead: ReadAhead,
-        *,
-        on_closed: Callable[[], None] = lambda: None,
-        group_bytes: int = FRAME_BYTES,
-        sent_bytes: int | None = None,
-    ) -> None:
-        self._reads = reads
-        self._lease = lease
-        self._pool = pool
-        self._ahead = ahead
-        self._on_closed = on_closed
-        self._group_bytes = group_bytes
-        self._slice_bytes = lease.format.layout.slice_bytes
-        self._sent_bytes = sent_bytes or self._slice_bytes
-        self._limit = lease.blocks
-        self._told = lease.blocks
-        self._left = layers
+    reads: Reads
+    lease: ReadLease
+    layers: range
+    pool: ThreadPoolExecutor
+    ahead: ByteCredits
+    _: dataclasses.KW_ONLY
+    group_bytes: int = FRAME_BYTES
+    sent_bytes: int = 0
+    piece_bytes: int = PIECE_BYTES
+    layer_break_bytes: int = LAYER_BREAK_BYTES
+
+    def __post_init__(self) -> None:
+        self._slice_bytes = self.lease.format.layout.slice_bytes
+        sent_bytes = self.sent_bytes or self._slice_bytes
+        self._group_cells = max(1, self.group_bytes // sent_bytes)  # in a full group
+        self._break_cells = min(self._group_cells, -(-self.layer_break_bytes // sent_bytes))  # at the end of a layer
+        self._limit = self._told = self.lease.blocks  # blocks that can be read, and what the walker knows of them
         self._thickness = 1
-        self._bands: collections.deque[Band] = collections.deque()
-        self._held = 0
-        self._walked = 0
-        self._jobs: set[Job] = set()
+        self._bands: collections.deque[_Band] = collections.deque()
+        self._held = 0  # bytes taken from `ahead`
+        self._walked = 0  # those of them that go back with the next group
+        self._fetches: set[Future[tuple[_Piece, Exception] | None]] = set()
+        self._progress = asyncio.Event()
         self._error: MoonpoolError | None = None
         self._closed = False
         self._loop = asyncio.get_running_loop()
@@ -142,67 +131,49 @@ class LayerReader:
         self._start_more()
         while self._bands:
             band = self._bands[0]
-            for depth, layer in enumerate(band.layers):
+            for layer in band.layers:
                 block = 0
-                while block < band.blocks:
-                    block = self._gather(group, band, depth, layer, block)
-                    full = self._is_full(group)
-                    stuck = not full and block < band.blocks and not await self._readable(band, block)
-                    whole = block >= band.blocks and len(group) * self._sent_bytes >= LAYER_BREAK_BYTES
-                    if full or stuck or whole:
+                while block < self._limit:
+                    block = self._gather(group, band, layer, block)
+                    unread = block < self._limit and len(group) < self._group_cells
+                    if unread and block < band.started:
+                        await self._fetch_ended()
+                    elif unread or len(group) >= (self._group_cells if block < self._limit else self._break_cells):
                         for part in self._parts(group):
                             yield part
                         group = []
                         self._sent()
-                    if stuck:
-                        self._start_more(must=True)
+                        if unread and band.started <= block < self._limit:
+                            self._start_more(must=True)
             self._bands.popleft()
+            self._walked += band.ahead  # of lost blocks
             self._start_more()
         for part in self._parts(group):
             yield part
         self._sent()
-        for job in list(self._jobs):  # of blocks behind a lost one: the lease ends with them
-            await result_of(job.future)
-            self._jobs.discard(job)
+        while self._fetches:  # of blocks behind a lost one: the lease ends with them
+            await self._fetch_ended()
 
-    def _is_full(self, group: list[Cell]) -> bool:
-        return (len(group) + 1) * self._sent_bytes > self._group_bytes
-
-    def _gather(self, group: list[Cell], band: Band, depth: int, layer: int, block: int) -> int:
+    def _gather(self, group: list[Cell], band: _Band, layer: int, block: int) -> int:
         """Adds a layer's slices from `block` on to a group until it is full or one is not read yet; returns which."""
-        sources, jobs, size = self._lease.sources, band.jobs, self._slice_bytes
-        room = max(1, self._group_bytes // self._sent_bytes) - len(group)
-        end = min(band.blocks, self._limit)
-        while block < end and room > 0:
+        sources, depth = self.lease.sources, layer - band.layers.start
+        end = min(self._limit, block + self._group_cells - len(group))
+        while block < end:
             source = sources[block]
             if source.block is not None:
-                if block >= band.started:
-                    break
-                group.append(Cell(layer, block, source.block.slice(layer), source.hash_of(layer)))
-            else:
-                job = jobs.get(block)
-                if job is None or not job.settled:
-                    break
+                group.append(Cell(layer, block, source.block.slice(layer), source.block.hashes[layer]))
+            elif block in band.slices:
                 group.append(Cell(layer, block, band.slices[block][depth], source.hash_of(layer)))
-                if block in band.counted:
-                    self._walked += size
-            room -= 1
+                if not source.reserved:
+                    self._walked += self._slice_bytes
+                    band.ahead -= self._slice_bytes
+            else:
+                break
             block += 1
-        if block >= self._limit:  # what was counted for lost blocks comes back too
-            self._walked += size * sum(1 for lost in range(block, band.blocks) if lost in band.counted)
-            return band.blocks
         return block
 
-    async def _readable(self, band: Band, block: int) -> bool:
-        """Waits for a block to be read; False when nobody has begun to, since all else must be sent before."""
-        if block >= band.started:
-            return False
-        job = band.jobs[block]
-        self._settle(job, band, await result_of(job.future))
-        return True
-
     def _parts(self, group: list[Cell]) -> Iterator[list[Cell] | Lost]:
-        good = [cell for cell in group if cell.block < self._limit]
+        good = group if self._limit == self.lease.blocks else [cell for cell in group if cell.block < self._limit]
         if good:
             yield good
         if self._limit < self._told:
@@ -211,19 +182,18 @@ class LayerReader:
 
     def _sent(self) -> None:
         """What was walked over has been sent."""
-        if self._closed:
-            return
-        self._ahead.give_back(self._walked)
-        self._held -= self._walked
-        self._walked = 0
-        self._start_more()
+        if not self._closed:
+            self.ahead.grant(self._walked)
+            self._held -= self._walked
+            self._walked = 0
+            self._start_more()
 
     def _start_more(self, *, must: bool = False) -> None:
-        """Begins reading as far ahead as jobs and memory allow; at least one job if it is a must."""
+        """Begins reading as far ahead as fetches and memory allow; at least one fetch if it is a must."""
         if self._closed:
             return
         try:
-            while (must or len(self._jobs) < MAX_JOBS) and self._start_one(must=must):
+            while self._error is None and (must or len(self._fetches) < MAX_FETCHES) and self._start_one(must=must):
                 must = False
         except MoonpoolError as error:
             self._error = error
@@ -231,110 +201,108 @@ class LayerReader:
             raise self._error
 
     def _start_one(self, *, must: bool) -> bool:
-        band = self._bands[-1] if self._bands else None
-        if band is None or band.started >= min(band.blocks, self._limit):
-            if not self._left or not self._limit or len(self._bands) >= MAX_BANDS:
+        if not self._bands or self._bands[-1].started >= self._limit:
+            if not self.layers or not self._limit or len(self._bands) >= MAX_BANDS:
                 return False
-            band = self._open_band()
+            self._bands.append(self._next_band())
+        band = self._bands[-1]
         blocks, end = self._next_blocks(band)
-        fresh = [] if band.paid else [block for block in blocks if not self._lease.sources[block].reserved]
-        if not self._take(len(fresh) * self._slice_bytes, must=must or not self._held):
+        cost = self._cost(blocks) if len(band.layers) == 1 else 0  # a thicker band's was taken when it was opened
+        if not self._take(cost, must=must or not self._held):
             return False
+        band.ahead += cost
         if blocks:
             self._submit(band, blocks)
-        band.counted.update(fresh)
         band.started = end
         return True
 
-    def _open_band(self) -> Band:
+    def _next_band(self) -> _Band:
         """The next layers: as many as a piece wants, if the read-ahead can take all of them, else one."""
-        sources = self._lease.sources[: self._limit]
-        fresh = {n for n, source in enumerate(sources) if source.block is None and not source.reserved}
-        count = min(self._thickness, len(self._left))
-        most = self._ahead.total // READER_SHARE
-        while count > 1:
-            cost = count * len(fresh) * self._slice_bytes
-            if cost <= most and self._take(cost, must=False):
-                break
+        cost = self._cost(range(self._limit))
+        most = self.ahead.window // READER_SHARE
+        count = min(self._thickness, len(self.layers))
+        while count > 1 and not (count * cost <= most and self._take(count * cost, must=False)):
             count //= 2
-        band = Band(self._left[:count], self._limit, count > 1, counted=fresh if count > 1 else set())
-        self._left = self._left[count:]
-        self._thickness = min(2 * self._thickness, max(1, PIECE_BYTES // self._slice_bytes))
-        self._bands.append(band)
+        band = _Band(self.layers[:count], count * cost if count > 1 else 0)
+        self.layers = self.layers[count:]
+        self._thickness = min(2 * self._thickness, max(1, self.piece_bytes // self._slice_bytes))
         return band
 
-    def _next_blocks(self, band: Band) -> tuple[list[int], int]:
-        """Blocks of a band that one job should read, and before which block it ends."""
+    def _cost(self, blocks: range | list[int]) -> int:
+        """Bytes of the read-ahead's budget that one layer of some blocks needs."""
+        sources = (self.lease.sources[block] for block in blocks)
+        return self._slice_bytes * sum(source.block is None and not source.reserved for source in sources)
+
+    def _next_blocks(self, band: _Band) -> tuple[list[int], int]:
+        """Blocks of a band that one fetch should read, and before which block it ends."""
         piece = len(band.layers) * self._slice_bytes
-        size = min(self._group_bytes, max(PIECE_BYTES, band.blocks * piece // MAX_JOBS))
+        size = min(self.group_bytes, max(self.piece_bytes, self._limit * piece // MAX_FETCHES))
         blocks: list[int] = []
-        block = band.started
-        while block < min(band.blocks, self._limit):
-            if self._lease.sources[block].block is None:
+        for block in range(band.started, self._limit):
+            if self.lease.sources[block].block is None:
                 if blocks and (len(blocks) + 1) * piece > size:
-                    break
+                    return blocks, block
                 blocks.append(block)
-            block += 1
-        return blocks, block
+        return blocks, self._limit
 
     def _take(self, nbytes: int, *, must: bool) -> bool:
-        if not self._ahead.take(nbytes, must=must):
-            return False
+        if nbytes and not self.ahead.take(nbytes):
+            if not must:
+                return False
+            self.ahead.overdraw(nbytes)
         self._held += nbytes
         return True
 
-    def _submit(self, band: Band, blocks: list[int]) -> None:
-        layout = self._lease.format.layout
-        pieces: list[Piece] = []
-        for block in blocks:
-            source = self._lease.sources[block]
-            band.slices[block] = [source.take(layer, layout) for layer in band.layers]
-            pieces.append((block, source, band.layers.start, band.slices[block]))
-        job = Job(self._pool.submit(read, pieces), blocks)
-        self._jobs.add(job)
-        band.jobs.update(dict.fromkeys(blocks, job))
-        job.future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._one_read, job))
+    def _submit(self, band: _Band, blocks: list[int]) -> None:
+        layout, sources = self.lease.format.layout, self.lease.sources
+        pieces = [
+            _Piece(block, sources[block], [sources[block].take(layer, layout) for layer in band.layers])
+            for block in blocks
+        ]
+        fetch = self.pool.submit(_read, band.layers.start, pieces)
+        self._fetches.add(fetch)
+        fetch.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._ended, fetch, band, pieces))
 
-    def _settle(self, job: Job, band: Band, bad: Bad) -> None:
-        """Takes note of what was read and what could not be."""
-        job.settled = True
-        self._jobs.discard(job)
-        for block, error in bad.items():
-            source = self._lease.sources[block]
-            assert source.reader is not None
-            key = source.reader.key.hex()[:16]
-            if isinstance(error, BadRecordError):
-                _log.warning("a stored block is bad", key=key, error=str(error))
-                self._reads.lost(source)
-            else:
-                _log.warning("a stored block cannot be read now", key=key, error=str(error))
-        self._limit = min(self._limit, *bad) if bad else self._limit
+    async def _fetch_ended(self) -> None:
+        self._progress.clear()
+        await self._progress.wait()
+
+    def _ended(self, fetch: Future[tuple[_Piece, Exception] | None], band: _Band, pieces: list[_Piece]) -> None:
+        """Takes note of what a thread read and what it could not read."""
+        self._fetches.discard(fetch)
+        if fetch.cancelled():
+            self._limit = min(self._limit, pieces[0].block)
+        elif (failure := fetch.result()) is not None:
+            self._fail(*failure)
         bits = sum(1 << layer for layer in band.layers)
-        for block in job.blocks:
-            if block < self._limit:
-                self._lease.sources[block].filled |= bits
-
-    def _one_read(self, job: Job) -> None:
+        for piece in pieces:
+            if piece.block < self._limit:
+                piece.source.filled |= bits
+                band.slices[piece.block] = piece.outs
         if not self._closed:
-            self._jobs.discard(job)
             self._start_more()
-        elif job in self._jobs:
-            self._jobs.discard(job)
-            if not self._jobs:
-                self._finish()
+            self._progress.set()
+        elif not self._fetches:
+            self.reads.close(self.lease)
+
+    def _fail(self, piece: _Piece, error: Exception) -> None:
+        assert piece.source.reader is not None
+        key = piece.source.reader.key.hex()[:16]
+        self._limit = min(self._limit, piece.block)
+        if isinstance(error, BadRecordError):
+            log.warning("a stored block is bad", key=key, error=str(error))
+            self.reads.lost(piece.source)
+        else:
+            log.warning("a stored block cannot be read now", key=key, error=str(error))
 
     def close(self) -> None:
-        """Ends the reading. The lease ends as soon as no thread reads for it any more. Twice does no harm."""
+        """Ends the reading. The lease ends as soon as no thread reads for it any more. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._ahead.give_back(self._held)
+        self.ahead.grant(self._held)
         self._bands.clear()
-        for job in list(self._jobs):
-            job.future.cancel()
-        if not self._jobs:
-            self._finish()
-
-    def _finish(self) -> None:
-        self._reads.close(self._lease)
-        self._on_closed()
+        for fetch in list(self._fetches):
+            fetch.cancel()
+        if not self._fetches:
+            self.reads.close(self.lease)

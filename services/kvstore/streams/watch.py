@@ -1,70 +1,58 @@
-"""Who watches the store's keys: a snapshot, and every change, in order.
+"""Watching the store's keys: a snapshot, and every change, in order.
 
-Owns the journal of changes with their sequence numbers, and one bounded queue per watcher. Must not know of streams or
-tiers. Changes of one turn of the event loop become one message. A watcher that knows this incarnation and a number that
-the journal still reaches gets the changes since instead of a snapshot: whatever was removed before it cannot come back.
-
-A snapshot is listed step by step (`moonpool.cluster.events.snapshot`), each when the watcher has taken the one before,
-so that no turn of the loop is long and no watcher costs more memory than a page and twice its queue. Changes that come
-meanwhile go in between the pages. Each page carries the number of the last change that was told before it (0 at the
-start), so that the next change is always that number plus one; with the last page the watcher knows exactly what is
-here at that number.
+The journal numbers changes; changes of one turn of the event loop become one message. A watcher that knows this
+incarnation and a number that the journal still reaches gets the changes since. Others get a snapshot, step by step
+(`moonpool.cluster.events.snapshot`), each when the watcher has taken the one before, so that no turn of the loop is
+long and no watcher costs more memory than a page and twice its queue. Changes that come meanwhile go in between the
+pages. Each page carries the number of the last change that was told before it (0 at the start). With the last page the
+watcher knows exactly what is here at that number.
 """
 
 import asyncio
 import collections
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from moonpool.cluster.events import KEYS_PER_MESSAGE, EventLog, HeldKeys, snapshot
 from moonpool.errors import Overloaded, Unavailable
 from moonpool.kv.keys import BlockKey
 from moonpool.v1 import kv_pb2
 
-JOURNAL_MESSAGES = 1024
-JOURNAL_BYTES = 16 << 20
-WATCHER_MESSAGES = 256
-MAX_WATCHERS = 256
 RETRY_AFTER_S = 5.0
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Watcher:
     """One watcher's queue; `behind` once it was too slow."""
 
-    def __init__(self) -> None:
-        self.queue: collections.deque[kv_pb2.KVEvents] = collections.deque()
-        self.ready = asyncio.Event()
-        self.behind = False
+    queue: collections.deque[kv_pb2.KVEvents] = dataclasses.field(default_factory=collections.deque)
+    ready: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    behind: bool = False
 
 
+@dataclasses.dataclass(eq=False)
 class Journal:
     """All changes since the start, the last ones kept.
 
-    Args:
+    Attributes:
         held: every key, for snapshots.
         incarnation: of this store; numbers mean something within it only.
         journal_messages: how many messages are kept for replay at most.
         journal_bytes: how many bytes of keys are kept in them at most, beside the last message.
         watcher_messages: how far a watcher may be behind before it is cut off.
-        keys_per_page: keys in one message of a snapshot at most.
     """
 
-    def __init__(
-        self,
-        held: HeldKeys,
-        incarnation: int,
-        *,
-        journal_messages: int = JOURNAL_MESSAGES,
-        journal_bytes: int = JOURNAL_BYTES,
-        watcher_messages: int = WATCHER_MESSAGES,
-        keys_per_page: int = KEYS_PER_MESSAGE,
-    ) -> None:
-        self._held = held
-        self._incarnation = incarnation
-        self._watcher_messages = watcher_messages
-        self._keys_per_page = keys_per_page
+    held: HeldKeys
+    incarnation: int
+    _: dataclasses.KW_ONLY
+    journal_messages: int = 1024
+    journal_bytes: int = 16 << 20
+    watcher_messages: int = 256
+    max_watchers: int = 256
+    keys_per_page: int = KEYS_PER_MESSAGE
+
+    def __post_init__(self) -> None:
         self._log = EventLog()
-        self._journal_messages = journal_messages
-        self._journal_bytes = journal_bytes
         self._kept: collections.deque[kv_pb2.KVEvents] = collections.deque()
         self._kept_bytes = 0
         self._watchers: set[_Watcher] = set()
@@ -73,7 +61,6 @@ class Journal:
 
     @property
     def watchers(self) -> int:
-        """How many watch."""
         return len(self._watchers)
 
     @property
@@ -94,7 +81,7 @@ class Journal:
         while (message := self._log.next_message()) is not None:
             self._keep(message)
             for watcher in self._watchers:
-                if len(watcher.queue) >= self._watcher_messages:
+                if len(watcher.queue) >= self.watcher_messages:
                     watcher.behind = True
                     watcher.queue.clear()
                 elif not watcher.behind:
@@ -105,37 +92,30 @@ class Journal:
         self._kept.append(message)
         self._kept_bytes += _size(message)
         kept = self._kept
-        while len(kept) > self._journal_messages or (self._kept_bytes > self._journal_bytes and len(kept) > 1):
+        while len(kept) > self.journal_messages or (self._kept_bytes > self.journal_bytes and len(kept) > 1):
             self._kept_bytes -= _size(kept.popleft())
 
     async def watch(self, incarnation: int, after_sequence: int) -> AsyncGenerator[kv_pb2.KVEvents, None]:
-        """What the watcher must hear, for ever.
-
-        Args:
-            incarnation: the one it knows; 0 for none.
-            after_sequence: the last number it has seen in it.
+        """The messages, without end, of a watcher that has seen `after_sequence` of an incarnation (0 for none).
 
         Raises:
             Unavailable: it was too slow and may come again, or the store is closing.
             Overloaded: too many watch.
         """
-        if len(self._watchers) >= MAX_WATCHERS:
+        if len(self._watchers) >= self.max_watchers:
             raise Overloaded("too many watchers", reason="kvstore_watchers", retry_after_s=RETRY_AFTER_S)
         self._flush()
         watcher = _Watcher()
-        known = incarnation == self._incarnation and self._reaches(after_sequence)
-        missed = [message for message in self._kept if message.sequence > after_sequence] if known else []
-        pages = iter(()) if known else self._pages(watcher)
+        known = incarnation == self.incarnation and self._reaches(after_sequence)
+        missed = [message for message in self._kept if message.sequence > after_sequence]
+        pages = iter([missed]) if known else self._pages(watcher)
         self._watchers.add(watcher)
         try:
-            for message in missed:
-                self._check(watcher)
-                yield message
             for page in pages:
                 for message in page:
                     self._check(watcher)
                     yield message
-                await asyncio.sleep(0)  # whoever takes messages need not wait for anything, but others must have turns
+                await asyncio.sleep(0)  # a quick watcher waits for nothing, but others must have turns
             while True:
                 while watcher.queue:
                     yield watcher.queue.popleft()
@@ -147,7 +127,7 @@ class Journal:
 
     def _pages(self, watcher: _Watcher) -> Iterator[list[kv_pb2.KVEvents]]:
         """A snapshot: what was told since the last page, and one further page."""
-        for page in snapshot(self._held, self._keys_per_page):
+        for page in snapshot(self.held, self.keys_per_page):
             self._flush()
             changes = list(watcher.queue)
             watcher.queue.clear()
@@ -162,7 +142,6 @@ class Journal:
             raise Unavailable("the watcher is too slow; watch again")
 
     def close(self) -> None:
-        """Ends all watching."""
         self._closed = True
         for watcher in self._watchers:
             watcher.ready.set()
@@ -177,24 +156,17 @@ def _size(message: kv_pb2.KVEvents) -> int:
 
 
 class Unreported:
-    """Changes that the conductor was not told yet: the net effect per key, in bounded memory.
+    """Changes that the conductor has not been told yet: the net effect per key; `max_keys` while it does not follow."""
 
-    Args:
-        follows: whether the conductor was told of this store's keys, or is being told; while it was not, nothing needs
-            to be kept beyond `max_keys`, because it gets a snapshot first.
-        max_keys: bound while it does not follow.
-    """
-
-    def __init__(self, follows: Callable[[], bool], max_keys: int = 1 << 18) -> None:
-        self._follows = follows
+    def __init__(self, max_keys: int = 1 << 18) -> None:
         self._max_keys = max_keys
         self._changes: dict[BlockKey, bool] = {}
 
-    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
-        """Takes note of changes."""
+    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey], *, follows: bool) -> None:
+        """Takes note of changes. While the conductor does not follow, they may be dropped: it gets a snapshot first."""
         self._changes.update(dict.fromkeys(stored, True))
         self._changes.update(dict.fromkeys(removed, False))
-        if len(self._changes) > self._max_keys and not self._follows():
+        if len(self._changes) > self._max_keys and not follows:
             self._changes.clear()
 
     def take(self) -> tuple[list[BlockKey], list[BlockKey]]:

@@ -1,15 +1,14 @@
 """Pins: named sets of blocks that stay for a time, within budgets of bytes.
 
-Owns the pins, which keys they keep, and what they cost. Must not know of tiers, policies, streams or clocks: time is
-an argument. Pins are not stored: after a restart whoever needs one pins again. A key may be in several pins; it stays
-until the last has ended, and costs its tenant once.
+Pins are not stored: after a restart they are gone. A key may be in several pins; it stays until the last has ended, and
+costs its tenant once. Time is an argument.
 """
 
 import collections
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import MAX_TENANT_BYTES
@@ -53,6 +52,14 @@ class PinOutcome:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PinChange:
+    """Keys that are pinned from now on, and keys that are not any more."""
+
+    pinned: Sequence[BlockKey] = ()
+    unpinned: Sequence[BlockKey] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Pin:
     keys: Sequence[BlockKey]
     expires_at: float
@@ -66,9 +73,7 @@ class Pins:
         tenant_bytes: budgets of tenants that have their own; None in it for the whole.
         default_bytes: that of each other tenant; None for the whole.
         max_pins: names at once.
-
-    Attributes:
-        on_change: told keys that are pinned from now on, and keys that are not any more.
+        max_entries: keys of all pins together, each as often as it is pinned.
     """
 
     def __init__(
@@ -78,11 +83,13 @@ class Pins:
         default_bytes: int | None = None,
         *,
         max_pins: int = 1024,
+        max_entries: int = MAX_ENTRIES,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._tenant_bytes = tenant_bytes or {}
         self._default_bytes = default_bytes
         self._max_pins = max_pins
+        self._max_entries = max_entries
         self._pins: dict[tuple[str, str], _Pin] = {}
         self._sizes: dict[BlockKey, int] = {}
         self._counts: collections.Counter[tuple[str, BlockKey]] = collections.Counter()
@@ -91,7 +98,6 @@ class Pins:
         self._entries = 0
         self._next_expiry: float | None = None
         self.nbytes = 0
-        self.on_change: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None] = lambda pinned, unpinned: None
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -128,8 +134,10 @@ class Pins:
         *,
         now: float,
         ttl_s: float,
-    ) -> PinOutcome:
+    ) -> tuple[PinOutcome, PinChange]:
         """Keeps the leading ones of `keys` that are here and fit the budgets; replaces the tenant's pin of that name.
+
+        Call `expire` first: a pin whose time is over still counts here.
 
         Args:
             tenant: whose budget it takes.
@@ -144,7 +152,6 @@ class Pins:
             Overloaded: there are as many pins as may be.
         """
         _check(tenant, name, keys, ttl_s)
-        self.expire(now)
         old = self._pins.get((tenant, name))
         self._check_room(len(keys) - (len(old.keys) if old is not None else 0), now, new=old is None)
         before = {key for key in (*keys, *(old.keys if old is not None else ())) if key in self._sizes}
@@ -155,11 +162,11 @@ class Pins:
             self._pins[tenant, name] = _Pin(taken, now + ttl_s)
             self._entries += len(taken)
         self._settle()
-        self._tell([key for key in taken if key not in before], before)
-        return PinOutcome(len(taken), nbytes, now + ttl_s, limit)
+        change = PinChange([key for key in taken if key not in before], self._not_kept(before))
+        return PinOutcome(len(taken), nbytes, now + ttl_s, limit), change
 
     def _check_room(self, entries: int, now: float, *, new: bool) -> None:
-        if (new and len(self._pins) >= self._max_pins) or self._entries + entries > MAX_ENTRIES:
+        if (new and len(self._pins) >= self._max_pins) or self._entries + entries > self._max_entries:
             raise Overloaded(
                 f"{len(self._pins)} pins of {self._entries} blocks are as many as may be",
                 reason="kvstore_pins",
@@ -211,36 +218,29 @@ class Pins:
                 del self._keepers[key], self._sizes[key]
                 self.nbytes -= size
 
-    def unpin(self, tenant: str, name: str) -> bool:
-        """Ends a pin; False when there is none."""
+    def unpin(self, tenant: str, name: str) -> PinChange | None:
+        """Ends a pin; None when there is none."""
         pin = self._pins.pop((tenant, name), None)
-        if pin is None:
-            return False
-        self._end([(tenant, pin)])
-        return True
+        return None if pin is None else self._end([(tenant, pin)])
 
-    def expire(self, now: float) -> int:
-        """Ends the pins whose time is over; returns how many."""
+    def expire(self, now: float) -> PinChange:
+        """Ends the pins whose time is over."""
         if self._next_expiry is None or now < self._next_expiry:
-            return 0
+            return PinChange()
         over = [place for place, pin in self._pins.items() if pin.expires_at <= now]
-        self._end([(place[0], self._pins.pop(place)) for place in over])
-        return len(over)
+        return self._end([(place[0], self._pins.pop(place)) for place in over])
 
-    def _end(self, pins: Sequence[tuple[str, _Pin]]) -> None:
-        kept = {key for _, pin in pins for key in pin.keys}
+    def _end(self, pins: Sequence[tuple[str, _Pin]]) -> PinChange:
         for tenant, pin in pins:
             self._drop(tenant, pin)
         self._settle()
-        self._tell((), kept)
+        return PinChange((), self._not_kept({key for _, pin in pins for key in pin.keys}))
 
     def _settle(self) -> None:
         self._next_expiry = min((pin.expires_at for pin in self._pins.values()), default=None)
 
-    def _tell(self, pinned: Sequence[BlockKey], kept: set[BlockKey]) -> None:
-        unpinned = [key for key in kept if key not in self._sizes]
-        if pinned or unpinned:
-            self.on_change(pinned, unpinned)
+    def _not_kept(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        return [key for key in keys if key not in self._sizes]
 
     def check_invariants(self) -> None:
         """What is kept is what the pins name, counted once per tenant and once in all."""
@@ -255,7 +255,7 @@ class Pins:
         assert self.nbytes == sum(self._sizes.values()) <= self.budget_bytes
         assert self._next_expiry == min((pin.expires_at for pin in self._pins.values()), default=None)
         assert len(self._pins) <= self._max_pins
-        assert self._entries == sum(len(pin.keys) for pin in self._pins.values()) <= MAX_ENTRIES
+        assert self._entries == sum(len(pin.keys) for pin in self._pins.values()) <= self._max_entries
 
 
 def _check(tenant: str, name: str, keys: Sequence[BlockKey], ttl_s: float) -> None:
@@ -266,6 +266,6 @@ def _check(tenant: str, name: str, keys: Sequence[BlockKey], ttl_s: float) -> No
     if not keys:
         raise InvalidRequest("keys", "a pin has at least one key")
     if len(set(keys)) != len(keys):
-        raise InvalidRequest("keys", "a key stands there twice")
+        raise InvalidRequest("keys", "a key occurs twice")
     if not (math.isfinite(ttl_s) and 0 < ttl_s <= MAX_TTL_S):
         raise InvalidRequest("ttl_s", f"must be in (0, {MAX_TTL_S:g}], is {ttl_s:g}")

@@ -1,41 +1,20 @@
-"""What may not leave a tier: pinned blocks, and blocks of tenants that have no more than they are guaranteed.
-
-Owns the answer to that one question, for one tier. Must not know of policies, holds, bytes of blocks or files. Each
-tier has its own: the account behind it is that tier's, and the tier keeps it up to date with every single block that
-comes or goes, so that a series of removals is judged one after the other.
-"""
+"""Which blocks may not leave a tier: pinned ones, and those of tenants that have no more than they are guaranteed."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 from moonpool.kv.keys import BlockKey
-
-
-class TierAccount(Protocol):
-    """Bytes of one tier by tenant."""
-
-    def add(self, tenant: str, nbytes: int) -> None:
-        """A block of the tenant came to the tier."""
-        ...
-
-    def remove(self, tenant: str, nbytes: int) -> None:
-        """A block of the tenant left the tier."""
-        ...
-
-    def guards(self, tenant: str, nbytes: int) -> bool:
-        """Whether the tenant would have less than it is guaranteed if `nbytes` of it left."""
-        ...
+from services.kvstore.tenancy.tenants import Account
 
 
 class Protection:
-    """Asked by a tier before it lets a block go.
+    """Asked by a tier before it removes a block. Each tier has its own.
 
     Args:
         pinned: whether a key is pinned.
-        account: the tier's bytes by tenant; None when the tier keeps none.
+        account: the tier's bytes by tenant, which it updates with every block, so that removals are judged one by one.
     """
 
-    def __init__(self, pinned: Callable[[BlockKey], bool], account: TierAccount | None = None) -> None:
+    def __init__(self, pinned: Callable[[BlockKey], bool], account: Account) -> None:
         self._pinned = pinned
         self._account = account
 
@@ -47,8 +26,4 @@ class Protection:
             tenant: whose it is.
             nbytes: what would leave with it; without it the tenant may fall below its guarantee by one block.
         """
-        return self._pinned(key) or (self._account is not None and self._account.guards(tenant, nbytes))
-
-
-NOTHING_KEPT = Protection(lambda key: False)
-"""For a tier alone."""
+        return self._pinned(key) or self._account.guards(tenant, nbytes)

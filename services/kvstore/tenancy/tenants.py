@@ -1,7 +1,6 @@
 """What tenants are granted, and how many bytes of each lie in a tier.
 
-Owns the rows of the configuration and one account per tier. Must not know of keys, policies or files: a tier tells its
-account of every block that comes or goes, and asks it.
+A tier tells its account of every block that comes or goes.
 """
 
 import collections
@@ -27,7 +26,7 @@ Bytes = Annotated[int, Field(ge=0)]
 class TenantRow(BaseModel):
     """What one tenant is granted, in bytes.
 
-    A guarantee is what other tenants cannot evict it below; a quota is what it never has more of; `None` is no limit.
+    Other tenants cannot evict it below its guarantee. It never has more than its quota; None is no limit.
 
     Attributes:
         dram_guarantee_bytes, dram_quota_bytes: in the DRAM tier, sizes of blocks.
@@ -121,7 +120,7 @@ class Grants:
 
     @property
     def has_quotas(self) -> bool:
-        """Whether anybody has a quota."""
+        """Whether any tenant has a quota."""
         return self.default_quota is not None or any(quota is not None for quota in self.quotas.values())
 
     def quota(self, tenant: str) -> int | None:

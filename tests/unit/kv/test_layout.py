@@ -60,6 +60,7 @@ def test_refuses_by_field(field: str, value: object) -> None:
         ("kv_heads", {"kv_heads": 1024, "head_dim": 1024, "scale_bytes": 4}),  # with scales a slice travels whole
         ("kv_heads", {"kv_heads": 1024, "head_dim": 1024, "block_tokens": 64}),
         ("layers", {"layers": 4096, "kv_heads": 256, "head_dim": 1024}),
+        ("layers", {"layers": 33, "kv_heads": 256, "head_dim": 1024}),  # more than is hashed at once
     ],
 )
 def test_what_cannot_travel_or_is_larger_than_any_model_is_refused(field: str, shape: dict[str, int]) -> None:

@@ -1,9 +1,11 @@
 """Blocks with known bytes, and a store driven by hand: no threads, no event loop."""
 
+import asyncio
 import hashlib
-from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Container, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from moonpool.kv.blocks import NO_PARENT, BlockFormat, BlockInfo, DramBlock
 from moonpool.kv.frames import OpenRun, Run
@@ -12,8 +14,10 @@ from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from services.kvstore.core.assembly import PutSession, PutSpec, parents_of
 from services.kvstore.core.store import BlockStore
+from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.policies.policy import LRU
+from services.kvstore.operate.writer import WorkSignal, WriteBehind
+from services.kvstore.policies.policy import LRU, EvictionPolicy
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.ssd.tier import SsdTier, open_tier
@@ -91,12 +95,30 @@ def open_ssd(
     files: Files | None = None,
 ) -> SsdTier:
     """A tier that keeps what is in `pins` and what `account` guarantees."""
-    keeps = Protection(pins.__contains__, account).keeps
+    keeps = Protection(pins.__contains__, account or Account()).keeps
     return open_tier(path, capacity, segment, keeps=keeps, account=account, files=files, map_bytes=1 << 16)
 
 
-class Driven:
-    """A store whose commits happen when `flush` is called, and what it has announced."""
+@asynccontextmanager
+async def writing(driven: "Driven", **settings: Any) -> AsyncIterator[WriteBehind]:
+    """Runs the writer thread of a store; settings are those of `WriteBehind`."""
+    assert driven.store.tiers.ssd is not None
+    writer = WriteBehind(driven.store.writes, driven.store.tiers.ssd, driven.signal, **settings)
+    task = asyncio.ensure_future(writer.run())
+    try:
+        yield writer
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        await writer.aclose()
+
+
+class Driven(StoreListener):
+    """A store whose commits happen when `flush` is called or a writer runs, and what it has announced.
+
+    Args:
+        listener: is told of everything too.
+    """
 
     def __init__(
         self,
@@ -105,19 +127,45 @@ class Driven:
         pins: Pins | None = None,
         account: Account | None = None,
         ssd_account: Account | None = None,
+        policy: EvictionPolicy | None = None,
+        max_sessions: int = 4,
+        batch_bytes: int = 32 << 20,
+        lease_bytes: int | None = None,
+        listener: StoreListener | None = None,
     ) -> None:
-        dram = DramTier(dram_bytes, LRU(), pins=pins, account=account)
+        dram = DramTier(dram_bytes, LRU() if policy is None else policy, pins=pins, account=account)
         self.ssd_account = ssd_account or Account()
-        self.store = BlockStore(dram, ssd, max_sessions=4, durable_account=self.ssd_account)
+        self.listener = listener or StoreListener()
+        self.signal = WorkSignal()
+        self.store = BlockStore(
+            dram,
+            ssd,
+            self,
+            max_sessions=max_sessions,
+            batch_bytes=batch_bytes,
+            lease_bytes=lease_bytes,
+            ssd_account=self.ssd_account,
+        )
         self.stored: list[BlockKey] = []
         self.removed: list[BlockKey] = []
         self.visible: list[tuple[BlockKey, ...]] = []
         self.durable: list[tuple[BlockKey, ...]] = []
-        self.store.holdings.on_change.append(self._changed)
+        self.rooms = 0
 
-    def _changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
         self.stored += stored
         self.removed += removed
+        self.listener.changed(stored, removed)
+
+    def room(self) -> None:
+        self.rooms += 1
+        self.listener.room()
+
+    def work(self) -> None:
+        self.signal.notify()
+
+    def sessions_changed(self) -> None:
+        self.listener.sessions_changed()
 
     def open(self, spec: PutSpec) -> PutSession | None:
         return self.store.writes.open(
@@ -142,10 +190,10 @@ class Driven:
         if keys:
             session = self.put(keys, tenant)
         while (plan := self.store.writes.next_plan()) is not None:
-            backend = self.store.holdings.backend
-            assert backend is not None
+            ssd = self.store.tiers.ssd
+            assert ssd is not None
             try:
-                backend.commit(plan)
+                ssd.commit(plan)
             except OSError as error:
                 self.store.writes.plan_done(error)
             else:

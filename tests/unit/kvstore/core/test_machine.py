@@ -4,6 +4,7 @@ Any order of sessions (whole, partial, abandoned, several on one block), leases,
 commits that succeed or fail, blocks that the device loses, time that passes, and crashes.
 """
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from moonpool.errors import MoonpoolError, Overloaded
 from moonpool.kv.keys import BlockKey
 from services.kvstore.core.assembly import PutSession
 from services.kvstore.core.reads import ReadLease
+from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.tenancy.pins import Pins
 from services.kvstore.tenancy.tenants import Account, Grants, TenantRow
 from tests.unit.kvstore.helpers import (
@@ -62,6 +64,16 @@ class _Session:
         self.unsent: dict[Cell, None] = {}
 
 
+class _Announced(StoreListener):
+    """Hears what the store of a machine announces."""
+
+    def __init__(self, machine: "StoreMachine") -> None:
+        self.machine = machine
+
+    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+        self.machine.changed(stored, removed)
+
+
 class StoreMachine(RuleBasedStateMachine):
     """`announced` is what a watcher believes, and must be what is here; `kept` is what pins keep, which must stay."""
 
@@ -82,16 +94,16 @@ class StoreMachine(RuleBasedStateMachine):
             pins=pins,
             account=Account(Grants.of(ROWS, "dram")),
             ssd_account=ssd_account,
+            listener=_Announced(self),
         )
         self.store = self.driven.store
         self.sessions: list[_Session] = []
         self.leases: list[ReadLease] = []
         self.pinned: dict[tuple[str, str], tuple[Sequence[BlockKey], float]] = {}
         self.lost: set[BlockKey] = set()
-        self.announced = set(self.store.holdings)
-        self.store.holdings.on_change.append(self.changed)
+        self.announced = set(self.store.tiers)
         self.actor: str | None = None
-        self.used = dict(self.store.holdings.dram.account.used)
+        self.used = dict(self.store.tiers.dram.account.used)
 
     def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
         assert not self.announced & set(stored)
@@ -135,12 +147,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(chain=CHAIN)
     def put_and_commit(self, chain: Sequence[BlockKey]) -> None:
         self.actor = OWNER[chain[0]]
-        try:
-            session = self.driven.open(spec_of(chain, tenant=self.actor))
-        except Overloaded:
-            return
-        if session is not None:
-            self.store.writes.close(session)
+        if self.store.tiers.dram.can_reserve(len(chain) * BLOCK, self.actor):
             self.driven.flush(chain, self.actor)
             self.ever_durable |= set(self.ssd)
 
@@ -148,11 +155,17 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 2), count=st.integers(1, 9))
     def write(self, pick: int, count: int) -> None:
         entry = self.sessions[pick % len(self.sessions)]
-        self.actor = None
+        self.actor = OWNER[entry.chain[0]]
         for index, layer in list(entry.unsent)[:count]:
-            del entry.unsent[index, layer]
             run = run_of(entry.chain[index], index, layer, entry.heads)
-            self.store.writes.write(entry.session, [run])
+            try:
+                if not self.store.writes.write(entry.session, [run], now=self.now):
+                    return  # no room: it waits
+            except Overloaded:
+                self.sessions.remove(entry)
+                self.store.writes.close(entry.session)
+                return
+            del entry.unsent[index, layer]
         if not entry.unsent and entry.session.covers_whole_blocks:
             assert entry.session.complete
 
@@ -161,13 +174,11 @@ class StoreMachine(RuleBasedStateMachine):
     def wrong_frame(self, pick: int) -> None:
         """What has come before, or was never declared, ends the session and nothing else."""
         entry = self.sessions.pop(pick % len(self.sessions))
+        self.actor = OWNER[entry.chain[0]]
         run = run_of(entry.chain[0], 0, entry.layers[0])
-        try:
-            self.store.writes.write(entry.session, [run, run])
-        except MoonpoolError:
-            self.store.writes.close(entry.session)
-        else:
-            raise AssertionError
+        with contextlib.suppress(MoonpoolError):
+            assert not self.store.writes.write(entry.session, [run, run], now=self.now)
+        self.store.writes.close(entry.session)
 
     @precondition(lambda self: self.sessions)
     @rule(pick=st.integers(0, 2))
@@ -179,7 +190,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(chain=CHAIN, promote=st.booleans())
     def read(self, chain: Sequence[BlockKey], promote: bool) -> None:
         self.actor = OWNER[chain[0]]
-        expected = self.store.holdings.match(chain)
+        expected = self.store.tiers.match(chain)
         assert self.driven.read(chain, promote=promote) == [data_of(key) for key in chain[:expected]]
 
     @precondition(lambda self: len(self.leases) < 2)
@@ -222,7 +233,7 @@ class StoreMachine(RuleBasedStateMachine):
     def pin(self, chain: Sequence[BlockKey], name: str, ttl: int) -> None:
         tenant = OWNER[chain[0]]
         outcome = self.store.pin(tenant, name, chain, now=self.now, ttl_s=ttl)
-        assert outcome.blocks <= self.store.holdings.match(chain)
+        assert outcome.blocks <= self.store.tiers.match(chain)
         self.pinned[tenant, name] = chain[: outcome.blocks], self.now + ttl
 
     @precondition(lambda self: self.pinned)
@@ -230,12 +241,12 @@ class StoreMachine(RuleBasedStateMachine):
     def unpin(self, pick: int) -> None:
         place = sorted(self.pinned)[pick % len(self.pinned)]
         del self.pinned[place]
-        self.store.pins.unpin(*place)
+        self.store.unpin(*place)
 
     @rule(seconds=st.integers(1, 2))
     def wait(self, seconds: int) -> None:
         self.now += seconds
-        self.store.pins.expire(self.now)
+        self.store.expire_pins(self.now)
 
     # The device
 
@@ -243,6 +254,10 @@ class StoreMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         self.driven.flush()
         self.ever_durable |= set(self.ssd)
+
+    @rule()
+    def try_again(self) -> None:
+        self.store.writes.retry()
 
     @rule()
     def commit_fails(self) -> None:
@@ -266,8 +281,9 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         self.store.check_invariants()
-        assert self.announced == set(self.store.holdings)
+        assert self.announced == set(self.store.tiers)
         assert +self.driven.ssd_account.used == self.ssd.tenant_bytes
+        self.ssd.check_invariants()
 
     @invariant()
     def pins_keep(self) -> None:
@@ -276,13 +292,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def leases_keep(self) -> None:
-        dram = self.store.holdings.dram
+        dram = self.store.tiers.dram
         held = [source.block for lease in self.leases for source in lease.sources if source.block is not None]
         assert all(dram.get(block.info.key) is block for block in held)
 
     @invariant()
     def nobody_evicts_another_below_its_guarantee(self) -> None:
-        used = dict(self.store.holdings.dram.account.used)
+        used = dict(self.store.tiers.dram.account.used)
         for tenant, guarantee in (("a", BLOCK), ("b", 2 * BLOCK)):
             before, after = self.used.get(tenant, 0), used.get(tenant, 0)
             assert after >= min(before, guarantee) or self.actor == tenant
@@ -305,7 +321,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.reads.close(lease)
         self.leases.clear()
         self.driven.flush()
-        dram = self.store.holdings.dram
+        dram = self.store.tiers.dram
         assert (dram.reserved_bytes, dram.held_bytes) == (0, 0)
         assert dram.arena.resident_bytes - dram.arena.free_bytes == dram.block_bytes
         self.ssd.close()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from moonpool.errors import InvalidRequest
 from moonpool.kv.frames import FrameOpener, Run, pack_frames, split_run
 from moonpool.kv.keys import BlockKey, pack_keys
 from moonpool.kv.layout import KVLayout
@@ -18,7 +17,7 @@ from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.slices import hashed, slice_to_send
 from tests.unit.kvstore.helpers import RECORD, keys_of, slice_of
-from tests.unit.kvstore.streams.test_servicer import Rig, failure, rig
+from tests.unit.kvstore.rig import Rig, rig
 
 WIDE = KVLayout(layers=3, kv_heads=4, head_dim=4, block_tokens=16, dtype="float32")
 SCALED = dataclasses.replace(WIDE, scale_bytes=16)
@@ -254,11 +253,13 @@ async def test_ranks_write_and_read_their_own_heads() -> None:
         (SCALED, {"head_begin": 1}),
     ],
 )
-async def test_heads_that_cannot_be_read_end_the_stream(layout: KVLayout, fields: dict[str, int]) -> None:
+async def test_heads_that_cannot_be_read_are_a_miss(layout: KVLayout, fields: dict[str, int]) -> None:
     async with rig() as store:
-        error = await failure(await opened(store, layout, **fields))
-        assert isinstance(error, InvalidRequest)
-        assert error.field == "head_end"
+        await put(store, KEYS, layout)
+        call = await opened(store, layout, **fields)
+        assert (await call.read()).message.opened.blocks == 0
+        assert (await call.read()).message.HasField("done")
+        call.cancel()
         await store.at_rest()
 
 

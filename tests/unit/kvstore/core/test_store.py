@@ -1,12 +1,9 @@
-"""Sessions, visibility, room and durability, driven by hand."""
-
-from pathlib import Path
+"""Sessions and visibility, driven by hand."""
 
 import pytest
 
 from moonpool.errors import FrameError, InvalidRequest, Overloaded
 from moonpool.kv.frames import OpenRun, Run
-from moonpool.kv.keys import BlockKey
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSpec
 from tests.unit.kvstore.helpers import (
     BLOCK,
@@ -16,7 +13,6 @@ from tests.unit.kvstore.helpers import (
     Driven,
     data_of,
     keys_of,
-    open_ssd,
     run_of,
     spec_of,
 )
@@ -36,7 +32,7 @@ def test_nothing_incomplete_is_visible() -> None:
         driven.store.check_invariants()
     assert driven.visible == [(B,)]
     assert driven.stored == [B]
-    assert driven.store.holdings.match([A]) == 0
+    assert driven.store.tiers.match([A]) == 0
     assert driven.read([A, B]) == []
     writes.write(session, [run_of(A, 0, 2)])
     assert driven.visible == [(B,), (A,)]
@@ -51,12 +47,12 @@ def test_an_abandoned_session_leaves_nothing() -> None:
     for layer in range(LAYOUT.layers):
         driven.store.writes.write(session, [run_of(A, 0, layer)])
     driven.store.writes.write(session, [run_of(B, 1, 0)])
-    assert driven.store.holdings.dram.reserved_bytes == BLOCK
+    assert driven.store.tiers.dram.reserved_bytes == BLOCK
     driven.store.writes.close(session)
     driven.store.writes.close(session)
-    assert driven.store.holdings.dram.reserved_bytes == 0
+    assert driven.store.tiers.dram.reserved_bytes == 0
     assert (driven.store.writes.sessions, driven.store.writes.unfinished_blocks) == (0, 0)
-    assert list(driven.store.holdings) == [A]
+    assert list(driven.store.tiers) == [A]
     driven.store.check_invariants()
 
 
@@ -81,11 +77,11 @@ def test_several_writers_share_a_block() -> None:
     right = driven.open(spec_of([B, A], layers=range(3), heads=range(1, 2)))
     assert left is not None
     assert right is not None
-    assert driven.store.holdings.dram.reserved_bytes == 2 * BLOCK
     for layer in range(LAYOUT.layers):
         writes.write(left, [run_of(A, 0, layer, range(1))])
         driven.store.check_invariants()
         assert driven.visible == []
+        assert driven.store.tiers.dram.reserved_bytes == BLOCK
         writes.write(right, [run_of(A, 1, layer, range(1, 2))])
     assert driven.visible == [(A,), (A,)]
     assert left.complete
@@ -122,7 +118,7 @@ def test_a_session_is_told_when_another_finishes_its_block() -> None:
     assert told == [0]
     assert set(slow.unfinished) == {1}
     writes.write(slow, [run_of(A, 0, 1)])  # it had sent this before it was told
-    assert driven.store.holdings.dram.reserved_bytes == BLOCK
+    assert driven.store.tiers.dram.reserved_bytes == 0
     for layer in range(LAYOUT.layers):
         writes.write(slow, [run_of(B, 1, layer)])
     assert told == [0, 1]
@@ -148,23 +144,6 @@ def test_one_of_many_writers_vanishes_and_its_part_is_brought_by_another() -> No
     writes.close(high)
     writes.close(again)
     driven.store.check_invariants()
-
-
-def test_when_the_last_writer_vanishes_its_memory_comes_back() -> None:
-    driven = Driven()
-    writes, dram = driven.store.writes, driven.store.holdings.dram
-    sessions = [driven.open(spec_of([A], heads=range(head, head + 1))) for head in range(2)]
-    for head, session in enumerate(sessions):
-        assert session is not None
-        writes.write(session, [run_of(A, 0, 0, range(head, head + 1))])
-    assert dram.arena.live_bytes == BLOCK
-    for session in sessions:
-        assert session is not None
-        writes.close(session)
-    dram.arena.collect()
-    assert (dram.arena.live_bytes, dram.reserved_bytes, writes.unfinished_blocks) == (0, 0, 0)
-    writes.close(driven.put([A]))
-    assert driven.read([A]) == [data_of(A)]
 
 
 @pytest.mark.parametrize(
@@ -240,147 +219,3 @@ def test_sessions_are_bounded() -> None:
         driven.open(spec_of([KEYS[4]]))
     with pytest.raises(Overloaded):
         driven.store.reads.open([KEYS[4]], FORMAT, promote=False)
-
-
-def test_a_session_larger_than_all_dram_is_refused_for_good() -> None:
-    driven = Driven(dram_bytes=2 * BLOCK)
-    with pytest.raises(InvalidRequest, match="keys: the session needs"):
-        driven.open(spec_of(KEYS[:3]))
-
-
-def test_a_session_waits_while_unfinished_blocks_fill_dram() -> None:
-    driven = Driven(dram_bytes=2 * BLOCK)
-    rooms = 0
-
-    def room() -> None:
-        nonlocal rooms
-        rooms += 1
-
-    driven.store.holdings.on_room.append(room)
-    first = driven.open(spec_of([A, B]))
-    assert first is not None
-    assert driven.open(spec_of([C])) is None
-    driven.store.writes.close(first)
-    assert rooms == 1
-    assert driven.open(spec_of([C])) is not None
-
-
-def test_a_session_that_waits_uses_its_present_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    driven = Driven(dram_bytes=3 * BLOCK)
-    driven.store.writes.close(driven.put([A]))
-    first = driven.open(spec_of([B, C]))
-    assert first is not None
-    used: list[list[BlockKey]] = []
-    monkeypatch.setattr(driven.store.holdings, "touch", lambda chain: used.append(list(chain)))
-    writes, waiting = driven.store.writes, spec_of([A, KEYS[3], KEYS[4]])
-    for again in (False, True, True):
-        assert writes.open(waiting, lambda _: None, lambda _: None, again=again) is None
-    writes.close(first)
-    assert writes.open(waiting, lambda _: None, lambda _: None, again=True) is not None
-    assert used == [[A]]
-
-
-def test_without_a_durable_tier_eviction_is_removal() -> None:
-    driven = Driven(dram_bytes=2 * BLOCK)
-    for key in (A, B, C):
-        driven.store.writes.close(driven.put([key]))
-    assert driven.removed == [A]
-    assert driven.stored == [A, B, C]
-    assert driven.durable == []
-    assert driven.store.writes.pending == 0
-    driven.store.check_invariants()
-
-
-def test_a_reader_keeps_its_blocks() -> None:
-    driven = Driven(dram_bytes=2 * BLOCK)
-    driven.store.writes.close(driven.put([A]))
-    driven.store.writes.close(driven.put([B]))
-    lease = driven.store.reads.open([A, B, C], FORMAT, promote=False)
-    assert lease.blocks == 2
-    assert driven.open(spec_of([C])) is None
-    assert bytes(lease.sources[0].take(1, LAYOUT)) == data_of(A)[LAYOUT.slice_bytes : 2 * LAYOUT.slice_bytes]
-    driven.store.reads.close(lease)
-    driven.store.reads.close(lease)
-    driven.put([C])
-    assert driven.removed == [B]  # the chain's tail before its head
-
-
-def test_blocks_on_their_way_to_the_device_are_not_evicted(tmp_path: Path) -> None:
-    ssd = open_ssd(tmp_path)
-    driven = Driven(ssd, dram_bytes=2 * BLOCK)
-    session = driven.put([A, B])
-    assert driven.visible == [(A,), (B,)]
-    assert driven.store.writes.pending == 2
-    assert driven.open(spec_of([C])) is None
-    driven.flush()
-    assert driven.durable == [(A, B)]
-    driven.store.writes.close(session)
-    driven.flush([C])
-    assert driven.removed == []  # demoted, not gone
-    assert set(driven.store.holdings) == {A, B, C}
-    assert driven.read([A, B]) == [data_of(A), data_of(B)]
-    ssd.close()
-
-
-def test_a_session_hears_of_present_blocks_that_become_durable(tmp_path: Path) -> None:
-    ssd = open_ssd(tmp_path)
-    driven = Driven(ssd)
-    driven.flush([A])
-    first = driven.put([B])
-    second = driven.open(spec_of([A, B]))
-    assert second is not None
-    assert list(second.present) == [0, 1]
-    assert driven.store.writes.durable_present(second) == [0]
-    driven.store.writes.close(first)
-    driven.flush()
-    assert driven.durable == [(A,), (B,)]
-    ssd.close()
-
-
-def test_commits_come_one_at_a_time_in_batches(tmp_path: Path) -> None:
-    ssd = open_ssd(tmp_path)
-    driven = Driven(ssd)
-    driven.store.writes._batch_bytes = 2 * 8192
-    driven.put(KEYS[:5])
-    sizes = []
-    while (plan := driven.store.writes.next_plan()) is not None:
-        assert driven.store.writes.next_plan() is None
-        sizes.append([block.info.key for block in plan.blocks])
-        ssd.commit(plan)
-        driven.store.writes.plan_done(None)
-    assert sizes == [KEYS[:2], KEYS[2:4], KEYS[4:5]]
-    ssd.close()
-
-
-def test_a_block_that_came_back_another_way_is_not_taken_twice(tmp_path: Path) -> None:
-    first = Driven(open_ssd(tmp_path))
-    first.flush([A])
-    assert first.store.holdings.backend is not None
-    first.store.holdings.backend.close()
-    ssd = open_ssd(tmp_path)
-    driven = Driven(ssd)
-    reads, writes = driven.store.reads, driven.store.writes
-    good = reads.open([A], FORMAT, promote=True)
-    bad = reads.open([A], FORMAT, promote=False)
-    reads.lost(bad.sources[0])
-    reads.close(bad)
-    session = driven.open(spec_of([A]))
-    assert session is not None
-    source = good.sources[0]
-    assert source.reader is not None
-    for layer in range(LAYOUT.layers):
-        source.reader.read_layers(layer, [source.take(layer, LAYOUT)])
-        source.filled |= 1 << layer
-        writes.write(session, [run_of(A, 0, layer)] if layer < 2 else [])
-    reads.close(good)  # promotes what was thought to be lost, and the writer hears of it
-    assert driven.visible == [(A,)]
-    assert session.complete
-    writes.write(session, [run_of(A, 0, 2)])
-    assert driven.visible == [(A,)]
-    assert (driven.removed, driven.stored) == ([A], [A])
-    assert driven.durable == []
-    driven.flush()
-    assert driven.durable == [(A,)]  # it is stored anew
-    writes.close(session)
-    assert driven.read([A]) == [data_of(A)]
-    ssd.close()

@@ -49,9 +49,9 @@ def test_held_blocks_stay_and_a_refused_reservation_changes_nothing() -> None:
     assert set(dram) == {A, B, C}
     assert dram.reserve(2 * BLOCK) == [B, C]
     dram.check_invariants()
-    dram.let_go(block)
+    dram.release(block)
     assert dram.reserve(BLOCK) is None
-    dram.let_go(block)
+    dram.release(block)
     assert dram.reserve(BLOCK) == [A]
     dram.unreserve(3 * BLOCK)
     dram.check_invariants()

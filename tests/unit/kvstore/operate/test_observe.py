@@ -26,7 +26,7 @@ def test_lifetimes_and_gaps() -> None:
     scene.observer.asked([A])
     scene.now = 100.0
     scene.observer.changed([], [A])
-    assert len(scene.observer) == 1
+    assert len(scene.observer.followed) == 1
     assert (scene.value("block_reuse_gap_seconds_count"), scene.value("block_reuse_gap_seconds_sum")) == (2.0, 14.0)
     assert (scene.value("block_lifetime_seconds_count"), scene.value("block_lifetime_seconds_sum")) == (1.0, 100.0)
 
@@ -44,8 +44,8 @@ def test_the_sample_is_bounded_and_long_lives_are_not_left_out() -> None:
     scene.observer.changed(old, [])
     scene.now = 50.0
     scene.observer.changed(new, [])
-    assert 0 < len(scene.observer) <= 64
-    followed = len(scene.observer)
+    assert 0 < len(scene.observer.followed) <= 64
+    followed = len(scene.observer.followed)
     scene.observer.changed([], [*old, *new])
     assert scene.value("block_lifetime_seconds_count") == followed
     seconds = scene.value("block_lifetime_seconds_sum")

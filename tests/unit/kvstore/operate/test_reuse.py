@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks.eviction import SHIPPED, read_chains
 from benchmarks.replay import Pool
-from moonpool.errors import ConfigError
 from moonpool.kv.keys import BlockKey
 from services.kvstore.operate.reuse import ReuseSample, hit_share
 from services.kvstore.operate.reuse_picture import answer, picture, size_text
@@ -51,7 +50,7 @@ def test_the_full_sample_is_exact_lru(generated: list[list[BlockKey]]) -> None:
     for chain in generated:
         sample.observe(chain)
     curve = sample.curve()
-    assert sample.rate == 1.0
+    assert sample.last_uses.rate == 1.0
     for size in (300, 1000, 3000, 10000, 30000):
         assert hit_share(curve, size) == pytest.approx(lru(generated, size), abs=0.004)
 
@@ -61,7 +60,7 @@ def test_a_sample_of_a_tenth_is_near(generated: list[list[BlockKey]]) -> None:
     for chain in generated:
         sample.observe(chain)
     sample.check_invariants()
-    assert sample.rate < 0.12
+    assert sample.last_uses.rate < 0.12
     errors = [abs(hit_share(sample.curve(), size) - lru(generated, size)) for size in range(500, 12000, 500)]
     assert sum(errors) / len(errors) < 0.012
     assert max(errors) < 0.025
@@ -83,11 +82,6 @@ def test_the_sample_is_bounded_whatever_comes() -> None:
         sample.check_invariants()
         assert len(sample.last_uses) <= 16, turn
     assert sample.curve()[-1][1] == pytest.approx(2 / 3, abs=0.05)
-
-
-def test_a_sample_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sample_keys"):
-        ReuseSample(0)
 
 
 def test_the_hit_share_between_two_points_is_that_of_the_smaller() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.keys import BlockKey
-from services.kvstore.operate.warming import Warmed, Warmer
+from moonpool.streams.credits import ByteCredits
+from services.kvstore.operate.operations import Warmed, Warmer
 from services.kvstore.ssd.tier import SsdTier
-from services.kvstore.streams.layers import ReadAhead
 from tests.unit.kvstore.helpers import BLOCK, OTHER_FORMAT, RECORD, Driven, block_of, data_of, keys_of, open_ssd
 
 KEYS = keys_of(48)
@@ -44,7 +44,7 @@ LIVE = [key for number, key in enumerate(KEYS) if number % 3]
 @contextmanager
 def warming(driven: Driven) -> Iterator[Warmer]:
     pool = ThreadPoolExecutor(2)
-    yield Warmer(driven.store, pool, ReadAhead(1 << 20), lambda: None, STEP)
+    yield Warmer(driven.store, pool, ByteCredits(1 << 20), STEP)
     pool.shutdown()
     driven.store.check_invariants()
 
@@ -97,7 +97,7 @@ async def test_the_newest_come_first_and_only_as_many_as_there_is_room_for(tmp_p
         driven = Driven(ssd, dram_bytes=8 * BLOCK)
         with warming(driven) as warmer:
             assert await warmer.warm(3 * BLOCK) == Warmed(3, 3 * BLOCK)
-            assert set(driven.store.holdings.dram) == {KEYS[0], *LIVE[-2:]}
+            assert set(driven.store.tiers.dram) == {KEYS[0], *LIVE[-2:]}
             assert (await warmer.warm(0)).blocks == 5
-            assert set(driven.store.holdings.dram) == {KEYS[0], *LIVE[-7:]}
+            assert set(driven.store.tiers.dram) == {KEYS[0], *LIVE[-7:]}
             assert driven.removed == []

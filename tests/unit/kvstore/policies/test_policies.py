@@ -7,8 +7,6 @@ import pytest
 from benchmarks.eviction import HeadFirstLRU
 from moonpool.kv.blocks import NO_PARENT, BlockInfo
 from moonpool.kv.keys import BlockKey
-from services.kvstore.core.store import BlockStore
-from services.kvstore.dram.tier import DramTier
 from services.kvstore.policies.kv_aware import FIRST_GROWTH, FRESH, MAX_GROWTH, POPULAR, POPULAR_USES, TAIL, KVAware
 from services.kvstore.policies.policy import LFU, LRU, POLICIES, S3FIFO, EvictionPolicy, LengthAware
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, Driven, keys_of
@@ -306,8 +304,7 @@ class Told(LRU):
 
 def test_a_tier_tells_uses_apart_from_arrivals() -> None:
     policy = Told()
-    driven = Driven()
-    driven.store = BlockStore(DramTier(8 * BLOCK, policy), None)
+    driven = Driven(dram_bytes=8 * BLOCK, policy=policy)
     a, b, c = keys_of(3)
     driven.store.writes.close(driven.put([a, b]))
     assert policy.events == [("added", [a]), ("added", [b]), ("arrived", [a, b])]

@@ -1,11 +1,11 @@
 """Commits on devices that are full, broken or read-only, and reads that fail."""
 
-import asyncio
 import errno
 import logging
 import resource
 import threading
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
@@ -15,28 +15,21 @@ from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.ssd.files import Files, raise_open_files_limit
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.faulty_files import FaultyFiles
-from tests.unit.kvstore.helpers import RECORD, Driven, data_of, keys_of, open_ssd, store
+from tests.unit.kvstore.helpers import RECORD, Driven, data_of, keys_of, open_ssd, store, writing
 
 KEYS = keys_of(12)
 
 
 def ssd_of(driven: Driven) -> SsdTier:
-    backend = driven.store.holdings.backend
+    backend = driven.store.tiers.ssd
     assert backend is not None
     return backend
 
 
 async def written(driven: Driven, *, retry_after_s: tuple[float, ...] = (0.0, 0.0)) -> WriteBehind:
     """Lets the writer thread do all there is to do."""
-    backend = driven.store.holdings.backend
-    assert backend is not None
-    writer = WriteBehind(driven.store.writes, backend, retry_after_s=retry_after_s)
-    driven.store.writes.on_work = writer.wake
-    task = asyncio.ensure_future(writer.run())
-    assert await writer.drain(20)
-    task.cancel()
-    await asyncio.wait({task})
-    await writer.aclose()
+    async with writing(driven, retry_after_s=retry_after_s) as writer:
+        assert await writer.drain(20)
     driven.store.check_invariants()
     return writer
 
@@ -51,7 +44,7 @@ async def test_a_full_device_is_tried_again_with_less_on_it(tmp_path: Path, oper
     with store(tmp_path, files=files) as driven:
         driven.flush(KEYS[:4])
         for key in KEYS[:4]:
-            driven.store.holdings.dram.discard(key)
+            driven.store.tiers.dram.discard(key)
         session = driven.put([KEYS[4]])
         files.fail(operation, error, 2)
         writer = await written(driven)
@@ -59,11 +52,11 @@ async def test_a_full_device_is_tried_again_with_less_on_it(tmp_path: Path, oper
         assert driven.durable[1:] == [(KEYS[4],)]
         assert driven.store.writes.blocks_not_durable == 0
         assert driven.removed[0] == KEYS[0]
-        assert KEYS[3] in driven.store.holdings
+        assert KEYS[3] in driven.store.tiers
         driven.store.writes.close(session)
     with store(tmp_path) as driven:
-        assert {KEYS[3], KEYS[4]} <= set(driven.store.holdings)
-        assert not set(driven.removed) & set(driven.store.holdings)
+        assert {KEYS[3], KEYS[4]} <= set(driven.store.tiers)
+        assert not set(driven.removed) & set(driven.store.tiers)
 
 
 async def test_a_device_that_stays_full_is_given_up(tmp_path: Path) -> None:
@@ -96,19 +89,14 @@ async def test_on_a_device_that_stays_full_only_the_first_batch_is_tried_again(t
     files = FaultyFiles()
     with store(tmp_path, files=files) as driven:
         backend = ssd_of(driven)
-        writer = WriteBehind(driven.store.writes, backend, retry_after_s=(0.0, 0.0))
-        driven.store.writes.on_work = writer.wake
-        task = asyncio.ensure_future(writer.run())
-        files.fail("write", FULL)
-        for key in KEYS[:4]:
-            driven.store.writes.close(driven.put([key]))
-            assert await writer.drain(20)
-        files.mend()
-        assert (writer.retries, driven.store.writes.failed_batches) == (2, 2 + 4)
-        assert not backend.has_housekeeping
-        task.cancel()
-        await asyncio.wait({task})
-        await writer.aclose()
+        async with writing(driven, retry_after_s=(0.0, 0.0), unsaved_after_s=(3600.0,)) as writer:
+            files.fail("write", FULL)
+            for key in KEYS[:4]:
+                driven.store.writes.close(driven.put([key]))
+                assert await writer.drain(20)
+            files.mend()
+            assert (writer.retries, driven.store.writes.failed_batches) == (2, 2 + 4)
+            assert not backend.has_housekeeping
 
 
 async def test_trouble_is_told_once_a_while_and_its_end_at_once(
@@ -118,36 +106,32 @@ async def test_trouble_is_told_once_a_while_and_its_end_at_once(
     caplog.set_level(logging.INFO)
     files = FaultyFiles()
     with store(tmp_path, files=files) as driven:
-        writer = WriteBehind(driven.store.writes, ssd_of(driven), retry_after_s=(0.0,), clock=lambda: now)
-        driven.store.writes.on_work = writer.wake
-        task = asyncio.ensure_future(writer.run())
+        settings: dict[str, Any] = {"retry_after_s": (0.0,), "unsaved_after_s": (3600.0,), "clock": lambda: now}
+        async with writing(driven, **settings) as writer:
 
-        async def put(key: BlockKey, error: Exception | None) -> list[str]:
-            """What is said while a block is put."""
-            caplog.clear()
-            if error is not None:
-                files.fail("write", error)
-            driven.store.writes.close(driven.put([key]))
-            assert await writer.drain(20)
-            files.mend()
-            return [
-                record.getMessage() for record in caplog.records if record.name == "services.kvstore.operate.writer"
-            ]
+            async def put(key: BlockKey, error: Exception | None) -> list[str]:
+                """What is said while a block is put."""
+                caplog.clear()
+                if error is not None:
+                    files.fail("write", error)
+                driven.store.writes.close(driven.put([key]))
+                assert await writer.drain(20)
+                files.mend()
+                return [
+                    record.getMessage() for record in caplog.records if record.name == "services.kvstore.operate.writer"
+                ]
 
-        def broken(name: str) -> OSError:
-            return OSError(errno.EROFS, "Read-only file system", name)
+            def broken(name: str) -> OSError:
+                return OSError(errno.EROFS, "Read-only file system", name)
 
-        assert [len(await put(KEYS[n], broken(f"{n}.seg"))) for n in range(3)] == [1, 0, 0]
-        now = 60.0
-        assert "Read-only file system: '3.seg'" in (await put(KEYS[3], broken("3.seg")))[0]
-        assert "durable again" in (await put(KEYS[4], None))[0]
-        assert len(await put(KEYS[5], broken("5.seg"))) == 1
-        assert len(await put(KEYS[6], FULL)) == 2  # tried again, and given up
-        assert len(await put(KEYS[7], None)) == 1
-        assert await put(KEYS[8], None) == []
-        task.cancel()
-        await asyncio.wait({task})
-        await writer.aclose()
+            assert [len(await put(KEYS[n], broken(f"{n}.seg"))) for n in range(3)] == [1, 0, 0]
+            now = 60.0
+            assert "Read-only file system: '3.seg'" in (await put(KEYS[3], broken("3.seg")))[0]
+            assert "durable again" in (await put(KEYS[4], None))[0]
+            assert len(await put(KEYS[5], broken("5.seg"))) == 1
+            assert len(await put(KEYS[6], FULL)) == 2  # tried again, and given up
+            assert len(await put(KEYS[7], None)) == 1
+            assert await put(KEYS[8], None) == []
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS])
@@ -189,7 +173,7 @@ def test_a_passing_error_while_reading_is_a_miss_and_the_block_stays(tmp_path: P
     with store(tmp_path, files=files) as driven:
         driven.flush(KEYS[:3])
         for key in KEYS[:3]:
-            driven.store.holdings.dram.discard(key)
+            driven.store.tiers.dram.discard(key)
         files.fail("read", OSError(number, "passing"))
         assert driven.read(KEYS[:3], promote=True) == []
         files.mend()
@@ -208,7 +192,7 @@ async def test_a_passing_error_while_carrying_takes_no_kept_block(tmp_path: Path
     driven = Driven(ssd)
     for key in KEYS[:8]:
         driven.flush([key])
-        driven.store.holdings.dram.discard(key)
+        driven.store.tiers.dram.discard(key)
     files.fail("read", OSError(number, "passing"), 1)
     driven.put(KEYS[8:9])
     writer = await written(driven)
@@ -229,7 +213,7 @@ def test_a_tier_of_many_segments_keeps_few_of_them_open(tmp_path: Path) -> None:
     with store(tmp_path, files=files) as driven:
         for key in keys:
             driven.flush([key])
-            driven.store.holdings.dram.discard(key)
+            driven.store.tiers.dram.discard(key)
             assert files.open_files <= 4
         assert ssd_of(driven).segments == 40
         for key in keys:

@@ -192,7 +192,7 @@ def test_a_tenant_that_is_gone_leaves_nothing_anywhere(tmp_path: Path) -> None:
         for key in KEYS[number : number + 2]:  # the second pushes the first out: its tenant is at its quota
             driven.flush([key], tenant(number))
         driven.store.writes.close(driven.put([KEYS[number + 1]], f"asks-{number}"))  # has nothing of its own to bring
-    dram = driven.store.holdings.dram
+    dram = driven.store.tiers.dram
     assert len(account.used) <= SLOTS
     ssd.check_invariants()
     assert len(dram.account.used) <= 4

@@ -20,7 +20,7 @@ FULL_INDEX = lmdb.DiskError("mdb_txn_commit: No space left on device")
 
 
 def ssd_of(driven: Driven) -> SsdTier:
-    backend = driven.store.holdings.backend
+    backend = driven.store.tiers.ssd
     assert backend is not None
     return backend
 
@@ -127,11 +127,11 @@ def test_what_segments_have_lost_need_not_be_noted_at_once(tmp_path: Path) -> No
     files = FaultyFiles()
     files.fail("transaction", FULL_INDEX, after=1)
     with store(tmp_path, files=files) as driven:
-        assert set(driven.store.holdings) == {KEYS[0], KEYS[2]}
+        assert set(driven.store.tiers) == {KEYS[0], KEYS[2]}
     with store(tmp_path) as driven:
         driven.flush([KEYS[3]])
     with store(tmp_path) as driven:
-        assert set(driven.store.holdings) == {KEYS[0], KEYS[2], KEYS[3]}
+        assert set(driven.store.tiers) == {KEYS[0], KEYS[2], KEYS[3]}
 
 
 # Segments that are newer than the index
@@ -231,7 +231,7 @@ def test_an_index_without_syncs_is_trusted_in_the_same_boot_only(tmp_path: Path)
         driven = Driven(ssd)
         if is_first:
             driven.flush(KEYS[:3])
-        assert set(ssd) == set(driven.store.holdings) == set(KEYS[:3])
+        assert set(ssd) == set(driven.store.tiers) == set(KEYS[:3])
         assert files.named("sync") == []
         assert (tmp_path / "unsynced").read_text() == boot
         ssd.abandon()  # and then the process ends

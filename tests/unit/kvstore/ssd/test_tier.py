@@ -56,8 +56,8 @@ def test_durable_blocks_are_there_after_a_restart_byte_for_byte(tmp_path: Path) 
         assert driven.durable == [tuple(KEYS[:3])]
         assert ssd.used_bytes == 3 * RECORD
     with store(tmp_path) as (driven, ssd):
-        assert set(driven.store.holdings) == set(KEYS[:3])
-        assert driven.store.holdings.match(KEYS) == 3
+        assert set(driven.store.tiers) == set(KEYS[:3])
+        assert driven.store.tiers.match(KEYS) == 3
         assert driven.read(KEYS) == [data_of(key) for key in KEYS[:3]]
         assert (driven.stored, driven.removed) == ([], [])
         assert (ssd.segments, ssd.used_bytes) == (1, 3 * RECORD)
@@ -76,7 +76,7 @@ def test_what_was_not_committed_is_not_there_and_takes_no_room(tmp_path: Path) -
             file.seek(append.offset)
             file.write(b"half a record")
     with store(tmp_path) as (driven, ssd):
-        assert list(driven.store.holdings) == [KEYS[0]]
+        assert list(driven.store.tiers) == [KEYS[0]]
         assert (tmp_path / "segments" / segment_files(tmp_path)[0]).stat().st_size == RECORD == ssd.used_bytes
 
 
@@ -98,7 +98,7 @@ def test_a_lost_index_is_rebuilt_from_the_segments(tmp_path: Path, how: str) -> 
     index.unlink() if how == "deleted" else index.write_bytes(b"\xa5" * index.stat().st_size)
     for _ in range(2):  # the second start finds the rebuilt index
         with store(tmp_path, segment=2 * RECORD) as (driven, ssd):
-            assert set(driven.store.holdings) == set(KEYS[:5])
+            assert set(driven.store.tiers) == set(KEYS[:5])
             assert driven.read(KEYS) == [data_of(key) for key in KEYS[:5]]
             assert (ssd.segments, ssd.used_bytes) == (3, 5 * RECORD)
 
@@ -110,7 +110,7 @@ def test_a_rebuild_drops_a_cut_tail(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[: 3 * RECORD - 10])
     (tmp_path / "index" / "data.mdb").unlink()
     with store(tmp_path) as (driven, ssd):
-        assert set(driven.store.holdings) == set(KEYS[:2])
+        assert set(driven.store.tiers) == set(KEYS[:2])
         assert ssd.used_bytes == 2 * RECORD
         assert driven.read(KEYS) == [data_of(key) for key in KEYS[:2]]
 
@@ -123,7 +123,7 @@ def test_a_cut_or_missing_segment_costs_its_blocks_only(tmp_path: Path) -> None:
     second.write_bytes(second.read_bytes()[: RECORD + 1])
     for _ in range(2):
         with store(tmp_path, segment=2 * RECORD) as (driven, ssd):
-            assert set(driven.store.holdings) == {KEYS[2], KEYS[4], KEYS[5]}
+            assert set(driven.store.tiers) == {KEYS[2], KEYS[4], KEYS[5]}
             assert driven.read([KEYS[2]]) == [data_of(KEYS[2])]
             ssd.check_invariants()
 
@@ -137,7 +137,7 @@ def test_a_changed_byte_makes_a_miss_and_is_announced(tmp_path: Path, position: 
         assert driven.read(KEYS[:3]) == [data_of(KEYS[0])]
         assert driven.removed == [KEYS[1]]
         assert driven.store.reads.bad_blocks == 1
-        assert driven.store.holdings.match(KEYS[:3]) == 1
+        assert driven.store.tiers.match(KEYS[:3]) == 1
         assert ssd.has_housekeeping
         driven.flush()
         assert not ssd.has_housekeeping
@@ -160,7 +160,7 @@ def test_a_bad_block_that_was_replaced_meanwhile_is_kept(tmp_path: Path) -> None
         driven.store.reads.lost(second.sources[0])
         driven.store.reads.close(second)
         assert driven.store.reads.bad_blocks == 1
-        assert driven.store.holdings.durable(KEYS[0])
+        assert driven.store.tiers.durable(KEYS[0])
         ssd.check_invariants()
 
 
@@ -168,14 +168,14 @@ def test_the_budget_is_kept_by_dropping_the_oldest_segment(tmp_path: Path) -> No
     with store(tmp_path, capacity=4 * RECORD, segment=2 * RECORD) as (driven, ssd):
         driven.flush(KEYS[:4])
         for key in KEYS[:4]:
-            driven.store.holdings.dram.discard(key)
+            driven.store.tiers.dram.discard(key)
         driven.flush([KEYS[4]])
         assert set(ssd) == {KEYS[2], KEYS[3], KEYS[4]}
         assert driven.removed == KEYS[:2]
         assert ssd.used_bytes == 3 * RECORD
         assert segment_files(tmp_path) == ["0000000000000002.seg", "0000000000000003.seg"]
     with store(tmp_path, capacity=4 * RECORD, segment=2 * RECORD) as (driven, ssd):
-        assert set(driven.store.holdings) == {KEYS[2], KEYS[3], KEYS[4]}
+        assert set(driven.store.tiers) == {KEYS[2], KEYS[3], KEYS[4]}
 
 
 def test_a_block_that_is_still_in_dram_is_not_announced_as_removed(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_smaller_budget_is_reached_after_a_restart(tmp_path: Path) -> None:
     with store(tmp_path, capacity=2 * RECORD, segment=RECORD) as (driven, ssd):
         assert ssd.has_housekeeping
         driven.flush()
-        assert set(driven.store.holdings) == {KEYS[3], KEYS[4]}
+        assert set(driven.store.tiers) == {KEYS[3], KEYS[4]}
         assert driven.removed == KEYS[:3]
         assert len(segment_files(tmp_path)) == 2
 
@@ -208,8 +208,8 @@ def test_nothing_is_reclaimed_under_a_reader(tmp_path: Path) -> None:
         both = driven.store.reads.open([KEYS[0]], FORMAT, promote=False), ssd.reader(KEYS[2])
         driven.flush([KEYS[3]])
         assert driven.store.writes.blocks_not_durable == 1
-        assert KEYS[3] in driven.store.holdings
-        assert not driven.store.holdings.durable(KEYS[3])
+        assert KEYS[3] in driven.store.tiers
+        assert not driven.store.tiers.durable(KEYS[3])
         for open_lease in (lease, both[0]):
             driven.store.reads.close(open_lease)
         both[1].release()
@@ -233,14 +233,14 @@ def test_a_full_device_gives_up_its_oldest_segment(tmp_path: Path) -> None:
         driven.flush([KEYS[3]])
         files.mend()
         assert driven.store.writes.failed_batches == 1
-        assert not driven.store.holdings.durable(KEYS[3])
-        assert KEYS[3] in driven.store.holdings
+        assert not driven.store.tiers.durable(KEYS[3])
+        assert KEYS[3] in driven.store.tiers
         assert ssd.used_bytes == 2 * RECORD
         driven.flush([KEYS[4]])
         assert set(ssd) == {KEYS[1], KEYS[2], KEYS[4]}
         assert driven.durable[1:] == [(KEYS[4],)]
     with store(tmp_path, segment=RECORD) as (driven, ssd):
-        assert set(driven.store.holdings) == {KEYS[1], KEYS[2], KEYS[4]}
+        assert set(driven.store.tiers) == {KEYS[1], KEYS[2], KEYS[4]}
 
 
 def test_a_failed_index_transaction_names_nothing(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_failed_index_transaction_names_nothing(tmp_path: Path) -> None:
         driven.flush([KEYS[2]])
         assert driven.read(KEYS[2:3]) == [data_of(KEYS[2])]
     with store(tmp_path) as (driven, ssd):
-        assert set(driven.store.holdings) == {KEYS[0], KEYS[2]}
+        assert set(driven.store.tiers) == {KEYS[0], KEYS[2]}
         assert driven.read([KEYS[2]]) == [data_of(KEYS[2])]
 
 
@@ -293,7 +293,7 @@ def test_promotion_brings_blocks_back_into_dram(tmp_path: Path) -> None:
     with store(tmp_path) as (driven, _):
         driven.flush(KEYS[:3])
     with store(tmp_path) as (driven, _ssd):
-        dram = driven.store.holdings.dram
+        dram = driven.store.tiers.dram
         assert driven.read(KEYS[:3], promote=True) == [data_of(key) for key in KEYS[:3]]
         assert set(dram) == set(KEYS[:3])
         assert driven.store.reads.promotions == 3
@@ -308,8 +308,8 @@ def test_a_bad_block_is_not_promoted(tmp_path: Path) -> None:
     flip(tmp_path, RECORD + 4096 + LAYOUT.slice_bytes * 2)
     with store(tmp_path) as (driven, _ssd):
         assert driven.read(KEYS[:2], promote=True) == [data_of(KEYS[0])]
-        assert set(driven.store.holdings.dram) == {KEYS[0]}
-        assert driven.store.holdings.dram.reserved_bytes == 0
+        assert set(driven.store.tiers.dram) == {KEYS[0]}
+        assert driven.store.tiers.dram.reserved_bytes == 0
 
 
 def test_a_block_held_in_no_format_twice(tmp_path: Path) -> None:

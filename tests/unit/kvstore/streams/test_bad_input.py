@@ -7,11 +7,13 @@ import pytest
 
 from moonpool.kv.frames import checksum
 from moonpool.kv.keys import pack_keys
+from moonpool.kv.layout import MAX_SLICE_BYTES, KVLayout
 from moonpool.rpc.limits import MESSAGE_BYTES
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
-from tests.unit.kvstore.helpers import BLOCK, LAYOUT, data_of, keys_of
-from tests.unit.kvstore.streams.test_servicer import Rig, answer, frames_of, opened_put, put_open, rig
+from services.kvstore.streams.put_stream import MAX_UNFINISHED_BYTES
+from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, data_of, keys_of
+from tests.unit.kvstore.rig import Rig, answer, frames_of, opened_put, put_open, rig
 
 KEYS = keys_of(8)
 A, B = KEYS[:2]
@@ -22,7 +24,7 @@ OPEN = 100
 async def all_back(store: Rig) -> None:
     """Nothing is held, and the memory of unfinished blocks is free."""
     await store.at_rest()
-    dram = store.service.store.holdings.dram
+    dram = store.service.store.tiers.dram
     assert dram.arena.resident_bytes - dram.arena.free_bytes == dram.block_bytes
     assert await store.put([B]) in ((0, 1), (1, 0))
 
@@ -98,6 +100,34 @@ async def test_a_large_message_of_nothing_useful_is_refused() -> None:
         assert "its runs need" in (await answer(call)).refused.reason
         call.cancel()
         await all_back(store)
+
+
+async def test_slices_that_come_in_part_only_are_bounded() -> None:
+    """Each session sends three of the four heads of a slice of 16 MiB, and no more."""
+    layout = KVLayout(layers=1, kv_heads=4, head_dim=4096, block_tokens=128, dtype="float32")
+    assert layout.slice_bytes == MAX_SLICE_BYTES
+    piece = memoryview(bytes(layout.head_bytes))
+    fits = MAX_UNFINISHED_BYTES // (3 * layout.head_bytes)
+    async with rig(dram_bytes=8 * layout.block_bytes) as store:
+        call = store.open_stream("Put")
+        hello = kv_pb2.StreamHello(namespace=FORMAT.namespace, layout=layout.to_proto())
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(hello=hello)))
+        for session in range(fits + 1):
+            opening = kvstore_pb2.PutOpen(session=session, keys=KEYS[0], layer_end=1, head_end=4)
+            await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening)))
+            for head in range(3):
+                run = kv_pb2.SliceRun(block_count=1, head_begin=head, head_end=head + 1, valid_tokens=128)
+                header = kv_pb2.FrameHeader(session=session, runs=[run], slice_hashes=[1])
+                header.checksum = checksum(header)
+                await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), piece))
+        while not (message := await answer(call)).HasField("refused"):
+            assert message.WhichOneof("message") in ("welcome", "opened")
+        assert (message.refused.session, message.refused.code) == (fits, "kvstore_memory")
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=0, aborted=True))))
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=put_open(fits + 1, [B], range(1)))))
+        assert (await answer(call)).opened.session == fits + 1
+        call.cancel()
+        await store.at_rest()
 
 
 @MANY

@@ -20,7 +20,7 @@ from moonpool.telemetry.gauges import restless
 from moonpool.v1 import kvstore_pb2
 from tests.slices import hashed
 from tests.unit.kvstore.helpers import LAYOUT, keys_of, slice_of
-from tests.unit.kvstore.streams.test_servicer import Rig, rig
+from tests.unit.kvstore.rig import Rig, rig
 
 SESSIONS = 60
 AT_ONCE = 6
@@ -84,11 +84,8 @@ async def until(rig: Rig, reached: Callable[[], bool]) -> None:
 async def test_every_credit_comes_back(one_message: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     corruptor = Corruptor(0.3, seed)
     monkeypatch.setattr(faults, "corruptor", corruptor)
-    frame_bytes = 1 << 20
-    if not one_message:
-        frame_bytes = LAYOUT.slice_bytes * 2
-        monkeypatch.setattr("services.kvstore.streams.get_stream.FRAME_BYTES", 0)
-    async with rig() as r:
+    frame_bytes = 1 << 20 if one_message else LAYOUT.slice_bytes * 2
+    async with rig(together_bytes=1 << 20 if one_message else 0) as r:
         client = Client(r, seed, frame_bytes)
         try:
             for first in range(0, SESSIONS, AT_ONCE):

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.errors import TransferFailed
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.frames import DamagedSliceError
 from moonpool.kv.hashes import slice_hash
 from services.kvstore.ssd.records import BadRecordError
 from tests.unit.kvstore.helpers import FORMAT, LAYOUT, Driven, data_of, keys_of, open_ssd, slice_of
-from tests.unit.kvstore.streams.test_servicer import PARENTS, Rig, rig
+from tests.unit.kvstore.rig import PARENTS, Rig, rig
 
 KEYS = keys_of(3)
 A, B, C = KEYS
@@ -18,7 +19,7 @@ A, B, C = KEYS
 
 def flip(store: Rig, at: int = 5) -> None:
     """Flips a bit of B in DRAM."""
-    block = store.service.store.holdings.dram.get(B)
+    block = store.service.store.tiers.dram.get(B)
     assert isinstance(block, DramBlock)
     block.data[at] ^= 1
 
@@ -39,11 +40,32 @@ async def test_a_flip_in_dram_is_found_by_the_reader_and_the_block_is_dropped() 
         await store.at_rest()
 
 
+@pytest.mark.parametrize("together_bytes", [0, 1 << 20])
+async def test_a_flip_that_is_found_where_heads_are_cut_out_costs_the_block(together_bytes: int) -> None:
+    """A reader of some heads gets nothing of the damaged slice: the store itself must forget it."""
+    async with rig(together_bytes=together_bytes) as store:
+        await store.put(KEYS)
+        flip(store)
+        reader = store.reader()
+
+        async def read() -> int:
+            return await reader.read(
+                KEYS, layers=range(3), heads=range(1), on_slice=lambda *_: None, on_layer=lambda _: None, timeout_s=10
+            )
+
+        with contextlib.suppress(TransferFailed):
+            assert await read() == 0
+        await store.until("damaged_blocks_total", 1)
+        assert await read() == 1
+        await reader.aclose()
+        await store.at_rest()
+
+
 def test_a_flip_in_dram_before_the_write_to_ssd_is_found_when_it_is_read(tmp_path: Path) -> None:
     with contextlib.closing(open_ssd(tmp_path)) as ssd:
         driven = Driven(ssd)
         driven.put([B])
-        block = driven.store.holdings.dram.get(B)
+        block = driven.store.tiers.dram.get(B)
         assert block is not None
         block.data[5] ^= 1
         driven.flush()
@@ -76,8 +98,8 @@ async def test_a_flip_at_the_writer_is_refused_by_the_store() -> None:
 async def test_a_block_that_is_intact_is_not_dropped_on_a_reader_s_word() -> None:
     async with rig() as store:
         await store.put(KEYS)
-        holdings = store.service.store.holdings
-        holdings.suspect(B)
+        tiers = store.service.store.tiers
+        tiers.suspect(B)
         assert await store.read(KEYS) == [data_of(key) for key in KEYS]
         assert store.gauges()["damaged_blocks_total"] == 0
         await store.at_rest()
@@ -89,8 +111,8 @@ async def test_a_damaged_block_that_is_held_serves_nobody_and_goes_with_its_last
         it = store.service.store
         lease = it.reads.open([B], FORMAT, promote=True)
         flip(store)
-        it.holdings.suspect(B)
+        it.tiers.suspect(B)
         assert await store.read(KEYS) == [data_of(A)]
         it.reads.close(lease)
-        assert B not in it.holdings
+        assert B not in it.tiers
         it.check_invariants()

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -13,11 +14,11 @@ from hypothesis import strategies as st
 from moonpool.errors import Overloaded
 from moonpool.kv.blocks import BlockFormat, BlockInfo, DramBlock
 from moonpool.kv.layout import KVLayout
-from services.kvstore.core.reads import ReadLease, Source
+from moonpool.streams.credits import ByteCredits
+from services.kvstore.core.reads import LeasedBlock, ReadLease
 from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.ssd.records import BadRecordError
-from services.kvstore.streams import layers
-from services.kvstore.streams.layers import LayerReader, Lost, ReadAhead
+from services.kvstore.streams.layers import LayerReader, Lost
 from tests.unit.kvstore.helpers import data_of, keys_of, slice_of
 
 SHAPE = KVLayout(layers=9, kv_heads=1, head_dim=4, block_tokens=16, dtype="float32")
@@ -59,44 +60,53 @@ class FakeReads:
     def __init__(self) -> None:
         self.lost_keys: list[bytes] = []
         self.closed = 0
+        self.ended = asyncio.Event()
 
-    def lost(self, source: Source) -> None:
+    def lost(self, source: LeasedBlock) -> None:
         assert source.reader is not None
         self.lost_keys.append(source.reader.key)
 
     def close(self, lease: ReadLease) -> None:
         self.closed += 1
+        self.ended.set()
 
 
-def source_of(index: int, kind: str, bad: int | None, asked: list[tuple[int, int, int]]) -> Source:
+def source_of(index: int, kind: str, bad: int | None, asked: list[tuple[int, int, int]]) -> LeasedBlock:
     key = KEYS[index]
     if kind == "dram":
         info = BlockInfo(key, KEYS[0], "", FORMAT)
-        return Source(block=DramBlock(info, bytearray(data_of(key, SHAPE)), range(SHAPE.layers)))
-    source = Source(reader=cast("SsdReader", FakeReader(index, bad, asked)))
+        return LeasedBlock(block=DramBlock(info, bytearray(data_of(key, SHAPE)), range(SHAPE.layers)))
+    source = LeasedBlock(reader=cast("SsdReader", FakeReader(index, bad, asked)))
     if kind == "reserved":
         source.allocate = lambda nbytes: memoryview(bytearray(nbytes))
     return source
 
 
 async def read(
-    sources: list[Source],
+    sources: list[LeasedBlock],
     wanted: range,
     *,
-    ahead: ReadAhead,
+    ahead: ByteCredits,
     group_bytes: int,
     stop_after: int = -1,
     sent_bytes: int = SLICE,
+    piece_bytes: int = 256 << 10,
 ) -> tuple[list[tuple[int, int]], int, FakeReads, int]:
     """Reads all, checks every byte; returns the cells in order, how many blocks came whole, and the most read ahead."""
     reads: Any = FakeReads()
     cells: list[tuple[int, int]] = []
     limit, most = len(sources), 0
-    ended = asyncio.Event()
     with ThreadPoolExecutor(3) as pool:
         lease = ReadLease(FORMAT, KEYS[: len(sources)], sources)
         reader = LayerReader(
-            reads, lease, wanted, pool, ahead, on_closed=ended.set, group_bytes=group_bytes, sent_bytes=sent_bytes
+            reads,
+            lease,
+            wanted,
+            pool,
+            ahead,
+            group_bytes=group_bytes,
+            sent_bytes=sent_bytes,
+            piece_bytes=piece_bytes,
         )
         groups = 0
         async for group in reader.groups():
@@ -115,7 +125,7 @@ async def read(
                 break
         reader.close()
         async with asyncio.timeout(10):
-            await ended.wait()
+            await reads.ended.wait()
     assert reads.closed == 1
     assert ahead.out == 0
     return cells, limit, reads, most
@@ -126,7 +136,7 @@ async def test_a_passing_error_ends_the_reading_there_and_forgets_no_block(numbe
     asked: list[tuple[int, int, int]] = []
     sources = [source_of(index, "cold", None, asked) for index in range(4)]
     sources[2].reader = cast("SsdReader", FakeReader(2, 5, asked, OSError(number, "passing")))
-    _, limit, reads, _ = await read(sources, range(9), ahead=ReadAhead(1000 * SLICE), group_bytes=100 * SLICE)
+    _, limit, reads, _ = await read(sources, range(9), ahead=ByteCredits(1000 * SLICE), group_bytes=100 * SLICE)
     assert (limit, reads.lost_keys) == (2, [])
 
 
@@ -155,21 +165,19 @@ def test_whatever_comes_is_in_order_and_whole(
     begin, end = wanted
     asked: list[tuple[int, int, int]] = []
     sources = [source_of(index, kind, bad, asked) for index, (kind, bad) in enumerate(blocks)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers, "PIECE_BYTES", piece * SLICE)
-        budget = ReadAhead(ahead * SLICE)
-        cells, limit, reads, most = asyncio.run(
-            read(
-                sources,
-                range(begin, end),
-                ahead=budget,
-                group_bytes=group * SLICE,
-                stop_after=stop_after,
-                sent_bytes=SLICE // share,
-            )
+    cells, limit, reads, most = asyncio.run(
+        read(
+            sources,
+            range(begin, end),
+            ahead=ByteCredits(ahead * SLICE),
+            group_bytes=group * SLICE,
+            stop_after=stop_after,
+            sent_bytes=SLICE // share,
+            piece_bytes=piece * SLICE,
         )
+    )
     assert cells == sorted(cells)
-    assert most <= max(ahead, group, piece) * SLICE
+    assert most <= (max(ahead, group, piece) + ahead // 4) * SLICE  # a fetch larger than the budget may overdraw it
     assert all(count <= piece for _, _, count in asked)
     if stop_after < 0:
         bad = [n for n, (kind, at) in enumerate(blocks) if kind != "dram" and at is not None and begin <= at < end]
@@ -182,11 +190,10 @@ def test_whatever_comes_is_in_order_and_whole(
             assert source.block is not None or source.filled == sum(1 << layer for layer in range(begin, end)), index
 
 
-async def test_bands_grow_and_are_read_in_one_piece_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "PIECE_BYTES", 4 * SLICE)
+async def test_bands_grow_and_are_read_in_one_piece_per_block() -> None:
     asked: list[tuple[int, int, int]] = []
     sources = [source_of(index, "reserved", None, asked) for index in range(3)]
-    _, _, _, most = await read(sources, range(9), ahead=ReadAhead(1), group_bytes=3 * SLICE)
+    _, _, _, most = await read(sources, range(9), ahead=ByteCredits(1), group_bytes=3 * SLICE, piece_bytes=4 * SLICE)
     assert sorted(asked) == sorted((block, *band) for block in range(3) for band in ((0, 1), (1, 2), (3, 4), (7, 2)))
     assert most == 0
 
@@ -199,9 +206,26 @@ async def test_no_memory_to_read_into_ends_the_reading() -> None:
     source.allocate = none_left
     with ThreadPoolExecutor(1) as pool:
         reads: Any = FakeReads()
-        reader = LayerReader(reads, ReadLease(FORMAT, KEYS[:1], [source]), range(9), pool, ReadAhead(1 << 20))
+        reader = LayerReader(reads, ReadLease(FORMAT, KEYS[:1], [source]), range(9), pool, ByteCredits(1 << 20))
         with pytest.raises(Overloaded):
             async for _ in reader.groups():
                 pass
         reader.close()
         assert reads.closed == 1
+
+
+async def test_a_read_that_is_cancelled_in_the_pool_ends_the_reading_there() -> None:
+    hold = threading.Event()
+    reads: Any = FakeReads()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(hold.wait)
+        lease = ReadLease(FORMAT, KEYS[:1], [source_of(0, "cold", None, [])])
+        reader = LayerReader(reads, lease, range(9), pool, ByteCredits(1000 * SLICE))
+        first = asyncio.ensure_future(anext(reader.groups()))
+        await asyncio.sleep(0)
+        pool.shutdown(wait=False, cancel_futures=True)
+        hold.set()
+        async with asyncio.timeout(10):
+            assert await first == Lost(0)
+    reader.close()
+    assert (reads.closed, reads.lost_keys) == (1, [])

@@ -1,9 +1,9 @@
-"""Watchers against a plain set of keys: whoever follows, in any rhythm, ends with exactly what is here."""
+"""Watchers against a plain set of keys: a follower, in any rhythm, ends with exactly what is here."""
 
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.cluster.events import KEYS_PER_MESSAGE, HeldKeys
+from moonpool.cluster import HeldKeys
 from moonpool.errors import Unavailable
 from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.kv.parts import PARTS
 from moonpool.v1 import kv_pb2
+from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.streams.watch import Journal
 from tests.unit.kvstore.helpers import BLOCK, RECORD, Driven, in_part, keys_of, open_ssd
 
@@ -84,16 +85,11 @@ class Follower:
         self.stream = self.coming = None
 
 
-async def follow(steps: list[Any], keys_per_page: int = KEYS_PER_MESSAGE) -> int:
+async def follow(steps: list[Any], keys_per_page: int = 4096) -> int:
     here: dict[BlockKey, None] = {}
     history: dict[int, set[BlockKey]] = {}
-    journal = Journal(
-        HeldKeys(PARTS, lambda number: in_part(here, number)),
-        INCARNATION,
-        journal_messages=3,
-        watcher_messages=2,
-        keys_per_page=keys_per_page,
-    )
+    held = HeldKeys(PARTS, lambda number: in_part(here, number))
+    journal = Journal(held, INCARNATION, journal_messages=3, watcher_messages=2, keys_per_page=keys_per_page)
     followers = [Follower(journal), Follower(journal)]
 
     def check() -> None:
@@ -132,7 +128,7 @@ async def follow(steps: list[Any], keys_per_page: int = KEYS_PER_MESSAGE) -> int
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(STEP, max_size=30))
-def test_whoever_follows_knows_what_is_here_and_nothing_that_was_removed(steps: list[Any]) -> None:
+def test_a_follower_knows_what_is_here_and_nothing_that_was_removed(steps: list[Any]) -> None:
     asyncio.run(follow(steps, keys_per_page=1))  # so that changes come between the pages
 
 
@@ -159,10 +155,14 @@ async def test_blocks_that_move_between_the_tiers_are_not_missed(tmp_path: Path,
     dice = random.Random(seed)
     keys = keys_of(40, f"moves-{seed}")
     ssd = open_ssd(tmp_path, 16 * RECORD, 4 * RECORD)
-    driven = Driven(ssd, dram_bytes=6 * BLOCK)
-    holdings = driven.store.holdings
-    journal = Journal(HeldKeys(PARTS, holdings.part), INCARNATION, watcher_messages=64, keys_per_page=2)
-    holdings.on_change.append(journal.changed)
+
+    class Watched(StoreListener):
+        def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+            journal.changed(stored, removed)
+
+    driven = Driven(ssd, dram_bytes=6 * BLOCK, listener=Watched())
+    tiers = driven.store.tiers
+    journal = Journal(HeldKeys(PARTS, tiers.part), INCARNATION, watcher_messages=64, keys_per_page=2)
     followers = [Follower(journal) for _ in range(3)]
     snapshots = 0
     for _ in range(150):
@@ -172,7 +172,7 @@ async def test_blocks_that_move_between_the_tiers_are_not_missed(tmp_path: Path,
         elif dice.random() < 0.5:
             driven.read(some, promote=True)
         else:
-            holdings.touch(some)  # worth carrying over
+            tiers.touch(some)  # worth carrying over
         for each in followers:
             await each.hear(dice.randrange(3))
             if each.whole and dice.random() < 0.2:
@@ -182,7 +182,7 @@ async def test_blocks_that_move_between_the_tiers_are_not_missed(tmp_path: Path,
     assert (snapshots > 10, ssd.carried_bytes > 0, driven.store.reads.promotions > 0) == (True, True, True)
     for each in followers:
         await each.hear(200)
-        assert (each.whole, each.keys) == (True, set(holdings))
+        assert (each.whole, each.keys) == (True, set(tiers))
         await each.leave()
     ssd.close()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -10,18 +11,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.keys import BlockKey
-from services.kvstore.core.store import BlockStore
-from services.kvstore.dram.tier import DramTier
-from services.kvstore.policies.policy import LRU
-from services.kvstore.tenancy import pins as pins_module
-from services.kvstore.tenancy.pins import MAX_TTL_S, PinLimit, PinOutcome, Pins
+from services.kvstore.tenancy.pins import MAX_TTL_S, PinChange, PinLimit, PinOutcome, Pins
 from tests.unit.kvstore.helpers import BLOCK, Driven, data_of, keys_of, open_ssd, spec_of
 
 KEYS = keys_of(8)
 A, B, C, D = KEYS[:4]
 
 
-def pin(
+def pin_told(
     pins: Pins,
     name: str,
     keys: Sequence[BlockKey],
@@ -30,16 +27,15 @@ def pin(
     here: Sequence[BlockKey] = KEYS,
     now: float = 0.0,
     ttl_s: float = 10.0,
-) -> PinOutcome:
-    outcome = pins.pin(tenant, name, keys, lambda key: 10 if key in here else None, now=now, ttl_s=ttl_s)
+) -> tuple[PinOutcome, PinChange]:
+    pins.expire(now)
+    told = pins.pin(tenant, name, keys, lambda key: 10 if key in here else None, now=now, ttl_s=ttl_s)
     pins.check_invariants()
-    return outcome
+    return told
 
 
-class Told:
-    def __init__(self, pins: Pins) -> None:
-        self.changes: list[tuple[list[BlockKey], list[BlockKey]]] = []
-        pins.on_change = lambda pinned, unpinned: self.changes.append((list(pinned), list(unpinned)))
+def pin(pins: Pins, name: str, keys: Sequence[BlockKey], **settings: Any) -> PinOutcome:
+    return pin_told(pins, name, keys, **settings)[0]
 
 
 def test_a_pin_keeps_what_is_here_and_says_how_much() -> None:
@@ -52,29 +48,26 @@ def test_a_pin_keeps_what_is_here_and_says_how_much() -> None:
 
 def test_overlapping_pins_count_references_and_cost_once() -> None:
     pins = Pins(100)
-    told = Told(pins)
-    pin(pins, "one", [A, B])
-    pin(pins, "two", [A, C])
-    pin(pins, "other", [A], tenant="u")
+    assert pin_told(pins, "one", [A, B])[1] == PinChange([A, B], [])
+    assert pin_told(pins, "two", [A, C])[1] == PinChange([C], [])
+    assert pin_told(pins, "other", [A], tenant="u")[1] == PinChange([], [])
     assert (pins.used("t"), pins.used("u"), pins.nbytes) == (30, 10, 30)
-    assert pins.unpin("t", "one")
-    assert not pins.unpin("t", "one")
+    assert pins.unpin("t", "one") == PinChange((), [B])
+    assert pins.unpin("t", "one") is None
     pins.check_invariants()
     assert (A in pins, B in pins) == (True, False)
-    assert pins.unpin("t", "two")
+    assert pins.unpin("t", "two") == PinChange((), [C])
     assert A in pins
-    assert pins.unpin("u", "other")
+    assert pins.unpin("u", "other") == PinChange((), [A])
     assert (pins.nbytes, pins.keys, pins.used("t"), pins.next_expiry) == (0, 0, 0, None)
-    assert told.changes == [([A, B], []), ([C], []), ([], [B]), ([], [C]), ([], [A])]
     pins.check_invariants()
 
 
 def test_the_same_name_renews_and_replaces() -> None:
     pins = Pins(30)
-    told = Told(pins)
     pin(pins, "ctx", [A, B, C], ttl_s=5)
-    assert pin(pins, "ctx", [B, C, D], now=3, ttl_s=5) == PinOutcome(3, 30, 8, PinLimit.NONE)
-    assert told.changes == [([A, B, C], []), ([D], [A])]
+    outcome, change = pin_told(pins, "ctx", [B, C, D], now=3, ttl_s=5)
+    assert (outcome, change) == (PinOutcome(3, 30, 8, PinLimit.NONE), PinChange([D], [A]))
     assert pin(pins, "ctx", [D], now=3, here=[]).blocks == 0
     assert (len(pins), pins.nbytes) == (0, 0)
 
@@ -83,10 +76,10 @@ def test_pins_end_with_their_time() -> None:
     pins = Pins(100)
     pin(pins, "short", [A, B], ttl_s=1)
     pin(pins, "long", [B], ttl_s=3)
-    assert pins.expire(0.99) == 0
-    assert pins.expire(1.0) == 1
+    assert pins.expire(0.99) == PinChange()
+    assert pins.expire(1.0) == PinChange((), [A])
     assert (A in pins, B in pins, pins.next_expiry) == (False, True, 3.0)
-    assert pins.expire(100.0) == 1
+    assert pins.expire(100.0) == PinChange((), [B])
     assert len(pins) == 0
     pins.check_invariants()
 
@@ -112,8 +105,8 @@ def test_wrong_pins_name_their_field() -> None:
     assert {field(ttl_s=ttl) for ttl in (0, -1, MAX_TTL_S * 2, float("inf"), float("nan"))} == {"ttl_s"}
 
 
-def test_there_are_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    pins = Pins(100, max_pins=2)
+def test_there_are_only_so_many() -> None:
+    pins = Pins(100, max_pins=2, max_entries=3)
     pin(pins, "a", [A], ttl_s=4)
     pin(pins, "b", [A])
     with pytest.raises(Overloaded) as refusal:
@@ -121,17 +114,13 @@ def test_there_are_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (refusal.value.reason, refusal.value.retry_after_s) == ("kvstore_pins", 3.0)
     pin(pins, "b", [B], now=1)  # a known name is no new one
     pin(pins, "c", [A], now=4)  # "a" has ended
-    monkeypatch.setattr(pins_module, "MAX_ENTRIES", 3)
     with pytest.raises(Overloaded):
         pin(pins, "b", [A, B, C], now=4)
     assert pin(pins, "b", [A, B], now=4).blocks == 2
 
 
 def pinning(blocks: int, *, pin_blocks: int = 100) -> Driven:
-    driven = Driven(dram_bytes=blocks * BLOCK)
-    driven.store = BlockStore(DramTier(blocks * BLOCK, LRU(), pins=Pins(pin_blocks * BLOCK)), None, max_sessions=9)
-    driven.store.holdings.on_change.append(driven._changed)
-    return driven
+    return Driven(dram_bytes=blocks * BLOCK, pins=Pins(pin_blocks * BLOCK), max_sessions=9)
 
 
 def test_pinned_blocks_are_not_evicted_and_come_back_as_young_ones() -> None:
@@ -143,8 +132,8 @@ def test_pinned_blocks_are_not_evicted_and_come_back_as_young_ones() -> None:
     driven.put([D])
     assert driven.removed == [C]
     driven.store.check_invariants()
-    assert driven.store.holdings.dram.pinned_bytes == 2 * BLOCK
-    driven.store.pins.expire(9)
+    assert driven.store.tiers.dram.pinned_bytes == 2 * BLOCK
+    driven.store.expire_pins(9)
     driven.store.check_invariants()
     driven.put([KEYS[4]])
     assert driven.removed == [C, D]
@@ -168,13 +157,11 @@ def test_a_put_into_a_store_full_of_pins_is_refused_at_once_and_told_when_to_com
 
 def test_the_end_of_a_pin_lets_those_in_who_wait() -> None:
     driven = pinning(2)
-    rooms: list[int] = []
-    driven.store.holdings.on_room.append(lambda: rooms.append(1))
     driven.put([A])
     driven.store.pin("", "ctx", [A], now=0, ttl_s=9)
-    lease = driven.store.reads.open([A], driven.store.holdings.format_of(A), promote=False)  # type: ignore[arg-type]
-    assert driven.store.pins.unpin("", "ctx")
-    assert rooms == [1]
+    lease = driven.store.reads.open([A], driven.store.tiers.format_of(A), promote=False)  # type: ignore[arg-type]
+    assert driven.store.unpin("", "ctx")
+    assert driven.rooms == 1
     driven.store.check_invariants()
     driven.store.reads.close(lease)
     driven.store.check_invariants()
@@ -186,13 +173,13 @@ def test_a_block_that_only_the_durable_tier_has_can_be_pinned_and_stays_when_it_
     driven.store.pins.budget_bytes = 10 * BLOCK
     driven.flush([A])
     driven.flush([B, C])
-    assert A not in driven.store.holdings.dram
+    assert A not in driven.store.tiers.dram
     assert driven.store.pin("", "ctx", [A], now=0, ttl_s=9).blocks == 1
     assert driven.read([A], promote=True) == [data_of(A)]
-    assert driven.store.holdings.dram.pinned_bytes == BLOCK
+    assert driven.store.tiers.dram.pinned_bytes == BLOCK
     driven.flush([D])
     driven.flush([KEYS[4]])
-    assert A in driven.store.holdings.dram
+    assert A in driven.store.tiers.dram
     ssd.close()
 
 
@@ -205,12 +192,11 @@ class PinMachine(RuleBasedStateMachine):
         self.model: dict[tuple[str, str], tuple[list[BlockKey], float]] = {}
         self.now = 0.0
         self.kept: set[BlockKey] = set()
-        self.pins.on_change = self.changed
 
-    def changed(self, pinned: Sequence[BlockKey], unpinned: Sequence[BlockKey]) -> None:
-        assert not self.kept & set(pinned)
-        assert self.kept >= set(unpinned)
-        self.kept = self.kept - set(unpinned) | set(pinned)
+    def changed(self, change: PinChange) -> None:
+        assert not self.kept & set(change.pinned)
+        assert self.kept >= set(change.unpinned)
+        self.kept = self.kept - set(change.unpinned) | set(change.pinned)
 
     def end(self) -> None:
         self.model = {place: pin for place, pin in self.model.items() if pin[1] > self.now}
@@ -220,9 +206,10 @@ class PinMachine(RuleBasedStateMachine):
         ttl=st.integers(1, 5), here=st.sets(st.sampled_from(KEYS), min_size=4),
     )  # fmt: skip
     def pin(self, tenant: str, name: str, keys: list[BlockKey], count: int, ttl: int, here: set[BlockKey]) -> None:
-        outcome = self.pins.pin(
+        outcome, change = self.pins.pin(
             tenant, name, keys[:count], lambda key: 10 if key in here else None, now=self.now, ttl_s=ttl
         )
+        self.changed(change)
         self.end()
         self.model.pop((tenant, name), None)
         expected: list[BlockKey] = []
@@ -239,12 +226,14 @@ class PinMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from("tu"), name=st.sampled_from("ab"))
     def unpin(self, tenant: str, name: str) -> None:
-        assert self.pins.unpin(tenant, name) == (self.model.pop((tenant, name), None) is not None)
+        change = self.pins.unpin(tenant, name)
+        assert (change is not None) == (self.model.pop((tenant, name), None) is not None)
+        self.changed(change or PinChange())
 
     @rule(seconds=st.integers(0, 3))
     def wait(self, seconds: int) -> None:
         self.now += seconds
-        self.pins.expire(self.now)
+        self.changed(self.pins.expire(self.now))
         self.end()
 
     @invariant()

@@ -12,9 +12,8 @@ from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.keys import BlockKey, pack_keys
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.v1 import kvstore_pb2
-from tests.slices import hashed
-from tests.unit.kvstore.helpers import BLOCK, RECORD, data_of, keys_of, slice_of
-from tests.unit.kvstore.streams.test_servicer import PARENTS, Rig, opened_get, opened_put, rig
+from tests.unit.kvstore.helpers import BLOCK, RECORD, data_of, keys_of
+from tests.unit.kvstore.rig import Rig, opened_get, opened_put, rig
 
 KEYS = keys_of(8)
 A, B, C, D = KEYS[:4]
@@ -25,17 +24,7 @@ async def pin(store: Rig, name: str, keys: Sequence[BlockKey], ttl_s: float = 60
     return await store.stub.Pin(request)
 
 
-async def put(store: Rig, keys: Sequence[BlockKey], tenant: str) -> None:
-    writer = store.writer()
-    try:
-        await writer.put(
-            keys, PARENTS[: len(keys)], tenant, hashed(lambda layer, i: slice_of(keys[i], layer)), timeout_s=10
-        )
-    finally:
-        await writer.aclose()
-
-
-async def test_a_pinned_chain_stays_until_it_is_let_go() -> None:
+async def test_a_pinned_chain_stays_until_it_is_unpinned() -> None:
     async with rig(dram_bytes=4 * BLOCK) as store:
         await store.put([A, B])
         answer = await pin(store, "ctx", [A, B, C])
@@ -63,11 +52,7 @@ async def test_a_pin_ends_by_itself_and_those_who_wait_get_in() -> None:
             await store.put([B, C])
         assert refusal.value.reason == "kvstore_pinned"
         assert 0 < refusal.value.retry_after_s <= 0.05
-        ended = asyncio.Event()
-        store.service.store.holdings.on_room.append(ended.set)
-        async with asyncio.timeout(10):
-            await ended.wait()
-        assert store.gauges()["pins"] == 0
+        await store.until("pins", 0)
         assert await store.put([B, C]) == (0, 2)
         await store.at_rest()
 
@@ -94,20 +79,20 @@ async def test_tenants_have_quotas_guarantees_and_gauges(tmp_path: Path) -> None
         "*": {"dram_quota_bytes": 3 * BLOCK, "pin_bytes": 0},
     }
     async with rig(tmp_path, dram_bytes=5 * BLOCK, tenants=rows) as store:
-        await put(store, [A, B], "a")
+        await store.put([A, B], "a")
         await store.durable()
         for key in KEYS[2:]:
-            await put(store, [key], "other")
+            await store.put([key], "other")
             await store.durable()
         gauges = store.gauges()
         assert gauges['tenant_dram_bytes{tenant="a"}'] == 2 * BLOCK
         assert gauges['tenant_dram_bytes{tenant="*"}'] == 3 * BLOCK
         assert gauges['tenant_ssd_bytes{tenant="*"}'] == 6 * RECORD
         with pytest.raises(InvalidRequest, match="its tenant may have"):
-            await put(store, keys_of(4, "many"), "other")
+            await store.put(keys_of(4, "many"), "other")
         assert (await pin(store, "x", [C], tenant="other")).limit == kvstore_pb2.PIN_LIMIT_TENANT_BUDGET
         more = keys_of(3, "more")
-        await put(store, more, "a")
+        await store.put(more, "a")
         await store.durable()
         assert store.gauges()['tenant_ssd_bytes{tenant="a"}'] == 3 * RECORD
         await store.at_rest()
@@ -121,10 +106,12 @@ async def test_tenants_have_quotas_guarantees_and_gauges(tmp_path: Path) -> None
 async def test_a_tenant_that_waits_at_its_quota_keeps_no_other_waiting() -> None:
     async with rig(tenants={"a": {"dram_quota_bytes": BLOCK}}, dram_bytes=4 * BLOCK, room_timeout_s=10) as store:
         first, _ = await opened_put(store, [A], tenant="a")
-        waiting = asyncio.ensure_future(put(store, [B], "a"))
+        await store.send(first, [A], layers=range(1))
+        await store.until("dram_reserved_bytes", BLOCK)
+        waiting = asyncio.ensure_future(store.put([B], "a"))
         while not store.service.rooms.waits("a"):  # noqa: ASYNC110  # turns of the event loop, no time
             await asyncio.sleep(0)
-        await put(store, [C], "")
+        await store.put([C], "")
         assert not waiting.done()
         first.cancel()
         await waiting

@@ -76,14 +76,14 @@ def tier(blocks: int, pins: Pins | None = None, **rows: TenantRow) -> DramTier:
 
 
 def insert(dram: DramTier, tenant: str, *keys: BlockKey, block_format: BlockFormat = FORMAT) -> list[BlockKey]:
-    gone: list[BlockKey] = []
+    evicted: list[BlockKey] = []
     for key in keys:
         victims = dram.reserve(block_format.layout.block_bytes, tenant)
         assert victims is not None
-        gone += victims
+        evicted += victims
         dram.insert(block_of(key, tenant, block_format))
         dram.check_invariants()
-    return gone
+    return evicted
 
 
 def test_a_tenant_at_its_quota_evicts_its_own_blocks_first() -> None:
@@ -101,7 +101,7 @@ def test_a_tenant_whose_blocks_are_all_needed_waits_at_its_quota() -> None:
         dram.hold(dram.get(key))  # type: ignore[arg-type]
     assert dram.reserve(BLOCK, "x") is None
     assert dram.reserve(BLOCK, "y") == []
-    dram.let_go(dram.get(A))  # type: ignore[arg-type]
+    dram.release(dram.get(A))  # type: ignore[arg-type]
     assert dram.reserve(BLOCK, "x") == [A]
     assert dram.reserve(BLOCK, "x") is None  # reserved bytes count too
     dram.check_invariants()
@@ -154,9 +154,9 @@ def test_what_can_never_be_is_refused_for_good() -> None:
 def test_own_pins_count_against_the_quota() -> None:
     pins = Pins(10 * BLOCK)
     dram = tier(4, pins, x=TenantRow(dram_quota_bytes=2 * BLOCK))
-    pins.on_change = dram.pins_changed
     insert(dram, "x", A, B)
-    pins.pin("x", "p", [A], lambda _: BLOCK, now=0, ttl_s=5)
+    _, change = pins.pin("x", "p", [A], lambda _: BLOCK, now=0, ttl_s=5)
+    dram.pins_changed(change)
     dram.check_invariants()
     assert insert(dram, "x", C) == [B]
     with pytest.raises(Overloaded) as refusal:
@@ -202,7 +202,7 @@ def test_pinned_blocks_are_not_given_up_and_what_finds_no_room_stays_in_dram(tmp
     assert set(ssd) == {A, B, E}
     assert driven.store.writes.blocks_not_durable == 2
     assert driven.read([C, D]) == [data_of(C), data_of(D)]
-    driven.store.pins.expire(9)
+    driven.store.expire_pins(9)
     driven.flush([F], "x")
     assert set(ssd) == {B, E, F}
     ssd.close()

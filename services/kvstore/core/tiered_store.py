@@ -1,11 +1,7 @@
-"""What the store holds: the DRAM tier over the durable backend, and who hears of changes.
-
-Owns the union of the two tiers: a key is here when one of them has it, its coming and going is told exactly once. Must
-not know of sessions, streams, threads or clocks.
-"""
+"""The union of the two tiers: a key is here when one of them has it; its coming and going is told exactly once."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
@@ -13,27 +9,42 @@ from moonpool.kv.parts import PARTS
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.ssd.tier import SsdTier
 
-Changed = Callable[[Sequence[BlockKey], Sequence[BlockKey]], None]
-"""Told keys that are here from now on, and keys that are not here any more."""
+
+class StoreListener:
+    """Hears what happens in a store; subclasses override what they want. No method may raise."""
+
+    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+        """`stored` are here from now on, `removed` are in no tier any more."""
+
+    def asked(self, keys: Sequence[BlockKey]) -> None:
+        """A reader asks for a chain."""
+
+    def room(self) -> None:
+        """DRAM may have become free."""
+
+    def work(self) -> None:
+        """The SSD tier has something to do."""
+
+    def sessions_changed(self) -> None:
+        """A writing session or a lease has been opened or closed."""
 
 
-class Holdings:
-    """Both tiers.
+class TieredStore:
+    """The DRAM tier over the SSD tier.
 
     Args:
         dram: the DRAM tier.
-        backend: the durable tier with what it recovered; None for none.
+        ssd: the SSD tier with what it recovered; None for none.
+        listener: is told of changes.
 
     Attributes:
-        on_change: who hears of keys coming and going.
-        on_room: called when DRAM may have become free.
+        damaged_blocks: blocks whose bytes in DRAM were found not to match their hashes.
     """
 
-    def __init__(self, dram: DramTier, backend: SsdTier | None) -> None:
+    def __init__(self, dram: DramTier, ssd: SsdTier | None, listener: StoreListener) -> None:
         self.dram = dram
-        self.backend = backend
-        self.on_change: list[Changed] = []
-        self.on_room: list[Callable[[], None]] = []
+        self.ssd = ssd
+        self.listener = listener
         self._damaged: set[BlockKey] = set()
         self.damaged_blocks = 0
 
@@ -44,32 +55,32 @@ class Holdings:
         return itertools.chain.from_iterable(map(self.part, range(PARTS)))
 
     def part(self, number: int) -> list[BlockKey]:
-        """Every key of one part, once: whoever lists all parts, one after the other, misses none that stays.
+        """Every key of one part, once. Listing all parts, one after the other, misses no key that stays.
 
-        A key is of one part only, in whichever tier it is. What moves between the tiers, or within one, so stays where
-        it is looked for, while a walk over one tier and then the other could miss it.
+        A key belongs to one part only, in either tier, so that a block moving between the tiers is still found. A walk
+        over one tier and then the other could miss it.
         """
         found = self.dram.part(number)
-        if self.backend is None:
+        if self.ssd is None:
             return list(found)
-        return [*found, *itertools.filterfalse(found.__contains__, self.backend.part(number))]
+        return [*found, *itertools.filterfalse(found.__contains__, self.ssd.part(number))]
 
     def durable(self, key: bytes) -> bool:
         """Whether the block survives a restart."""
-        return self.backend is not None and key in self.backend
+        return self.ssd is not None and key in self.ssd
 
     def format_of(self, key: BlockKey) -> BlockFormat | None:
         """The block's format; None when it is not here."""
         block = self.dram.get(key)
         if block is not None:
             return block.info.format
-        return None if self.backend is None else self.backend.format_of(key)
+        return None if self.ssd is None else self.ssd.format_of(key)
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         """How many leading blocks of a chain are here."""
-        dram, backend = self.dram, self.backend
+        dram, ssd = self.dram, self.ssd
         for count, key in enumerate(keys):
-            if key not in dram and (backend is None or key not in backend):
+            if key not in dram and (ssd is None or key not in ssd):
                 return count
         return len(keys)
 
@@ -81,33 +92,28 @@ class Holdings:
     def touch(self, chain: Sequence[BlockKey]) -> None:
         """Blocks of `chain`, head first, were used together."""
         self.dram.touch(chain)
-        if self.backend is not None:
-            self.backend.touch(chain)
+        if self.ssd is not None:
+            self.ssd.touch(chain)
 
     def reserve(self, nbytes: int, tenant: str) -> bool:
-        """Sets DRAM aside, evicting what must go for it; False when there is too little that may go.
-
-        Args:
-            nbytes: how much.
-            tenant: for whose blocks.
-        """
+        """Sets DRAM aside for blocks of a tenant, evicting others; False when too little may go."""
         victims = self.dram.reserve(nbytes, tenant)
         if victims is None:
             return False
-        self.gone(victims)
+        self.removed(victims)
         return True
 
     def unreserve(self, nbytes: int, tenant: str) -> None:
         """Gives reserved DRAM back."""
         if nbytes:
             self.dram.unreserve(nbytes, tenant)
-            self.room()
+            self.listener.room()
 
     def insert(self, blocks: Sequence[DramBlock]) -> list[DramBlock]:
-        """Takes whole blocks into DRAM, in the place of reserved bytes, and announces those that were nowhere.
+        """Takes whole blocks into DRAM, in the place of reserved bytes, and announces the new ones.
 
         Returns:
-            Those that were taken: a block that came to DRAM in another way meanwhile is not taken twice.
+            Those that were taken. A block that came to DRAM in another way meanwhile is not taken twice.
         """
         taken: list[DramBlock] = []
         new: list[BlockKey] = []
@@ -119,22 +125,23 @@ class Holdings:
                 new.append(block.info.key)
             self.dram.insert(block)
             taken.append(block)
-        self._tell(new, ())
+        if new:
+            self.listener.changed(new, ())
         return taken
 
-    def let_go(self, blocks: Sequence[DramBlock]) -> None:
+    def release(self, blocks: Sequence[DramBlock]) -> None:
         """Ends one hold on each."""
         for block in blocks:
-            self.dram.let_go(block)
+            self.dram.release(block)
             if block.info.key in self._damaged and not block.holds:
                 self._drop_damaged(block)
         if blocks:
-            self.room()
+            self.listener.room()
 
     def suspect(self, key: BlockKey) -> None:
-        """A reader says that a block's bytes do not match their hashes: looks, and drops it from DRAM if they do not.
+        """Checks a block of which a reader says that its bytes do not match their hashes; drops it from DRAM if so.
 
-        A block that others hold is no source for new readers from now on, and is dropped with the last hold.
+        A damaged block that is held is not leased any more, and is dropped with its last hold.
         """
         block = self.dram.get(key)
         if block is None or key in self._damaged or block.is_intact:
@@ -151,18 +158,10 @@ class Holdings:
     def _drop_damaged(self, block: DramBlock) -> None:
         self._damaged.remove(block.info.key)
         self.dram.drop(block)
-        self.gone([block.info.key])
+        self.removed([block.info.key])
 
-    def gone(self, keys: Sequence[BlockKey]) -> None:
+    def removed(self, keys: Sequence[BlockKey]) -> None:
         """These have left a tier; announces those that are in no other."""
-        self._tell((), [key for key in keys if key not in self])
-
-    def room(self) -> None:
-        """DRAM may have become free."""
-        for listener in self.on_room:
-            listener()
-
-    def _tell(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
-        if stored or removed:
-            for listener in self.on_change:
-                listener(stored, removed)
+        lost = [key for key in keys if key not in self]
+        if lost:
+            self.listener.changed((), lost)

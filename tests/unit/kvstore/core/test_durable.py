@@ -1,0 +1,158 @@
+"""Durability: batches, what sessions hear, and blocks that failed."""
+
+from pathlib import Path
+
+from tests.unit.kvstore.helpers import (
+    BLOCK,
+    FORMAT,
+    LAYOUT,
+    Driven,
+    data_of,
+    keys_of,
+    open_ssd,
+    run_of,
+    spec_of,
+)
+
+KEYS = keys_of(8)
+A, B, C, D = KEYS[:4]
+
+
+def test_blocks_on_their_way_to_the_device_are_not_evicted(tmp_path: Path) -> None:
+    ssd = open_ssd(tmp_path)
+    driven = Driven(ssd, dram_bytes=2 * BLOCK)
+    session = driven.put([A, B])
+    assert driven.visible == [(A,), (B,)]
+    assert driven.store.writes.pending == 2
+    assert driven.open(spec_of([C])) is None
+    driven.flush()
+    assert driven.durable == [(A, B)]
+    driven.store.writes.close(session)
+    driven.flush([C])
+    assert driven.removed == []  # demoted, not gone
+    assert set(driven.store.tiers) == {A, B, C}
+    assert driven.read([A, B]) == [data_of(A), data_of(B)]
+    ssd.close()
+
+
+def test_a_session_hears_of_present_blocks_that_become_durable(tmp_path: Path) -> None:
+    ssd = open_ssd(tmp_path)
+    driven = Driven(ssd)
+    driven.flush([A])
+    first = driven.put([B])
+    second = driven.open(spec_of([A, B]))
+    assert second is not None
+    assert list(second.present) == [0, 1]
+    assert driven.store.writes.durable_present(second) == [0]
+    driven.store.writes.close(first)
+    driven.flush()
+    assert driven.durable == [(A,), (B,)]
+    ssd.close()
+
+
+def test_commits_come_one_at_a_time_in_batches(tmp_path: Path) -> None:
+    ssd = open_ssd(tmp_path)
+    driven = Driven(ssd, batch_bytes=2 * 8192)
+    driven.put(KEYS[:5])
+    sizes = []
+    while (plan := driven.store.writes.next_plan()) is not None:
+        assert driven.store.writes.next_plan() is None
+        sizes.append([block.info.key for block in plan.blocks])
+        ssd.commit(plan)
+        driven.store.writes.plan_done(None)
+    assert sizes == [KEYS[:2], KEYS[2:4], KEYS[4:5]]
+    ssd.close()
+
+
+def test_a_block_that_came_back_another_way_is_not_taken_twice(tmp_path: Path) -> None:
+    first = Driven(open_ssd(tmp_path))
+    first.flush([A])
+    assert first.store.tiers.ssd is not None
+    first.store.tiers.ssd.close()
+    ssd = open_ssd(tmp_path)
+    driven = Driven(ssd)
+    reads, writes = driven.store.reads, driven.store.writes
+    good = reads.open([A], FORMAT, promote=True)
+    bad = reads.open([A], FORMAT, promote=False)
+    reads.lost(bad.sources[0])
+    reads.close(bad)
+    session = driven.open(spec_of([A]))
+    assert session is not None
+    source = good.sources[0]
+    assert source.reader is not None
+    for layer in range(LAYOUT.layers):
+        source.reader.read_layers(layer, [source.take(layer, LAYOUT)])
+        source.filled |= 1 << layer
+        writes.write(session, [run_of(A, 0, layer)] if layer < 2 else [])
+    reads.close(good)  # promotes what was thought to be lost, and the writer hears of it
+    assert driven.visible == [(A,)]
+    assert session.complete
+    writes.write(session, [run_of(A, 0, 2)])
+    assert driven.visible == [(A,)]
+    assert (driven.removed, driven.stored) == ([A], [A])
+    assert driven.durable == []
+    driven.flush()
+    assert driven.durable == [(A,)]  # it is stored anew
+    writes.close(session)
+    assert driven.read([A]) == [data_of(A)]
+    ssd.close()
+
+
+def fail(driven: Driven) -> None:
+    """The batch under way meets a device that fails."""
+    assert driven.store.writes.next_plan() is not None
+    driven.store.writes.plan_done(OSError(5, "Input/output error"))
+
+
+def test_a_block_that_failed_to_become_durable_is_queued_again_when_it_is_put_again(tmp_path: Path) -> None:
+    ssd = open_ssd(tmp_path)
+    driven = Driven(ssd)
+    first = driven.put([A])
+    fail(driven)
+    assert (driven.store.writes.pending, driven.store.writes.unsaved, driven.durable) == (0, 1, [])
+    driven.store.check_invariants()
+    again = driven.open(spec_of([A]))
+    assert again is not None
+    assert list(again.present) == [0]
+    assert driven.store.writes.pending == 1
+    driven.flush()
+    assert driven.durable == [(A,), (A,)]  # both sessions hear of it
+    assert (driven.store.writes.unsaved, driven.store.writes.blocks_not_durable) == (0, 1)
+    driven.store.writes.close(first)
+    driven.store.writes.close(again)
+    ssd.close()
+    ssd = open_ssd(tmp_path)
+    assert set(ssd) == {A}
+    ssd.close()
+
+
+def test_blocks_that_failed_are_tried_again_batch_by_batch_while_they_stay_in_dram(tmp_path: Path) -> None:
+    ssd = open_ssd(tmp_path)
+    driven = Driven(ssd, dram_bytes=5 * BLOCK, batch_bytes=8192)
+    session = driven.put(KEYS[:5])
+    for _ in range(5):
+        fail(driven)
+    writes = driven.store.writes
+    assert writes.unsaved == 5
+    writes.retry()
+    assert writes.pending == 1  # the others are not held meanwhile
+    fail(driven)
+    assert (writes.unsaved, writes.blocks_not_durable) == (5, 5)
+    writes.close(session)
+    writes.close(driven.put([KEYS[5]]))  # evicts one of them
+    writes.retry()
+    driven.flush()
+    assert set(ssd) == set(driven.store.tiers.dram)
+    assert (len(ssd), writes.unsaved) == (5, 0)
+    ssd.close()
+
+
+def test_a_session_awaits_what_is_not_durable(tmp_path: Path) -> None:
+    ssd = open_ssd(tmp_path)
+    driven = Driven(ssd)
+    session = driven.put([A])
+    assert driven.store.writes.awaits(session)
+    driven.flush()
+    assert not driven.store.writes.awaits(session)
+    ssd.close()
+    assert not Driven().store.writes.awaits(session)

@@ -1,0 +1,216 @@
+"""Room in DRAM: what sessions evict and reserve, frames that fail, and what leases keep."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from moonpool.errors import FrameError, InvalidRequest, Overloaded
+from moonpool.kv.blocks import BlockFormat
+from moonpool.kv.frames import OpenRun, Run
+from moonpool.kv.layout import KVLayout
+from services.kvstore.core.assembly import MAX_SESSION_BLOCKS
+from tests.unit.kvstore.helpers import (
+    BLOCK,
+    FORMAT,
+    LAYOUT,
+    Driven,
+    data_of,
+    keys_of,
+    open_ssd,
+    run_of,
+    spec_of,
+)
+
+KEYS = keys_of(8)
+A, B, C, D = KEYS[:4]
+
+
+def test_opening_a_session_evicts_and_reserves_nothing() -> None:
+    driven = Driven(dram_bytes=4 * BLOCK)
+    old = keys_of(4, "old")
+    driven.store.writes.close(driven.put(old))
+    session = driven.open(spec_of(KEYS[:4]))
+    assert session is not None
+    assert (driven.removed, driven.store.tiers.dram.reserved_bytes) == ([], 0)
+    driven.store.writes.write(session, [run_of(A, 0, 0)])
+    assert (driven.removed, driven.store.tiers.dram.reserved_bytes) == ([old[-1]], BLOCK)
+    driven.store.writes.close(session)
+    assert driven.store.tiers.dram.reserved_bytes == 0
+    driven.store.check_invariants()
+
+
+def test_data_waits_while_unfinished_blocks_fill_dram() -> None:
+    driven = Driven(dram_bytes=2 * BLOCK)
+    writes = driven.store.writes
+    first, second = driven.open(spec_of([A, B])), driven.open(spec_of([C]))
+    assert first is not None
+    assert second is not None
+    assert writes.write(first, [run_of(A, 0, 0), run_of(B, 1, 0)])
+    assert not writes.write(second, [run_of(C, 0, 0)])
+    assert driven.open(spec_of([D])) is None
+    assert writes.write(first, [run_of(A, 0, 1)])  # what has its room need not wait
+    driven.store.check_invariants()
+    writes.close(first)
+    assert driven.rooms == 1
+    assert writes.write(second, [run_of(C, 0, 0)])
+
+
+def test_a_frame_takes_room_for_all_of_its_blocks_or_for_none() -> None:
+    driven = Driven(dram_bytes=2 * BLOCK)
+    writes = driven.store.writes
+    first, second = driven.open(spec_of([A])), driven.open(spec_of([B, C]))
+    assert first is not None
+    assert second is not None
+    assert writes.write(first, [run_of(A, 0, 0)])
+    assert not writes.write(second, [run_of(B, 0, 0), run_of(C, 1, 0)])
+    assert driven.store.tiers.dram.reserved_bytes == BLOCK
+    driven.store.check_invariants()
+
+
+def test_a_block_completed_by_a_frame_that_fails_later_is_kept_and_all_its_writers_are_told() -> None:
+    driven = Driven(dram_bytes=2 * BLOCK)
+    writes = driven.store.writes
+    told: list[int] = []
+    other = writes.open(spec_of([B, A]), told.extend, lambda _: None)
+    session = driven.open(spec_of([A, B]))
+    assert other is not None
+    assert session is not None
+    for layer in range(2):
+        writes.write(session, [run_of(A, 0, layer)])
+    with pytest.raises(FrameError, match="come before"):
+        writes.write(session, [run_of(A, 0, 2), run_of(A, 0, 2)])
+    assert (driven.visible, told) == ([(A,)], [1])
+    writes.close(session)
+    writes.close(other)
+    driven.store.check_invariants()
+    assert driven.read([A]) == [data_of(A)]
+    driven.put([B, C])  # all DRAM can be had again
+
+
+def test_many_frames_that_fail_cost_no_room() -> None:
+    driven = Driven(dram_bytes=2 * BLOCK)
+    for key in KEYS:
+        session = driven.open(spec_of([key]))
+        assert session is not None
+        runs = [run_of(key, 0, layer) for layer in range(LAYOUT.layers)]
+        with pytest.raises(FrameError):
+            driven.store.writes.write(session, [*runs, runs[0]])
+        driven.store.writes.close(session)
+        driven.store.check_invariants()
+    assert set(driven.store.tiers) == set(KEYS[-2:])
+
+
+def test_a_session_that_waits_uses_its_present_blocks_once() -> None:
+    """It is touched when the session opens: the block used last stays longest."""
+    driven = Driven(dram_bytes=3 * BLOCK)
+    driven.store.writes.close(driven.put([A]))
+    driven.store.writes.close(driven.put([B]))
+    lease = driven.store.reads.open([B], FORMAT, promote=False)
+    first = driven.open(spec_of([C]))
+    assert first is not None
+    driven.store.writes.write(first, [run_of(C, 0, 0)])
+    pinned = driven.store.reads.open([A], FORMAT, promote=False)
+    waiting = spec_of([A, D])
+    assert driven.open(waiting) is None
+    driven.store.reads.close(pinned)
+    driven.store.reads.close(lease)
+    assert driven.open(waiting) is not None
+    driven.put([KEYS[4]])
+    assert driven.removed == [B]
+
+
+def test_without_a_durable_tier_eviction_is_removal() -> None:
+    driven = Driven(dram_bytes=2 * BLOCK)
+    for key in (A, B, C):
+        driven.store.writes.close(driven.put([key]))
+    assert driven.removed == [A]
+    assert driven.stored == [A, B, C]
+    assert driven.durable == []
+    assert driven.store.writes.pending == 0
+    driven.store.check_invariants()
+
+
+def test_a_reader_keeps_its_blocks() -> None:
+    driven = Driven(dram_bytes=2 * BLOCK)
+    driven.store.writes.close(driven.put([A]))
+    driven.store.writes.close(driven.put([B]))
+    lease = driven.store.reads.open([A, B, C], FORMAT, promote=False)
+    assert lease.blocks == 2
+    assert driven.open(spec_of([C])) is None
+    assert bytes(lease.sources[0].take(1, LAYOUT)) == data_of(A)[LAYOUT.slice_bytes : 2 * LAYOUT.slice_bytes]
+    driven.store.reads.close(lease)
+    driven.store.reads.close(lease)
+    driven.put([C])
+    assert driven.removed == [B]  # the chain's tail before its head
+
+
+def test_leases_keep_no_more_dram_than_they_may() -> None:
+    driven = Driven(dram_bytes=8 * BLOCK, lease_bytes=3 * BLOCK)
+    driven.store.writes.close(driven.put(KEYS[:6]))
+    reads = driven.store.reads
+    first = reads.open(KEYS[:2], FORMAT, promote=False)
+    same = reads.open(KEYS[:2], FORMAT, promote=False)  # keeps nothing more
+    more = reads.open(KEYS[:6], FORMAT, promote=False)
+    assert (first.blocks, same.blocks, more.blocks, reads.leased_bytes) == (2, 2, 3, 3 * BLOCK)
+    with pytest.raises(Overloaded) as refusal:
+        reads.open(KEYS[3:6], FORMAT, promote=False)
+    assert refusal.value.reason == "kvstore_leases"
+    driven.put(keys_of(5, "others"))  # the rest of DRAM is there for writers
+    driven.store.check_invariants()
+    for lease in (more, same, first):
+        reads.close(lease)
+        driven.store.check_invariants()
+    assert reads.leased_bytes == 0
+
+
+def test_leases_promote_no_more_than_they_may(tmp_path: Path) -> None:
+    ssd = open_ssd(tmp_path)
+    Driven(ssd).flush(KEYS[:4])
+    driven = Driven(ssd, lease_bytes=2 * BLOCK)
+    assert driven.read(KEYS[:4], promote=True) == [data_of(key) for key in KEYS[:4]]
+    assert set(driven.store.tiers.dram) == set(KEYS[:2])
+    assert driven.store.reads.leased_bytes == 0
+    ssd.close()
+
+
+def test_a_session_larger_than_all_dram_is_refused_for_good() -> None:
+    driven = Driven(dram_bytes=2 * BLOCK)
+    with pytest.raises(InvalidRequest, match="keys: the session needs"):
+        driven.open(spec_of(KEYS[:3]))
+
+
+def test_when_the_last_writer_vanishes_its_memory_comes_back() -> None:
+    driven = Driven()
+    writes, dram = driven.store.writes, driven.store.tiers.dram
+    sessions = [driven.open(spec_of([A], heads=range(head, head + 1))) for head in range(2)]
+    for head, session in enumerate(sessions):
+        assert session is not None
+        writes.write(session, [run_of(A, 0, 0, range(head, head + 1))])
+    assert dram.arena.live_bytes == BLOCK
+    for session in sessions:
+        assert session is not None
+        writes.close(session)
+    dram.arena.collect()
+    assert (dram.arena.live_bytes, dram.reserved_bytes, writes.unfinished_blocks) == (0, 0, 0)
+    writes.close(driven.put([A]))
+    assert driven.read([A]) == [data_of(A)]
+
+
+def test_the_largest_session_and_frame_hold_the_loop_for_a_moment() -> None:
+    layout = KVLayout(layers=4096, kv_heads=256, head_dim=1, block_tokens=16, dtype="bfloat16")
+    block_format = BlockFormat(b"x" * 32, layout)
+    piece, many = memoryview(bytes(layout.head_bytes)), keys_of(MAX_SESSION_BLOCKS, "many")
+    runs = [OpenRun(Run(layer, 0, 1, 0, 1, 16), piece, [0]) for layer in range(layout.layers)]
+    opening, writing = [], []
+    for _ in range(3):
+        driven = Driven(dram_bytes=MAX_SESSION_BLOCKS * layout.block_bytes)
+        begin = time.thread_time()
+        session = driven.open(spec_of(many, heads=range(1), block_format=block_format))
+        opened = time.thread_time()
+        assert session is not None
+        assert driven.store.writes.write(session, runs)
+        writing.append(time.thread_time() - opened)
+        opening.append(opened - begin)
+        driven.store.writes.close(session)
+    assert max(min(opening), min(writing)) < 0.05

@@ -1,0 +1,79 @@
+"""The writer thread: what is visible becomes durable, and what failed is tried again."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from services.kvstore.operate.writer import WriteBehind
+from tests.unit.kvstore.faulty_files import FaultyFiles
+from tests.unit.kvstore.helpers import Driven, data_of, keys_of, open_ssd, spec_of, writing
+
+KEYS = keys_of(6)
+A, B, C = KEYS[:3]
+
+
+@asynccontextmanager
+async def failing(path: Path, **settings: Any) -> AsyncIterator[tuple[Driven, FaultyFiles, WriteBehind]]:
+    files = FaultyFiles()
+    ssd = open_ssd(path, files=files)
+    driven = Driven(ssd)
+    async with writing(driven, **settings) as writer:
+        yield driven, files, writer
+    ssd.close()
+
+
+async def test_the_writer_makes_durable_what_is_visible(tmp_path: Path) -> None:
+    async with failing(tmp_path) as (driven, _, writer):
+        driven.put(KEYS[:4])
+        assert await writer.drain(10)
+        driven.put(KEYS[4:])
+        assert await writer.drain(10)
+        assert {key for keys in driven.durable for key in keys} == set(KEYS)
+        assert driven.store.writes.pending == 0
+    ssd = open_ssd(tmp_path)
+    assert set(ssd) == set(KEYS)
+    ssd.close()
+
+
+async def test_a_failing_device_stops_nothing(tmp_path: Path) -> None:
+    async with failing(tmp_path, unsaved_after_s=[3600]) as (driven, files, writer):
+        files.fail("sync", OSError(5, "Input/output error"))
+        driven.put([A])
+        assert await writer.drain(10)
+        files.mend()
+        assert driven.durable == []
+        driven.put([B])
+        assert await writer.drain(10)
+        assert driven.durable == [(B,)]
+        assert driven.read([A, B]) == [data_of(A), data_of(B)]
+
+
+async def test_a_session_hears_durable_after_an_error_has_passed(tmp_path: Path) -> None:
+    """Nothing is put meanwhile: the writer tries again by itself."""
+    async with failing(tmp_path, unsaved_after_s=[0.001]) as (driven, files, writer):
+        heard = asyncio.Event()
+        session = driven.store.writes.open(spec_of([A]), lambda _: None, lambda _: heard.set())
+        assert session is not None
+        files.fail("sync", OSError(5, "Input/output error"))
+        driven.put([A])
+        assert await writer.drain(10)
+        assert not heard.is_set()
+        assert driven.store.writes.unsaved == 1
+        files.mend()
+        async with asyncio.timeout(10):
+            await heard.wait()
+        assert (driven.durable, driven.store.writes.unsaved) == ([(A,)], 0)
+
+
+async def test_a_block_put_again_after_an_error_becomes_durable(tmp_path: Path) -> None:
+    async with failing(tmp_path, unsaved_after_s=[3600]) as (driven, files, writer):
+        files.fail("sync", OSError(5, "Input/output error"))
+        driven.put([A])
+        assert await writer.drain(10)
+        files.mend()
+        assert driven.put([A]).present == [0]
+        assert await writer.drain(10)
+        assert set(driven.durable) == {(A,)}
+        assert driven.store.tiers.durable(A)

@@ -1,0 +1,207 @@
+"""A running store with real clients and raw streams, for tests over a real server."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from moonpool.errors import MoonpoolError
+from moonpool.kv.frames import FRAME_BYTES, pack_frames
+from moonpool.kv.keys import BlockKey, pack_keys
+from moonpool.rpc.channels import Channels, payload_stream
+from moonpool.rpc.errors import from_rpc_error
+from moonpool.rpc.server import serving
+from moonpool.rpc.wire import PayloadMessage
+from moonpool.streams.store_reader import StoreReader
+from moonpool.streams.store_writer import StoreWriter
+from moonpool.telemetry.gauges import restless
+from moonpool.v1 import kv_pb2, kvstore_pb2
+from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
+from services.kvstore.config import KVStoreConfig
+from services.kvstore.service import KVStoreService, Tiers
+from tests.slices import hashed, slice_to_send
+from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, keys_of, slice_of
+
+KEYS = keys_of(8)
+PARENTS = [BlockKey(bytes(32)), *KEYS]
+
+
+@dataclass
+class Rig:
+    """A running store and its clients."""
+
+    service: KVStoreService
+    channels: Channels
+    address: str
+
+    def hello(self, block_format: Any = FORMAT) -> kv_pb2.StreamHello:
+        return kv_pb2.StreamHello(namespace=block_format.namespace, layout=block_format.layout.to_proto())
+
+    def writer(self, block_format: Any = FORMAT) -> StoreWriter:
+        return StoreWriter(self.channels, self.address, self.hello(block_format), LAYOUT)
+
+    def reader(self, block_format: Any = FORMAT) -> StoreReader:
+        return StoreReader(self.channels, self.address, self.hello(block_format), LAYOUT)
+
+    @property
+    def stub(self) -> Any:
+        return KVStoreServiceStub(self.channels.get(self.address))
+
+    def open_stream(self, method: str) -> Any:
+        request, response = getattr(kvstore_pb2, f"{method}Request"), getattr(kvstore_pb2, f"{method}Response")
+        return payload_stream(
+            self.channels.get(self.address), "moonpool.v1.KVStoreService", method, request, response
+        )()
+
+    async def put(self, keys: Sequence[BlockKey], tenant: str = "") -> tuple[int, int]:
+        writer = self.writer()
+        try:
+            outcome = await writer.put(
+                keys, PARENTS[: len(keys)], tenant, hashed(lambda layer, i: slice_of(keys[i], layer)), timeout_s=10
+            )
+        finally:
+            await writer.aclose()
+        return outcome.present, outcome.stored
+
+    async def read(self, keys: Sequence[BlockKey], layers: range = range(3), block_format: Any = FORMAT) -> list[bytes]:
+        reader = self.reader(block_format)
+        out: dict[int, bytes] = {}
+
+        def take(layer: int, index: int, data: memoryview, value: int) -> None:
+            out[index] = out.get(index, b"") + data
+
+        done: list[int] = []
+        try:
+            count = await reader.read(keys, layers=layers, on_slice=take, on_layer=done.append, timeout_s=10)
+        finally:
+            await reader.aclose()
+        assert done == (list(layers) if count else [])
+        return [out[index] for index in range(count)]
+
+    async def send(self, call: Any, keys: Sequence[BlockKey], session: int = 1, layers: range = range(3)) -> None:
+        """Sends frames of a session on a raw Put stream."""
+        for header, pieces in frames_of(keys, session, layers):
+            await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
+
+    async def durable(self) -> None:
+        assert self.service.writer is not None
+        assert await self.service.writer.drain(10)
+
+    def gauges(self) -> dict[str, float]:
+        return {gauge.name: gauge.value for gauge in self.service.gauges.read()}
+
+    async def until(self, gauge: str, value: float) -> None:
+        """Waits until a gauge has a value; every look costs a call, so that the store's own work goes on."""
+        async with asyncio.timeout(10):
+            while self.gauges()[gauge] != value:
+                await self.stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest())
+
+    async def at_rest(self) -> None:
+        """Waits until streams that clients have left are gone, then checks that nothing is held."""
+        async with asyncio.timeout(10):
+            await self.service.calls.quiet.wait()
+            await self.service.idle.wait()
+        assert self.service.writer is None or await self.service.writer.drain(10)
+        assert restless(self.service.gauges.read()) == {}
+        self.service.store.check_invariants()
+
+
+@asynccontextmanager
+async def rig(
+    data_dir: Path | None = None, *, together_bytes: int = FRAME_BYTES, **settings: Any
+) -> AsyncIterator[Rig]:
+    settings = {"dram_bytes": 64 * BLOCK, "ssd_bytes": 1 << 20, "drain_s": 5} | settings
+    config = KVStoreConfig(data_dir=data_dir, **{"lease_bytes": settings["dram_bytes"]} | settings)
+    instance = kv_pb2.Instance(id="kvstore-0", incarnation=9, kind=kv_pb2.INSTANCE_KIND_KVSTORE)
+    service = KVStoreService(config, Tiers(config), instance, together_bytes=together_bytes)
+    async with (
+        service.running(),
+        serving("127.0.0.1:0", [service.contract], grace_s=0) as server,
+        Channels() as channels,
+    ):
+        yield Rig(service, channels, server.address)
+
+
+def frames_of(keys: Sequence[BlockKey], session: int = 1, layers: range = range(3)) -> list[tuple[Any, Any]]:
+    slices = [
+        slice_to_send(LAYOUT, layer, index, slice_of(key, layer), key=key)
+        for layer in layers
+        for index, key in enumerate(keys)
+    ]
+    return list(pack_frames(session, 0, slices, LAYOUT))
+
+
+async def opened_put(store: Rig, blocks: Sequence[BlockKey], present: Sequence[int] = (), **changes: Any) -> Any:
+    """A raw Put stream with one session."""
+    call = store.open_stream("Put")
+    await call.write(PayloadMessage(kvstore_pb2.PutRequest(hello=store.hello())))
+    assert (await call.read()).welcome.credit_bytes == store.service.config.window_bytes
+    opening: dict[str, Any] = {
+        "session": 1, "keys": pack_keys(blocks), "layer_end": 3, "head_end": 2, "parent_keys": pack_keys(blocks),
+    }  # fmt: skip
+    await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=kvstore_pb2.PutOpen(**opening | changes))))
+    answer = await call.read()
+    if not changes:
+        assert list(answer.opened.present) == list(present)
+        return call
+    return call, answer
+
+
+def put_open(session: int, keys: Sequence[BlockKey], layers: range = range(3)) -> kvstore_pb2.PutOpen:
+    return kvstore_pb2.PutOpen(
+        session=session, keys=pack_keys(keys), layer_begin=layers.start, layer_end=layers.stop, head_end=2
+    )
+
+
+async def answer(call: Any) -> Any:
+    """The next message that is no credit: those of a store without sessions come at once."""
+    while (message := await call.read()).HasField("credit"):
+        pass
+    return message
+
+
+async def put_whole(call: Any, keys: Sequence[BlockKey], number: int = 1, **header: Any) -> Any:
+    """A session that comes with its opening; the answer."""
+    [(frame, pieces)] = frames_of(keys, session=number)
+    for name, value in header.items():
+        setattr(frame, name, value)
+    opening = put_open(number, keys)
+    opening.frame.CopyFrom(frame)
+    await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening), pieces))
+    return await answer(call)
+
+
+@asynccontextmanager
+async def putting(store: Rig, *, at_rest: bool = True) -> AsyncIterator[Any]:
+    """A raw Put stream; at its end the store holds nothing, unless other streams are open."""
+    call = store.open_stream("Put")
+    await call.write(PayloadMessage(kvstore_pb2.PutRequest(hello=store.hello())))
+    assert (await call.read()).HasField("welcome")
+    yield call
+    call.cancel()
+    if at_rest:
+        await store.at_rest()
+
+
+async def failure(call: Any) -> MoonpoolError | None:
+    """What a stream ends with."""
+    try:
+        answer = await call.read()
+        while answer is not grpc.aio.EOF:
+            answer = await call.read()
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+    return None
+
+
+async def opened_get(store: Rig, **fields: Any) -> Any:
+    call = store.open_stream("Get")
+    await call.write(kvstore_pb2.GetRequest(hello=store.hello()))
+    assert (await call.read()).message.HasField("welcome")
+    opening: dict[str, Any] = {"session": 1, "keys": pack_keys(KEYS), "layer_end": 3, "head_end": 2}
+    await call.write(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(**opening | fields)))
+    return call

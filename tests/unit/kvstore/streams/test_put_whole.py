@@ -1,0 +1,78 @@
+"""Sessions that come in one message with their opening."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from moonpool.rpc.wire import PayloadMessage
+from moonpool.v1 import kvstore_pb2
+from tests.unit.kvstore.helpers import BLOCK, data_of
+from tests.unit.kvstore.rig import (
+    KEYS,
+    answer,
+    frames_of,
+    opened_get,
+    put_open,
+    put_whole,
+    putting,
+    rig,
+)
+
+A, B, C, D = KEYS[:4]
+
+
+async def test_a_session_in_one_message_is_answered_in_one() -> None:
+    async with rig() as store, putting(store) as call:
+        for session, present in ((1, []), (2, [0, 1])):
+            response = await put_whole(call, [A, B], session)
+            opened = kvstore_pb2.PutOpened(session=session, present=present, taken=True)
+            assert response == kvstore_pb2.PutResponse(opened=opened, credit_bytes=2 * BLOCK)
+        assert store.gauges()["put_sessions"] == 0
+        assert await store.read([A, B]) == [data_of(A), data_of(B)]
+
+
+@pytest.mark.parametrize(("header", "reason"), [({"session": 9}, "frame.session: "), ({"checksum": 1}, "checksum")])
+async def test_a_bad_session_in_one_message_is_refused(header: dict[str, Any], reason: str) -> None:
+    async with rig() as store, putting(store) as call:
+        refused = (await put_whole(call, [A, B], **header)).refused
+        assert refused.session == 1
+        assert reason in refused.reason
+        assert (await put_whole(call, [A, B], 2)).opened.taken
+
+
+async def test_a_part_of_a_session_in_one_message_is_refused() -> None:
+    async with rig() as store, putting(store) as call:
+        [(frame, pieces)] = frames_of([A])
+        opening = put_open(1, [A, B])
+        opening.frame.CopyFrom(frame)
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening), pieces))
+        assert (await answer(call)).refused.reason == "frame: is not all of the session"
+        assert (await put_whole(call, [A, B], 2)).opened.present == [0]
+
+
+async def test_a_writer_of_some_layers_is_asked_for_its_frames() -> None:
+    async with rig() as store, putting(store) as call:
+        [(frame, pieces)] = frames_of([A], layers=range(2))
+        opening = put_open(1, [A], range(2))
+        opening.frame.CopyFrom(frame)
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening), pieces))
+        opened = (await answer(call)).opened
+        assert (opened.session, opened.taken) == (1, False)
+        assert store.gauges()["put_sessions"] == 1
+
+
+async def test_a_session_in_one_message_that_finds_no_room_is_opened_later() -> None:
+    async with rig(dram_bytes=2 * BLOCK, room_timeout_s=10) as store:
+        await store.put([A, B])
+        holding = await opened_get(store)
+        assert (await holding.read()).message.opened.blocks == 2
+        async with putting(store) as call:
+            asking = asyncio.ensure_future(put_whole(call, [C]))
+            await store.until("sessions_waiting_for_room", 1)
+            holding.cancel()
+            response = await asking
+            assert (response.opened.session, response.opened.taken) == (1, False)
+            for header, pieces in frames_of([C]):
+                await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
+            assert list((await answer(call)).ack.blocks) == [0]

@@ -1,0 +1,138 @@
+"""A whole store over a real server and the real clients: what was put is read, also after a restart."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from moonpool.errors import InvalidRequest, Mismatch, Overloaded, Unavailable
+from moonpool.kv.keys import pack_keys, unpack_keys
+from moonpool.rpc.wire import PayloadMessage
+from moonpool.v1 import kv_pb2, kvstore_pb2
+from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, data_of, slice_of
+from tests.unit.kvstore.rig import KEYS, failure, frames_of, opened_get, opened_put, rig
+
+A, B, C, D = KEYS[:4]
+
+
+async def test_what_was_put_is_read_layer_by_layer(tmp_path: Path) -> None:
+    async with rig(tmp_path) as store:
+        assert await store.put(KEYS[:5]) == (0, 5)
+        assert await store.put(KEYS[:6]) == (5, 1)
+        assert await store.read(KEYS) == [data_of(key) for key in KEYS[:6]]
+        assert await store.read(KEYS[:2], range(1, 2)) == [slice_of(key, 1) for key in KEYS[:2]]
+        assert (await store.stub.MatchPrefix(kvstore_pb2.MatchPrefixRequest(keys=pack_keys(KEYS)))).blocks == 6
+        await store.durable()
+        await store.at_rest()
+        assert store.gauges()["ssd_blocks"] == 6
+    async with rig(tmp_path) as store:
+        assert store.gauges()["dram_blocks"] == 0
+        assert await store.read(KEYS) == [data_of(key) for key in KEYS[:6]]
+        await store.at_rest()
+        assert (store.gauges()["dram_blocks"], store.gauges()["ssd_hits_total"]) == (6, 6)
+        assert await store.put(KEYS[:6]) == (6, 0)
+
+
+async def test_closing_makes_visible_blocks_durable(tmp_path: Path) -> None:
+    async with rig(tmp_path) as store:
+        await store.put(KEYS[:3])
+    async with rig(tmp_path) as store:
+        assert await store.read(KEYS[:3]) == [data_of(key) for key in KEYS[:3]]
+
+
+async def test_a_store_without_a_disk() -> None:
+    async with rig(dram_bytes=2 * BLOCK) as store:
+        for key in KEYS[:3]:
+            await store.put([key])
+        assert [len(await store.read([key])) for key in KEYS[:3]] == [0, 1, 1]
+        await store.at_rest()
+        assert (store.gauges()["dram_evictions_total"], "ssd_blocks" in store.gauges()) == (1, False)
+
+
+async def test_a_corrupted_block_is_a_miss_and_watchers_hear_of_it(tmp_path: Path) -> None:
+    async with rig(tmp_path) as store:
+        await store.put(KEYS[:3])
+    segment = next((tmp_path / "segments").iterdir())
+    data = bytearray(segment.read_bytes())
+    data[RECORD + 4096 + 5] ^= 4
+    segment.write_bytes(data)
+    async with rig(tmp_path) as store:
+        watch = store.stub.Watch(kvstore_pb2.WatchRequest())
+        first = await watch.read()
+        assert (first.incarnation, first.events.snapshot_begin, first.events.snapshot_end) == (9, True, True)
+        assert set(unpack_keys(first.events.stored_keys)) == set(KEYS[:3])
+        assert await store.read(KEYS[:3]) == [data_of(A)]
+        change = await watch.read()
+        assert (change.events.sequence, unpack_keys(change.events.removed_keys)) == (1, [B])
+        assert store.gauges()["bad_blocks_total"] == 1
+        await store.put(KEYS[:3])
+        assert unpack_keys((await watch.read()).events.stored_keys) == [B]
+        assert await store.read(KEYS[:3]) == [data_of(key) for key in KEYS[:3]]
+        watch.cancel()
+        await store.durable()
+        await store.at_rest()
+
+
+@pytest.mark.parametrize("method", ["Put", "Get"])
+async def test_a_stream_must_begin_with_a_proper_hello(method: str) -> None:
+    async with rig() as store:
+        wrong_layout = kv_pb2.StreamHello(namespace=b"n" * 32, layout=kv_pb2.KVLayout(layers=1))
+        request = getattr(kvstore_pb2, f"{method}Request")
+        for message, kind in (
+            (request(), InvalidRequest),
+            (request(hello=kv_pb2.StreamHello(layout=LAYOUT.to_proto())), Mismatch),
+            (request(hello=wrong_layout), Mismatch),
+        ):
+            call = store.open_stream(method)
+            await call.write(PayloadMessage(message) if method == "Put" else message)
+            assert isinstance(await failure(call), kind)
+        await store.at_rest()
+
+
+async def test_a_watcher_resumes_where_it_was() -> None:
+    async with rig() as store:
+        await store.put([A])
+        await store.put([B])
+        watch = store.stub.Watch(kvstore_pb2.WatchRequest(incarnation=9, after_sequence=1))
+        message = await watch.read()
+        assert (message.events.sequence, unpack_keys(message.events.stored_keys)) == (2, [B])
+        watch.cancel()
+        await store.at_rest()
+
+
+async def test_stats_tell_what_is_held() -> None:
+    async with rig() as store:
+        await store.put([A, B])
+        answer = await store.stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest())
+        assert answer.instance.id == "kvstore-0"
+        gauges = {gauge.name: gauge.value for gauge in answer.gauges}
+        assert (gauges["dram_blocks"], gauges["dram_bytes"], gauges["blocks_put_total"]) == (2, 2 * BLOCK, 2)
+
+
+async def test_closing_ends_streams_but_not_before_their_sessions() -> None:
+    async with rig() as store:
+        call = await opened_put(store, [A])
+        watch = store.stub.Watch(kvstore_pb2.WatchRequest())
+        await watch.read()
+        finishing = asyncio.ensure_future(store.service.finish())
+        for header, pieces in frames_of([A]):
+            await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
+        assert list((await call.read()).ack.blocks) == [0]
+        assert not finishing.done()
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=1))))
+        await finishing
+        assert isinstance(await failure(call), Unavailable)
+        assert isinstance(await failure(watch), Unavailable)
+        await store.at_rest()
+
+
+async def test_calls_and_streams_of_one_host_are_bounded() -> None:
+    async with rig(max_calls_per_host=2) as store:
+        calls = [await opened_put(store, [A]), await opened_get(store)]
+        assert isinstance(await failure(store.open_stream("Put")), Overloaded)
+        calls.pop().cancel()
+        await store.until("streams", 1)
+        calls.append(await opened_get(store))
+        for call in calls:
+            call.cancel()
+        await store.at_rest()
