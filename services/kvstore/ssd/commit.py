@@ -88,14 +88,12 @@ class WritePlan:
         forgotten: segments whose file may be deleted already, to be forgotten by the index.
         nameless: segments that the index has forgotten, and whose file could not be deleted.
         dead: slots that the index does not know to be dead.
-        formats, tenants: ids that the index must learn or may forget.
         full: the device is full: segments without anything to carry are deleted first, since the index may need their
             room to forget them.
         cleared: the first transaction was committed: victims are forgotten, what was carried has its new place.
         named: the index has learnt the ids.
         bad: carried records that are not what was written.
         unreadable: a segment that could not be read, for which the plan failed.
-        undeleted: segments whose file could not be deleted.
         lost: keys of bad records; known after `committed` or `failed`.
     """
 

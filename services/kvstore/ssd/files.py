@@ -22,14 +22,9 @@ from typing import Any
 
 import lmdb
 
-SECTOR = 4096
-"""Alignment of direct reads: offset, length and memory."""
-
-SCRATCH_BYTES = 2 << 20
-"""Memory of a thread that reads directly; a larger read is done in pieces of this size."""
-
-HEADER_BYTES = 64 << 10
-"""Headers up to this size are read without an allocation."""
+SECTOR = 4096  # alignment of direct reads: offset, length and memory
+SCRATCH_BYTES = 2 << 20  # memory of a thread that reads directly; a larger read is done in pieces of this size
+HEADER_BYTES = 64 << 10  # headers up to this size are read without an allocation
 
 _SYNC_FILE_RANGE_WRITE = 2
 _IOV_MAX = 512
@@ -129,9 +124,7 @@ def _start_writeback(fd: int, offset: int, nbytes: int) -> None:
         _sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 
 
-MAX_OPEN = 512
-"""Descriptors of segments that stay open. A process may have 1,024 unless it is told otherwise."""
-
+MAX_OPEN = 512  # descriptors of segments that stay open; a process may have 1,024 unless it is told otherwise
 PROBE_BYTES = 1 << 20
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -317,10 +310,7 @@ class Files:
 
     def flush(self, fd: int, path: Path) -> None:
         """The one place that syncs: an open file, or the names in a folder."""
-        if path.is_dir():
-            os.fsync(fd)
-        else:
-            os.fdatasync(fd)
+        (os.fsync if path.is_dir() else os.fdatasync)(fd)
 
     def sync_all(self) -> None:
         """Returns once everything that any process has written is on the device."""

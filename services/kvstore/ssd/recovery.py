@@ -98,10 +98,7 @@ class DataFolder:
 
     def _noted_boot(self) -> str | None:
         """The boot in which blocks were last left unsynced; None when none were, "" when it is not known."""
-        try:
-            return self._note.read_text().strip()
-        except FileNotFoundError:
-            return None
+        return self._note.read_text().strip() if self._note.exists() else None
 
     def all_synced(self) -> None:
         self.files.unlink(self._note)
@@ -126,7 +123,7 @@ class Recovered:
     """What a data folder holds.
 
     Attributes:
-        index: the open index, which agrees with the rest; None when there was no room to rebuild a lost one.
+        index: it agrees with the rest; None when there was no room to rebuild a lost one.
         next_segment: a number that was never used.
         durability: what commits survive from now on.
         unsynced: what an earlier process has left unsynced may still be so.
@@ -148,11 +145,7 @@ class Recovered:
 def recover(
     folder: DataFolder, durability: Durability, account: Account | None = None, map_bytes: int = MAP_BYTES
 ) -> Recovered:
-    """Finds what is in the folder and makes index and files agree.
-
-    Raises:
-        ConfigError: naming `data_dir`: the folder cannot be read or written.
-    """
+    """Finds what is in the folder and makes index and files agree. ConfigError naming `data_dir`: it cannot be used."""
     try:
         sizes = list_segments(folder.segments)
         durability, unsynced = folder.settle(durability)

@@ -170,21 +170,10 @@ class SsdTier:
             self._space.compact_one(victims)
         self._space.used_bytes += coming
         carry, store = self._place(taken, victims)
-        plan = WritePlan(
-            taken,
-            rejected,
-            victims,
-            self._forgotten,
-            self._nameless,
-            self._dead,
-            self._catalogue.formats.change(),
-            self._catalogue.tenants.change(),
-            full,
-            carry,
-            store,
-        )
+        change = self._catalogue.formats.change(), self._catalogue.tenants.change()
+        known = self._forgotten, self._nameless, self._dead
         self._forgotten, self._nameless, self._dead = [], [], []
-        return plan
+        return WritePlan(taken, rejected, victims, *known, *change, full, carry, store)
 
     def _place(self, blocks: Sequence[DramBlock], victims: Sequence[Victim]) -> tuple[list[Append], list[Append]]:
         """Gives every record its place. Sizes of segments change only when the plan is done."""
@@ -199,8 +188,8 @@ class SsdTier:
         for block in blocks:
             info, length = block.info, record_size(block.info) // ALIGN
             segment, start = self._space.place(length, sizes)
-            row = (info.key, start, length, formats.id_of(info.format), tenants.id_of(info.tenant))
-            store.append(Append(segment, row, block=block))
+            row = info.key, start, length, formats.id_of(info.format), tenants.id_of(info.tenant)
+            store.append(Append(segment, row, block))
         return carry, store
 
     def commit(self, plan: WritePlan) -> None:
