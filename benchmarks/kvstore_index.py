@@ -8,12 +8,11 @@ from pathlib import Path
 
 from benchmarks.kvstore_shape import TINY, chain, namespace_of
 from moonpool.kv.blocks import BlockFormat
-from services.kvstore.ssd.catalogue import ENTRY
+from services.kvstore.ssd.catalogue import ENTRY, IdChange
 from services.kvstore.ssd.files import Files
-from services.kvstore.ssd.id_table import IdChange
 from services.kvstore.ssd.index import Index, IndexChange
+from services.kvstore.ssd.reader import segment_path
 from services.kvstore.ssd.records import ALIGN
-from services.kvstore.ssd.scan import segment_path
 
 CHAIN_BLOCKS = 2000
 RECORD_UNITS = 2

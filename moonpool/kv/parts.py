@@ -5,7 +5,7 @@ part can be listed whole between two turns of the event loop, and a table grows 
 their first byte spreads them evenly.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from moonpool.kv.keys import BlockKey
@@ -65,8 +65,3 @@ class PartTable(Generic[Value]):
         """All keys with their values."""
         for part in self.parts:
             yield from part.items()
-
-    def add_new(self, keys: Iterable[BlockKey], values: Iterable[Value]) -> bool:
-        """Takes keys in up to the first that is here already; whether there was none such. Quick."""
-        parts = self.parts
-        return all(parts[key[0]].setdefault(key, value) is value for key, value in zip(keys, values, strict=True))

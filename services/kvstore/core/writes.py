@@ -17,7 +17,7 @@ from moonpool.kv.keys import BlockKey
 from services.kvstore.core.assembly import Assembler, Assembly, Indices, PutSession, PutSpec
 from services.kvstore.core.tiered_store import TieredStore
 from services.kvstore.dram.arena import RETRY_AFTER_S
-from services.kvstore.ssd.plan import WritePlan
+from services.kvstore.ssd.commit import WritePlan
 from services.kvstore.ssd.records import record_size
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.tenancy.tenants import Account, TenantBytes

@@ -17,9 +17,8 @@ from moonpool.kv.keys import BlockKey
 from services.kvstore.ssd.catalogue import Catalogue, Row, Segment
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.index import Index, IndexImage, IndexLostError
-from services.kvstore.ssd.reader import read_record
+from services.kvstore.ssd.reader import Found, list_segments, read_record, scan, segment_path
 from services.kvstore.ssd.records import ALIGN, BadRecordError
-from services.kvstore.ssd.scan import Found, list_segments, scan, segment_path
 
 _THREADS = 4
 _MAX_FAULTS = 1000
@@ -121,7 +120,7 @@ def _catalogue(folder: pathlib.Path, files: dict[int, int], image: IndexImage) -
     catalogue = Catalogue(image.formats, image.tenants)
     for number in files:
         segment = Segment(number, segment_path(folder, number), image.segments.get(number, 0))
-        catalogue.load(segment, image.entries.get(number, b""))
+        catalogue.add(segment, image.entries.get(number, b""))
     for number, slot in image.dropped:
         if number in files:
             catalogue.mark_dead(number, slot)

@@ -16,8 +16,8 @@ import lmdb
 from moonpool.errors import MoonpoolError
 from moonpool.telemetry.logs import get_logger
 from services.kvstore.core.writes import Writes
-from services.kvstore.ssd.device import is_full
-from services.kvstore.ssd.plan import WritePlan
+from services.kvstore.ssd.commit import WritePlan
+from services.kvstore.ssd.files import is_full
 from services.kvstore.ssd.tier import SsdTier
 
 log = get_logger(__name__)

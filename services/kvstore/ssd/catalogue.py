@@ -11,15 +11,99 @@ import dataclasses
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.keys import KEY_BYTES, BlockKey
 from moonpool.kv.parts import PartTable
-from services.kvstore.ssd.id_table import IdTable
 from services.kvstore.ssd.records import ALIGN
 from services.kvstore.tenancy.tenants import Account
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+class IdChange(NamedTuple, Generic[Name]):
+    """Ids that the index does not have, and those that it need not have any more."""
+
+    new: dict[int, Name]
+    unused: frozenset[int]
+
+
+NO_CHANGE: IdChange[Any] = IdChange({}, frozenset())
+
+
+class IdTable(Generic[Name]):
+    """Ids of names, as long as some record uses them. An id is given once.
+
+    A name stays as long as a record uses it, live or dead; so the disk bounds the names, however many clients invent.
+    `known` are the ids that the index has; `by_id` are names in use, and those new since the last `settle`.
+    """
+
+    def __init__(self, known: Mapping[int, Name]) -> None:
+        self.by_id: dict[int, Name] = dict(known)
+        self._ids = {name: number for number, name in known.items()}
+        self._uses: collections.Counter[int] = collections.Counter()
+        self._idle = set(known)  # without a use
+        self._surplus: set[int] = set()  # the index has them, and they have no use
+        self._last = self._settled = max(known, default=0)
+
+    def __getitem__(self, number: int) -> Name:
+        return self.by_id[number]
+
+    def id_of(self, name: Name) -> int:
+        """The id of `name`; a new one if it has none."""
+        number = self._ids.get(name)
+        if number is None:
+            number = self._last = self._last + 1
+            self._ids[name] = number
+            self.by_id[number] = name
+            self._idle.add(number)
+        return number
+
+    def use(self, numbers: Iterable[int]) -> None:
+        """Each of these is used once more, as often as it comes."""
+        coming = collections.Counter(numbers)
+        self._uses.update(coming)
+        self._idle.difference_update(coming)
+
+    def unuse(self, numbers: Iterable[int]) -> None:
+        """The opposite of `use`."""
+        for number, count in collections.Counter(numbers).items():
+            self._uses[number] -= count
+            assert self._uses[number] >= 0
+            if not self._uses[number]:
+                del self._uses[number]
+                self._idle.add(number)
+
+    def change(self) -> IdChange[Name]:
+        """What the next transaction must say."""
+        numbers = range(self._settled + 1, self._last + 1)
+        new = {number: self.by_id[number] for number in numbers if number in self.by_id}
+        return IdChange(new, frozenset(self._surplus))
+
+    def settle(self, change: IdChange[Name], *, written: bool) -> set[Name]:
+        """Forgets ids without a use, once the plan with `change` is over; their names. `written`: the index has it."""
+        if written:
+            self._surplus -= change.unused
+            self._settled = self._last
+        gone, self._idle = self._idle, set()
+        names = {number: self.by_id.pop(number) for number in gone}
+        for number, name in names.items():
+            if self._ids.get(name) == number:  # else the name got another id before the index forgot this one
+                del self._ids[name]
+        self._surplus.update(number for number in gone if number <= self._settled)
+        if not any(number in self.by_id for number in range(self._settled + 1, self._last + 1)):
+            self._settled = self._last
+        return set(names.values())
+
+    def check_invariants(self, numbers: Iterable[int]) -> None:
+        """Counts the uses anew; each used id has a name."""
+        assert self._uses == collections.Counter(numbers)
+        assert self._uses.keys() | self._idle == self.by_id.keys()
+        assert all(self.by_id[number] == name for name, number in self._ids.items())
+
 
 ENTRY = struct.Struct("<32sIIII")
 """One record in an index: key, offset and length in units of `ALIGN`, id of the format, id of the tenant."""
@@ -41,20 +125,17 @@ def _column() -> "array[int]":
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Segment:
-    """One segment as the event loop knows it. The columns have one item per slot.
+    """One segment as the event loop knows it. The columns, from `keys` on, have one item per slot.
 
     Attributes:
         number: its id; ascending with age.
-        path: its file.
         size: committed bytes.
         live_bytes: of records whose block has its place here.
-        readers: readers of its records; it is not reclaimed while there are any.
+        readers: of its records; it is not reclaimed while there are any.
         going: it is being reclaimed.
         removed: the index has forgotten it and the file has no name; the last reader closes it.
         kept_bytes, asked_at: how much of it must stay, as found for the plan with that number.
-        keys: of the records.
         starts, lengths: where the records lie, in units of `ALIGN`.
-        formats, tenants: their ids.
         used: 1 for blocks that were used since they were written here.
     """
 
@@ -81,21 +162,13 @@ class Segment:
         return self.lengths[slot] * ALIGN
 
     def row(self, slot: int) -> Row:
-        """What an index holds of a record."""
         return self.keys[slot], self.starts[slot], self.lengths[slot], self.formats[slot], self.tenants[slot]
 
 
 class Catalogue:
-    """All segments and all blocks.
+    """All segments, by number and ascending, and all blocks.
 
-    Args:
-        formats: id -> format, as the index has them.
-        tenants: id -> name, as the index has them.
-        account: told the tenant and the bytes of every record that becomes a block's place or stops being one.
-
-    Attributes:
-        segments: by number, ascending.
-        live_bytes: of all records that are blocks' places.
+    `account` is told the tenant and the bytes of every record that becomes a block's place or stops being one.
     """
 
     def __init__(
@@ -123,11 +196,11 @@ class Catalogue:
 
     def tenant_bytes(self) -> dict[str, int]:
         """Bytes of live records by tenant, counted anew: slow."""
-        sums: collections.Counter[int] = collections.Counter()
+        sums: collections.Counter[str] = collections.Counter()
         for segment in self.segments.values():
             for slot in self.live_slots(segment):
-                sums[segment.tenants[slot]] += segment.nbytes(slot)
-        return {self.tenants[number]: nbytes for number, nbytes in sums.items()}
+                sums[self.tenants[segment.tenants[slot]]] += segment.nbytes(slot)
+        return dict(sums)
 
     def find(self, key: BlockKey) -> tuple[Segment, int] | None:
         """A block's segment and slot; None when it is not here."""
@@ -187,69 +260,48 @@ class Catalogue:
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
         """Those of the blocks that are here were used."""
-        for key in keys:
-            place = self._places.get(key)
-            if place is not None:
-                self.segments[place >> _SLOT_BITS].used[place & _SLOT_MASK] = 1
+        for segment, slot in filter(None, map(self.find, keys)):
+            segment.used[slot] = 1
 
-    def add(self, segment: Segment, rows: Iterable[Row]) -> None:
-        """Records were appended to a segment; their blocks have their places there from now on."""
-        first = len(segment.keys)
-        for key, start, length, block_format, tenant in rows:
-            segment.keys.append(key)
-            segment.starts.append(start)
-            segment.lengths.append(length)
-            segment.formats.append(block_format)
-            segment.tenants.append(tenant)
-            segment.used.append(0)
-        assert len(segment.keys) <= _SLOT_MASK
-        self.formats.use(segment.formats[first:])
-        self.tenants.use(segment.tenants[first:])
-        for slot in range(first, len(segment.keys)):
-            self._place(segment, slot)
+    def add(self, segment: Segment, packed: bytes) -> None:
+        """Entries were appended to a segment; their blocks have their places there from now on.
 
-    def _place(self, segment: Segment, slot: int) -> None:
-        key, nbytes = segment.keys[slot], segment.nbytes(slot)
-        self.forget(key)
-        self._places[key] = segment.number << _SLOT_BITS | slot
-        segment.live_bytes += nbytes
-        self.live_bytes += nbytes
-        if self._account is not None:
-            self._account.used.add(self.tenants[segment.tenants[slot]], nbytes)
-
-    def load(self, segment: Segment, packed: bytes) -> None:
-        """As `add`, for a new segment and packed entries, quickly. Raises struct.error when those are no entries."""
-        self.segments[segment.number] = segment
+        Where a key was here before, or comes twice, the later record wins. struct.error when `packed` are no entries.
+        """
         if len(packed) % ENTRY.size:
             raise struct.error("a part of an entry")
-        if not packed:
-            return
-        segment.keys = keys = [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), ENTRY.size)]
+        self.segments[segment.number] = segment
+        first = len(segment.keys)
+        keys = [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), ENTRY.size)]
         numbers = array("I", packed)
         if sys.byteorder != "little":
             numbers.byteswap()
-        words, first = ENTRY.size // 4, KEY_BYTES // 4
-        segment.starts, segment.lengths, segment.formats, segment.tenants = (
-            numbers[column::words] for column in range(first, words)
-        )
-        segment.used = bytearray(len(keys))
-        self.formats.use(segment.formats)
-        self.tenants.use(segment.tenants)
-        place = segment.number << _SLOT_BITS
-        if not self._places.add_new(keys, range(place, place + len(keys))):
-            for slot in list(self.live_slots(segment)):  # some keys were here before, or come twice: later ones win
-                del self._places[keys[slot]]
-            for slot in range(len(keys)):
-                self._place(segment, slot)
-            return
-        segment.live_bytes = sum(segment.lengths) * ALIGN
-        self.live_bytes += segment.live_bytes
+        columns = (segment.starts, segment.lengths, segment.formats, segment.tenants)
+        for word, column in enumerate(columns, KEY_BYTES // 4):
+            column.extend(numbers[word :: ENTRY.size // 4])
+        segment.keys += keys
+        segment.used += bytes(len(keys))
+        assert len(segment.keys) <= _SLOT_MASK
+        lengths, tenants = segment.lengths[first:], segment.tenants[first:]
+        self.formats.use(segment.formats[first:])
+        self.tenants.use(tenants)
+        sums: collections.Counter[int] = collections.Counter()
+        for tenant, length in zip(tenants, lengths, strict=True):
+            sums[tenant] += length * ALIGN
+        for tenant, nbytes in sums.items():
+            self._count(segment, tenant, nbytes)
+        parts = self._places.parts
+        for place, key in enumerate(keys, segment.number << _SLOT_BITS | first):
+            if parts[key[0]].setdefault(key, place) != place:
+                self.forget(key)
+                parts[key[0]][key] = place
+
+    def _count(self, segment: Segment, tenant: int, nbytes: int) -> None:
+        """So many bytes of a segment and a tenant's are live now; or, where they are negative, no longer."""
+        segment.live_bytes += nbytes
+        self.live_bytes += nbytes
         if self._account is not None:
-            sums: collections.Counter[int] = collections.Counter()
-            for tenant, length in zip(segment.tenants, segment.lengths, strict=True):
-                sums[tenant] += length
-            for tenant, length in sums.items():
-                self._account.used.add(self.tenants[tenant], length * ALIGN)
+            self._account.used.add(self.tenants[tenant], nbytes)
 
     def forget(self, key: BlockKey) -> Slot | None:
         """A block has no place any more; returns the one it had."""
@@ -257,12 +309,8 @@ class Catalogue:
         if found is None:
             return None
         segment, slot = found
-        nbytes = segment.nbytes(slot)
-        segment.live_bytes -= nbytes
-        self.live_bytes -= nbytes
         del self._places[key]
-        if self._account is not None:
-            self._account.used.add(self.tenants[segment.tenants[slot]], -nbytes)
+        self._count(segment, segment.tenants[slot], -segment.nbytes(slot))
         return segment.number, slot
 
     def mark_dead(self, number: int, slot: int) -> None:
@@ -280,7 +328,6 @@ class Catalogue:
         self.tenants.unuse(segment.tenants)
 
     def forget_tenants(self, tenants: Iterable[str]) -> None:
-        """Nothing of these tenants is left."""
         for tenant in tenants:
             self._oldest.pop(tenant, None)
 

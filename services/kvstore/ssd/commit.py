@@ -6,22 +6,138 @@ There are two transactions at most: the first carries and removes, so that its r
 blocks.
 """
 
+import collections
 import contextlib
+import dataclasses
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from moonpool.kv.blocks import DramBlock
+from moonpool.kv.blocks import BlockFormat, DramBlock
+from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.catalogue import ENTRY, Segment
+from services.kvstore.ssd.catalogue import ENTRY, IdChange, Row, Segment, Slot
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.index import Index, IndexChange
-from services.kvstore.ssd.plan import Append, WritePlan, ends
 from services.kvstore.ssd.reader import read_record
 from services.kvstore.ssd.records import ALIGN, BadRecordError, pack_header
 
+
+@dataclasses.dataclass(slots=True)
+class Append:
+    """One record to be written into `segment`: a new `block`, or the record at `source`, which is carried over."""
+
+    segment: Segment
+    row: Row
+    block: DramBlock | None = None
+    source: tuple[Segment, int] | None = None
+
+    @property
+    def key(self) -> BlockKey:
+        return self.row[0]
+
+    @property
+    def offset(self) -> int:
+        return self.row[1] * ALIGN
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.row[2] * ALIGN
+
+
+def ends(appends: Iterable[Append]) -> dict[Segment, int]:
+    """Where the segments of appends end after them."""
+    return {append.segment: append.end for append in appends}
+
+
+def pack(appends: Iterable[Append]) -> dict[Segment, bytes]:
+    """The entries of appends, by segment."""
+    entries: dict[Segment, bytearray] = {}
+    for append in appends:
+        entries.setdefault(append.segment, bytearray()).extend(ENTRY.pack(*append.row))
+    return {segment: bytes(packed) for segment, packed in entries.items()}
+
+
+@dataclasses.dataclass(slots=True)
+class Victim:
+    """A segment that is reclaimed.
+
+    Attributes:
+        carried: slots of blocks that are written anew, oldest first.
+        carried_bytes: of their records.
+        removed: slots and keys of blocks that are not here any more.
+    """
+
+    segment: Segment
+    carried: list[int]
+    carried_bytes: int
+    removed: list[tuple[int, BlockKey]]
+
+    @property
+    def freed_bytes(self) -> int:
+        return self.segment.size - self.carried_bytes
+
+
+@dataclasses.dataclass(slots=True)
+class WritePlan:
+    """One batch. Made by `SsdTier.plan`, done by `SsdTier.commit`, ended by `committed` or `failed`.
+
+    Attributes:
+        blocks: what is durable once the batch is committed.
+        rejected: blocks that find no room; they are not written.
+        forgotten: segments whose file may be deleted already, to be forgotten by the index.
+        nameless: segments that the index has forgotten, and whose file could not be deleted.
+        dead: slots that the index does not know to be dead.
+        full: the device is full: segments without anything to carry are deleted first, since the index may need their
+            room to forget them.
+        cleared: the first transaction was committed: victims are forgotten, what was carried has its new place.
+        named: the index has learnt the ids.
+        bad: carried records that are not what was written.
+        unreadable: a segment that could not be read, for which the plan failed.
+        lost: keys of bad records; known after `committed` or `failed`.
+    """
+
+    blocks: list[DramBlock]
+    rejected: list[DramBlock]
+    victims: list[Victim]
+    forgotten: list[Segment]
+    nameless: list[Segment]
+    dead: list[Slot]
+    formats: IdChange[BlockFormat]
+    tenants: IdChange[str]
+    full: bool = False
+    carry: list[Append] = dataclasses.field(default_factory=list)
+    store: list[Append] = dataclasses.field(default_factory=list)
+    cleared: bool = False
+    named: bool = False
+    bad: list[Append] = dataclasses.field(default_factory=list)
+    unreadable: Segment | None = None
+    undeleted: list[Segment] = dataclasses.field(default_factory=list)
+    lost: list[BlockKey] = dataclasses.field(default_factory=list)
+
+    @property
+    def removed(self) -> list[BlockKey]:
+        return [key for victim in self.victims for _, key in victim.removed]
+
+    @property
+    def removed_segments(self) -> list[Segment]:
+        return [*self.forgotten, *(victim.segment for victim in self.victims)]
+
+    @property
+    def idle(self) -> bool:
+        """Whether committing it changes nothing in the index."""
+        return not (self.carry or self.store or self.dead or self.removed_segments)
+
+    @property
+    def carried(self) -> list[Append]:
+        """What was carried over, once `cleared`."""
+        bad = {id(append) for append in self.bad}
+        return [append for append in self.carry if id(append) not in bad]
+
+
 log = get_logger(__name__)
 
+_NOTHING = IndexChange()
 WRITE_BYTES = 4 << 20
 """Most bytes of one write; the device begins with it while the next is being prepared."""
 
@@ -29,11 +145,7 @@ WRITE_BYTES = 4 << 20
 class Committer:
     """Does plans, one at a time. Changes nothing of the event loop's but the plan.
 
-    Args:
-        files: the file layer.
-        index: the durable index; None when there was no room for one.
-        folder: of the segment files.
-        sync: whether a commit survives a loss of power.
+    With `sync` a commit survives a loss of power; `index` is None when there was no room for one.
     """
 
     def __init__(self, files: Files, index: Index | None, folder: Path, *, sync: bool) -> None:
@@ -94,41 +206,28 @@ class Committer:
         plan: WritePlan,
         appends: Sequence[Append],
         before: Sequence[Append],
-        removals: IndexChange | None = None,
+        removals: IndexChange = _NOTHING,
     ) -> None:
         """Syncs what was written, and names it in the index; `before` was appended by an earlier transaction."""
         sizes = ends(appends)
         if self._sync:
             self._make_durable(sizes)
-        entries = {segment: bytearray() for segment in sizes}
-        slots = {segment: len(segment.keys) for segment in sizes}
-        for append in appends:
-            entries[append.segment] += ENTRY.pack(*append.row)
-        for append in before:
-            if append.segment in slots:
-                slots[append.segment] += 1
         if self._index is not None:
-            self._index.commit(
-                IndexChange(
-                    removals.removed_segments if removals else (),
-                    removals.dropped if removals else (),
-                    {(segment.number, slots[segment]): bytes(packed) for segment, packed in entries.items()},
-                    {segment.number: size for segment, size in sizes.items()},
-                    plan.formats,
-                    plan.tenants,
-                )
-            )
+            done = collections.Counter(append.segment for append in before)
+            entries = {(one.number, len(one.keys) + done[one]): packed for one, packed in pack(appends).items()}
+            committed = {segment.number: size for segment, size in sizes.items()}
+            change = dataclasses.replace(removals, entries=entries, segments=committed)
+            self._index.commit(dataclasses.replace(change, formats=plan.formats, tenants=plan.tenants))
         plan.named = True
 
     def _write(self, appends: Sequence[Append]) -> None:
         """Writes new blocks, those that lie one behind the other together."""
         parts: list[bytes | memoryview] = []
-        for number, append in enumerate(appends):
+        for append, after in zip(appends, (*appends[1:], None), strict=True):
             if not parts:
                 first = append
             assert append.block is not None
             parts += _record(append.block)
-            after = appends[number + 1] if number + 1 < len(appends) else None
             if after is None or after.segment is not append.segment or append.end - first.offset >= WRITE_BYTES:
                 self._append(append.segment, parts, first.offset, append.end)
                 parts.clear()
@@ -155,6 +254,4 @@ class Committer:
 
 def _record(block: DramBlock) -> list[bytes | memoryview]:
     data = memoryview(block.data)
-    header = pack_header(block.info, block.hashes)
-    padding = -len(data) % ALIGN
-    return [header, data, bytes(padding)] if padding else [header, data]
+    return [pack_header(block.info, block.hashes), data, bytes(-len(data) % ALIGN)]

@@ -6,7 +6,11 @@ for `close_later`; reads and writes of one file from several threads are safe.
 
 import collections
 import contextlib
+import ctypes
+import dataclasses
 import errno
+import functools
+import mmap
 import os
 import resource
 import shutil
@@ -18,11 +22,109 @@ from typing import Any
 
 import lmdb
 
-from services.kvstore.ssd import device
+SECTOR = 4096  # alignment of direct reads: offset, length and memory
+SCRATCH_BYTES = 2 << 20  # memory of a thread that reads directly; a larger read is done in pieces of this size
+HEADER_BYTES = 64 << 10  # headers up to this size are read without an allocation
 
-MAX_OPEN = 512
-"""Descriptors of segments that stay open. A process may have 1,024 unless it is told otherwise."""
+_SYNC_FILE_RANGE_WRITE = 2
+_IOV_MAX = 512
 
+
+class _Scratch(threading.local):
+    """Page-aligned memory of one thread, made at its first read."""
+
+    @functools.cached_property
+    def body(self) -> memoryview:
+        return memoryview(mmap.mmap(-1, SCRATCH_BYTES))
+
+    @functools.cached_property
+    def header(self) -> memoryview:
+        return memoryview(mmap.mmap(-1, HEADER_BYTES))
+
+
+_scratch = _Scratch()
+
+
+def header_memory(nbytes: int) -> memoryview:
+    """This thread's memory for a header, valid until its next call."""
+    return _scratch.header[:nbytes] if nbytes <= HEADER_BYTES else memoryview(bytearray(nbytes))
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the error means that the device is full."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, lmdb.DiskError) or (isinstance(error, OSError) and error.errno in full)
+
+
+def _is_aligned(out: memoryview) -> bool:
+    return not len(out) % SECTOR and not ctypes.addressof(ctypes.c_char.from_buffer(out)) % SECTOR
+
+
+def read_direct(fd: int, outs: Sequence[memoryview], offset: int) -> int:
+    """Fills `outs` one after the other from `offset` on, past the page cache, whatever their alignment.
+
+    Returns the bytes read: fewer than asked for only at the end of the file. An OSError with EINVAL says that the file
+    system has no direct reads.
+    """
+    if not offset % SECTOR and all(_is_aligned(out) for out in outs):
+        return read_cached(fd, outs, offset)  # no copy needed; only the last count, at the end of the file, is odd
+    scratch = _scratch.body
+    views = [out for out in outs if len(out)]
+    position, end = offset, offset + sum(len(out) for out in outs)
+    while position < end:
+        begin = position - position % SECTOR
+        want = min(-(-(end - begin) // SECTOR) * SECTOR, SCRATCH_BYTES)
+        stop = min(begin + os.preadv(fd, [scratch[:want]], begin), end)
+        if stop <= position:
+            break
+        while position < stop:
+            count = min(len(views[0]), stop - position)
+            views[0][:count] = scratch[position - begin : position - begin + count]
+            position += count
+            _advance(views, count)
+    return position - offset
+
+
+def read_cached(fd: int, outs: Sequence[memoryview], offset: int) -> int:
+    """As `read_direct`, through the page cache."""
+    views = [out for out in outs if len(out)]
+    position = offset
+    while views:
+        count = os.preadv(fd, views[:_IOV_MAX], position)
+        if not count:
+            break
+        position += count
+        _advance(views, count)
+    return position - offset
+
+
+def _write(fd: int, parts: Sequence[bytes | bytearray | memoryview], offset: int) -> None:
+    """Writes parts one after the other from `offset` on."""
+    views = [memoryview(part).cast("B") for part in parts if len(part)]
+    while views:
+        count = os.pwritev(fd, views[:_IOV_MAX], offset)
+        offset += count
+        _advance(views, count)
+
+
+def _advance(views: list[memoryview], count: int) -> None:
+    """Takes `count` bytes off the front."""
+    while views and count >= len(views[0]):
+        count -= len(views.pop(0))
+    if count:
+        views[0] = views[0][count:]
+
+
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
+
+
+def _start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Starts writing a range to the device, so that a later sync waits less. A hint: errors are ignored."""
+    if _sync_file_range is not None:
+        _sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+
+
+MAX_OPEN = 512  # descriptors of segments that stay open; a process may have 1,024 unless it is told otherwise
 PROBE_BYTES = 1 << 20
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -31,24 +133,21 @@ _DIRECT = _CACHED | getattr(os, "O_DIRECT", 0)
 _WRITE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Descriptor:
     """An open file; `fd` is -1 until it is opened. Not closed while it has users."""
 
-    __slots__ = ("closing", "fd", "lock", "users")
-
-    def __init__(self) -> None:
-        self.fd = -1
-        self.users = 0
-        self.closing = False
-        self.lock = threading.Lock()
+    fd: int = -1
+    users: int = 0
+    closing: bool = False
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
 class Files:
     """Files and folders of one data folder. Failing operations raise OSError, or lmdb.Error where LMDB failed.
 
-    Args:
-        direct: read past the page cache where the file system can.
-        max_open: descriptors that stay open; the least recently used one is closed for the next.
+    `direct` reads past the page cache where the file system can. At most `max_open` descriptors stay open; the least
+    recently used one is closed for the next.
     """
 
     def __init__(self, *, direct: bool = False, max_open: int = MAX_OPEN) -> None:
@@ -61,7 +160,6 @@ class Files:
 
     @property
     def open_files(self) -> int:
-        """Descriptors of segments that are open."""
         return len(self._open)
 
     @contextlib.contextmanager
@@ -105,13 +203,13 @@ class Files:
         if self._direct:
             try:
                 with self._descriptor(path, _DIRECT) as fd:
-                    return device.read_direct(fd, outs, offset)
+                    return read_direct(fd, outs, offset)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self._direct = False  # the file system has no direct reads
         with self._descriptor(path, _CACHED) as fd:
-            return device.read_cached(fd, outs, offset)
+            return read_cached(fd, outs, offset)
 
     def peek(self, path: Path, nbytes: int, offset: int) -> bytes:
         """Up to `nbytes` bytes, through the page cache and without reading ahead: for a walk over headers."""
@@ -123,12 +221,11 @@ class Files:
     def write(self, path: Path, parts: Sequence[bytes | bytearray | memoryview], offset: int) -> None:
         """Writes parts one after the other from `offset` on; makes the file if need be."""
         with self._descriptor(path, _WRITE) as fd:
-            device.write(fd, parts, offset)
+            _write(fd, parts, offset)
 
     def start_writeback(self, path: Path, offset: int, nbytes: int) -> None:
-        """Lets the device begin with what was written."""
         with self._descriptor(path, _WRITE) as fd:
-            device.start_writeback(fd, offset, nbytes)
+            _start_writeback(fd, offset, nbytes)
 
     def sync(self, path: Path) -> None:
         """Returns once everything written to the file is on the device; its name need not be."""
@@ -156,8 +253,9 @@ class Files:
         """Closes a file that has no readers. Slow for a large file without a name."""
         with self._lock:
             self._kept.discard(path)
-            found = [self._open.pop((path, flags), None) for flags in {_CACHED, _DIRECT, _WRITE}]
-            entries = [entry for entry in found if entry is not None]
+            entries = [
+                self._open.pop((path, flags)) for flags in {_CACHED, _DIRECT, _WRITE} if (path, flags) in self._open
+            ]
             for entry in entries:
                 entry.closing = True
             idle = [entry for entry in entries if not entry.users]
@@ -168,7 +266,6 @@ class Files:
         self._closer.submit(self.close, path)
 
     def close_all(self) -> None:
-        """Closes all files."""
         self._closer.shutdown()
         self._closer = ThreadPoolExecutor(1, thread_name_prefix="kvstore-close")
         for path, _ in list(self._open):
@@ -213,10 +310,7 @@ class Files:
 
     def flush(self, fd: int, path: Path) -> None:
         """The one place that syncs: an open file, or the names in a folder."""
-        if path.is_dir():
-            os.fsync(fd)
-        else:
-            os.fdatasync(fd)
+        (os.fsync if path.is_dir() else os.fdatasync)(fd)
 
     def sync_all(self) -> None:
         """Returns once everything that any process has written is on the device."""
@@ -262,12 +356,12 @@ class Files:
         try:
             yield
         except lmdb.Error as error:
-            if type(error) is lmdb.Error:
-                try:
+            try:
+                if type(error) is lmdb.Error:
                     self.probe(folder, PROBE_BYTES)
-                except OSError as failure:
-                    if device.is_full(failure):
-                        raise lmdb.DiskError(f"{error}; {failure}") from error
+            except OSError as failure:
+                if is_full(failure):
+                    raise lmdb.DiskError(f"{error}; {failure}") from error
             raise
 
 

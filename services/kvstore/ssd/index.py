@@ -17,10 +17,11 @@ in the time it takes to read a table. Blocks that are dropped one by one leave a
 write transaction belongs to the thread that began it).
 """
 
+import collections
 import contextlib
 import dataclasses
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import lmdb
@@ -31,9 +32,8 @@ from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.keys import KEY_BYTES
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
-from services.kvstore.ssd.catalogue import ENTRY, Slot
+from services.kvstore.ssd.catalogue import ENTRY, NO_CHANGE, IdChange, Slot
 from services.kvstore.ssd.files import Files, open_lmdb
-from services.kvstore.ssd.id_table import NO_CHANGE, IdChange
 
 _VERSION = b"2"
 _VERSION_KEY = b"version"
@@ -63,8 +63,6 @@ class IndexImage:
     """Everything the index holds.
 
     Attributes:
-        formats: id -> format.
-        tenants: id -> name.
         segments: number -> committed bytes.
         entries: segment's number -> packed entries of all its slots.
         dropped: dead slots.
@@ -82,11 +80,9 @@ class IndexChange:
     """What one transaction does; removals come first.
 
     Attributes:
-        removed_segments: numbers of segments to forget, with all of theirs.
         dropped: slots that are dead from now on; of segments that stay.
         entries: segment and first slot -> packed entries.
         segments: number -> committed bytes.
-        formats, tenants: ids to learn and to forget.
     """
 
     removed_segments: Iterable[int] = ()
@@ -102,10 +98,8 @@ class Index:
 
     Args:
         files: opens it and commits its transactions; None for a look, which changes and makes nothing.
-        path: its folder; made if need be.
         map_bytes: size of the memory map to begin with; doubled whenever it is full.
         sync: a commit survives a loss of power; else only the death of this process.
-        version: written into a new index, and expected of another.
 
     Raises:
         IndexLostError: the files there are not a usable LMDB database.
@@ -123,26 +117,19 @@ class Index:
     ) -> None:
         self._files = files
         self._version = version
-        try:
+        with _lost_if_damaged(), contextlib.ExitStack() as on_error:
             if files is None:
                 self._env = open_lmdb(path, map_size=map_bytes, readonly=True, create=False)
             else:
                 self._env = files.open_index(path, map_bytes, sync=sync)
-        except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
-            raise IndexLostError(f"the index is not an LMDB database: {error}") from error
-        try:
+            on_error.callback(self._env.close)
             self._check_size(path)
             self._open_tables()
             with self._env.begin() as txn:
                 found = txn.get(_VERSION_KEY, db=self._meta)
             if found not in (None, version):
                 raise IndexLostError(f"the index has version {found!r}")
-        except _DAMAGE as error:
-            self._env.close()
-            raise IndexLostError(f"the index is damaged: {error}") from error
-        except BaseException:
-            self._env.close()
-            raise
+            on_error.pop_all()
 
     def _open_tables(self) -> None:
         with self._writing() if self._files else contextlib.nullcontext() as txn:  # one commit makes them all
@@ -159,33 +146,28 @@ class Index:
 
     def load(self) -> IndexImage:
         """Reads everything. Raises IndexLostError when it is empty, unfinished, of another version or damaged."""
-        try:
-            with self._env.begin() as txn:
-                if txn.get(_VERSION_KEY, db=self._meta) != self._version:
-                    raise IndexLostError("the index is new")
-                return IndexImage(
-                    {_ID_KEY.unpack(key)[0]: _unpack_format(value) for key, value in txn.cursor(self._formats)},
-                    {_ID_KEY.unpack(key)[0]: value.decode() for key, value in txn.cursor(self._tenants)},
-                    {
-                        _SEGMENT_KEY.unpack(key)[0]: _SEGMENT_SIZE.unpack(value)[0]
-                        for key, value in txn.cursor(self._segments)
-                    },
-                    self._load_entries(txn),
-                    [_SLOT_KEY.unpack(key) for key in txn.cursor(self._dropped).iternext(values=False)],
-                )
-        except (lmdb.Error, struct.error, DecodeError, UnicodeDecodeError) as error:
-            raise IndexLostError(f"the index is damaged: {error}") from error
+        with _lost_if_damaged((lmdb.Error, struct.error, DecodeError, UnicodeDecodeError)), self._env.begin() as txn:
+            if txn.get(_VERSION_KEY, db=self._meta) != self._version:
+                raise IndexLostError("the index is new")
+            return IndexImage(
+                {_ID_KEY.unpack(key)[0]: _unpack_format(value) for key, value in txn.cursor(self._formats)},
+                {_ID_KEY.unpack(key)[0]: value.decode() for key, value in txn.cursor(self._tenants)},
+                {
+                    _SEGMENT_KEY.unpack(key)[0]: _SEGMENT_SIZE.unpack(size)[0]
+                    for key, size in txn.cursor(self._segments)
+                },
+                self._load_entries(txn),
+                [_SLOT_KEY.unpack(key) for key in txn.cursor(self._dropped).iternext(values=False)],
+            )
 
     def _load_entries(self, txn: lmdb.Transaction) -> dict[int, bytes]:
-        parts: dict[int, list[bytes]] = {}
-        slots: dict[int, int] = {}
+        entries = collections.defaultdict[int, bytearray](bytearray)
         for key, value in txn.cursor(self._entries):
             segment, first = _SLOT_KEY.unpack(key)
-            if first != slots.get(segment, 0) or len(value) % ENTRY.size:
+            if first * ENTRY.size != len(entries[segment]) or len(value) % ENTRY.size:
                 raise IndexLostError("the index has a gap")
-            slots[segment] = first + len(value) // ENTRY.size
-            parts.setdefault(segment, []).append(bytes(value))
-        return {segment: b"".join(values) for segment, values in parts.items()}
+            entries[segment] += value
+        return {segment: bytes(packed) for segment, packed in entries.items()}
 
     def commit(self, change: IndexChange) -> None:
         """Does the change in one transaction; on an lmdb.Error nothing has changed."""
@@ -241,6 +223,14 @@ class Index:
 
     def close(self) -> None:
         self._env.close()
+
+
+@contextlib.contextmanager
+def _lost_if_damaged(errors: tuple[type[Exception], ...] = _DAMAGE) -> Iterator[None]:
+    try:
+        yield
+    except errors as error:
+        raise IndexLostError(f"the index is damaged: {error}") from error
 
 
 def _pack_format(block_format: BlockFormat) -> bytes:

@@ -1,14 +1,26 @@
 """Verified reads of records: nothing is returned but the block and the layers that were asked for, intact."""
 
-from collections.abc import Sequence
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from moonpool.kv.blocks import BlockFormat, BlockInfo
 from moonpool.kv.keys import BlockKey
 from services.kvstore.ssd.catalogue import Segment
-from services.kvstore.ssd.device import header_memory
-from services.kvstore.ssd.files import Files
-from services.kvstore.ssd.records import BadRecordError, RecordHeader, data_size, unpack_header
+from services.kvstore.ssd.files import Files, header_memory
+from services.kvstore.ssd.records import (
+    ALIGN,
+    BadRecordError,
+    RecordHeader,
+    RecordKind,
+    data_size,
+    header_bytes_of,
+    identify,
+    unpack_header,
+)
 
 
 class SsdReader:
@@ -32,7 +44,7 @@ class SsdReader:
 
     @property
     def info(self) -> BlockInfo | None:
-        """The block as its record describes it, once a slice was read."""
+        """Known once a slice was read."""
         return self._header.info if self._header is not None else None
 
     def read_layers(self, first: int, outs: Sequence[memoryview]) -> None:
@@ -84,12 +96,7 @@ def read_whole(files: Files, path: Path, outs: Sequence[memoryview], offset: int
 
 
 def read_record(files: Files, path: Path, key: BlockKey, offset: int, nbytes: int) -> bytearray:
-    """Blocking. A whole record of the block `key`, as it lies in its file, verified.
-
-    Raises:
-        BadRecordError: it is not intact, or another block's.
-        OSError: the read failed.
-    """
+    """Blocking. A whole record of the block `key`, as it lies in its file. BadRecordError unless it is intact."""
     record = bytearray(nbytes)
     view = memoryview(record)
     read_whole(files, path, [view], offset)
@@ -101,3 +108,88 @@ def read_record(files: Files, path: Path, key: BlockKey, offset: int, nbytes: in
         at = header.header_bytes + layer * size
         header.check_slice(layer, view[at : at + size])
     return record
+
+
+PIECE_BYTES = 1 << 20
+SMALL_BYTES = 32 << 10
+"""Records up to this size are read whole: many in one piece cost the device less than each one's header alone."""
+
+_NAME = re.compile(r"(\d{16})\.seg")
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    """The file of a segment."""
+    return folder / f"{number:016d}.seg"
+
+
+def list_segments(folder: Path) -> dict[int, int]:
+    """Segments in a folder: number -> bytes in the file, ascending by number."""
+    with os.scandir(folder) as entries:
+        found = {
+            int(match[1]): entry.stat().st_size
+            for entry in entries
+            if (match := _NAME.fullmatch(entry.name)) and entry.is_file()
+        }
+    return dict(sorted(found.items()))
+
+
+class Found(NamedTuple):
+    """A record with an intact header, which begins `offset` bytes into its file."""
+
+    offset: int
+    key: BlockKey
+    kind: RecordKind
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.kind.record_bytes
+
+
+@dataclasses.dataclass(slots=True)
+class _Pieces:
+    """A file's bytes, read when they are needed, `size` at a time; `data` begins at `begin`."""
+
+    files: Files
+    path: Path
+    size: int
+    begin: int = 0
+    data: bytes = b""
+
+    def at(self, offset: int, nbytes: int) -> int:
+        """Position in `data` of these bytes; they are fewer only where the file ends."""
+        if not self.begin <= offset <= self.begin + len(self.data) - nbytes:
+            self.data, self.begin = self.files.peek(self.path, max(nbytes, self.size), offset), offset
+        return offset - self.begin
+
+
+def scan(
+    files: Files,
+    path: Path,
+    size: int,
+    start: int = 0,
+    *,
+    piece_bytes: int = PIECE_BYTES,
+    small_bytes: int = SMALL_BYTES,
+) -> Iterator[Found]:
+    """All records with intact headers that lie wholly between `start` and the file's end, `size`.
+
+    Behind a broken header the search goes on at the next possible place. The data are not verified.
+    """
+    pieces, kinds = _Pieces(files, path, piece_bytes), dict[bytes, RecordKind]()
+    offset = start
+    while offset + ALIGN <= size:
+        at = pieces.at(offset, ALIGN)
+        try:
+            header_bytes = header_bytes_of(pieces.data, at)
+            if header_bytes > ALIGN:
+                at = pieces.at(offset, header_bytes)
+            found = Found(offset, *identify(pieces.data, at, kinds))
+        except BadRecordError:
+            offset += ALIGN
+            pieces.size = piece_bytes
+            continue
+        if found.end > size:
+            break
+        yield found
+        offset = found.end
+        pieces.size = piece_bytes if found.kind.record_bytes <= small_bytes else header_bytes

@@ -50,14 +50,7 @@ class BadRecordError(MoonpoolError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """A record without its data.
-
-    Attributes:
-        info: the block.
-        header_bytes: where the data begin, from the record's start.
-        hashes: one per layer, as the record has them.
-        seeded: whether they are of the older kind.
-    """
+    """A record without its data, which begin at `header_bytes`; `seeded`: its hashes are of the older kind."""
 
     info: BlockInfo
     header_bytes: int
@@ -69,11 +62,7 @@ class RecordHeader:
         return self.header_bytes + _align(self.info.nbytes)
 
     def check_slice(self, layer: int, data: memoryview) -> int:
-        """Verifies one layer's bytes; returns their hash, bound to the block.
-
-        Raises:
-            BadRecordError: they are not what was written.
-        """
+        """Verifies one layer's bytes; their hash, bound to the block. BadRecordError: they are not what was written."""
         key = self.info.key
         value = bind(slice_hash(data), key, layer)
         found = slice_hash(data, seed=int.from_bytes(key[:8], "little") ^ layer) if self.seeded else value
@@ -84,13 +73,7 @@ class RecordHeader:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RecordKind:
-    """What the headers of many records have in common: all but keys and checksums.
-
-    Attributes:
-        format: their blocks' format.
-        tenant: their blocks' tenant.
-        record_bytes: size of each of them, header and padding included.
-    """
+    """What the headers of many records have in common: all but keys and checksums. Sizes include header and padding."""
 
     format: BlockFormat
     tenant: str
@@ -117,23 +100,16 @@ def record_size(info: BlockInfo) -> int:
 
 
 def pack_header(info: BlockInfo, hashes: Sequence[int]) -> bytes:
-    """The header of a record.
-
-    Args:
-        info: the block.
-        hashes: of its layer slices in order, bound to the block.
-    """
+    """The header of a record; `hashes` are those of its layer slices in order, bound to the block."""
     layout = info.format.layout
     assert len(hashes) == layout.layers
     tenant = info.tenant.encode()
     size = header_size(info)
     out = bytearray(size)
-    names = (info.key, info.parent, info.format.namespace)
+    names = info.key, info.parent, info.format.namespace
     shape = (layout.version, layout.kv_heads, layout.head_dim, layout.block_tokens, layout.scale_bytes)
     _FIXED.pack_into(out, 0, MAGIC, 0, size, layout.layers, *names, *shape, layout.dtype.encode(), len(tenant))
-    end = _FIXED.size + len(tenant)
-    out[_FIXED.size : end] = tenant
-    struct.pack_into(f"<{len(hashes)}Q", out, end, *hashes)
+    struct.pack_into(f"<{len(tenant)}s{len(hashes)}Q", out, _FIXED.size, tenant, *hashes)
     struct.pack_into("<Q", out, 8, xxhash.xxh3_64_intdigest(memoryview(out)[_HASHED_FROM:]))
     return bytes(out)
 
@@ -191,8 +167,7 @@ def identify(data: bytes, at: int, kinds: dict[bytes, RecordKind]) -> tuple[Bloc
         raise BadRecordError("the header is cut off or its checksum is wrong")
     (tenant_bytes,) = _TENANT_LENGTH.unpack_from(header, _FIXED.size - _TENANT_LENGTH.size)
     said = b"".join((header[_HASHED_FROM:_KEY_AT], header[_NAMESPACE_AT : _FIXED.size + tenant_bytes]))
-    kind = kinds.get(said)
-    if kind is None:
+    if said not in kinds:
         whole = unpack_header(bytes(header))
-        kind = kinds[said] = RecordKind(whole.info.format, whole.info.tenant, whole.record_bytes)
-    return BlockKey(bytes(header[_KEY_AT:_PARENT_AT])), kind
+        kinds[said] = RecordKind(whole.info.format, whole.info.tenant, whole.record_bytes)
+    return BlockKey(bytes(header[_KEY_AT:_PARENT_AT])), kinds[said]

@@ -8,24 +8,106 @@ was read is served all the same, and the next start reads it again.
 import collections
 import contextlib
 import dataclasses
+import fcntl
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import lmdb
 
 from moonpool.errors import ConfigError
+from moonpool.kv.blocks import BlockFormat
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.catalogue import ENTRY, Catalogue, Segment, Slot
-from services.kvstore.ssd.device import is_full
-from services.kvstore.ssd.files import Files
-from services.kvstore.ssd.folder import DataFolder, Durability
+from services.kvstore.ssd.catalogue import ENTRY, Catalogue, IdChange, Segment, Slot
+from services.kvstore.ssd.files import Files, is_full
 from services.kvstore.ssd.index import MAP_BYTES, Index, IndexChange, IndexImage, IndexLostError
-from services.kvstore.ssd.reader import read_record
+from services.kvstore.ssd.reader import Found, list_segments, read_record, scan, segment_path
 from services.kvstore.ssd.records import ALIGN, BadRecordError, RecordKind
-from services.kvstore.ssd.scan import Found, list_segments, scan, segment_path
 from services.kvstore.tenancy.tenants import Account
+
+log = get_logger(__name__)
+
+Durability = Literal["power", "process"]
+"""What a block that was committed survives: a loss of power, or the death of this process only."""
+
+
+class DataFolder:
+    """A locked data folder, made if need be.
+
+    Raises:
+        ConfigError: naming `data_dir`: it cannot be made or written, or another process has it.
+    """
+
+    def __init__(self, path: Path, files: Files) -> None:
+        self.path = path
+        self.files = files
+        self.segments = path / "segments"
+        self.index = path / "index"
+        self._note = path / "unsynced"
+        self._lock_fd = -1
+        try:
+            files.make_folder(self.segments)
+            self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._probe()
+        except OSError as error:
+            self.close()
+            used = isinstance(error, BlockingIOError)
+            reason = "is used by another process" if used else f"cannot be used: {error.strerror or error}"
+            raise ConfigError("data_dir", f"{path} {reason}") from error
+
+    def _probe(self) -> None:
+        """Finds a read-only folder now rather than at the first write. A full one is good for reading."""
+        try:
+            self.files.probe(self.segments, ALIGN)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            log.warning("the device is full", path=str(self.path))
+
+    def settle(self, durability: Durability) -> tuple[Durability, bool]:
+        """Deals with blocks that an earlier process left unsynced, and notes whether this one will.
+
+        After a restart of the machine the index of a process that did not sync is worth nothing: it is deleted.
+        Returns what commits will survive, and whether an earlier process' blocks may still be unsynced.
+        """
+        boot, now = self._noted_boot(), self.files.boot_id()
+        is_same_boot = bool(boot) and boot == now
+        if boot is not None and not is_same_boot:
+            log.warning("the machine restarted before everything was synced; rebuilding the index")
+            self.files.remove_folder(self.index)
+        elif is_same_boot and durability == "power":
+            self.files.sync_all()
+        if durability == "process":
+            if is_same_boot:  # noted already; written anew it could be lost, as the device may be full
+                return "process", True
+            try:
+                self.files.write_note(self._note, now)
+                return "process", False
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                log.warning("the device is too full to do without syncs; durability is power", error=str(error))
+        if boot is not None or durability == "process":  # half a note would say that something is not synced
+            self.all_synced()
+        return "power", False
+
+    def _noted_boot(self) -> str | None:
+        """The boot in which blocks were last left unsynced; None when none were, "" when it is not known."""
+        return self._note.read_text().strip() if self._note.exists() else None
+
+    def all_synced(self) -> None:
+        self.files.unlink(self._note)
+
+    def close(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
 
 log = get_logger(__name__)
 
@@ -41,8 +123,7 @@ class Recovered:
     """What a data folder holds.
 
     Attributes:
-        index: the open index, which agrees with the rest; None when there was no room to rebuild a lost one.
-        catalogue: all segments and blocks.
+        index: it agrees with the rest; None when there was no room to rebuild a lost one.
         next_segment: a number that was never used.
         durability: what commits survive from now on.
         unsynced: what an earlier process has left unsynced may still be so.
@@ -64,11 +145,7 @@ class Recovered:
 def recover(
     folder: DataFolder, durability: Durability, account: Account | None = None, map_bytes: int = MAP_BYTES
 ) -> Recovered:
-    """Finds what is in the folder and makes index and files agree.
-
-    Raises:
-        ConfigError: naming `data_dir`: the folder cannot be read or written.
-    """
+    """Finds what is in the folder and makes index and files agree. ConfigError naming `data_dir`: it cannot be used."""
     try:
         sizes = list_segments(folder.segments)
         durability, unsynced = folder.settle(durability)
@@ -91,7 +168,7 @@ class _IndexUpdate:
     A full device is no reason not to start: a new index is given up and its room with it, an old one stays as it is.
 
     Attributes:
-        index: the index; None once it was given up.
+        index: None once it was given up.
         image: what it held.
         is_new: it was lost, and is made anew.
         error: why it was not told everything.
@@ -106,24 +183,20 @@ class _IndexUpdate:
         self._needs_room = is_first_start
         self._entries: dict[Slot, bytes] = {}
         self._sizes: dict[int, int] = {}
-
-        def open_index() -> Index:
-            return Index(folder.files, folder.index, map_bytes, sync=sync)
-
+        self._open = functools.partial(Index, folder.files, folder.index, map_bytes, sync=sync)
         try:
-            self._load(open_index)
+            self._load()
         except IndexLostError as error:
             if not is_first_start:
                 log.warning("rebuilding the index from the segments", reason=str(error))
-            self.close()
-            self.is_new, self.index = True, None
-            folder.files.remove_folder(folder.index)
+            self.is_new = True
+            self._discard()
             with self._unless_full():
-                self.index = open_index()
+                self.index = self._open()
 
-    def _load(self, open_index: Callable[[], Index]) -> None:
+    def _load(self) -> None:
         try:
-            self.index = open_index()
+            self.index = self._open()
         except (OSError, lmdb.Error) as error:
             if not is_full(error):  # opening what is whole needs no room
                 raise
@@ -139,9 +212,12 @@ class _IndexUpdate:
                 raise
             self.error = error
             if self.is_new:
-                self.close()
-                self.index = None
-                self._folder.files.remove_folder(self._folder.index)
+                self._discard()
+
+    def _discard(self) -> None:
+        self.close()
+        self.index = None
+        self._folder.files.remove_folder(self._folder.index)
 
     def add(self, segment: Segment, first: int, packed: bytes, catalogue: Catalogue) -> None:
         """Entries of the slots of a segment from `first` on."""
@@ -152,23 +228,24 @@ class _IndexUpdate:
         if len(self._entries) * step >= _BYTES_PER_COMMIT:
             self._commit(catalogue, IndexChange())
 
-    def _commit(self, catalogue: Catalogue, removals: IndexChange) -> None:
+    def _commit(self, catalogue: Catalogue, removals: IndexChange) -> tuple[IdChange[BlockFormat], IdChange[str]]:
         ids = catalogue.formats.change(), catalogue.tenants.change()
         sizes = {**removals.segments, **self._sizes}
         if self.index is not None and self.error is None and (sizes or removals.removed_segments):
             with self._unless_full():
                 self.index.commit(IndexChange(removals.removed_segments, removals.dropped, self._entries, sizes, *ids))
         self._entries, self._sizes = {}, {}
+        return ids
 
     def finish(self, catalogue: Catalogue, removals: IndexChange) -> None:
         """Tells the index the rest, and declares a new one whole."""
-        ids = catalogue.formats.change(), catalogue.tenants.change()
-        self._commit(catalogue, removals)
+        ids = self._commit(catalogue, removals)
         if self.index is not None and self.is_new:
             with self._unless_full():
                 self.index.finish_rebuild()
-        catalogue.formats.settle(ids[0], written=self.index is None or self.error is None)
-        catalogue.tenants.settle(ids[1], written=self.index is None or self.error is None)
+        written = self.index is None or self.error is None
+        catalogue.formats.settle(ids[0], written=written)
+        catalogue.tenants.settle(ids[1], written=written)
         if self.error is not None and self.is_new:
             log.error(
                 "the device is too full for an index: all that the segments hold is served, but every start reads them "
@@ -204,9 +281,7 @@ def _fill(recovered: Recovered, folder: DataFolder, sizes: Mapping[int, int], up
         segment = Segment(number, segment_path(folder.segments, number), named.get(number, 0))
         known = image.entries.get(number, b"") if number in named else b""
         records = next(found) if number in newer else ()
-        if records is None:  # it could not be read: another start may
-            records = ()
-        else:
+        if records is not None:  # else it could not be read: another start may
             segment.size = records[-1].end if records else segment.size
             cut_bytes += size - segment.size
             if not segment.size:
@@ -216,11 +291,11 @@ def _fill(recovered: Recovered, folder: DataFolder, sizes: Mapping[int, int], up
                 folder.files.truncate(segment.path, segment.size)
         if not segment.size:
             continue
-        adopted = _pack(catalogue, records)
-        catalogue.load(segment, known + adopted)
+        adopted = _pack(catalogue, records or ())
+        catalogue.add(segment, known + adopted)
         if adopted:
             update.add(segment, len(known) // ENTRY.size, adopted, catalogue)
-            recovered.adopted_blocks += len(records)
+            recovered.adopted_blocks += len(adopted) // ENTRY.size
     if newer and not recovered.rebuilt:
         log.warning(
             "segments hold more than the index names; intact records adopted, the rest deleted",
@@ -306,11 +381,10 @@ def _is_whole(files: Files, path: Path, found: Found) -> bool:
 
 def _pack(catalogue: Catalogue, found: Sequence[Found]) -> bytes:
     """Entries of records."""
-    ids: dict[RecordKind, tuple[int, int, int]] = {}
-    pack, rows = ENTRY.pack, []
-    for offset, key, kind in found:
-        if (rest := ids.get(kind)) is None:
-            names = catalogue.formats.id_of(kind.format), catalogue.tenants.id_of(kind.tenant)
-            rest = ids[kind] = (kind.record_bytes // ALIGN, *names)
-        rows.append(pack(key, offset // ALIGN, *rest))
-    return b"".join(rows)
+
+    @functools.cache
+    def rest(kind: RecordKind) -> tuple[int, int, int]:
+        ids = catalogue.formats.id_of(kind.format), catalogue.tenants.id_of(kind.tenant)
+        return kind.record_bytes // ALIGN, *ids
+
+    return b"".join(ENTRY.pack(key, offset // ALIGN, *rest(kind)) for offset, key, kind in found)

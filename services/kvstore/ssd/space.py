@@ -12,9 +12,9 @@ from pathlib import Path
 
 from moonpool.kv.keys import BlockKey
 from services.kvstore.ssd.catalogue import MAX_SEGMENT_BYTES, Catalogue, Segment
-from services.kvstore.ssd.plan import Victim
+from services.kvstore.ssd.commit import Victim
+from services.kvstore.ssd.reader import segment_path
 from services.kvstore.ssd.records import ALIGN
-from services.kvstore.ssd.scan import segment_path
 
 Keeps = Callable[[BlockKey, str, int], bool]
 """Whether a block (key, tenant, bytes of its record) must stay."""
@@ -28,15 +28,7 @@ ASK_AGAIN = 64  # plans in which a segment is passed over after too much of it h
 
 
 class Space:
-    """Room for records. Used while a plan is made.
-
-    Args:
-        catalogue: what is where.
-        folder: of the segment files.
-        capacity_bytes: budget for all of them.
-        segment_bytes: size at which a segment is closed and the next begun; a larger record gets one of its own.
-        next_segment: a number that was never used.
-        keeps: what must stay; None for nothing.
+    """Room for records, together at most `capacity_bytes`. Used while a plan is made; `keeps` says what must stay.
 
     Attributes:
         used_bytes: of all segments, live or dead, as they will be after the plan under way.
@@ -64,11 +56,9 @@ class Space:
         self._plans = 0
         self.recount()
 
-    def begin(self) -> None:
-        self._plans += 1
-
     def recount(self) -> None:
-        """Counts what is used; between plans."""
+        """Counts what is used, for the next plan."""
+        self._plans += 1
         self.used_bytes = sum(segment.size for segment in self._catalogue.segments.values())
 
     @property
@@ -123,9 +113,9 @@ class Space:
         """
         segments = self._catalogue.segments.values()
         idle = [segment for segment in segments if not segment.readers and not segment.going and segment.size]
-        segment = self._choose(segment for segment in idle if segment is not self.active)
-        if segment is None:
-            segment = self._choose(segment for segment in idle if segment is self.active)
+        segment = self._choose(one for one in idle if one is not self.active)
+        if segment is None and self.active in idle:
+            segment = self._choose([self.active])
         if segment is None or (cheaply and 2 * segment.kept_bytes > segment.size):
             return False
         self._take(segment, self._keeps, segment.kept_bytes, spare_bytes, victims)
@@ -146,11 +136,10 @@ class Space:
                     break
                 looked += 1
                 self._ask(segment)
+            if segment.asked_at != self._plans and 2 * segment.kept_bytes <= segment.size:
+                self._ask(segment)
             if 2 * segment.kept_bytes <= segment.size:
-                if segment.asked_at != self._plans:
-                    self._ask(segment)
-                if 2 * segment.kept_bytes <= segment.size:
-                    return segment
+                return segment
             if segment.kept_bytes < segment.size and (best is None or _kept_share(segment) < _kept_share(best)):
                 best = segment
         if best is not None:
@@ -206,16 +195,12 @@ class Space:
     def place(self, length: int, sizes: dict[Segment, int]) -> tuple[Segment, int]:
         """A segment with room for a record, and where in it (in units of `ALIGN`); `sizes` are the ends so far."""
         segment = self.active
-        if segment is not None:
-            end = sizes.get(segment, segment.size)
-            if end and end + length * ALIGN > self._segment_bytes:
-                segment = None
-        if segment is None:
-            number = self._next_segment
+        start = sizes.get(segment, segment.size) if segment is not None else 0
+        if segment is None or (start and start + length * ALIGN > self._segment_bytes):
+            number, start = self._next_segment, 0
             self._next_segment += 1
             segment = self.active = Segment(number, segment_path(self._folder, number))
             self._catalogue.segments[number] = segment
-        start = sizes.get(segment, segment.size)
         sizes[segment] = start + length * ALIGN
         return segment, start // ALIGN
 

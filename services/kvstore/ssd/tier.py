@@ -5,7 +5,7 @@ Methods belong to the event loop, are quick and touch no device, but for those t
 stays readable until the plan is done: what is carried over has its place there till then.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import lmdb
@@ -14,15 +14,12 @@ from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
 from services.kvstore.ssd.catalogue import Segment, Slot
-from services.kvstore.ssd.commit import Committer
-from services.kvstore.ssd.device import is_full
-from services.kvstore.ssd.files import Files
-from services.kvstore.ssd.folder import DataFolder, Durability
+from services.kvstore.ssd.commit import Append, Committer, Victim, WritePlan, ends, pack
+from services.kvstore.ssd.files import Files, is_full
 from services.kvstore.ssd.index import MAP_BYTES
-from services.kvstore.ssd.plan import Append, Victim, WritePlan, ends
 from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.ssd.records import ALIGN, record_size
-from services.kvstore.ssd.recovery import Recovered, recover
+from services.kvstore.ssd.recovery import DataFolder, Durability, Recovered, recover
 from services.kvstore.ssd.space import Keeps, Space
 from services.kvstore.tenancy.tenants import Account
 
@@ -35,22 +32,13 @@ MIN_LIVE_SHARE = 0.5
 class SsdTier:
     """A bounded, durable set of blocks. Made by `open_tier`.
 
-    Args:
-        folder: the locked data folder.
-        recovered: what it held when it was opened.
-        capacity_bytes: budget for the segment files together. While a segment of which much must be kept is rewritten,
-            they may exceed it by what is carried.
-        segment_bytes: size at which a segment is closed and the next begun; a larger record gets one of its own.
-        keeps: whether a block (key, tenant, bytes of its record) must stay; None for none.
+    While a segment of which much must stay is rewritten, the segment files may exceed `capacity_bytes` by what is
+    carried.
 
     Attributes:
-        durability: what its commits survive.
-        capacity_bytes: the budget.
         indexed: there is an index; else there was no room for one, and the next start reads all segments.
         written_bytes: records written in this process' life, headers, padding and carried ones included.
         user_bytes: of new blocks in them.
-        carried_bytes: of carried records.
-        dropped_segments: segments that were reclaimed.
         lost_blocks: blocks that were found bad when they were to be carried over.
     """
 
@@ -79,6 +67,9 @@ class SsdTier:
         self._forgotten: list[Segment] = []  # the file may be deleted; not forgotten by the index yet
         self._leaving: list[Segment] = []  # removed, and still being read
         self._device_full = False
+        self.part = self._catalogue.part
+        self.newest_first = self._catalogue.newest_first
+        self.touch = self._catalogue.touch
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._catalogue
@@ -88,16 +79,6 @@ class SsdTier:
 
     def __iter__(self) -> Iterator[BlockKey]:
         return iter(self._catalogue)
-
-    def part(self, number: int) -> Iterable[BlockKey]:
-        return self._catalogue.part(number)
-
-    def newest_first(self, step: int) -> Iterator[list[BlockKey]]:
-        """Keys of the blocks, the last written first, in steps in which at most `step` records are looked at.
-
-        Blocks may come and go between two steps; those that come then need not be among them.
-        """
-        return self._catalogue.newest_first(step)
 
     @property
     def readers(self) -> int:
@@ -115,7 +96,6 @@ class SsdTier:
 
     @property
     def live_bytes(self) -> int:
-        """Of `used_bytes`, those of records that are blocks' only ones."""
         return self._catalogue.live_bytes
 
     @property
@@ -136,10 +116,6 @@ class SsdTier:
         found = self._catalogue.find(key)
         return None if found is None else self._catalogue.tenants[found[0].tenants[found[1]]]
 
-    def touch(self, keys: Iterable[BlockKey]) -> None:
-        """These were used, from DRAM or from here: those that are here are worth carrying over once."""
-        self._catalogue.touch(keys)
-
     def reader(self, key: BlockKey) -> SsdReader:
         """Begins reading a block that is here."""
         found = self._catalogue.find(key)
@@ -158,14 +134,11 @@ class SsdTier:
     def forget_oldest(self, tenant: str, nbytes: int, stays: Callable[[BlockKey], bool]) -> list[BlockKey]:
         """Gives up a tenant's oldest blocks, at least `nbytes` of records, but none that `stays`; their keys."""
         keys = self._catalogue.oldest_of(tenant, nbytes, stays)
-        for key in keys:
-            self._mark_dead(key)
+        self._mark_dead(*keys)
         return keys
 
-    def _mark_dead(self, key: BlockKey) -> None:
-        slot = self._catalogue.forget(key)
-        if slot is not None:
-            self._dead.append(slot)
+    def _mark_dead(self, *keys: BlockKey) -> None:
+        self._dead += [slot for slot in map(self._catalogue.forget, keys) if slot is not None]
 
     @property
     def has_housekeeping(self) -> bool:
@@ -180,7 +153,6 @@ class SsdTier:
     def plan(self, blocks: Sequence[DramBlock]) -> WritePlan:
         """Places blocks that are not here into segments; old segments make room for them, and go at once."""
         victims: list[Victim] = []
-        self._space.begin()
         full, self._device_full = self._device_full, False
         if full:
             self._space.give_up(sum(record_size(block.info) for block in blocks), victims)
@@ -198,12 +170,10 @@ class SsdTier:
             self._space.compact_one(victims)
         self._space.used_bytes += coming
         carry, store = self._place(taken, victims)
-        formats, tenants = self._catalogue.formats.change(), self._catalogue.tenants.change()
-        forgotten, nameless, dead = self._forgotten, self._nameless, self._dead
+        change = self._catalogue.formats.change(), self._catalogue.tenants.change()
+        known = self._forgotten, self._nameless, self._dead
         self._forgotten, self._nameless, self._dead = [], [], []
-        return WritePlan(
-            taken, rejected, victims, forgotten, nameless, dead, formats, tenants, full=full, carry=carry, store=store
-        )
+        return WritePlan(taken, rejected, victims, *known, *change, full, carry, store)
 
     def _place(self, blocks: Sequence[DramBlock], victims: Sequence[Victim]) -> tuple[list[Append], list[Append]]:
         """Gives every record its place. Sizes of segments change only when the plan is done."""
@@ -218,8 +188,8 @@ class SsdTier:
         for block in blocks:
             info, length = block.info, record_size(block.info) // ALIGN
             segment, start = self._space.place(length, sizes)
-            row = (info.key, start, length, formats.id_of(info.format), tenants.id_of(info.tenant))
-            store.append(Append(segment, row, block=block))
+            row = info.key, start, length, formats.id_of(info.format), tenants.id_of(info.tenant)
+            store.append(Append(segment, row, block))
         return carry, store
 
     def commit(self, plan: WritePlan) -> None:
@@ -272,8 +242,7 @@ class SsdTier:
         carried = plan.carried
         dropped = [append.key for append in carried if not self._is_current(append)]
         self._add(carried)
-        for key in dropped:  # a reader found it bad while it was being copied
-            self._mark_dead(key)
+        self._mark_dead(*dropped)  # a reader found them bad while they were being copied
         self.carried_bytes += sum(append.row[2] * ALIGN for append in carried)
         for segment in removed:
             self._catalogue.remove(segment)
@@ -294,7 +263,8 @@ class SsdTier:
         """These records are committed."""
         for segment, size in ends(appends).items():
             segment.size = size
-            self._catalogue.add(segment, [append.row for append in appends if append.segment is segment])
+        for segment, packed in pack(appends).items():
+            self._catalogue.add(segment, packed)
         self.written_bytes += sum(append.row[2] * ALIGN for append in appends)
 
     def _settle(self, plan: WritePlan) -> None:
@@ -347,8 +317,9 @@ def open_tier(
 ) -> SsdTier:
     """Blocking. Locks the data folder `path`, made if need be, finds out what it holds, and opens the tier on it.
 
-    `account` is told of every record that comes or goes, and of those that are here at once; `map_bytes` is the size of
-    the index's memory map to begin with; for the rest see `SsdTier`.
+    At `segment_bytes` a segment is closed and the next begun; a larger record gets one of its own. `keeps` says which
+    blocks must stay. `account` is told of every record that comes or goes, and of those that are here at once;
+    `map_bytes` is the size of the index's memory map to begin with.
 
     Raises:
         ConfigError: naming `data_dir`: the folder cannot be used.

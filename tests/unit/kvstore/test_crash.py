@@ -9,7 +9,7 @@ import pytest
 
 from moonpool.kv.keys import BlockKey
 from services.kvstore.operate.verify import verify
-from services.kvstore.ssd.folder import Durability
+from services.kvstore.ssd.recovery import Durability
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.crasher import CAPACITY, SEGMENT, kept_keys, tenant_of
 from tests.unit.kvstore.helpers import LAYOUT, keys_of, slice_of

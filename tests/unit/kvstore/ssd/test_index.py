@@ -2,9 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from services.kvstore.ssd.catalogue import ENTRY
+from services.kvstore.ssd.catalogue import ENTRY, IdChange
 from services.kvstore.ssd.files import Files
-from services.kvstore.ssd.id_table import IdChange
 from services.kvstore.ssd.index import Index, IndexChange, IndexLostError
 from tests.unit.kvstore.helpers import FORMAT, keys_of
 

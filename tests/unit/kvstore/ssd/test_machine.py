@@ -19,10 +19,10 @@ from hypothesis.stateful import (
 )
 
 from moonpool.kv.keys import BlockKey
-from services.kvstore.ssd.folder import Durability
-from services.kvstore.ssd.plan import WritePlan
+from services.kvstore.ssd.commit import WritePlan
 from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.ssd.records import BadRecordError
+from services.kvstore.ssd.recovery import Durability
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.tenancy.tenants import Account, Protection
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, data_of, keys_of, slice_of

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from services.kvstore.ssd.catalogue import ENTRY
+from services.kvstore.ssd.catalogue import ENTRY, IdChange
 from services.kvstore.ssd.files import Files
-from services.kvstore.ssd.id_table import IdChange
 from services.kvstore.ssd.index import Index, IndexChange
+from services.kvstore.ssd.reader import segment_path
 from services.kvstore.ssd.records import ALIGN
-from services.kvstore.ssd.scan import segment_path
 from services.kvstore.ssd.tier import open_tier
 from tests.unit.kvstore.helpers import FORMAT
 

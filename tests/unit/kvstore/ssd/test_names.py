@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.blocks import BlockFormat
-from services.kvstore.ssd.id_table import IdChange, IdTable
+from services.kvstore.ssd.catalogue import IdChange, IdTable
 from services.kvstore.ssd.index import Index, IndexImage
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.tenancy.tenants import Account, TenantRow

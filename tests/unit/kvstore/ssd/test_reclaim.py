@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.keys import BlockKey
+from services.kvstore.ssd.commit import WritePlan
 from services.kvstore.ssd.files import Files
-from services.kvstore.ssd.plan import WritePlan
 from services.kvstore.ssd.space import Keeps
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.tenancy.tenants import Account, Protection

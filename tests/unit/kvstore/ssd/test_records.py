@@ -8,7 +8,7 @@ from moonpool.kv.blocks import BlockFormat, BlockInfo
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from services.kvstore.ssd.files import Files
-from services.kvstore.ssd.reader import read_whole
+from services.kvstore.ssd.reader import Found, list_segments, read_whole, scan, segment_path
 from services.kvstore.ssd.records import (
     BadRecordError,
     header_size,
@@ -16,7 +16,6 @@ from services.kvstore.ssd.records import (
     record_size,
     unpack_header,
 )
-from services.kvstore.ssd.scan import Found, list_segments, scan, segment_path
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, OTHER_FORMAT, RECORD, block_of, info_of, keys_of, slice_of
 
 KEYS = keys_of(4)

@@ -10,7 +10,7 @@ import pytest
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import BlockKey
 from services.kvstore.ssd.files import Files
-from services.kvstore.ssd.folder import DataFolder
+from services.kvstore.ssd.recovery import DataFolder
 from services.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.faulty_files import FaultyFiles, counting
 from tests.unit.kvstore.helpers import (
