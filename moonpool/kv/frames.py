@@ -81,10 +81,8 @@ def checksum(header: kv_pb2.FrameHeader) -> int:
 
 
 def _checksum(session: int, generation: int, runs: Iterable[Sequence[int]], hashes: Sequence[int]) -> int:
-    packed = [_HEADER.pack(session, generation)]
-    packed += [_RUN.pack(*run) for run in runs]
-    packed.append(struct.pack(f"<{len(hashes)}Q", *hashes))
-    return xxhash.xxh3_64_intdigest(b"".join(packed))
+    packed = b"".join([_HEADER.pack(session, generation), *[_RUN.pack(*run) for run in runs]])
+    return xxhash.xxh3_64_intdigest(packed + struct.pack(f"<{len(hashes)}Q", *hashes))
 
 
 def _run_of(message: kv_pb2.SliceRun) -> Run:
@@ -195,9 +193,13 @@ class FrameOpener:
         slices = len(header.slice_hashes)
         if not 0 < len(header.runs) <= slices <= MAX_FRAME_SLICES:
             raise FrameError(f"frame of session {header.session}: {len(header.runs)} runs, {slices} slices")
-        runs = [_run_of(message) for message in header.runs]
-        sizes = [run_bytes(run, self._layout) for run in runs]
-        if sum(sizes) != payload.nbytes or sum(run.block_count for run in runs) != slices:
+        layout, runs, sizes = self._layout, [], []
+        for message in header.runs:
+            run = _run_of(message)
+            runs.append(run)
+            sizes.append(run_bytes(run, layout))
+            slices -= run.block_count
+        if sum(sizes) != payload.nbytes or slices:
             raise FrameError(f"frame of session {header.session}: {payload.nbytes} bytes, its runs need {sum(sizes)}")
         return runs, sizes
 

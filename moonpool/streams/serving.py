@@ -157,14 +157,12 @@ class ServerStream(Generic[Req]):
     async def _receive(self, requests: AsyncIterator[Any]) -> None:
         if self._silence_s is None:
             async for item in requests:
-                await self._take(item)
+                await self.room()
+                self.on_message(*_parts(item))
             return
         while (item := await self._next(requests, self._silence_s, "nothing was heard")) is not None:
-            await self._take(item)
-
-    async def _take(self, item: Req | PayloadMessage[Req]) -> None:
-        await self.room()
-        self.on_message(*_parts(item))
+            await self.room()
+            self.on_message(*_parts(item))
 
     async def _next(self, requests: AsyncIterator[Any], timeout_s: float, what: str) -> Any:
         """The next message, None when there are no more."""

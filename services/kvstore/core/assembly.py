@@ -191,9 +191,13 @@ class Assembler:
 
     def begun_by(self, session: PutSession, runs: Sequence[OpenRun]) -> list[Assembly]:
         """Blocks whose first bytes a frame brings, so that no DRAM is reserved for them yet."""
-        indices = {i for run, _, _ in runs for i in range(run.first_block, run.first_block + run.block_count)}
-        found = map(session.unfinished.get, sorted(indices))
-        return [block for block in found if block is not None and not block.reserved]
+        begun: dict[int, Assembly] = {}
+        for run, _, _ in runs:
+            for index in range(run.first_block, run.first_block + run.block_count):
+                block = session.unfinished.get(index)
+                if block is not None and not block.reserved:
+                    begun[index] = block
+        return list(begun.values())
 
     def write(self, session: PutSession, runs: Sequence[OpenRun], whole: list[Assembly]) -> None:
         """Takes an opened frame whose blocks are reserved in DRAM.

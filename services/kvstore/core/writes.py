@@ -121,10 +121,11 @@ class Writes:
         try:
             self._assembler.write(session, runs, whole)
         finally:
-            blocks = self._tiers.insert([assembly.block() for assembly in whole])
-            self.blocks_put += len(blocks)
-            self._make_durable(blocks)
-            self._tell_visible(whole)
+            if whole:
+                blocks = self._tiers.insert([assembly.block() for assembly in whole])
+                self.blocks_put += len(blocks)
+                self._make_durable(blocks)
+                self._tell_visible(whole)
         return True
 
     def _reserve(self, begun: Sequence[Assembly], now: float) -> bool:
