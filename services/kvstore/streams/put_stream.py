@@ -221,7 +221,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             raise InvalidRequest("session", f"{header.session} is not open yet")
         entry.progress_at = self._loop.time()
         runs = self._open_frame(session, header, payload)
-        waits = entry.backlog or (self._rooms and self._waits(session.spec) and self._writes.needs_room(session, runs))
+        waits = entry.backlog or (self._waits(session.spec) and self._writes.needs_room(session, runs))
         if not waits and self._writes.write(session, runs, now=entry.progress_at):
             return True
         entry.backlog.append((runs, payload.nbytes))
