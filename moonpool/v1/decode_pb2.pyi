@@ -292,6 +292,7 @@ class StepsRequest(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    RENEW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___StepsHello: ...
     @_builtins.property
@@ -300,6 +301,8 @@ class StepsRequest(_message.Message):
     def cancel(self) -> Global___CancelSequence: ...
     @_builtins.property
     def resume(self) -> Global___ResumeSequence: ...
+    @_builtins.property
+    def renew(self) -> Global___RenewPromise: ...
     def __init__(
         self,
         *,
@@ -307,12 +310,13 @@ class StepsRequest(_message.Message):
         start: Global___StartSequence | None = ...,
         cancel: Global___CancelSequence | None = ...,
         resume: Global___ResumeSequence | None = ...,
+        renew: Global___RenewPromise | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "resume", b"resume", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "renew", b"renew", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "resume", b"resume", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "renew", b"renew", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "start", "cancel", "resume"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "start", "cancel", "resume", "renew"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -405,6 +409,36 @@ class CancelSequence(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelSequence: _TypeAlias = CancelSequence  # noqa: Y015
+
+@_typing.final
+class RenewPromise(_message.Message):
+    """The promise is still wanted: its lease begins anew. A transfer that has been opened has its own news."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id."""
+    transfer_id: _builtins.int
+    """The transfer's id."""
+    generation: _builtins.int
+    """Its generation."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        transfer_id: _builtins.int = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewPromise: _TypeAlias = RenewPromise  # noqa: Y015
 
 @_typing.final
 class ResumeSequence(_message.Message):
