@@ -52,6 +52,7 @@ class ReserveRequest(_message.Message):
     TBT_SLO_S_FIELD_NUMBER: _builtins.int
     WRITE_BACK_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    CONDUCTOR_FIELD_NUMBER: _builtins.int
     tbt_slo_s: _builtins.float
     """Mean time between tokens the request expects, seconds; unset = no limit."""
     @_builtins.property
@@ -66,6 +67,10 @@ class ReserveRequest(_message.Message):
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.Instance]:
         """Further kvstores that they go to."""
 
+    @_builtins.property
+    def conductor(self) -> _kv_pb2.Instance:
+        """Who asks. While it has a Steps stream open, the promise does not run out."""
+
     def __init__(
         self,
         *,
@@ -73,10 +78,11 @@ class ReserveRequest(_message.Message):
         tbt_slo_s: _builtins.float | None = ...,
         write_back: _kv_pb2.Instance | None = ...,
         replicas: _abc.Iterable[_kv_pb2.Instance] | None = ...,
+        conductor: _kv_pb2.Instance | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "conductor", b"conductor", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "replicas", b"replicas", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "conductor", b"conductor", "replicas", b"replicas", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tbt_slo_s: _TypeAlias = _typing.Literal["tbt_slo_s"]  # noqa: Y015
     _WhichOneofArgType__tbt_slo_s: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s"]  # noqa: Y015
@@ -94,7 +100,7 @@ class ReserveResponse(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     PREDICTED_TBT_S_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
-    """The promise ends when nothing is heard of the transfer for so long, seconds."""
+    """The promise ends when nothing is heard of the transfer for so long, seconds; see `ReserveRequest.conductor`."""
     predicted_tbt_s: _builtins.float
     """Predicted time between tokens with this request in the batch, seconds."""
     @_builtins.property
@@ -292,7 +298,6 @@ class StepsRequest(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
-    RENEW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___StepsHello: ...
     @_builtins.property
@@ -301,8 +306,6 @@ class StepsRequest(_message.Message):
     def cancel(self) -> Global___CancelSequence: ...
     @_builtins.property
     def resume(self) -> Global___ResumeSequence: ...
-    @_builtins.property
-    def renew(self) -> Global___RenewPromise: ...
     def __init__(
         self,
         *,
@@ -310,13 +313,12 @@ class StepsRequest(_message.Message):
         start: Global___StartSequence | None = ...,
         cancel: Global___CancelSequence | None = ...,
         resume: Global___ResumeSequence | None = ...,
-        renew: Global___RenewPromise | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "renew", b"renew", "resume", b"resume", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "renew", b"renew", "resume", b"resume", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "start", "cancel", "resume", "renew"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "start", "cancel", "resume"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -409,36 +411,6 @@ class CancelSequence(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelSequence: _TypeAlias = CancelSequence  # noqa: Y015
-
-@_typing.final
-class RenewPromise(_message.Message):
-    """The promise is still wanted: its lease begins anew. A transfer that has been opened has its own news."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    TRANSFER_ID_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """The request's id."""
-    transfer_id: _builtins.int
-    """The transfer's id."""
-    generation: _builtins.int
-    """Its generation."""
-    def __init__(
-        self,
-        *,
-        request_id: _builtins.str = ...,
-        transfer_id: _builtins.int = ...,
-        generation: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RenewPromise: _TypeAlias = RenewPromise  # noqa: Y015
 
 @_typing.final
 class ResumeSequence(_message.Message):

@@ -89,6 +89,7 @@ class Calls:
     def reserve(self, order: Reserve, serving: Serving) -> None:
         """Asks for room."""
         request = decode_pb2.ReserveRequest(sequence=serving.spec(order.sequence), tbt_slo_s=order.tbt_slo_s)
+        request.conductor.CopyFrom(self._steps.conductor)
         stores = [instance for store in order.stores if (instance := self._find(store)) is not None]
         if stores:
             request.write_back.CopyFrom(stores[0])
@@ -173,7 +174,7 @@ class Calls:
 
     def renew(self, order: Renew) -> None:
         """Keeps a promise."""
-        self._steps.get(decode_proto(order.target)).renew(order.sequence, target_proto(order.target))
+        self._steps.get(decode_proto(order.target)).open()
 
     def undo(self, order: Undo) -> None:
         """Gives a promise back."""

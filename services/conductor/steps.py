@@ -117,12 +117,9 @@ class StepsStream:
         )
         self._send(decode_pb2.StepsRequest(cancel=cancel))
 
-    def renew(self, sequence_id: str, target: kv_pb2.TransferTarget) -> None:
-        """Tell decode that the promise for a sequence is still wanted."""
-        renew = decode_pb2.RenewPromise(
-            request_id=sequence_id, transfer_id=target.transfer_id, generation=target.generation
-        )
-        self._send(decode_pb2.StepsRequest(renew=renew))
+    def open(self) -> None:
+        """Let the stream be there: while it is, decode keeps what it has promised to this conductor."""
+        self._connected()
 
     def fail(self, error: MoonpoolError) -> None:
         """Break the stream, because the instance is lost."""
@@ -139,13 +136,16 @@ class StepsStream:
             await call.aclose()
 
     def _send(self, message: decode_pb2.StepsRequest) -> None:
+        try:
+            self._connected().outbox.post(message)
+        except StreamBroken:
+            self.fail(StreamBroken(f"{self.decode.id} does not read its Steps stream"))
+
+    def _connected(self) -> _StepsCall:
         if self._call is None or self._call.error is not None:
             self._call = _StepsCall(self._channels, self.decode, self._conductor, self._tell, self._broken)
             self._call.begin()
-        try:
-            self._call.outbox.post(message)
-        except StreamBroken:
-            self.fail(StreamBroken(f"{self.decode.id} does not read its Steps stream"))
+        return self._call
 
     def _broken(self, error: Exception) -> None:
         followers, self._followers = self._followers, {}

@@ -100,12 +100,6 @@ class DecodeLoop:
         self.end(request, "cancelled")
         return kv_pb2.CANCEL_OUTCOME_BEFORE_START if before else kv_pb2.CANCEL_OUTCOME_IN_FLIGHT
 
-    def renew(self, message: decode_pb2.RenewPromise, now: float) -> None:
-        """Keeps a promise whose prompt waits at prefill; one that is not there any more is told when it is started."""
-        request = self._requests.get(message.transfer_id, message.generation)
-        if request is not None and request.transfer.state is TransferState.PROMISED:
-            request.transfer.touch(now)
-
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Ends all requests of a conductor whose stream has ended."""
         for request in self._requests:

@@ -160,8 +160,6 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
                 _start(message.start, self._subscriber, self._instance)
             case "cancel":
                 self._subscriber.cancelled(message.cancel.request_id, self._instance.loop.cancel(message.cancel))
-            case "renew":
-                self._instance.loop.renew(message.renew, time.monotonic())
             case "resume":
                 raise Unsupported("resuming a sequence is not built yet")
             case other:

@@ -77,19 +77,27 @@ class Legs:
             self._reserve(request, attempt, attempt.options.pop(0), now, out)
         return True  # else: the next one to end makes room for this one
 
-    def too_late(self, request: Request, io: int) -> None:
+    def too_late(self, request: Request, attempt: Attempt) -> None:
         """A `Reserve` takes too long: another instance may be asked meanwhile."""
-        attempt = request.attempt
-        if attempt is not None and attempt.asked == io:
-            attempt.late.append(io)
-            self.unanswered(request, attempt, Failure(Kind.UNAVAILABLE, "no answer in time"))
-
-    def unanswered(self, request: Request, attempt: Attempt, failure: Failure) -> None:
-        """The instance that is asked cannot be counted on."""
         hold = self.calls.get(attempt.asked)
         assert hold is not None
-        attempt.asked, attempt.failed = 0, failure
+        attempt.late.append(attempt.asked)
+        attempt.asked = 0
+        attempt.failed = Failure(Kind.UNAVAILABLE, f"{hold.instance} did not answer in time")
         request.suspect(hold.instance)
+
+    def gave_up(self, attempt: Attempt, who: tuple[str, int], failure: Failure) -> bool:
+        """An instance is lost: what it still promises is not taken. Returns whether it was asked for room."""
+
+        def lost(io: int) -> bool:
+            hold = self.calls.get(io)
+            return hold is not None and (hold.instance, hold.incarnation) == who
+
+        waited = [io for io in (attempt.asked, *attempt.late) if lost(io)]
+        attempt.asked = 0 if attempt.asked in waited else attempt.asked
+        attempt.late = [io for io in attempt.late if io not in waited]
+        attempt.failed = failure if waited else attempt.failed
+        return bool(waited)
 
     def reserved(
         self, request: Request | None, io: int, hold: Hold, promised: Promised | None, now: float, out: list[Action]
@@ -109,13 +117,8 @@ class Legs:
             return False
         attempt.target, attempt.lease_s, attempt.promise = promised.target, promised.lease_s, hold.claim
         attempt.decode = DecodeLeg.PROMISED
-        self.renew_later(hold.request, attempt, now)
+        self.renew(hold.request, attempt, now, out)
         return True
-
-    def renew_later(self, request: int, attempt: Attempt, now: float) -> None:
-        """Sets the time of the promise's next renewal."""
-        if attempt.lease_s > 0:
-            self._timers.set(("renew", request), now + attempt.lease_s / RENEWALS)
 
     def prefill(self, request: Request, attempt: Attempt, out: list[Action]) -> None:
         """Calls prefill."""
@@ -139,10 +142,11 @@ class Legs:
         out.append(Start(attempt.sequence_io, number, attempt.sequence, target))
 
     def renew(self, request: int, attempt: Attempt, now: float, out: list[Action]) -> None:
-        """Tells decode that the promise is still wanted."""
+        """Keeps the promise, now and within its lease again."""
         if attempt.target is not None and attempt.decode is DecodeLeg.PROMISED:
-            out.append(Renew(attempt.sequence, attempt.target))
-            self.renew_later(request, attempt, now)
+            out.append(Renew(attempt.target))
+            if attempt.lease_s > 0:
+                self._timers.set(("renew", request), now + attempt.lease_s / RENEWALS)
 
     def lose_promise(self, attempt: Attempt, now: float) -> None:
         """The instance that promised room is lost before the sequence was started there."""

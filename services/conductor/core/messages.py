@@ -206,9 +206,8 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Tell decode that the promise is still wanted."""
+    """Keep the conductor's session with decode, by which the promise lives."""
 
-    sequence: str
     target: Target
 
 

@@ -254,15 +254,15 @@ class Requests:
     ) -> None:
         """An instance is lost, and with it what an attempt has there."""
         failure = Failure(Kind.STREAM, f"{who[0]} {why}")
-        target, asked = attempt.target, self._legs.calls.get(attempt.asked)
+        target = attempt.target
         if target is not None and who == (target.decode, target.incarnation):
             if attempt.decode is DecodeLeg.PROMISED:
                 self._legs.lose_promise(attempt, now)
             self._attempt_failed(now, request, failure, [who[0]], out)
         elif who == (attempt.plan.prefill, attempt.plan.incarnation):
             self._lost_prefill(now, request, attempt, failure, out)
-        elif asked is not None and who == (asked.instance, asked.incarnation):
-            self._legs.unanswered(request, attempt, failure)
+        elif attempt.decode is DecodeLeg.ASKED and self._legs.gave_up(attempt, who, failure):
+            request.suspect(who[0])
             self._placing.ask(now, request, attempt, out)
 
     def _lost_prefill(
@@ -305,7 +305,7 @@ class Requests:
     def _too_late(self, now: float, request: Request, io: int, out: list[Action]) -> None:
         attempt = request.attempt
         if attempt is not None and attempt.asked == io:
-            self._legs.too_late(request, io)
+            self._legs.too_late(request, attempt)
             self._placing.ask(now, request, attempt, out)
 
     def _attempt_over(self, now: float, request: Request, kind: str, out: list[Action]) -> None:

@@ -62,7 +62,10 @@ class Stack:
 
     async def join(self, member: FakeMember, model: conductor_pb2.ModelInfo | None = None) -> asyncio.Task[None]:
         """Serve a member and let it join; returns its agent's task, which ends with the stack."""
-        hello = await self.serve(member, model)
+        return await self.follow(member, await self.serve(member, model))
+
+    async def follow(self, member: FakeMember, hello: conductor_pb2.JoinHello) -> asyncio.Task[None]:
+        """Let a member that is served join with an agent; returns the agent's task."""
         channels = await self.exit.enter_async_context(Channels())
         held = HeldKeys(1, lambda _: list(member.keys))
         member.agent = JoinAgent(channels, self.address, hello, lambda: member.load, member.take_events, held)

@@ -117,6 +117,46 @@ async def test_requests_of_a_silent_instance_go_on_elsewhere() -> None:
         await s.rest()
 
 
+async def test_a_stream_that_times_out_after_its_process_has_joined_again_ends_no_request() -> None:
+    d = decode(hold_at=2)
+    async with stack(prefill(), heartbeat_s=0.2) as s:
+        hello = await s.serve(d)
+        old = await s.call_join(hello)
+        assert await answer(old) == "welcome"
+        params = SamplingParams(max_tokens=6, temperature=0.0)
+        asked = asyncio.create_task(s.client.generate(token_ids=list(range(30, 50)), sampling=params))
+        await d.until(lambda: d.streams == 1)
+        await s.follow(d, hello)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await answer(old)
+        assert "nothing was heard" in str(from_rpc_error(caught.value))
+        d.go.set()
+        result = await asked
+        assert result.token_ids == expected(20, 6)
+        assert len(result.placements) == 1
+        await s.rest()
+
+
+async def test_losing_a_prefill_does_not_end_what_decodes() -> None:
+    p, d = prefill(after=[asyncio.Event()]), decode(hold_at=3)
+    async with stack(d, heartbeat_s=0.2) as s:
+        call = await s.call_join(await s.serve(p))
+        assert await answer(call) == "welcome"
+        stream = s.client.stream(token_ids=list(range(30, 50)), sampling=SamplingParams(max_tokens=6, temperature=0.0))
+        events, tokens = aiter(stream), list[int]()
+        while len(tokens) < 3:
+            tokens += (await anext(events)).token_ids
+        await s.until(lambda: s.cluster.registry.get("prefill-0") is None)
+        d.go.set()
+        async for event in events:
+            tokens += event.token_ids
+        assert tokens == expected(20, 6)
+        assert stream.result is not None
+        assert len(stream.result.placements) == 1
+        await s.rest()
+        assert d.cancelled == []
+
+
 async def test_an_address_that_does_not_answer_is_not_taken() -> None:
     async with stack() as s:
         hello = await s.serve(prefill())

@@ -1,0 +1,293 @@
+"""A cluster around the core of requests, in which a test decides what happens; every promise of the core is checked."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from moonpool.core.kernel import Cancel, Ended, Tick
+from services.conductor.core.admission import Slo
+from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
+from services.conductor.core.messages import (
+    Action,
+    Announce,
+    Arrived,
+    Ask,
+    Complete,
+    Drop,
+    Event,
+    Fail,
+    Finish,
+    FirstToken,
+    Joined,
+    Left,
+    Prefill,
+    Promised,
+    Rehash,
+    Rehashed,
+    Renew,
+    Reported,
+    Reserve,
+    Result,
+    Start,
+    Target,
+    Tokens,
+    Undo,
+)
+from services.conductor.core.placing import Limits
+from services.conductor.core.plan import Candidate, DecodeOption, Demand, Plan, Prefilled
+from services.conductor.core.request import Requests
+
+BLOCK = 16
+LIMITS = Limits(retries=3, recovery_s=15.0, room_wait_s=30.0, reserve_timeout_s=5.0)
+LEASE_S = 60.0
+NO_ROOM = Failure(Kind.OVERLOADED, "full", reason=NO_DECODE_ROOM, retry_after_s=1.0)
+GONE = Failure(Kind.UNAVAILABLE, "gone")
+HOW = Prefilled(computed_tokens=16, local_tokens=0, loaded_tokens=0, prefill_s=0.1)
+
+A = TypeVar("A", bound=Action)
+
+
+@dataclass
+class Engine:
+    """A member; `free` blocks by its last report."""
+
+    incarnation: int = 1
+    total: int = 64
+    free: int = 64
+
+
+@dataclass
+class PlainPicture:
+    """Plans on the first instance that fits and is not suspected."""
+
+    prefills: dict[str, Engine] = field(default_factory=dict)
+    decodes: dict[str, Engine] = field(default_factory=dict)
+    claims: dict[int, tuple[str, int]] = field(default_factory=dict)
+    plans: int = 0
+    learnt: int = 0
+
+    def plan(self, demand: Demand, now: float) -> Plan | Failure:
+        self.plans += 1
+        if not self.prefills or not self.decodes:
+            return Failure(Kind.UNAVAILABLE, "no prefill or no decode instance has joined")
+        total = -(-(demand.tokens + demand.answer_tokens) // BLOCK)
+        able = [name for name, engine in self.decodes.items() if engine.total >= total]
+        if not able:
+            return Failure(Kind.INVALID, "too large", field="sampling.max_tokens")
+        prefill = min(self.prefills, key=lambda name: (name in demand.suspects, self._load(name), name))
+        options = [DecodeOption(n, self.decodes[n].incarnation, 0.01, self.room_of(n)[0] >= total) for n in able]
+        options.sort(key=lambda it: (it.id in demand.suspects, not it.fits, self._load(it.id), it.id))
+        return Plan(
+            prefill=prefill,
+            incarnation=self.prefills[prefill].incarnation,
+            ttft_s=1.0,
+            busy_s=1.0,
+            used_blocks=0,
+            kvstore="",
+            decodes=tuple(options) if demand.answer_tokens > 1 else (),
+            total_blocks=total,
+            prompt_tokens=demand.tokens,
+            candidates=(Candidate(prefill, 0, 0, 0.0, 0.0, 1.0),),
+        )
+
+    def claim_prefill(self, claim: int, plan: Plan, now: float) -> None:
+        assert claim not in self.claims
+        self.claims[claim] = plan.prefill, 0
+
+    def claim_decode(self, claim: int, decode: str, plan: Plan, now: float) -> None:
+        assert claim not in self.claims
+        self.claims[claim] = decode, plan.total_blocks
+
+    def release(self, claim: int, now: float) -> None:
+        del self.claims[claim]
+
+    def prefilled(self, plan: Plan, how: Prefilled) -> None:
+        self.learnt += 1
+
+    def room_of(self, decode: str) -> tuple[int, int]:
+        engine = self.decodes.get(decode)
+        if engine is None:
+            return 0, 0
+        return engine.free - sum(blocks for name, blocks in self.claims.values() if name == decode), engine.total
+
+    def only(self, suspects: Sequence[str]) -> bool:
+        return any(all(name in suspects for name in engines) for engines in (self.prefills, self.decodes))
+
+    def _load(self, name: str) -> int:
+        return sum(holder == name for holder, _ in self.claims.values())
+
+
+class World:
+    """The core, its picture, and a shell that keeps count of what was ordered and what was answered."""
+
+    def __init__(self, prefills: int = 2, decodes: int = 2, limits: Limits = LIMITS, **engine: int) -> None:
+        self.picture = PlainPicture()
+        self.core = Requests(limits, self.picture)
+        self.now = 0.0
+        self.actions: list[Action] = []
+        self.calls: dict[int, Reserve | Prefill | Start] = {}
+        self.cancelled: set[int] = set()
+        self.tokens: Counter[int] = Counter()
+        self.ends: dict[int, Complete | Fail | Drop] = {}
+        self.arrived: set[int] = set()
+        self.promises: dict[int, Target] = {}
+        self.rehashes: list[int] = []
+        self.given: set[int] = set()
+        self._transfers = 0
+        for number in range(prefills):
+            self.join_prefill(f"prefill-{number}")
+        for number in range(decodes):
+            self.join_decode(f"decode-{number}", **engine)
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def post(self, event: Event | Tick) -> list[Action]:
+        out: list[Action] = []
+        self.core.handle(self.now, event, out)
+        for action in out:
+            self._note(action)
+        self.actions += out
+        self.check()
+        return out
+
+    def arrive(self, *, prompt: int = 40, answer: int = 8, limit_s: float = 600.0, slo: Slo = Slo()) -> int:  # noqa: B008
+        number = len(self.arrived) + 1
+        self.arrived.add(number)
+        ask = Ask(number, f"r{number}", prompt, answer, b"key", slo, self.now, self.now + limit_s)
+        self.post(Arrived(ask, ()))
+        return number
+
+    def promise(self, call: Reserve, *, incarnation: int | None = None, lease_s: float = LEASE_S) -> list[Action]:
+        self._transfers += 1
+        actual = call.incarnation if incarnation is None else incarnation
+        target = Target(call.decode, actual, "localhost:1", self._transfers, 1, 0)
+        self.promises[target.transfer_id] = target
+        return self.end(call, Promised(target, lease_s))
+
+    def end(self, call: Reserve | Prefill | Start, result: Result = None) -> list[Action]:
+        del self.calls[call.io]
+        if isinstance(call, Start):
+            self.promises.pop(call.target.transfer_id, None)
+        return self.post(Ended(call.io, result))
+
+    def first_token(self, call: Prefill, finish: Finish | None = None) -> list[Action]:
+        assert call.io not in self.given
+        self.given.add(call.io)
+        self.tokens[call.request] += 1
+        return self.post(FirstToken(call.io, HOW, finish))
+
+    def more(self, call: Start, count: int = 1, finish: Finish | None = None, *, known: bool = False) -> list[Action]:
+        self.tokens[call.request] += count
+        return self.post(Tokens(call.io, count, finish, known))
+
+    def rehash(self, request: int) -> list[Action]:
+        self.rehashes.remove(request)
+        return self.post(Rehashed(request, self.tokens[request], ()))
+
+    def join_prefill(self, name: str, incarnation: int = 1) -> None:
+        self.picture.prefills[name] = Engine(incarnation)
+        self.post(Joined(name))
+
+    def join_decode(self, name: str, incarnation: int = 1, total: int = 64, free: int = 64) -> None:
+        self.picture.decodes[name] = Engine(incarnation, total, free)
+        self.post(Joined(name))
+
+    def leave(self, name: str, lost: str = "is lost") -> list[Action]:
+        engines = self.picture.prefills if name in self.picture.prefills else self.picture.decodes
+        incarnation = engines.pop(name).incarnation
+        for number, target in list(self.promises.items()):
+            if lost and (target.decode, target.incarnation) == (name, incarnation):
+                del self.promises[number]
+        return self.post(Left(name, incarnation, lost))
+
+    def report(self, name: str, free: int) -> list[Action]:
+        self.picture.decodes[name].free = free
+        return self.post(Reported(name))
+
+    def sleep(self, seconds: float) -> list[Action]:
+        """Time passes; the core gets its ticks when they are due."""
+        until, found = self.now + seconds, []
+        while (due := self.core.due()) is not None and due <= until:
+            self.now = max(self.now, due)
+            found += self.post(Tick())
+        self.now = until
+        return found
+
+    # --- what the core has ordered ----------------------------------------------------------------------------------
+
+    def open(self, kind: type[A]) -> list[A]:
+        """Calls of a kind that have not ended and were not given up."""
+        return [call for call in self.calls.values() if isinstance(call, kind) and call.io not in self.cancelled]
+
+    def one(self, kind: type[A]) -> A:
+        (call,) = self.open(kind)
+        return call
+
+    def all(self, kind: type[A]) -> list[A]:
+        """All actions of a kind so far."""
+        return [action for action in self.actions if isinstance(action, kind)]
+
+    def decoding(self, *, prompt: int = 40, answer: int = 8, limit_s: float = 600.0) -> tuple[int, Prefill, Start]:
+        """A new request whose first token has come."""
+        number = self.arrive(prompt=prompt, answer=answer, limit_s=limit_s)
+        self.promise(self._last(Reserve, number))
+        prefill = self._last(Prefill, number)
+        self.first_token(prefill)
+        return number, prefill, self._last(Start, number)
+
+    def _last(self, kind: type[A], request: int) -> A:
+        return [call for call in self.open(kind) if getattr(call, "request", 0) == request][-1]
+
+    def finish_all(self) -> None:
+        """Every call ends at last, by a failure; then nothing may be left."""
+        for _ in range(1000):
+            for request in list(self.rehashes):
+                self.rehash(request)
+            for call in list(self.calls.values()):
+                if call.io in self.calls:
+                    self.end(call, GONE)
+            due = self.core.due()
+            if due is None and not self.calls and not self.rehashes:
+                break
+            self.sleep(max(0.0, (due or self.now) - self.now))
+        assert set(self.ends) == self.arrived, "a request has no end"
+        assert (len(self.core), self.core.calls, self.core.waiting_for_room) == (0, 0, 0)
+        assert self.picture.claims == {}
+        assert self.promises == {}, "a promise was neither used nor given back"
+        assert self.core.due() is None
+
+    # --- checks -----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self.core.check_invariants()
+        assert sorted(self.picture.claims) == self.core.claims
+        assert len(self.core) == len(self.arrived - set(self.ends))
+        assert self.core.calls == len(self.calls)
+        for calls in (self.open(Prefill), self.open(Start)):
+            busy = [call.request for call in calls if call.request not in self.ends]
+            assert len(busy) == len(set(busy)), "a request is computed twice at once"
+
+    def _note(self, action: Action) -> None:
+        match action:
+            case Reserve() | Prefill() | Start():
+                assert action.request not in self.ends
+                assert action.io not in self.calls
+                self.calls[action.io] = action
+            case Cancel(io):
+                assert io in self.calls, "a call that has ended is given up"
+                assert io not in self.cancelled
+                self.cancelled.add(io)
+            case Undo(_, target):
+                self.promises.pop(target.transfer_id, None)
+            case Renew(target):
+                assert target.transfer_id in self.promises, "a promise that is over is renewed"
+            case Rehash(request):
+                assert request not in self.rehashes
+                self.rehashes.append(request)
+            case Complete(request=request) | Fail(request=request) | Drop(request=request):
+                assert request not in self.ends, "a request has ended twice"
+                self.ends[request] = action
+                self.rehashes = [it for it in self.rehashes if it != request]
+            case Announce(request=request):
+                assert request not in self.ends
