@@ -22,10 +22,12 @@ from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import (
+    Accepted,
     Delivered,
     Event,
     FirstToken,
     Prefill,
+    Prefilled,
     Renew,
     Reserve,
     Result,
@@ -33,7 +35,7 @@ from services.conductor.core.messages import (
     Tokens,
     Undo,
 )
-from services.conductor.core.plan import Prefilled, StoreOption
+from services.conductor.core.stores import StoreView
 from services.conductor.serving import Serving
 from services.conductor.steps import StepsPool, StepsStream
 from services.conductor.translate import decode_proto, failure_of, finish_of, promised_of, target_proto
@@ -111,9 +113,9 @@ class Calls:
         self._run(order.io, lambda: self._prefill(order, request, serving))
 
     async def _prefill(self, order: Prefill, request: prefill_pb2.PrefillRequest, serving: Serving) -> Result:
-        prefill = self._find(order.plan.prefill)
-        if prefill is None or prefill.incarnation != order.plan.incarnation:
-            return Failure(Kind.UNAVAILABLE, f"{order.plan.prefill} has left")
+        prefill = self._find(order.plan.prefill.id)
+        if prefill is None or prefill.incarnation != order.incarnation:
+            return Failure(Kind.UNAVAILABLE, f"{order.plan.prefill.id} has left")
         stub = PrefillServiceStub(self._channels.get(prefill.address))
         call = stub.Prefill(request, timeout=serving.remaining_s())
         try:
@@ -124,6 +126,8 @@ class Calls:
                     how = _prefilled(response.first_token, request.sequence)
                     finish = finish_of(serving.first_token(response.first_token))
                     self._post(FirstToken(order.io, how, finish))
+                elif response.HasField("accepted"):
+                    self._post(Accepted(order.io))
                 elif response.HasField("finished"):
                     self._post(Delivered(order.io))
         finally:
@@ -145,7 +149,7 @@ class Calls:
             request.replicas.extend(prefill_pb2.StoreReplica(instance=it, held_blocks=held) for it, held in targets[1:])
         return request
 
-    def _stores(self, options: Sequence[StoreOption]) -> list[tuple[kv_pb2.Instance, int]]:
+    def _stores(self, options: Sequence[StoreView]) -> list[tuple[kv_pb2.Instance, int]]:
         """Those of a plan's kvstores that are still members, with the leading blocks they hold."""
         return [(instance, it.blocks) for it in options if (instance := self._find(it.id)) is not None]
 

@@ -22,13 +22,14 @@ from services.conductor.core.messages import (
     Rehashed,
     Renew,
     Reserve,
+    Resync,
     Start,
     Stopped,
     Undo,
 )
-from services.conductor.explain import Decisions
+from services.conductor.explain import Decisions, placement
 from services.conductor.serving import Serving
-from services.conductor.translate import error_of, placement_proto
+from services.conductor.translate import error_of
 
 log = get_logger(__name__)
 
@@ -39,12 +40,16 @@ class Desk:
     Args:
         calls: does what is to be done at instances.
         decisions: remembers placements.
+        resync: orders a snapshot of an instance's keys.
         post: hands an event to the core.
     """
 
-    def __init__(self, calls: Calls, decisions: Decisions, post: Callable[[Event], None]) -> None:
+    def __init__(
+        self, calls: Calls, decisions: Decisions, resync: Callable[[str], None], post: Callable[[Event], None]
+    ) -> None:
         self._calls = calls
         self._decisions = decisions
+        self._resync = resync
         self._post = post
         self._serving: dict[int, Serving] = {}
         self._numbers = itertools.count(1)
@@ -97,15 +102,17 @@ class Desk:
                 self._calls.renew(action)
             case Undo():
                 self._calls.undo(action)
+            case Resync(instance):
+                self._resync(instance)
             case Cancel(io):
                 self._calls.cancel(io)
 
     def _tell(self, action: Announce | Rehash | Complete | Fail | Drop, serving: Serving) -> None:
         match action:
             case Announce(_, plan, decode):
-                placement = placement_proto(plan, decode)
-                self._decisions.placed(serving.ask.id, placement, plan.candidates)
-                serving.placed(placement)
+                placed = placement(plan, decode)
+                self._decisions.placed(serving.ask.id, placed, plan.candidates)
+                serving.placed(placed)
                 return
             case Rehash():
                 self._rehash(action, serving)

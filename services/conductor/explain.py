@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from moonpool.errors import NotFound
 from moonpool.v1 import conductor_pb2
-from services.conductor.core.plan import Candidate
+from services.conductor.core.cost import PrefillChoice
+from services.conductor.core.plan import Plan
 
 
 class Decisions:
@@ -20,7 +21,7 @@ class Decisions:
     def __len__(self) -> int:
         return len(self._records)
 
-    def placed(self, request_id: str, placement: conductor_pb2.Placement, candidates: Iterable[Candidate]) -> None:
+    def placed(self, request_id: str, placement: conductor_pb2.Placement, candidates: Iterable[PrefillChoice]) -> None:
         """Note where a request was placed; a later placement of the same request replaces an earlier one."""
         record = conductor_pb2.ExplainResponse(placement=placement, candidates=map(_explain, candidates))
         earlier = self._records.get(request_id)
@@ -28,7 +29,7 @@ class Decisions:
             record.measured_ttft_s = earlier.measured_ttft_s
         self._keep(request_id, record)
 
-    def refused(self, request_id: str, reason: str, candidates: Iterable[Candidate] = ()) -> None:
+    def refused(self, request_id: str, reason: str, candidates: Iterable[PrefillChoice] = ()) -> None:
         """Note why a request was refused; without new candidates, those of an earlier decision are kept."""
         record = conductor_pb2.ExplainResponse(refused=reason, candidates=map(_explain, candidates))
         earlier = self._records.get(request_id)
@@ -60,7 +61,19 @@ class Decisions:
             self._records.popitem(last=False)
 
 
-def _explain(choice: Candidate) -> conductor_pb2.CandidateExplanation:
+def placement(plan: Plan, decode: str) -> conductor_pb2.Placement:
+    """The contract's form of a plan, with the decode instance that gave its promise."""
+    return conductor_pb2.Placement(
+        prefill=plan.prefill.id,
+        decode=decode,
+        kvstore=plan.prefill.kvstore,
+        predicted_cached_blocks=plan.prefill.used_blocks,
+        predicted_ttft_s=plan.prefill.ttft_s,
+        emulated=plan.emulated,
+    )
+
+
+def _explain(choice: PrefillChoice) -> conductor_pb2.CandidateExplanation:
     return conductor_pb2.CandidateExplanation(
         instance=choice.id,
         local_blocks=choice.local_blocks,

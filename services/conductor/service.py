@@ -20,12 +20,12 @@ from services.conductor.calls import Calls
 from services.conductor.checkpoint import Checkpoint
 from services.conductor.cluster import Cluster
 from services.conductor.config import ConductorConfig
+from services.conductor.core.conductor import ConductorCore
 from services.conductor.core.messages import Action, Event
+from services.conductor.core.picture import Picture
 from services.conductor.core.placing import Limits
-from services.conductor.core.request import Requests
 from services.conductor.desk import Desk
 from services.conductor.explain import Decisions
-from services.conductor.picture import PlannerPicture
 from services.conductor.servicer import ConductorServicer
 
 log = get_logger(__name__)
@@ -46,16 +46,16 @@ async def conductor(
     async with AsyncExitStack() as stack:
         tokenizing = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "tokenize"))
         channels = await stack.enter_async_context(Channels())
-        cluster = Cluster(config, checkpoint.served(), channels, lambda event: driver.post(event))
-        requests = Requests(_limits(config), PlannerPicture(cluster.registry, cluster.index, cluster.planner))
-        driver: Driver[Event, Action] = Driver(requests, lambda action: desk.perform(action), journal=_journal(config))
+        core = _core(config)
+        driver: Driver[Event, Action] = Driver(core, lambda action: desk.perform(action), journal=_journal(config))
+        cluster = Cluster(checkpoint.served(), channels, driver.post)
         stack.callback(driver.close)
         stack.push_async_callback(cluster.steps.aclose)
         calls = Calls(channels, cluster.steps, cluster.find, driver.post, RESERVE_LIMIT * config.reserve_timeout_s)
         stack.push_async_callback(calls.aclose)
         decisions = Decisions(config.explain_history)
-        desk = Desk(calls, decisions, driver.post)
-        servicer = ConductorServicer(config, checkpoint, cluster, requests, desk, decisions, tokenizing, spans)
+        desk = Desk(calls, decisions, cluster.resync, driver.post)
+        servicer = ConductorServicer(config, checkpoint, cluster, core, desk, decisions, tokenizing, spans)
         metrics = Metrics(config.service())
         metrics.watch(servicer.gauges)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
@@ -67,8 +67,9 @@ async def conductor(
         yield servicer, address
 
 
-def _limits(config: ConductorConfig) -> Limits:
-    return Limits(config.retries, config.recovery_s, config.room_wait_s, config.reserve_timeout_s)
+def _core(config: ConductorConfig) -> ConductorCore:
+    limits = Limits(config.retries, config.recovery_s, config.room_wait_s, config.reserve_timeout_s)
+    return ConductorCore(limits, Picture(config.max_index_keys, config.balancing_threshold, config.kvstore_replicas))
 
 
 def _journal(config: ConductorConfig) -> JournalWriter | None:

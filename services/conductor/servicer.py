@@ -20,11 +20,10 @@ from services.conductor.answer import Answer
 from services.conductor.checkpoint import Checkpoint
 from services.conductor.cluster import Cluster
 from services.conductor.config import ConductorConfig
-from services.conductor.core.request import Requests
+from services.conductor.core.conductor import ConductorCore
 from services.conductor.desk import Desk
 from services.conductor.explain import Decisions
 from services.conductor.join import JoinServer
-from services.conductor.registry import DECODE, KVSTORE, PREFILL
 from services.conductor.request import Served, read_request
 
 _GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, conductor_pb2.GenerateResponse]
@@ -41,7 +40,7 @@ class ConductorServicer:
         config: ConductorConfig,
         checkpoint: Checkpoint,
         cluster: Cluster,
-        requests: Requests,
+        core: ConductorCore,
         desk: Desk,
         decisions: Decisions,
         tokenizing: ThreadPoolExecutor,
@@ -51,7 +50,7 @@ class ConductorServicer:
         self._config = config
         self._checkpoint = checkpoint
         self.cluster = cluster
-        self.requests = requests
+        self.core = core
         self._desk = desk
         self._decisions = decisions
         self._tokenizing = tokenizing
@@ -153,7 +152,7 @@ class ConductorServicer:
             conductor_pb2.InstanceState(
                 instance=member.instance,
                 load=member.load,
-                indexed_blocks=self.cluster.index.held(member.id),
+                indexed_blocks=self.core.picture.index.held(member.id),
                 total_blocks=member.total_blocks,
             )
             for member in registry
@@ -179,28 +178,25 @@ class ConductorServicer:
         return conductor_pb2.ConductorStatsResponse(instance=self._instance, gauges=self.gauges.read())
 
     def _make_gauges(self) -> Gauges:
-        cluster, requests = self.cluster, self.requests
+        cluster, requests, picture = self.cluster, self.core.requests, self.core.picture
         return Gauges(
             [
                 ("requests_running", lambda: len(self._running), 0),
                 ("requests_served", lambda: self._served, None),
                 ("steps_sequences", lambda: cluster.steps.sequences, 0),
-                ("prefills_in_flight", lambda: sum([len(m.prefills) for m in cluster.registry.of_kind(PREFILL)]), 0),
-                ("decodes_in_flight", lambda: sum([len(m.decodes) for m in cluster.registry.of_kind(DECODE)]), 0),
-                ("loads_in_flight", lambda: sum([len(m.loads) for m in cluster.registry.of_kind(KVSTORE)]), 0),
                 ("requests_followed", lambda: len(requests), 0),
                 ("calls_out", lambda: requests.calls, 0),
-                ("claims", lambda: len(requests.claims), 0),
-                ("steps_messages_unsent", lambda: cluster.steps.unsent, 0),
                 ("waiting_for_room", lambda: requests.waiting_for_room, 0),
-                ("decode_blocks_unreported", lambda: self._unreported_blocks(), 0),
+                ("prefills_in_flight", lambda: picture.prompts_in_flight, 0),
+                ("decodes_in_flight", lambda: picture.answers_in_flight, 0),
+                ("loads_in_flight", lambda: picture.reads_in_flight, 0),
+                ("claims", lambda: len(picture.claims), 0),
+                ("decode_blocks_unreported", lambda: picture.blocks_unreported, 0),
+                ("steps_messages_unsent", lambda: cluster.steps.unsent, 0),
                 ("emulated", lambda: cluster.registry.emulated, None),
                 ("instances", lambda: len(cluster.registry), None),
-                ("index_keys", lambda: len(cluster.index), None),
+                ("index_keys", lambda: len(picture.index), None),
                 ("decisions", lambda: len(self._decisions), None),
                 *process_entries(),
             ]
         )
-
-    def _unreported_blocks(self) -> int:
-        return sum(member.decodes.total_unreported_blocks() for member in self.cluster.registry.of_kind(DECODE))

@@ -2,10 +2,9 @@
 
 from moonpool import errors
 from moonpool.errors import InvalidRequest, Mismatch, MoonpoolError, Overloaded
-from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
+from moonpool.v1 import decode_pb2, kv_pb2
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import Finish, Promised, Target
-from services.conductor.core.plan import Plan
 
 FINISHES = {
     Finish.STOP: kv_pb2.FINISH_REASON_STOP,
@@ -84,16 +83,4 @@ def target_proto(target: Target) -> kv_pb2.TransferTarget:
         transfer_id=target.transfer_id,
         generation=target.generation,
         held_blocks=target.held_blocks,
-    )
-
-
-def placement_proto(plan: Plan, decode: str) -> conductor_pb2.Placement:
-    """A placement, with the decode instance that gave its promise."""
-    return conductor_pb2.Placement(
-        prefill=plan.prefill,
-        decode=decode,
-        kvstore=plan.kvstore,
-        predicted_cached_blocks=plan.used_blocks,
-        predicted_ttft_s=plan.ttft_s,
-        emulated=plan.emulated,
     )

@@ -1,1 +1,1 @@
-"""What the conductor decides, as state machines: events in, actions out, time as an argument."""
+"""What the conductor knows of its cluster, and where it places requests. Pure: no I/O, time is an argument."""

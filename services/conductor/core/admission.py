@@ -31,19 +31,19 @@ def check_plan(slo: Slo, plan: Plan, elapsed_s: float) -> Failure | None:
         plan: predictions, best first.
         elapsed_s: seconds since the request arrived.
     """
-    late = check_ttft(slo, plan.ttft_s, plan.busy_s, elapsed_s)
+    late = check_ttft(slo, plan.prefill.ttft_s, plan.prefill.alone_s, elapsed_s)
     if late is not None or not plan.decodes:
         return late
     return check_tbt(slo, min(option.tbt_s for option in plan.decodes))
 
 
-def check_ttft(slo: Slo, ttft_s: float, busy_s: float, elapsed_s: float = 0.0) -> Failure | None:
+def check_ttft(slo: Slo, ttft_s: float, alone_s: float, elapsed_s: float = 0.0) -> Failure | None:
     """The refusal when the first token would come too late; the retry time is when the queue will have shrunk enough.
 
     Args:
         slo: what is expected.
         ttft_s: seconds from now to the first token, predicted.
-        busy_s: those of them that the request itself computes.
+        alone_s: what it would be on an idle instance.
         elapsed_s: seconds since the request arrived.
     """
     predicted = elapsed_s + ttft_s
@@ -56,7 +56,7 @@ def check_ttft(slo: Slo, ttft_s: float, busy_s: float, elapsed_s: float = 0.0) -
         reason="ttft_slo",
         predicted_ttft_s=predicted,
         slo_s=slo.ttft_s,
-        retry_after_s=max(excess, MIN_RETRY_S) if busy_s <= slo.ttft_s else HOPELESS_RETRY_S,
+        retry_after_s=max(excess, MIN_RETRY_S) if alone_s <= slo.ttft_s else HOPELESS_RETRY_S,
     )
 
 
@@ -80,7 +80,7 @@ def no_room(refusal: Failure | None, plan: Plan) -> Failure:
         Kind.OVERLOADED,
         f"no decode instance has room: {refusal.message if refusal else 'all are full by their last report'}",
         reason=(refusal.reason if refusal else "") or NO_DECODE_ROOM,
-        predicted_ttft_s=plan.ttft_s,
+        predicted_ttft_s=plan.prefill.ttft_s,
         predicted_tbt_s=refusal.predicted_tbt_s if refusal else 0.0,
         slo_s=refusal.slo_s if refusal else 0.0,
         retry_after_s=(refusal.retry_after_s if refusal else 0.0) or NO_ROOM_RETRY_S,

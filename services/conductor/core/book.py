@@ -1,11 +1,11 @@
 """The requests that have not ended, and their ends. Each ends exactly once, and gives back everything it holds."""
 
 from moonpool.core.timers import Timers
+from services.conductor.core.cost import PrefillChoice
 from services.conductor.core.failures import Failure
 from services.conductor.core.legs import Legs
 from services.conductor.core.life import Request
 from services.conductor.core.messages import Action, Ask, Complete, Drop, Fail, Finish
-from services.conductor.core.plan import Candidate
 from services.conductor.core.room import RoomQueue
 
 TIMERS = ("deadline", "wait", "pause", "renew", "word")
@@ -42,7 +42,7 @@ class Book:
         out: list[Action],
         *,
         refused: bool = False,
-        candidates: tuple[Candidate, ...] = (),
+        candidates: tuple[PrefillChoice, ...] = (),
     ) -> None:
         """The client gets an error; `refused` when no place was found, `candidates` being what was considered."""
         self._legs.end(request, now, out)

@@ -10,10 +10,12 @@ from enum import Enum
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Cancel, Outstanding
 from moonpool.core.timers import Timers
+from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.life import Attempt, DecodeLeg, Phase, PrefillLeg, Request
 from services.conductor.core.messages import ATTEMPT_MARK, Action, Prefill, Promised, Renew, Reserve, Start, Undo
-from services.conductor.core.plan import DecodeOption, Picture, Plan
+from services.conductor.core.picture import Picture
+from services.conductor.core.plan import Plan
 
 MAX_RESERVES = 2
 """`Reserve` calls of one request that are out at once."""
@@ -51,15 +53,15 @@ class Legs:
         self._picture = picture
         self._timers = timers
         self._reserve_timeout_s = reserve_timeout_s
-        self._claims = 0
 
-    def begin(self, request: Request, plan: Plan, options: Sequence[DecodeOption], now: float) -> Attempt:
+    def begin(self, request: Request, plan: Plan, options: Sequence[DecodeChoice], now: float) -> Attempt:
         """Begins an attempt: the prompt counts at prefill from now on."""
         number, request.attempts = request.attempts, request.attempts + 1
         sequence = f"{request.ask.id}{ATTEMPT_MARK}{number}" if number else request.ask.id
-        attempt = request.attempt = Attempt(sequence, plan, list(options), self._claim())
+        best, incarnation = plan.prefill, self._picture.incarnation(plan.prefill.id)
+        claim = self._picture.claim_prefill(best.id, best.busy_s, now, best.kvstore)
+        attempt = request.attempt = Attempt(sequence, plan, incarnation, list(options), claim)
         request.phase = Phase.PLACED
-        self._picture.claim_prefill(attempt.claim, plan, now)
         return attempt
 
     def ask(self, request: Request, attempt: Attempt, now: float, out: list[Action]) -> bool:
@@ -117,15 +119,21 @@ class Legs:
             return False
         attempt.target, attempt.lease_s, attempt.promise = promised.target, promised.lease_s, hold.claim
         attempt.decode = DecodeLeg.PROMISED
+        self._picture.known(attempt.promise)
         self.renew(hold.request, attempt, now, out)
         return True
 
     def prefill(self, request: Request, attempt: Attempt, out: list[Action]) -> None:
         """Calls prefill."""
         plan, number = attempt.plan, request.ask.number
-        hold = Hold(Call.PREFILL, number, attempt.sequence, plan.prefill, plan.incarnation)
+        hold = Hold(Call.PREFILL, number, attempt.sequence, plan.prefill.id, attempt.incarnation)
         attempt.prefill, attempt.prefill_io = PrefillLeg.SENT, self.calls.begin(hold)
-        out.append(Prefill(attempt.prefill_io, number, attempt.sequence, plan, attempt.target))
+        out.append(Prefill(attempt.prefill_io, number, attempt.sequence, plan, attempt.incarnation, attempt.target))
+
+    def accepted(self, attempt: Attempt) -> None:
+        """Prefill has the prompt in its queue."""
+        if attempt.claim:
+            self._picture.known(attempt.claim)
 
     def token(self, attempt: Attempt, now: float) -> None:
         """Prefill has given its token."""
@@ -193,25 +201,22 @@ class Legs:
         return sorted(claim for claim in claims if claim)
 
     def digest(self) -> bytes:
-        """Hash of the calls and the claims."""
-        return digest_of(self.calls, self._claims)
+        """Hash of the calls."""
+        return digest_of(self.calls)
 
-    def _reserve(self, request: Request, attempt: Attempt, option: DecodeOption, now: float, out: list[Action]) -> None:
-        number, claim = request.ask.number, self._claim()
-        self._picture.claim_decode(claim, option.id, attempt.plan, now)
-        hold = Hold(Call.RESERVE, number, attempt.sequence, option.id, option.incarnation, claim)
+    def _reserve(self, request: Request, attempt: Attempt, option: DecodeChoice, now: float, out: list[Action]) -> None:
+        number, demand = request.ask.number, attempt.plan.demand
+        incarnation = self._picture.incarnation(option.id)
+        claim = self._picture.claim_decode(option.id, demand.prompt_tokens, demand.total_blocks)
+        hold = Hold(Call.RESERVE, number, attempt.sequence, option.id, incarnation, claim)
         attempt.asked = io = self.calls.begin(hold)
         request.reserves += 1
         self._timers.set(("reserve", io), now + self._reserve_timeout_s)
         stores = tuple(store.id for store in attempt.plan.write_back)
         tbt_slo_s = None if request.recovering else request.ask.slo.tbt_s
-        out.append(Reserve(io, number, attempt.sequence, option.id, option.incarnation, tbt_slo_s, stores))
+        out.append(Reserve(io, number, attempt.sequence, option.id, incarnation, tbt_slo_s, stores))
 
     def _release_claim(self, attempt: Attempt, now: float) -> None:
         if attempt.claim:
             self._picture.release(attempt.claim, now)
             attempt.claim = 0
-
-    def _claim(self) -> int:
-        self._claims += 1
-        return self._claims

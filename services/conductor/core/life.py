@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.failures import Failure
 from services.conductor.core.messages import Ask, Target
-from services.conductor.core.plan import DecodeOption, Demand, Plan
+from services.conductor.core.plan import Plan
 
 
 class PrefillLeg(Enum):
@@ -35,7 +36,7 @@ class Attempt:
     Attributes:
         sequence: the id that engines see. It ends with the attempt's number, which is the fence: what earlier attempts
             still send is not mixed up with this one's.
-        plan: where it goes.
+        plan: where it goes; `incarnation` is that of the prefill instance.
         options: decode instances that were not asked yet, best first.
         asked: the `Reserve` that is waited for; 0 for none.
         late: those that have taken too long. The first promise counts, also a late one.
@@ -49,7 +50,8 @@ class Attempt:
 
     sequence: str
     plan: Plan
-    options: list[DecodeOption]
+    incarnation: int
+    options: list[DecodeChoice]
     claim: int
     prefill: PrefillLeg = PrefillLeg.NONE
     decode: DecodeLeg = DecodeLeg.NONE
@@ -113,17 +115,6 @@ class Request:
     refusal: Failure | None = None
     waits_since: float | None = None
     recovering: bool = False
-
-    @property
-    def demand(self) -> Demand:
-        """What is to be placed now."""
-        return Demand(
-            tokens=self.ask.prompt_tokens + self.tokens,
-            answer_tokens=self.ask.max_tokens - self.tokens,
-            keys=self.keys,
-            prompt_key=self.ask.prompt_key,
-            suspects=tuple(self.suspects),
-        )
 
     def suspect(self, instance: str) -> None:
         """Avoids an instance from now on."""

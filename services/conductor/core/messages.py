@@ -5,8 +5,10 @@ from enum import Enum
 
 from moonpool.core.kernel import Cancel, Ended
 from services.conductor.core.admission import Slo
+from services.conductor.core.cost import PrefillChoice
+from services.conductor.core.facts import InstanceFacts, LoadFacts
 from services.conductor.core.failures import Failure
-from services.conductor.core.plan import Candidate, Plan, Prefilled
+from services.conductor.core.plan import Plan
 
 ATTEMPT_MARK = "~"
 """Separates a request's id from the number of the attempt in the ids that engines see."""
@@ -91,6 +93,24 @@ class ClientGone:
 
 
 @dataclass(frozen=True, slots=True)
+class Accepted:
+    """A prefill (its io) has the prompt in its queue."""
+
+    io: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """How a prompt was prefilled; `misses` are (kvstore, key) that the index believed to be there."""
+
+    computed_tokens: int
+    local_tokens: int
+    loaded_tokens: int
+    prefill_s: float
+    misses: tuple[tuple[str, bytes], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class FirstToken:
     """A prefill (its io) has given its token, which the answer has; `finish` is set when it completes the answer."""
 
@@ -121,9 +141,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """An instance has joined."""
+    """An instance has joined, perhaps again."""
 
-    instance: str
+    facts: InstanceFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +157,22 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A decode instance has reported; its room may have changed."""
+    """An instance has reported its load."""
 
-    decode: str
+    instance: str
+    load: LoadFacts
+
+
+@dataclass(frozen=True, slots=True)
+class KeysChanged:
+    """A message of an instance's KV events."""
+
+    instance: str
+    sequence: int
+    stored: tuple[bytes, ...]
+    removed: tuple[bytes, ...]
+    snapshot_begin: bool
+    snapshot_end: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +191,14 @@ Event = (
     | Rehashed
     | Stopped
     | ClientGone
+    | Accepted
     | FirstToken
     | Delivered
     | Tokens
     | Joined
     | Left
     | Reported
+    | KeysChanged
     | Ended[Result]
 )
 
@@ -191,6 +226,7 @@ class Prefill:
     request: int
     sequence: str
     plan: Plan
+    incarnation: int
     target: Target | None
 
 
@@ -252,7 +288,7 @@ class Fail:
     request: int
     failure: Failure
     refused: bool = False
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[PrefillChoice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,4 +298,11 @@ class Drop:
     request: int
 
 
-Action = Reserve | Prefill | Start | Renew | Undo | Announce | Rehash | Complete | Fail | Drop | Cancel
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """An instance's KV events have a gap: order a snapshot."""
+
+    instance: str
+
+
+Action = Reserve | Prefill | Start | Renew | Undo | Announce | Rehash | Complete | Fail | Drop | Resync | Cancel

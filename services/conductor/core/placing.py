@@ -3,13 +3,16 @@
 from dataclasses import dataclass
 
 from moonpool.core.timers import Timers
+from moonpool.errors import InvalidRequest, Unavailable
 from services.conductor.core import admission
 from services.conductor.core.book import Book
+from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
 from services.conductor.core.legs import Hold, Legs
 from services.conductor.core.life import Attempt, Phase, Request
 from services.conductor.core.messages import Action, Announce, Rehash, Result
-from services.conductor.core.plan import DecodeOption, Picture, Plan
+from services.conductor.core.picture import Picture
+from services.conductor.core.plan import Plan
 from services.conductor.core.room import RoomQueue
 
 MAX_ASKED = 4
@@ -59,7 +62,7 @@ class Placing:
 
     def place(self, now: float, request: Request, out: list[Action]) -> None:
         """Plans a request and begins an attempt, or lets it wait, or refuses it."""
-        plan = self._picture.plan(request.demand, now)
+        plan = self._plan(now, request)
         if isinstance(plan, Failure):
             self._nowhere(now, request, plan, out)
             return
@@ -136,18 +139,34 @@ class Placing:
         request.phase = Phase.KEYS
         out.append(Rehash(request.ask.number, request.failures, request.refusal))
 
-    def _options(self, request: Request, plan: Plan) -> list[DecodeOption]:
+    def _plan(self, now: float, request: Request) -> Plan | Failure:
+        ask = request.ask
+        try:
+            return self._picture.plan(
+                tokens=ask.prompt_tokens + request.tokens,
+                answer_tokens=ask.max_tokens - request.tokens,
+                keys=request.keys,
+                prompt_key=ask.prompt_key,
+                now=now,
+                suspects=request.suspects,
+            )
+        except Unavailable as error:
+            return Failure(Kind.UNAVAILABLE, error.message)
+        except InvalidRequest as error:
+            return Failure(Kind.INVALID, error.message, field=error.field)
+
+    def _options(self, request: Request, plan: Plan) -> list[DecodeChoice]:
         """The instances to ask. A report may be stale, so at first also those that seem to be full are asked."""
-        first = request.waits_since is None
-        options = [option for option in plan.decodes if self._rooms.free_to(option.id, request.ask.number)]
-        return [option for option in options if option.fits or first][:MAX_ASKED]
+        first, need = request.waits_since is None, plan.demand.total_blocks
+        free = [option for option in plan.decodes if self._rooms.free_to(option.id, request.ask.number)]
+        return [option for option in free if first or self._picture.room_of(option.id)[0] >= need][:MAX_ASKED]
 
     def _no_room(self, now: float, request: Request, refusal: Failure, plan: Plan, out: list[Action]) -> None:
         if refusal.reason != NO_DECODE_ROOM and not request.recovering:
             self._book.fail(now, request, refusal, out, refused=True, candidates=plan.candidates)
         elif self._may_wait(now, request, Phase.ROOM, refusal, out):
             assert request.waits_since is not None
-            self._rooms.add(request.ask.number, plan.total_blocks, request.waits_since)
+            self._rooms.add(request.ask.number, plan.demand.total_blocks, request.waits_since)
 
     def _nowhere(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:
         if failure.kind is Kind.UNAVAILABLE and request.recovering:

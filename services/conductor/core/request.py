@@ -12,6 +12,7 @@ from services.conductor.core.failures import FINAL, INNER, Failure, Kind
 from services.conductor.core.legs import MAX_RESERVES, Call, Hold, Legs
 from services.conductor.core.life import Attempt, DecodeLeg, Phase, PrefillLeg, Request
 from services.conductor.core.messages import (
+    Accepted,
     Action,
     Arrived,
     ClientGone,
@@ -21,6 +22,7 @@ from services.conductor.core.messages import (
     FirstToken,
     Joined,
     Left,
+    Prefilled,
     Promised,
     Rehashed,
     Reported,
@@ -28,8 +30,9 @@ from services.conductor.core.messages import (
     Stopped,
     Tokens,
 )
+from services.conductor.core.picture import Picture
 from services.conductor.core.placing import Limits, Placing
-from services.conductor.core.plan import Picture
+from services.conductor.core.plan import Plan
 from services.conductor.core.room import RoomQueue
 
 WORD_S = 2.0
@@ -77,7 +80,7 @@ class Requests:
                 self._placing.place(now, self._book.open(ask, keys), out)
             case Rehashed() | Stopped() | ClientGone():
                 self._from_client(now, event, out)
-            case FirstToken() | Delivered() | Tokens():
+            case Accepted() | FirstToken() | Delivered() | Tokens():
                 self._from_call(now, event, out)
             case Ended():
                 self._ended(now, event, out)
@@ -114,13 +117,15 @@ class Requests:
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
-    def _from_call(self, now: float, event: FirstToken | Delivered | Tokens, out: list[Action]) -> None:
+    def _from_call(self, now: float, event: Accepted | FirstToken | Delivered | Tokens, out: list[Action]) -> None:
         hold = self._legs.calls.get(event.io)
         request = self._book.requests.get(hold.request) if hold is not None else None
         if hold is None or request is None:
             return
         attempt = _attempt_of(request, hold)
         match event:
+            case Accepted() if attempt is not None:
+                self._legs.accepted(attempt)
             case Delivered() if attempt is not None:
                 attempt.delivered = True
             case FirstToken():
@@ -134,11 +139,17 @@ class Requests:
         request.tokens += 1  # also one of an attempt that is over: the answer has it
         if attempt is not None:
             self._legs.token(attempt, now)
-            self.picture.prefilled(attempt.plan, event.how)
+            self._learn(attempt.plan, event.how)
         if event.finish is not None:
             self._book.complete(now, request, event.finish, out)
         elif attempt is not None and attempt.decode is DecodeLeg.PROMISED:
             self._legs.start(request, attempt, out)
+
+    def _learn(self, plan: Plan, how: Prefilled) -> None:
+        if not how.loaded_tokens:
+            self.picture.observe_prefill(plan.prefill.id, how.computed_tokens, how.local_tokens, how.prefill_s)
+        for store, key in how.misses:
+            self.picture.forget(store, [key], plan.index_version)
 
     def _tokens(self, now: float, request: Request, attempt: Attempt | None, event: Tokens, out: list[Action]) -> None:
         request.tokens += event.count
@@ -194,7 +205,7 @@ class Requests:
     ) -> None:
         """Matters only before decode has everything."""
         before, attempt.prefill = attempt.prefill, PrefillLeg.OVER
-        prefill = attempt.plan.prefill
+        prefill = attempt.plan.prefill.id
         if before is PrefillLeg.SENT:
             failure = failure or Failure(Kind.STREAM, f"{prefill} ended without a token")
             self._attempt_failed(now, request, failure, [prefill], out)
@@ -209,7 +220,7 @@ class Requests:
     ) -> None:
         assert attempt.target is not None
         decode = attempt.target.decode
-        blamed = attempt.plan.prefill if attempt.torn else decode
+        blamed = attempt.plan.prefill.id if attempt.torn else decode
         attempt.decode = DecodeLeg.OVER
         failure = failure or Failure(Kind.STREAM, f"{decode} ended the sequence without a reason")
         self._attempt_failed(now, request, failure, [blamed], out)
@@ -238,11 +249,11 @@ class Requests:
 
     def _from_cluster(self, now: float, event: Joined | Left | Reported, out: list[Action]) -> None:
         match event:
-            case Joined(instance):
+            case Joined(facts):
                 self._placing.member_news(now, out)
+                self._placing.room_news(now, facts.id, out)
+            case Reported(instance):
                 self._placing.room_news(now, instance, out)
-            case Reported(decode):
-                self._placing.room_news(now, decode, out)
             case Left(instance, incarnation, lost):
                 self._rooms.forget(instance)
                 for request in list(self._book.requests.values()) if lost else ():
@@ -259,7 +270,7 @@ class Requests:
             if attempt.decode is DecodeLeg.PROMISED:
                 self._legs.lose_promise(attempt, now)
             self._attempt_failed(now, request, failure, [who[0]], out)
-        elif who == (attempt.plan.prefill, attempt.plan.incarnation):
+        elif who == (attempt.plan.prefill.id, attempt.incarnation):
             self._lost_prefill(now, request, attempt, failure, out)
         elif attempt.decode is DecodeLeg.ASKED and self._legs.gave_up(attempt, who, failure):
             request.suspect(who[0])
@@ -270,7 +281,7 @@ class Requests:
     ) -> None:
         """Its call is given up. Decode is not to blame, and goes on when it has everything."""
         if attempt.prefill in (PrefillLeg.NONE, PrefillLeg.SENT):
-            self._attempt_failed(now, request, failure, [attempt.plan.prefill], out)
+            self._attempt_failed(now, request, failure, [attempt.plan.prefill.id], out)
         elif attempt.prefill is PrefillLeg.TOKEN:
             out.append(Cancel(attempt.prefill_io))
             attempt.prefill = PrefillLeg.OVER
@@ -314,8 +325,8 @@ class Requests:
         if kind == "renew":
             self._legs.renew(request.ask.number, attempt, now, out)
         else:
-            failure = Failure(Kind.STREAM, f"{attempt.plan.prefill} was lost before decode had everything")
-            self._attempt_failed(now, request, failure, [attempt.plan.prefill], out)
+            failure = Failure(Kind.STREAM, f"{attempt.plan.prefill.id} was lost before decode had everything")
+            self._attempt_failed(now, request, failure, [attempt.plan.prefill.id], out)
 
     # --- checks -----------------------------------------------------------------------------------------------------
 

@@ -1,11 +1,14 @@
 from services.conductor.core.admission import HOPELESS_RETRY_S, Slo, check_plan, check_tbt, check_ttft
+from services.conductor.core.cost import DecodeChoice, PrefillChoice
+from services.conductor.core.facts import Demand
 from services.conductor.core.failures import Kind
-from services.conductor.core.plan import DecodeOption, Plan
+from services.conductor.core.plan import Plan
 
 
 def plan(ttft_s: float, *tbts: float) -> Plan:
-    decodes = tuple(DecodeOption(f"decode-{n}", 1, tbt_s, fits=True) for n, tbt_s in enumerate(tbts))
-    return Plan("prefill-0", 1, ttft_s, ttft_s, 0, "", decodes, total_blocks=1, prompt_tokens=16)
+    prefill = PrefillChoice("prefill-0", 0, 0, 0.0, 0.0, ttft_s, ttft_s)
+    decodes = tuple(DecodeChoice(f"decode-{n}", tbt_s, 1.0) for n, tbt_s in enumerate(tbts))
+    return Plan(prefill, decodes, (), (), (prefill,), Demand(16, 1, 2, 8), 0)
 
 
 def test_a_late_first_token_is_refused_with_the_time_by_which_the_queue_will_have_shrunk() -> None:

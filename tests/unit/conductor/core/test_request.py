@@ -3,8 +3,7 @@
 import pytest
 
 from moonpool.core.kernel import Cancel
-from services.conductor.core.admission import Slo
-from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
+from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import (
     ClientGone,
     Complete,
@@ -20,9 +19,8 @@ from services.conductor.core.messages import (
     Undo,
 )
 from services.conductor.core.request import WORD_S
-from services.conductor.core.room import HOLD_AFTER_S
 
-from .world import BLOCK, GONE, LEASE_S, LIMITS, NO_ROOM, World
+from .world import BLOCK, GONE, LEASE_S, LIMITS, World
 
 BIG, SMALL = 40 * BLOCK, BLOCK
 
@@ -36,7 +34,6 @@ def ended(world: World) -> Complete | Fail:
 def test_a_request_is_reserved_prefilled_decoded_and_gives_everything_back() -> None:
     world = World()
     number, prefill, start = world.decoding()
-    assert world.picture.learnt == 1
     world.post(Delivered(prefill.io))
     world.end(prefill)
     world.more(start, 6)
@@ -96,13 +93,14 @@ def test_when_a_prefill_is_lost_after_its_token_decodes_word_counts() -> None:
 def test_a_torn_transfer_is_placed_anew_and_decode_is_not_blamed() -> None:
     world = World(prefills=2, decodes=2)
     number, _, start = world.decoding()
+    world.report("decode-1", 0)
     world.leave("prefill-0")
     world.end(start, Failure(Kind.STREAM, "the sender's stream broke"))
     world.rehash(number)
     again = world.one(Reserve)
     assert again.decode == start.target.decode
     world.promise(again)
-    assert world.one(Prefill).plan.prefill == "prefill-1"
+    assert world.one(Prefill).plan.prefill.id == "prefill-1"
 
 
 def test_a_torn_transfer_of_which_decode_says_nothing_is_placed_anew() -> None:
@@ -133,7 +131,7 @@ def test_losing_decode_places_the_request_anew_elsewhere_with_the_tokens_so_far(
     again = world.one(Reserve)
     assert (again.decode, again.sequence) == ("decode-1", "r1~1")
     world.promise(again)
-    assert world.one(Prefill).plan.prompt_tokens == 40 + 4
+    assert world.one(Prefill).plan.demand.prompt_tokens == 40 + 4
 
 
 # --- promises ---------------------------------------------------------------------------------------------------------
@@ -218,104 +216,6 @@ def test_an_instance_that_was_restarted_between_plan_and_promise_gets_it_back() 
     assert world.one(Reserve).decode == "decode-1"
 
 
-# --- room -------------------------------------------------------------------------------------------------------------
-
-
-def waiting(*needs: int, room: int = 0) -> World:
-    """One decode instance of 64 blocks with so much room by its report, and requests that found none."""
-    world = World(decodes=1)
-    world.report("decode-0", room)
-    for need in needs:
-        world.arrive(prompt=need - 8, answer=8)
-        world.end(world.one(Reserve), NO_ROOM)
-    assert world.core.waiting_for_room == len(needs)
-    return world
-
-
-def test_one_request_too_big_for_the_room_of_now_does_not_make_the_others_wait() -> None:
-    world = waiting(BIG, SMALL, SMALL)
-    world.report("decode-0", 10)
-    assert [call.request for call in world.open(Reserve)] == [2, 3]
-    assert world.core.waiting_for_room == 1
-
-
-def test_freed_room_wakes_only_those_that_fit_in_order_of_arrival() -> None:
-    world = waiting(4 * BLOCK, 4 * BLOCK, 4 * BLOCK)
-    plans = world.picture.plans
-    world.report("decode-0", 9)
-    assert [call.request for call in world.open(Reserve)] == [1, 2]
-    assert world.picture.plans == plans + 2, "a report plans those it wakes only"
-    world.report("decode-0", 9)
-    assert world.picture.plans == plans + 2
-
-
-def test_where_seeming_room_was_refused_one_finds_out_for_all() -> None:
-    world = waiting(SMALL, SMALL, SMALL, room=20)
-    world.report("decode-0", 20)
-    assert [call.request for call in world.open(Reserve)] == [1]
-    world.end(world.one(Reserve), NO_ROOM)
-    world.report("decode-0", 20)
-    assert [call.request for call in world.open(Reserve)] == [1]
-    world.promise(world.one(Reserve))
-    world.report("decode-0", 20)
-    assert [call.request for call in world.open(Reserve)] == [2, 3]
-
-
-def test_who_is_refused_again_waits_at_the_same_place() -> None:
-    world = waiting(SMALL, SMALL)
-    world.report("decode-0", 1)
-    world.end(world.one(Reserve), NO_ROOM)
-    world.report("decode-0", 2)
-    assert [call.request for call in world.open(Reserve)] == [1, 2]
-
-
-def test_a_big_request_does_not_starve() -> None:
-    world = waiting(BIG)
-    world.sleep(HOLD_AFTER_S)
-    world.report("decode-0", 10)
-    world.arrive(prompt=1, answer=8)  # would fit, but the instance is held for the first
-    assert world.open(Reserve) == []
-    world.report("decode-0", 39)
-    assert world.open(Reserve) == []
-    world.report("decode-0", 40)
-    assert [call.request for call in world.open(Reserve)] == [1]
-    world.promise(world.one(Reserve))
-    world.report("decode-0", 50)
-    assert [call.request for call in world.open(Reserve)] == [2]
-
-
-def test_waiting_for_room_ends_within_its_limit_with_the_refusal() -> None:
-    world = waiting(BIG)
-    world.sleep(LIMITS.room_wait_s - 0.1)
-    assert not world.ends
-    world.sleep(0.1)
-    end = ended(world)
-    assert isinstance(end, Fail)
-    assert (end.failure.kind, end.failure.reason, end.refused) == (Kind.OVERLOADED, NO_DECODE_ROOM, True)
-
-
-def test_waiting_for_room_does_not_outlast_the_ttft_limit() -> None:
-    world = World(decodes=1)
-    world.arrive(slo=Slo(ttft_s=3.0))
-    world.end(world.one(Reserve), NO_ROOM)
-    world.sleep(3.0)
-    assert isinstance(ended(world), Fail)
-
-
-def test_an_answer_that_lost_its_place_does_not_overtake_those_who_came_before() -> None:
-    world = World(decodes=1)
-    world.report("decode-0", 3)
-    first = world.arrive(prompt=20, answer=8)
-    world.end(world.one(Reserve), NO_ROOM)
-    second, _, start = world.decoding(prompt=1, answer=8)
-    world.end(start, GONE)
-    world.sleep(0.1)
-    world.rehash(second)
-    world.end(world.one(Reserve), NO_ROOM)
-    world.report("decode-0", 2)
-    assert [call.request for call in world.open(Reserve)] == [first]
-
-
 # --- ends -------------------------------------------------------------------------------------------------------------
 
 
@@ -358,7 +258,7 @@ def test_tokens_count_once_whenever_their_attempt_ends(late: bool) -> None:
     world.end(start)
     world.rehash(number)
     world.promise(world.one(Reserve))
-    assert world.one(Prefill).plan.prompt_tokens == 40 + 3
+    assert world.one(Prefill).plan.demand.prompt_tokens == 40 + 3
 
 
 def test_an_answer_that_was_complete_before_its_instance_was_lost_is_complete() -> None:

@@ -23,7 +23,7 @@ class RequestMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(prefills=2, decodes=3, total=8, free=8)
+        self.world = World(prefills=2, decodes=3, total=8)
         self.incarnations = dict.fromkeys(NAMES, 1)
 
     @rule(
@@ -33,7 +33,7 @@ class RequestMachine(RuleBasedStateMachine):
         ttft_s=st.sampled_from([None, None, 0.5, 3.0]),
     )
     def arrive(self, prompt: int, answer: int, limit_s: float, ttft_s: float | None) -> None:
-        if len(self.world.core) < 6:
+        if len(self.world.core.requests) < 6:
             self.world.arrive(prompt=prompt, answer=answer, limit_s=limit_s, slo=Slo(ttft_s=ttft_s))
 
     @precondition(lambda self: self.world.calls)
@@ -112,23 +112,22 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), lost=st.sampled_from(["is lost", "was restarted", ""]))
     def instance_leaves(self, name: str, lost: str) -> None:
-        if name in self.world.picture.prefills or name in self.world.picture.decodes:
+        if name in self.world.members:
             self.world.leave(name, lost)
 
     @rule(name=st.sampled_from(NAMES), again=st.booleans())
     def instance_joins(self, name: str, again: bool) -> None:
-        if name in self.world.picture.prefills or name in self.world.picture.decodes:
+        if name in self.world.members:
             return
         self.incarnations[name] += not again
         if name.startswith("prefill"):
             self.world.join_prefill(name, self.incarnations[name])
         else:
-            self.world.join_decode(name, self.incarnations[name], total=8, free=8)
+            self.world.join_decode(name, self.incarnations[name], total=8)
 
-    @precondition(lambda self: self.world.picture.decodes)
-    @rule(data=st.data(), free=st.integers(0, 8))
-    def report(self, data: st.DataObject, free: int) -> None:
-        self.world.report(data.draw(st.sampled_from(sorted(self.world.picture.decodes))), free)
+    @rule(name=st.sampled_from(NAMES), free=st.integers(0, 8))
+    def report(self, name: str, free: int) -> None:
+        self.world.report(name, free)
 
     @rule(seconds=st.sampled_from([0.01, 0.05, 0.3, 0.3, 1.1, 1.1, 2.5, 6.0, 40.0]))
     def time_passes(self, seconds: float) -> None:
@@ -139,15 +138,12 @@ class RequestMachine(RuleBasedStateMachine):
         """The state is plain: a journal's snapshot decides on in the same way."""
         before = self.world.core
         self.world.core = pickle.loads(pickle.dumps(before))
-        picture = self.world.core.picture
-        assert isinstance(picture, type(self.world.picture))
-        self.world.picture = picture
         assert self.world.core.digest() == before.digest()
 
     @invariant()
     def nobody_is_forgotten(self) -> None:
         due = self.world.core.due()
-        assert due is not None or not len(self.world.core), "every wait has a deadline"
+        assert due is not None or not len(self.world.core.requests), "every wait has a deadline"
 
     def teardown(self) -> None:
         self.world.finish_all()
@@ -157,7 +153,7 @@ class RequestMachine(RuleBasedStateMachine):
         return [call for call in self.world.calls.values() if isinstance(call, kind)]
 
     def there(self, call: Reserve) -> bool:
-        present = self.world.picture.decodes.get(call.decode)
+        present = self.world.members.get(call.decode)
         return present is not None and present.incarnation == call.incarnation
 
     def fresh_prefills(self) -> list[Prefill]:
@@ -170,4 +166,4 @@ class RequestMachine(RuleBasedStateMachine):
 
 
 TestRequests = RequestMachine.TestCase
-TestRequests.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestRequests.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -1,12 +1,14 @@
 """A cluster around the core of requests, in which a test decides what happens; every promise of the core is checked."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from moonpool.core.kernel import Cancel, Ended, Tick
+from moonpool.cost import Speeds
 from services.conductor.core.admission import Slo
+from services.conductor.core.conductor import ConductorCore
+from services.conductor.core.facts import InstanceFacts, LoadFacts, Shape
+from services.conductor.core.facts import Kind as EngineKind
 from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
 from services.conductor.core.messages import (
     Action,
@@ -22,6 +24,7 @@ from services.conductor.core.messages import (
     Joined,
     Left,
     Prefill,
+    Prefilled,
     Promised,
     Rehash,
     Rehashed,
@@ -34,11 +37,13 @@ from services.conductor.core.messages import (
     Tokens,
     Undo,
 )
+from services.conductor.core.picture import Picture
 from services.conductor.core.placing import Limits
-from services.conductor.core.plan import Candidate, DecodeOption, Demand, Plan, Prefilled
-from services.conductor.core.request import Requests
+from services.conductor.core.plan import Plan
 
 BLOCK = 16
+SHAPE = Shape(BLOCK, token_bytes=10, layers=1)
+SPEEDS = Speeds(prefill_per_token_s=0.001, decode_per_sequence_s=0.001)
 LIMITS = Limits(retries=3, recovery_s=15.0, room_wait_s=30.0, reserve_timeout_s=5.0)
 LEASE_S = 60.0
 NO_ROOM = Failure(Kind.OVERLOADED, "full", reason=NO_DECODE_ROOM, retry_after_s=1.0)
@@ -48,82 +53,22 @@ HOW = Prefilled(computed_tokens=16, local_tokens=0, loaded_tokens=0, prefill_s=0
 A = TypeVar("A", bound=Action)
 
 
-@dataclass
-class Engine:
-    """A member; `free` blocks by its last report."""
+class CountedPicture(Picture):
+    """Counts its plans."""
 
-    incarnation: int = 1
-    total: int = 64
-    free: int = 64
+    plans = 0
 
-
-@dataclass
-class PlainPicture:
-    """Plans on the first instance that fits and is not suspected."""
-
-    prefills: dict[str, Engine] = field(default_factory=dict)
-    decodes: dict[str, Engine] = field(default_factory=dict)
-    claims: dict[int, tuple[str, int]] = field(default_factory=dict)
-    plans: int = 0
-    learnt: int = 0
-
-    def plan(self, demand: Demand, now: float) -> Plan | Failure:
+    def plan(self, **given: Any) -> Plan:
         self.plans += 1
-        if not self.prefills or not self.decodes:
-            return Failure(Kind.UNAVAILABLE, "no prefill or no decode instance has joined")
-        total = -(-(demand.tokens + demand.answer_tokens) // BLOCK)
-        able = [name for name, engine in self.decodes.items() if engine.total >= total]
-        if not able:
-            return Failure(Kind.INVALID, "too large", field="sampling.max_tokens")
-        prefill = min(self.prefills, key=lambda name: (name in demand.suspects, self._load(name), name))
-        options = [DecodeOption(n, self.decodes[n].incarnation, 0.01, self.room_of(n)[0] >= total) for n in able]
-        options.sort(key=lambda it: (it.id in demand.suspects, not it.fits, self._load(it.id), it.id))
-        return Plan(
-            prefill=prefill,
-            incarnation=self.prefills[prefill].incarnation,
-            ttft_s=1.0,
-            busy_s=1.0,
-            used_blocks=0,
-            kvstore="",
-            decodes=tuple(options) if demand.answer_tokens > 1 else (),
-            total_blocks=total,
-            prompt_tokens=demand.tokens,
-            candidates=(Candidate(prefill, 0, 0, 0.0, 0.0, 1.0),),
-        )
-
-    def claim_prefill(self, claim: int, plan: Plan, now: float) -> None:
-        assert claim not in self.claims
-        self.claims[claim] = plan.prefill, 0
-
-    def claim_decode(self, claim: int, decode: str, plan: Plan, now: float) -> None:
-        assert claim not in self.claims
-        self.claims[claim] = decode, plan.total_blocks
-
-    def release(self, claim: int, now: float) -> None:
-        del self.claims[claim]
-
-    def prefilled(self, plan: Plan, how: Prefilled) -> None:
-        self.learnt += 1
-
-    def room_of(self, decode: str) -> tuple[int, int]:
-        engine = self.decodes.get(decode)
-        if engine is None:
-            return 0, 0
-        return engine.free - sum(blocks for name, blocks in self.claims.values() if name == decode), engine.total
-
-    def only(self, suspects: Sequence[str]) -> bool:
-        return any(all(name in suspects for name in engines) for engines in (self.prefills, self.decodes))
-
-    def _load(self, name: str) -> int:
-        return sum(holder == name for holder, _ in self.claims.values())
+        return super().plan(**given)
 
 
 class World:
     """The core, its picture, and a shell that keeps count of what was ordered and what was answered."""
 
-    def __init__(self, prefills: int = 2, decodes: int = 2, limits: Limits = LIMITS, **engine: int) -> None:
-        self.picture = PlainPicture()
-        self.core = Requests(limits, self.picture)
+    def __init__(self, prefills: int = 2, decodes: int = 2, limits: Limits = LIMITS, total: int = 64) -> None:
+        self.core = ConductorCore(limits, CountedPicture())
+        self.members: dict[str, InstanceFacts] = {}
         self.now = 0.0
         self.actions: list[Action] = []
         self.calls: dict[int, Reserve | Prefill | Start] = {}
@@ -138,7 +83,12 @@ class World:
         for number in range(prefills):
             self.join_prefill(f"prefill-{number}")
         for number in range(decodes):
-            self.join_decode(f"decode-{number}", **engine)
+            self.join_decode(f"decode-{number}", total=total)
+
+    @property
+    def picture(self) -> CountedPicture:
+        assert isinstance(self.core.picture, CountedPicture)
+        return self.core.picture
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -186,24 +136,24 @@ class World:
         return self.post(Rehashed(request, self.tokens[request], ()))
 
     def join_prefill(self, name: str, incarnation: int = 1) -> None:
-        self.picture.prefills[name] = Engine(incarnation)
-        self.post(Joined(name))
+        self._join(InstanceFacts(name, incarnation, EngineKind.PREFILL, 64, SHAPE, SPEEDS))
 
-    def join_decode(self, name: str, incarnation: int = 1, total: int = 64, free: int = 64) -> None:
-        self.picture.decodes[name] = Engine(incarnation, total, free)
-        self.post(Joined(name))
+    def join_decode(self, name: str, incarnation: int = 1, total: int = 64) -> None:
+        self._join(InstanceFacts(name, incarnation, EngineKind.DECODE, total, SHAPE, SPEEDS))
+
+    def _join(self, facts: InstanceFacts) -> None:
+        self.members[facts.id] = facts
+        self.post(Joined(facts))
 
     def leave(self, name: str, lost: str = "is lost") -> list[Action]:
-        engines = self.picture.prefills if name in self.picture.prefills else self.picture.decodes
-        incarnation = engines.pop(name).incarnation
+        incarnation = self.members.pop(name).incarnation
         for number, target in list(self.promises.items()):
             if lost and (target.decode, target.incarnation) == (name, incarnation):
                 del self.promises[number]
         return self.post(Left(name, incarnation, lost))
 
     def report(self, name: str, free: int) -> list[Action]:
-        self.picture.decodes[name].free = free
-        return self.post(Reported(name))
+        return self.post(Reported(name, LoadFacts(free_blocks=free)))
 
     def sleep(self, seconds: float) -> list[Action]:
         """Time passes; the core gets its ticks when they are due."""
@@ -252,8 +202,9 @@ class World:
                 break
             self.sleep(max(0.0, (due or self.now) - self.now))
         assert set(self.ends) == self.arrived, "a request has no end"
-        assert (len(self.core), self.core.calls, self.core.waiting_for_room) == (0, 0, 0)
-        assert self.picture.claims == {}
+        requests = self.core.requests
+        assert (len(requests), requests.calls, requests.waiting_for_room) == (0, 0, 0)
+        assert self.picture.claims == []
         assert self.promises == {}, "a promise was neither used nor given back"
         assert self.core.due() is None
 
@@ -261,9 +212,8 @@ class World:
 
     def check(self) -> None:
         self.core.check_invariants()
-        assert sorted(self.picture.claims) == self.core.claims
-        assert len(self.core) == len(self.arrived - set(self.ends))
-        assert self.core.calls == len(self.calls)
+        assert len(self.core.requests) == len(self.arrived - set(self.ends))
+        assert self.core.requests.calls == len(self.calls)
         for calls in (self.open(Prefill), self.open(Start)):
             busy = [call.request for call in calls if call.request not in self.ends]
             assert len(busy) == len(set(busy)), "a request is computed twice at once"
