@@ -73,6 +73,7 @@ class Ranks:
         self._typical = typical
         self._classes: dict[ClassKey, RankClass] = {}
         self._of: dict[int, tuple[RankClass, Place]] = {}
+        self._speeds: dict[int, Speeds] = {}  # by which each was put into its class
         self.mask = 0
         """Slots of all instances."""
 
@@ -88,8 +89,11 @@ class Ranks:
         stages: int = 1,
         step_tokens: int = 0,
     ) -> None:
-        """Adds an instance, or moves one whose speeds have changed. `load` is computed with its class's speeds."""
+        """Adds an instance, or ranks one anew. `load` computes its load with its class's speeds."""
         before = self._of.get(slot)
+        if before is not None and self._speeds[slot] is speeds:
+            self.move(slot, load, turn)
+            return
         key = ClassKey(self._levels(speeds, before[0].key.levels if before else ()), stages, step_tokens)
         if before is None or before[0].key != key:
             if before is not None:
@@ -104,6 +108,7 @@ class Ranks:
             self._of[slot] = found, place
         else:
             self.move(slot, load, turn)
+        self._speeds[slot] = speeds
 
     def move(self, slot: int, load: Callable[[Speeds], float], turn: int) -> None:
         """Ranks an instance anew after its load has changed."""
@@ -117,6 +122,7 @@ class Ranks:
     def remove(self, slot: int) -> None:
         """Takes an instance out."""
         found, place = self._of.pop(slot)
+        del self._speeds[slot]
         del found.order[bisect_left(found.order, place)]
         found.mask &= ~(1 << slot)
         self.mask &= ~(1 << slot)
@@ -230,6 +236,7 @@ class Ranks:
             assert all(self._of[place.slot] == (found, place) for place in found.order)
         assert seen == self.mask
         assert len(self._of) == seen.bit_count()
+        assert self._speeds.keys() == self._of.keys()
 
 
 def _keep(best: list[Found], found: Found, limit: int) -> bool:
