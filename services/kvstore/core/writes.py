@@ -222,7 +222,9 @@ class Writes:
             tenant, size = block.info.tenant, record_size(block.info)
             excess = account.over_quota(tenant, coming[tenant] + size)
             if excess:
-                self._tiers.removed(ssd.forget_oldest(tenant, excess, self._tiers.dram.pins.__contains__))
+                oldest = ssd.catalogue.oldest_of(tenant, excess, self._tiers.dram.pins.__contains__)
+                ssd.forget(oldest)
+                self._tiers.removed(oldest)
                 excess = account.over_quota(tenant, coming[tenant] + size)
             if excess:
                 self._not_durable([block])

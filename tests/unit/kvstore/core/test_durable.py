@@ -122,7 +122,7 @@ def test_a_block_that_failed_to_become_durable_is_queued_again_when_it_is_put_ag
     driven.store.writes.close(again)
     ssd.close()
     ssd = open_ssd(tmp_path)
-    assert set(ssd) == {A}
+    assert set(ssd.catalogue) == {A}
     ssd.close()
 
 
@@ -142,8 +142,8 @@ def test_blocks_that_failed_are_tried_again_batch_by_batch_while_they_stay_in_dr
     writes.close(driven.put([KEYS[5]]))  # evicts one of them
     writes.retry()
     driven.flush()
-    assert set(ssd) == set(driven.store.tiers.dram)
-    assert (len(ssd), len(writes.unsaved)) == (5, 0)
+    assert set(ssd.catalogue) == set(driven.store.tiers.dram)
+    assert (len(ssd.catalogue), len(writes.unsaved)) == (5, 0)
     ssd.close()
 
 
