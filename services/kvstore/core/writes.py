@@ -49,7 +49,8 @@ class Writes:
     ) -> None:
         self._tiers = tiers
         self._max_sessions = max_sessions
-        self._batch_bytes = batch_bytes
+        # One commit can reclaim half of the tier, but not what it stores itself.
+        self._batch_bytes = batch_bytes if tiers.ssd is None else min(batch_bytes, tiers.ssd.space.capacity_bytes // 2)
         self._ssd_account = ssd_account or Account()
         self._assembler = Assembler(tiers.dram.arena.allocate)
         self._queue: collections.deque[DramBlock] = collections.deque()

@@ -8,7 +8,6 @@ import collections
 import contextlib
 import ctypes
 import errno
-import functools
 import mmap
 import os
 import resource
@@ -39,15 +38,11 @@ Buffer = bytes | bytearray | memoryview
 
 
 class _Scratch(threading.local):
-    """Page-aligned memory of one thread, made at its first read."""
+    """Page-aligned memory of one thread, made when it first uses it."""
 
-    @functools.cached_property
-    def body(self) -> memoryview:
-        return memoryview(mmap.mmap(-1, SCRATCH_BYTES))
-
-    @functools.cached_property
-    def header(self) -> memoryview:
-        return memoryview(mmap.mmap(-1, HEADER_BYTES))
+    def __init__(self) -> None:
+        self.body = memoryview(mmap.mmap(-1, SCRATCH_BYTES))
+        self.header = memoryview(mmap.mmap(-1, HEADER_BYTES))
 
 
 _scratch = _Scratch()
@@ -142,10 +137,6 @@ class Files:
         self._open: collections.OrderedDict[tuple[Path, int], _File] = collections.OrderedDict()
         self._kept: set[Path] = set()  # files without a name: only while they are open they can be read
         self._closer = ThreadPoolExecutor(1, thread_name_prefix="kvstore-close")
-
-    @property
-    def open_files(self) -> int:
-        return len(self._open)
 
     def _file(self, path: Path, flags: int) -> _File:
         closed = []  # once the lock is released: the last close of a large file without a name takes long
@@ -250,11 +241,8 @@ class Files:
 
     def sync_folder(self, folder: Path) -> None:
         """Makes new and removed names in a folder durable."""
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            self.flush(fd, folder)
-        finally:
-            os.close(fd)
+        file = _File(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+        self.flush(file.fd, folder)
 
     def flush(self, fd: int, path: Path) -> None:
         """The one place that syncs: an open file, or the names in a folder."""
@@ -266,10 +254,7 @@ class Files:
 
     def boot_id(self) -> str:
         """Names this run of the machine; "" where it has no name."""
-        try:
-            return _BOOT_ID.read_text().strip()
-        except OSError:
-            return ""
+        return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
     def open_index(self, path: Path, map_bytes: int, *, sync: bool) -> lmdb.Environment:
         """Opens an LMDB database in a folder, both made if need be; with `sync`, each transaction is synced."""

@@ -1,7 +1,6 @@
 """Verified reads of records: nothing is returned but the block and the layers that were asked for, intact."""
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,10 +14,8 @@ from services.kvstore.ssd.records import (
     ALIGN,
     BadRecordError,
     RecordHeader,
-    RecordKind,
     data_size,
     header_bytes_of,
-    identify,
     unpack_header,
 )
 
@@ -114,7 +111,7 @@ PIECE_BYTES = 1 << 20
 SMALL_BYTES = 32 << 10
 """Records up to this size are read whole: many in one piece cost the device less than each one's header alone."""
 
-_NAME = re.compile(r"(\d{16})\.seg")
+_NAME = re.compile(r"\d{16}\.seg")
 
 
 def segment_path(folder: Path, number: int) -> Path:
@@ -124,25 +121,20 @@ def segment_path(folder: Path, number: int) -> Path:
 
 def list_segments(folder: Path) -> dict[int, int]:
     """Segments in a folder: number -> bytes in the file, ascending by number."""
-    with os.scandir(folder) as entries:
-        found = {
-            int(match[1]): entry.stat().st_size
-            for entry in entries
-            if (match := _NAME.fullmatch(entry.name)) and entry.is_file()
-        }
-    return dict(sorted(found.items()))
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_file()]
+    return {int(path.stem): path.stat().st_size for path in sorted(found)}
 
 
 class Found(NamedTuple):
-    """A record with an intact header, which begins `offset` bytes into its file."""
+    """A record with an intact header, which begins `offset` bytes into its file and has `nbytes`, padding included."""
 
     offset: int
-    key: BlockKey
-    kind: RecordKind
+    nbytes: int
+    info: BlockInfo
 
     @property
     def end(self) -> int:
-        return self.offset + self.kind.record_bytes
+        return self.offset + self.nbytes
 
 
 @dataclasses.dataclass(slots=True)
@@ -155,41 +147,29 @@ class _Pieces:
     begin: int = 0
     data: bytes = b""
 
-    def at(self, offset: int, nbytes: int) -> int:
-        """Position in `data` of these bytes; they are fewer only where the file ends."""
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """These bytes; they are fewer only where the file ends."""
         if not self.begin <= offset <= self.begin + len(self.data) - nbytes:
             self.data, self.begin = self.files.peek(self.path, max(nbytes, self.size), offset), offset
-        return offset - self.begin
+        return self.data[offset - self.begin : offset - self.begin + nbytes]
 
 
-def scan(
-    files: Files,
-    path: Path,
-    size: int,
-    start: int = 0,
-    *,
-    piece_bytes: int = PIECE_BYTES,
-    small_bytes: int = SMALL_BYTES,
-) -> Iterator[Found]:
+def scan(files: Files, path: Path, size: int, start: int = 0, piece_bytes: int = PIECE_BYTES) -> Iterator[Found]:
     """All records with intact headers that lie wholly between `start` and the file's end, `size`.
 
     Behind a broken header the search goes on at the next possible place. The data are not verified.
     """
-    pieces, kinds = _Pieces(files, path, piece_bytes), dict[bytes, RecordKind]()
-    offset = start
+    pieces, offset = _Pieces(files, path, piece_bytes), start
     while offset + ALIGN <= size:
-        at = pieces.at(offset, ALIGN)
         try:
-            header_bytes = header_bytes_of(pieces.data, at)
-            if header_bytes > ALIGN:
-                at = pieces.at(offset, header_bytes)
-            found = Found(offset, *identify(pieces.data, at, kinds))
+            header = unpack_header(pieces.read(offset, header_bytes_of(pieces.read(offset, ALIGN))))
         except BadRecordError:
             offset += ALIGN
             pieces.size = piece_bytes
             continue
+        found = Found(offset, header.record_bytes, header.info)
         if found.end > size:
             break
         yield found
         offset = found.end
-        pieces.size = piece_bytes if found.kind.record_bytes <= small_bytes else header_bytes
+        pieces.size = piece_bytes if found.nbytes <= SMALL_BYTES else header.header_bytes

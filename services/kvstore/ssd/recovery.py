@@ -6,13 +6,11 @@ was read is served all the same, and the next start reads it again.
 """
 
 import collections
-import contextlib
-import dataclasses
 import fcntl
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -41,11 +39,14 @@ Durability = Literal["power", "process"]
 class DataFolder:
     """A locked data folder, made if need be.
 
+    Attributes:
+        durability: what commits survive from now on.
+
     Raises:
         ConfigError: naming `data_dir`: it cannot be made or written, or another process has it.
     """
 
-    def __init__(self, path: Path, files: Files) -> None:
+    def __init__(self, path: Path, files: Files, durability: Durability = "power") -> None:
         self.path = path
         self.files = files
         self.segments = path / "segments"
@@ -57,6 +58,7 @@ class DataFolder:
             self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._probe()
+            self.durability = self._settle(durability)
         except OSError as error:
             self.close()
             used = isinstance(error, BlockingIOError)
@@ -72,14 +74,13 @@ class DataFolder:
                 raise
             log.warning("the device is full", path=str(self.path))
 
-    def settle(self, durability: Durability) -> Durability:
-        """Deals with blocks that an earlier process left unsynced, and notes whether this one will.
+    def _settle(self, durability: Durability) -> Durability:
+        """Deals with blocks that an earlier process left unsynced, and notes the boot in which this one does so.
 
         After a restart of the machine the index of a process that did not sync is worth nothing: it is deleted.
-        Returns what commits will survive.
         """
-        boot, now = self._noted_boot(), self.files.boot_id()
-        is_same_boot = bool(boot) and boot == now
+        boot, now = self._note.read_text().strip() if self._note.exists() else None, self.files.boot_id()
+        is_same_boot = bool(boot) and boot == now  # "" is a boot that is not known
         if boot is not None and not is_same_boot:
             log.warning("the machine restarted before everything was synced; rebuilding the index")
             self.files.remove_folder(self.index)
@@ -97,10 +98,6 @@ class DataFolder:
         self.all_synced()  # half a note would say that something is not synced
         return "power"
 
-    def _noted_boot(self) -> str | None:
-        """The boot in which blocks were last left unsynced; None when none were, "" when it is not known."""
-        return self._note.read_text().strip() if self._note.exists() else None
-
     def all_synced(self) -> None:
         self.files.unlink(self._note)
 
@@ -110,105 +107,175 @@ class DataFolder:
             self._lock_fd = -1
 
 
-@dataclasses.dataclass(slots=True)
-class Recovered:
-    """What a data folder holds.
+class Recovery:
+    """What a data folder holds. Blocking: reads it, and makes its index and its files agree.
 
     Attributes:
-        index: it agrees with the rest; None when there was no room to rebuild a lost one.
+        index: None when there was no room to rebuild a lost one.
         next_segment: a number that was never used.
-        durability: what commits survive from now on.
-        rebuilt: the index was lost and made anew from the segments.
-        lost_blocks: blocks that the index names and the segments do not hold.
-        adopted_blocks: records that the index did not name.
+        rebuilt: the index was lost, and what is here was read from the segments.
+
+    Raises:
+        ConfigError: naming `data_dir`: the folder cannot be used.
     """
 
-    index: Index | None
-    catalogue: Catalogue
-    next_segment: int
-    durability: Durability
-    rebuilt: bool
-    lost_blocks: int = 0
-    adopted_blocks: int = 0
+    def __init__(self, folder: DataFolder, account: Account | None = None, map_bytes: int = MAP_BYTES) -> None:
+        self.folder = folder
+        self.index: Index | None = None
+        self._sync = folder.durability == "power"
+        self._open_index = functools.partial(Index, folder.files, folder.index, map_bytes, sync=self._sync)
+        try:
+            sizes = list_segments(folder.segments)
+            image = self._load(is_first_start=not sizes)
+            self.next_segment = max([0, *sizes, *image.segments]) + 1
+            self.rebuilt = bool(sizes) and self.index is None
+            self.catalogue = Catalogue(image.formats, image.tenants, account)
+            adopted = self._fill(sizes, image)
+            self._tell(self._difference(image, adopted))
+        except BaseException as error:
+            self.close()
+            if not isinstance(error, OSError | lmdb.Error):
+                raise
+            raise ConfigError("data_dir", f"{folder.path} cannot be used: {error}") from error
 
     def close(self) -> None:
+        """Closes the index."""
         if self.index is not None:
             self.index.close()
 
-
-def recover(
-    folder: DataFolder, durability: Durability, account: Account | None = None, map_bytes: int = MAP_BYTES
-) -> Recovered:
-    """Finds what is in the folder and makes index and files agree. ConfigError naming `data_dir`: it cannot be used."""
-    with contextlib.ExitStack() as on_error:
+    def _load(self, *, is_first_start: bool) -> IndexImage:
+        """What the index holds; where it cannot be used, nothing, and what there is of it is deleted."""
         try:
-            sizes = list_segments(folder.segments)
-            durability = folder.settle(durability)
-            open_index = functools.partial(Index, folder.files, folder.index, map_bytes, sync=durability == "power")
-            index, image = _load(folder, open_index, is_first_start=not sizes)
-            catalogue = Catalogue(image.formats, image.tenants, account)
-            next_segment = max([0, *sizes, *image.segments]) + 1
-            found = Recovered(index, catalogue, next_segment, durability, rebuilt=bool(sizes) and index is None)
-            on_error.callback(found.close)
-            adopted = _fill(found, folder, sizes, image)
-            _tell(found, folder, _difference(found, image, adopted), open_index)
-        except (OSError, lmdb.Error) as error:
-            raise ConfigError("data_dir", f"{folder.path} cannot be used: {error}") from error
-        on_error.pop_all()
-    return found
+            self.index = self._open_index()
+            return self.index.load()
+        except (OSError, lmdb.Error, IndexLostError) as error:
+            if not isinstance(error, IndexLostError) and not is_full(error):  # opening what is whole needs no room
+                raise
+            if not is_first_start:
+                log.warning("rebuilding the index from the segments", reason=str(error))
+        self._discard()
+        return IndexImage()
 
+    def _discard(self) -> None:
+        self.close()
+        self.index = None
+        self.folder.files.remove_folder(self.folder.index)
 
-def _load(
-    folder: DataFolder, open_index: Callable[[], Index], *, is_first_start: bool
-) -> tuple[Index | None, IndexImage]:
-    """The index and what it holds; where it cannot be used, None and nothing, and what there is of it is deleted."""
-    index = None
-    try:
-        index = open_index()
-        return index, index.load()
-    except (OSError, lmdb.Error, IndexLostError) as error:
-        if index is not None:
-            index.close()
-        if not isinstance(error, IndexLostError) and not is_full(error):  # opening what is whole needs no room
-            raise
-        if not is_first_start:
-            log.warning("rebuilding the index from the segments", reason=str(error))
-    folder.files.remove_folder(folder.index)
-    return None, IndexImage()
+    def _fill(self, sizes: Mapping[int, int], image: IndexImage) -> dict[Slot, bytes]:
+        """Fills the catalogue, and makes the files agree with it; entries of what the index does not name."""
+        folder = self.folder
+        named = {number: min(size, sizes.get(number, 0)) for number, size in image.segments.items()}
+        newer = {number: (named.get(number, 0), size) for number, size in sizes.items() if size > named.get(number, 0)}
+        scanned = self._scan(newer)
+        entries, deleted_bytes = dict[Slot, bytes](), 0
+        for number, size in sizes.items():
+            segment = Segment(number, segment_path(folder.segments, number), named.get(number, 0))
+            known = image.entries.get(number, b"") if segment.size else b""
+            records = next(scanned) if number in newer else ()
+            if records is not None:  # else it could not be read: another start may
+                deleted_bytes += _trim(folder.files, segment, size, records)
+            if segment.size:
+                adopted = _pack(self.catalogue, records or ())
+                self.catalogue.add(segment, known + adopted)
+                if adopted:
+                    entries[number, len(known) // ENTRY.size] = adopted
+        for number, slot in image.dropped:
+            if number in self.catalogue.segments:
+                self.catalogue.mark_dead(number, slot)
+        if newer and self._sync:
+            folder.files.sync_folder(folder.segments)
+        if newer and not self.rebuilt:
+            log.warning(
+                "segments hold more than the index names; intact records adopted, the rest deleted",
+                segments=len(newer),
+                adopted_blocks=sum(map(len, entries.values())) // ENTRY.size,
+                deleted_bytes=deleted_bytes,
+            )
+        return entries
 
+    def _scan(self, parts: Mapping[int, tuple[int, int]]) -> Iterator[Sequence[Found] | None]:
+        """The records between two offsets of each segment, segment by segment; several are read at once.
 
-def _fill(found: Recovered, folder: DataFolder, sizes: Mapping[int, int], image: IndexImage) -> dict[Slot, bytes]:
-    """Fills the catalogue, and makes the files agree with it; entries of what the index does not name."""
-    catalogue, sync = found.catalogue, found.durability == "power"
-    named = {number: min(size, sizes.get(number, 0)) for number, size in image.segments.items()}
-    newer = {number: (named.get(number, 0), size) for number, size in sizes.items() if size > named.get(number, 0)}
-    scanned = _scan(folder, newer, check=found.index is not None, sync=sync)
-    entries, deleted_bytes = dict[Slot, bytes](), 0
-    for number, size in sizes.items():
-        segment = Segment(number, segment_path(folder.segments, number), named.get(number, 0))
-        known = image.entries.get(number, b"") if segment.size else b""
-        records = next(scanned) if number in newer else ()
-        if records is not None:  # else it could not be read: another start may
-            deleted_bytes += _trim(folder.files, segment, size, records)
-        if segment.size:
-            adopted = _pack(catalogue, records or ())
-            catalogue.add(segment, known + adopted)
-            if adopted:
-                entries[number, len(known) // ENTRY.size] = adopted
-    for number, slot in image.dropped:
-        if number in catalogue.segments:
+        None for a segment that cannot be read.
+        """
+        blocks, step = 0, max(1, len(parts) // _PROGRESS_STEPS)
+        waiting, ahead = iter(parts.items()), collections.deque[Future[list[Found] | None]]()
+        with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="kvstore-scan") as pool:
+            for done in range(1, len(parts) + 1):
+                for number, part in itertools.islice(waiting, 2 * _SCAN_THREADS - len(ahead)):  # they take memory
+                    ahead.append(pool.submit(self._read, segment_path(self.folder.segments, number), *part))
+                found = ahead.popleft().result()
+                blocks += len(found or ())
+                if done % step == 0 or done == len(parts):
+                    log.info("segments read", segments=done, of=len(parts), blocks=blocks)
+                yield found
+
+    def _read(self, path: Path, start: int, end: int) -> list[Found] | None:
+        """Records in a part of a segment; where there is an index, only those whose data are whole too.
+
+        With syncs, they are on the device: the process that wrote them may have ended before its own sync.
+        """
+        files = self.folder.files
+        try:
+            found = scan(files, path, end, start)
+            records = [one for one in found if self.index is None or _is_whole(files, path, one)]
+            if records and self._sync:
+                files.sync(path)
+            return records
+        except OSError as error:
+            log.error("a segment cannot be read; it is left as it is", path=str(path), error=str(error))
+            return None
+        finally:
+            files.close(path)
+
+    def _difference(self, image: IndexImage, adopted: Mapping[Slot, bytes]) -> IndexChange:
+        """What the index must learn. Forgets blocks that it names and that the files do not hold any more."""
+        catalogue = self.catalogue
+        changed = [one for number, one in catalogue.segments.items() if one.size != image.segments.get(number)]
+        gone = [number for number in image.segments if number not in catalogue.segments]
+        lost = [
+            (segment.number, slot)
+            for segment in changed
+            for slot in catalogue.live_slots(segment)
+            if segment.offset(slot) + segment.nbytes(slot) > segment.size
+        ]
+        for number, slot in lost:
             catalogue.mark_dead(number, slot)
-    found.adopted_blocks = sum(map(len, entries.values())) // ENTRY.size
-    if newer and sync:
-        folder.files.sync_folder(folder.segments)
-    if newer and not found.rebuilt:
-        log.warning(
-            "segments hold more than the index names; intact records adopted, the rest deleted",
-            segments=len(newer),
-            adopted_blocks=found.adopted_blocks,
-            deleted_bytes=deleted_bytes,
-        )
-    return entries
+        if lost or gone:
+            blocks = len(lost) + sum(len(image.entries.get(one, b"")) // ENTRY.size for one in gone)
+            log.warning("segments are missing or cut off; their blocks are dropped", blocks=blocks, segments=len(gone))
+        sizes = {segment.number: segment.size for segment in changed}
+        return IndexChange(gone, lost, adopted, sizes, catalogue.formats.change(), catalogue.tenants.change())
+
+    def _tell(self, change: IndexChange) -> None:
+        """Tells the index what it must learn, in one transaction; makes a lost one anew.
+
+        A full device is no reason not to start: a new index is given up and its room with it, an old one stays as it
+        is.
+        """
+        is_new, written = self.index is None, True
+        try:
+            if self.index is None:
+                self.index = self._open_index()
+            if is_new or change.segments or change.removed_segments:
+                self.index.commit(change)
+        except (OSError, lmdb.Error) as error:
+            if not is_full(error) or (is_new and not self.rebuilt):
+                raise
+            if is_new:
+                self._discard()
+                log.error(
+                    "the device is too full for an index: all that the segments hold is served, but every start reads "
+                    "them anew; free some room and start again",
+                    path=str(self.folder.index),
+                    needed_bytes=len(self.catalogue) * ENTRY.size + _SPARE_BYTES,
+                    error=str(error),
+                )
+            else:
+                written = False
+                log.warning("the device is too full to update the index; the next start does", error=str(error))
+        self.catalogue.formats.settle(written=written)
+        self.catalogue.tenants.settle(written=written)
 
 
 def _trim(files: Files, segment: Segment, size: int, records: Sequence[Found]) -> int:
@@ -221,97 +288,9 @@ def _trim(files: Files, segment: Segment, size: int, records: Sequence[Found]) -
     return size - segment.size
 
 
-def _difference(found: Recovered, image: IndexImage, adopted: Mapping[Slot, bytes]) -> IndexChange:
-    """What the index must learn. Forgets blocks that it names and that the files do not hold any more."""
-    catalogue = found.catalogue
-    changed = [one for number, one in catalogue.segments.items() if one.size != image.segments.get(number)]
-    gone = [number for number in image.segments if number not in catalogue.segments]
-    lost = [
-        (segment.number, slot)
-        for segment in changed
-        for slot in catalogue.live_slots(segment)
-        if segment.offset(slot) + segment.nbytes(slot) > segment.size
-    ]
-    for number, slot in lost:
-        catalogue.mark_dead(number, slot)
-    blocks = found.lost_blocks = len(lost) + sum(len(image.entries.get(one, b"")) // ENTRY.size for one in gone)
-    if lost or gone:
-        log.warning("segments are missing or cut off; their blocks are dropped", blocks=blocks, segments=len(gone))
-    sizes = {segment.number: segment.size for segment in changed}
-    return IndexChange(gone, lost, adopted, sizes, catalogue.formats.change(), catalogue.tenants.change())
-
-
-def _tell(found: Recovered, folder: DataFolder, change: IndexChange, open_index: Callable[[], Index]) -> None:
-    """Tells the index in one transaction what it must learn; makes a lost one anew.
-
-    A full device is no reason not to start: a new index is given up and its room with it, an old one stays as it is.
-    """
-    is_new, written = found.index is None, True
-    try:
-        if found.index is None:
-            found.index = open_index()
-        if is_new or change.segments or change.removed_segments:
-            found.index.commit(change)
-    except (OSError, lmdb.Error) as error:
-        if not is_full(error) or (is_new and not found.rebuilt):
-            raise
-        if is_new:
-            found.close()
-            found.index = None
-            folder.files.remove_folder(folder.index)
-            log.error(
-                "the device is too full for an index: all that the segments hold is served, but every start reads them "
-                "anew; free some room and start again",
-                path=str(folder.index),
-                needed_bytes=len(found.catalogue) * ENTRY.size + _SPARE_BYTES,
-                error=str(error),
-            )
-        else:
-            written = False
-            log.warning("the device is too full to update the index; the next start does", error=str(error))
-    found.catalogue.formats.settle(written=written)
-    found.catalogue.tenants.settle(written=written)
-
-
-def _scan(
-    folder: DataFolder, parts: Mapping[int, tuple[int, int]], *, check: bool, sync: bool
-) -> Iterator[Sequence[Found] | None]:
-    """The records between two offsets of each segment, segment by segment; several are read at once.
-
-    None for a segment that cannot be read. With `check`, records whose data are damaged are left out. With `sync`,
-    records are on the device when they are returned: the process that wrote them may have ended before its own sync.
-    """
-
-    def read(number: int) -> list[Found] | None:
-        path, (start, end) = segment_path(folder.segments, number), parts[number]
-        try:
-            found = scan(folder.files, path, end, start)
-            records = [one for one in found if not check or _is_whole(folder.files, path, one)]
-            if records and sync:
-                folder.files.sync(path)
-            return records
-        except OSError as error:
-            log.error("a segment cannot be read; it is left as it is", path=str(path), error=str(error))
-            return None
-        finally:
-            folder.files.close(path)
-
-    blocks, step = 0, max(1, len(parts) // _PROGRESS_STEPS)
-    waiting, ahead = iter(parts), collections.deque[Future[list[Found] | None]]()
-    with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="kvstore-scan") as pool:
-        for done in range(1, len(parts) + 1):
-            for number in itertools.islice(waiting, 2 * _SCAN_THREADS - len(ahead)):  # what is found takes memory
-                ahead.append(pool.submit(read, number))
-            found = ahead.popleft().result()
-            blocks += len(found or ())
-            if done % step == 0 or done == len(parts):
-                log.info("segments read", segments=done, of=len(parts), blocks=blocks)
-            yield found
-
-
 def _is_whole(files: Files, path: Path, found: Found) -> bool:
     try:
-        read_record(files, path, found.key, found.offset, found.kind.record_bytes)
+        read_record(files, path, found.info.key, found.offset, found.nbytes)
     except BadRecordError:
         return False
     return True
@@ -321,6 +300,6 @@ def _pack(catalogue: Catalogue, found: Sequence[Found]) -> bytes:
     """Entries of records."""
     formats, tenants = catalogue.formats, catalogue.tenants
     return b"".join(
-        ENTRY.pack(key, at // ALIGN, kind.record_bytes // ALIGN, formats.id_of(kind.format), tenants.id_of(kind.tenant))
-        for at, key, kind in found
+        ENTRY.pack(info.key, at // ALIGN, nbytes // ALIGN, formats.id_of(info.format), tenants.id_of(info.tenant))
+        for at, nbytes, info in found
     )

@@ -2,9 +2,7 @@
 
 Oldest first, with a second chance: a block that was used since it was written is written anew once, into the newest
 segment, and must be used again to be spared again; at most half a segment is spared so. Blocks that `keeps` names are
-always carried. On the conversation trace this beats dropping whole segments by 0.024 (10,000 blocks) and 0.030 (30,000
-blocks) of hit share for 1.17 and 1.24 times the writing; choosing the segment with the fewest used blocks instead loses
-half of the hits, because such a segment is a young one (docs/adr/0004-ssd-tier.md).
+always carried. What this gains over dropping whole segments, and over other choices: docs/adr/0004-ssd-tier.md.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence

@@ -19,7 +19,7 @@ from services.kvstore.ssd.files import Files, is_full
 from services.kvstore.ssd.index import MAP_BYTES
 from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.ssd.records import ALIGN, record_size
-from services.kvstore.ssd.recovery import DataFolder, Durability, Recovered, recover
+from services.kvstore.ssd.recovery import DataFolder, Durability, Recovery
 from services.kvstore.ssd.space import Keeps, Space
 from services.kvstore.tenancy.tenants import Account
 
@@ -34,25 +34,24 @@ class SsdTier:
     Attributes:
         catalogue: which blocks are here.
         space: how much room they take.
+        commit: does a plan, blocking, in the writer thread; its blocks are as durable as `durability` says then.
         indexed: there is an index; else there was no room for one, and the next start reads all segments.
         written_bytes: records written in this process' life, headers, padding and carried ones included.
         user_bytes: of new blocks in them.
         lost_blocks: blocks that were found bad when they were to be carried over.
     """
 
-    def __init__(
-        self, folder: DataFolder, recovered: Recovered, capacity_bytes: int, segment_bytes: int, keeps: Keeps
-    ) -> None:
-        self.durability = recovered.durability
-        self.catalogue = recovered.catalogue
-        self.indexed = recovered.index is not None
+    def __init__(self, found: Recovery, capacity_bytes: int, segment_bytes: int, keeps: Keeps) -> None:
+        self.catalogue = found.catalogue
+        self.durability = found.folder.durability
+        self.indexed = found.index is not None
         self.written_bytes = self.user_bytes = self.carried_bytes = self.dropped_segments = self.lost_blocks = 0
-        self._folder = folder
+        self._folder = folder = found.folder
         self._files = folder.files
-        self._index = recovered.index
-        first = recovered.next_segment
+        self._index = found.index
+        first = found.next_segment
         self.space = Space(self.catalogue, folder.segments, capacity_bytes, segment_bytes, first, keeps)
-        self._committer = Committer(self._files, recovered.index, folder.segments, sync=recovered.durability == "power")
+        self.commit = Committer(self._files, found.index, folder.segments, sync=self.durability == "power").run
         self._dead: list[Slot] = []  # the index does not know it
         self._nameless: list[Segment] = []  # forgotten by the index; the file is not deleted yet
         self._forgotten: list[Segment] = []  # the file may be deleted; not forgotten by the index yet
@@ -136,10 +135,6 @@ class SsdTier:
             store.append(Append(segment, row, block))
         return carry, store
 
-    def commit(self, plan: WritePlan) -> None:
-        """Blocking, in the writer thread. The blocks are as durable as `durability` says, unless an error is raised."""
-        self._committer.run(plan)
-
     def committed(self, plan: WritePlan) -> None:
         """The plan was committed: its blocks are here from now on."""
         self._clear(plan)
@@ -166,9 +161,6 @@ class SsdTier:
                 self._dead += [(victim.segment.number, slot) for slot, _ in victim.removed]
         if plan.unreadable is not None:
             self.space.pass_over(plan.unreadable)
-        for segment in ends((*plan.carry, *plan.store)):
-            if not segment.size and self.catalogue.segments.pop(segment.number, None) is not None:
-                self._nameless.append(segment)
         self.space.active = None
         self._device_full = is_full(error)
         self._settle(plan)
@@ -212,6 +204,10 @@ class SsdTier:
         self.written_bytes += sum(append.row[2] * ALIGN for append in appends)
 
     def _settle(self, plan: WritePlan) -> None:
+        for segment in ends((*plan.carry, *plan.store)):
+            if not segment.size and self.catalogue.segments.pop(segment.number, None) is not None:
+                self._nameless.append(segment)
+                self.space.active = None
         self.space.recount()
         self.catalogue.formats.settle(written=plan.named)
         self.catalogue.tenants.settle(written=plan.named)
@@ -220,18 +216,15 @@ class SsdTier:
         """Blocking. Closes all files and unlocks the folder; what was not synced on the way is synced now."""
         try:
             if self.durability == "process":
-                self._sync()
+                for segment in self.catalogue.segments.values():
+                    self._files.sync(segment.path)
+                self._files.sync_folder(self._folder.segments)
+                if self._index is not None:
+                    self._index.sync()
+                self._folder.all_synced()
         except (OSError, lmdb.Error) as error:
             log.error("what was written may not survive a loss of power", error=str(error))
         self.abandon()
-
-    def _sync(self) -> None:
-        for segment in self.catalogue.segments.values():
-            self._files.sync(segment.path)
-        self._files.sync_folder(self._folder.segments)
-        if self._index is not None:
-            self._index.sync()
-        self._folder.all_synced()
 
     def abandon(self) -> None:
         """Blocking. Closes all files and unlocks the folder without bringing anything to the device."""
@@ -267,21 +260,14 @@ def open_tier(
         ConfigError: naming `data_dir`: the folder cannot be used.
     """
     files = files or Files(direct=durability == "power")
-    folder = DataFolder(path, files)
+    folder = DataFolder(path, files, durability)
     try:
-        recovered = recover(folder, durability, account, map_bytes)
+        found = Recovery(folder, account, map_bytes)
     except BaseException:
         folder.close()
         files.close_all()
         raise
-    tier = SsdTier(folder, recovered, capacity_bytes, segment_bytes, keeps)
-    log.info(
-        "ssd tier open",
-        path=str(path),
-        blocks=len(tier.catalogue),
-        bytes=tier.space.used_bytes,
-        rebuilt=recovered.rebuilt,
-        lost_blocks=recovered.lost_blocks,
-        adopted_blocks=recovered.adopted_blocks,
-    )
+    tier = SsdTier(found, capacity_bytes, segment_bytes, keeps)
+    blocks, nbytes = len(tier.catalogue), tier.space.used_bytes
+    log.info("ssd tier open", path=str(path), blocks=blocks, bytes=nbytes, rebuilt=found.rebuilt)
     return tier

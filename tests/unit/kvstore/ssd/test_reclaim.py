@@ -202,6 +202,25 @@ def test_a_block_that_is_dropped_while_it_is_carried_stays_dropped(tmp_path: Pat
         assert KEYS[0] not in ssd.catalogue
 
 
+def test_where_nothing_of_a_thin_segment_is_whole_nothing_is_left_of_it(tmp_path: Path) -> None:
+    with tier(tmp_path) as ssd:
+        put(ssd, KEYS[:3])
+        reader = ssd.reader(KEYS[0])
+        ssd.drop(reader)
+        reader.release()
+        file = tmp_path / "segments" / f"{1:016d}.seg"
+        data = bytearray(file.read_bytes())
+        data[RECORD + 4096] ^= 1
+        file.write_bytes(data)
+        assert ssd.space.compact(0.6) == 1
+        plan = put(ssd, [])
+        assert plan.lost == [KEYS[1]]
+        assert (list(ssd.catalogue), list(ssd.catalogue.segments)) == ([KEYS[2]], [2])
+        put(ssd, [KEYS[3]])
+    with tier(tmp_path) as ssd:
+        assert {key: read(ssd, key) for key in ssd.catalogue} == {key: data_of(key) for key in KEYS[2:4]}
+
+
 class BreakingFiles(FaultyFiles):
     """From a step on all operations fail: for ever, or just that one."""
 
@@ -266,6 +285,27 @@ def test_compacting_rewrites_thin_segments_and_loses_nothing(tmp_path: Path) -> 
     with tier(tmp_path, capacity=64 * RECORD, segment=4 * RECORD) as ssd:
         assert set(ssd.catalogue) == set(KEYS[:12]) - {KEYS[0], KEYS[1], KEYS[2], KEYS[5]}
         assert all(read(ssd, key) == data_of(key) for key in ssd.catalogue)
+
+
+def test_a_plan_reclaims_as_many_small_segments_as_its_blocks_need(tmp_path: Path) -> None:
+    keys = keys_of(186)
+    with tier(tmp_path, capacity=64 * SEGMENT) as ssd:
+        put(ssd, keys[:126])
+        plan = put(ssd, keys[126:])
+        assert (plan.rejected, plan.removed) == ([], keys[: len(plan.removed)])
+        assert len(plan.victims) == 30
+
+
+def test_a_tier_of_kept_blocks_is_not_rewritten_for_one_batch(tmp_path: Path) -> None:
+    """Where reclaiming writes more than it frees, a plan does a little of it."""
+    keys = keys_of(160)
+    kept = set(keys[:126]) - set(keys[:126:4])
+    with tier(tmp_path, 32 * 4 * RECORD, 4 * RECORD, keeps=lambda key, tenant, nbytes: key in kept) as ssd:
+        put(ssd, keys[:126])
+        plan = put(ssd, keys[126:150])
+        assert (len(plan.victims), len(plan.blocks)) == (16, 2 + 16)
+        assert put(ssd, [block.info.key for block in plan.rejected]).rejected == []
+        assert kept <= set(ssd.catalogue)
 
 
 def test_many_wholly_kept_segments_do_not_hide_the_others(tmp_path: Path) -> None:
