@@ -48,7 +48,7 @@ class LeasedBlock:
         if self.block is not None:
             return self.block.hashes[layer]
         assert self.reader is not None
-        return self.reader.hash_of(layer)
+        return self.reader.hashes[layer]
 
     def take(self, layer: int, layout: KVLayout) -> memoryview:
         """Memory for one layer's bytes: the block's own or `fill`, else new.

@@ -49,7 +49,7 @@ class Writes:
     ) -> None:
         self._tiers = tiers
         self._max_sessions = max_sessions
-        # One commit can reclaim half of the tier, but not what it stores itself.
+        # A plan cannot reclaim what it stores itself: what it refused for that, the next one would have taken.
         self._batch_bytes = batch_bytes if tiers.ssd is None else min(batch_bytes, tiers.ssd.space.capacity_bytes // 2)
         self._ssd_account = ssd_account or Account()
         self._assembler = Assembler(tiers.dram.arena.allocate)

@@ -122,8 +122,7 @@ def _catalogue(folder: pathlib.Path, files: dict[int, int], image: IndexImage) -
         segment = Segment(number, segment_path(folder, number), image.segments.get(number, 0))
         catalogue.add(segment, image.entries.get(number, b""))
     for number, slot in image.dropped:
-        if number in files:
-            catalogue.mark_dead(number, slot)
+        catalogue.mark_dead(number, slot)
     return catalogue
 
 

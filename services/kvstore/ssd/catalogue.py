@@ -285,9 +285,9 @@ class Catalogue(PartTable[int]):
         return segment.number, slot
 
     def mark_dead(self, number: int, slot: int) -> None:
-        """A slot is dead; if it was the place of its block, the block is forgotten."""
-        segment = self.segments[number]
-        if slot < len(segment.keys) and self.is_live(segment, slot):
+        """A slot is dead, if it is there; if it was the place of its block, the block is forgotten."""
+        segment = self.segments.get(number)
+        if segment is not None and slot < len(segment.keys) and self.is_live(segment, slot):
             self.forget(segment.keys[slot])
 
     def remove(self, segment: Segment) -> None:

@@ -70,13 +70,13 @@ class Victim:
     Attributes:
         carried: slots of blocks that are written anew, oldest first.
         carried_bytes: of their records.
-        removed: slots and keys of blocks that are not here any more.
+        removed: slots of blocks that are not here any more.
     """
 
     segment: Segment
     carried: list[int]
     carried_bytes: int
-    removed: list[tuple[int, BlockKey]]
+    removed: list[int]
 
     @property
     def freed_bytes(self) -> int:
@@ -122,7 +122,7 @@ class WritePlan:
 
     @property
     def removed(self) -> list[BlockKey]:
-        return [key for victim in self.victims for _, key in victim.removed]
+        return [victim.segment.keys[slot] for victim in self.victims for slot in victim.removed]
 
     @property
     def removed_segments(self) -> list[Segment]:
@@ -176,7 +176,7 @@ class Committer:
             dropped = [slot for slot in plan.dead if slot[0] not in going]
             self._commit(plan, plan.carried, going, dropped)
         plan.cleared = True
-        read = {append.source[0] for append in plan.carry if append.source is not None}
+        read = {victim.segment for victim in plan.victims if victim.carried}
         for segment in (*plan.nameless, *plan.removed_segments):
             try:
                 self._files.unlink(segment.path, readable=segment in read or segment.readers > 0)

@@ -114,19 +114,15 @@ class Index:
             else:
                 self._env = files.open_index(path, map_bytes, sync=sync)
             on_error.callback(self._env.close)
-            self._check_size(path)
+            needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+            present = (path / "data.mdb").stat().st_size
+            if present < needed:  # touching pages behind its end would kill the process (SIGBUS)
+                raise IndexLostError(f"the index has {present} bytes instead of {needed}")
             with self._writing() if files is not None else contextlib.nullcontext() as txn:  # one commit makes them all
                 self._meta, self._segments, self._entries, self._dropped, self._formats, self._tenants = (
                     self._env.open_db(name, txn, create=files is not None) for name in _TABLES
                 )
             on_error.pop_all()
-
-    def _check_size(self, path: Path) -> None:
-        """A cut-off file must be noticed here: touching pages behind its end would kill the process (SIGBUS)."""
-        needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        present = (path / "data.mdb").stat().st_size
-        if present < needed:
-            raise IndexLostError(f"the index has {present} bytes instead of {needed}")
 
     def load(self) -> IndexImage:
         """Reads everything. Raises IndexLostError when nothing was ever committed, or what was is not readable."""

@@ -24,6 +24,9 @@ class SsdReader:
     """Reads one block's record; the segment is not reclaimed until `release`.
 
     The header is read and verified with the first slice, in one read where that is layer 0.
+
+    Attributes:
+        hashes: by layer, of layers that were read; bound to the block.
     """
 
     def __init__(self, files: Files, segment: Segment, slot: int, block_format: BlockFormat) -> None:
@@ -35,7 +38,7 @@ class SsdReader:
         self._offset = segment.offset(slot)
         self._header_bytes = segment.nbytes(slot) - data_size(block_format)
         self._header: RecordHeader | None = None
-        self._hashes: dict[int, int] = {}
+        self.hashes: dict[int, int] = {}
         self._released = False
         segment.readers += 1
 
@@ -51,23 +54,17 @@ class SsdReader:
             BadRecordError: the bytes read are not what was written; they never will be.
             OSError: the read failed, which says nothing of the record.
         """
-        start = header_memory(max(0, self._header_bytes))
         header = self._header  # several threads may read it at once; they find the same
-        if header is None and first == 0:
-            read_whole(self._files, self.segment.path, [start, *outs], self._offset)
+        together = header is None and first == 0
+        if header is None:
+            start = header_memory(max(0, self._header_bytes))
+            read_whole(self._files, self.segment.path, [start, *outs] if together else [start], self._offset)
             header = self._header = self._check(start)
-        else:
-            if header is None:
-                read_whole(self._files, self.segment.path, [start], self._offset)
-                header = self._header = self._check(start)
+        if not together:
             skipped = self._header_bytes + first * self.format.layout.slice_bytes
             read_whole(self._files, self.segment.path, outs, self._offset + skipped)
         for layer, out in enumerate(outs, first):
-            self._hashes[layer] = header.check_slice(layer, out)
-
-    def hash_of(self, layer: int) -> int:
-        """The hash of a layer that was read, bound to the block."""
-        return self._hashes[layer]
+            self.hashes[layer] = header.check_slice(layer, out)
 
     def _check(self, start: memoryview) -> RecordHeader:
         header = unpack_header(bytes(start))

@@ -73,7 +73,7 @@ def _align(nbytes: int) -> int:
 
 
 def header_size(info: BlockInfo) -> int:
-    """Bytes of a block's record header."""
+    """Bytes of a record's header, padding included."""
     return _align(_FIXED.size + len(info.tenant.encode()) + 8 * info.format.layout.layers)
 
 

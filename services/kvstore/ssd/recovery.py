@@ -139,7 +139,6 @@ class Recovery:
             raise ConfigError("data_dir", f"{folder.path} cannot be used: {error}") from error
 
     def close(self) -> None:
-        """Closes the index."""
         if self.index is not None:
             self.index.close()
 
@@ -180,8 +179,7 @@ class Recovery:
                 if adopted:
                     entries[number, len(known) // ENTRY.size] = adopted
         for number, slot in image.dropped:
-            if number in self.catalogue.segments:
-                self.catalogue.mark_dead(number, slot)
+            self.catalogue.mark_dead(number, slot)
         if newer and self._sync:
             folder.files.sync_folder(folder.segments)
         if newer and not self.rebuilt:

@@ -65,10 +65,7 @@ class Space:
         return bool(self._thin) or self.used_bytes > self.capacity_bytes
 
     def compact(self, min_live_share: float) -> int:
-        """Has the next plans rewrite segments of which less than this share (0 to 1) is live; how many those are.
-
-        The share is that of a full segment.
-        """
+        """Has the next plans rewrite segments that are live to less than this share of a full one; how many."""
         self._thin = [
             segment.number
             for segment in self._catalogue.segments.values()
@@ -169,7 +166,7 @@ class Space:
                 victim.carried_bytes += segment.nbytes(slot)
             else:
                 self._catalogue.forget(segment.keys[slot])
-                victim.removed.append((slot, segment.keys[slot]))
+                victim.removed.append(slot)
         segment.going = True
         if segment is self.active:
             self.active = None

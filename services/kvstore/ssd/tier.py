@@ -158,7 +158,7 @@ class SsdTier:
                     self._forgotten.append(self.catalogue.segments.pop(victim.segment.number))
                     continue
                 victim.segment.going = False
-                self._dead += [(victim.segment.number, slot) for slot, _ in victim.removed]
+                self._dead += [(victim.segment.number, slot) for slot in victim.removed]
         if plan.unreadable is not None:
             self.space.pass_over(plan.unreadable)
         self.space.active = None
