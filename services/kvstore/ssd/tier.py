@@ -171,12 +171,12 @@ class SsdTier:
         numbers = {segment.number for segment in removed}
         self._dead = [slot for slot in self._dead if slot[0] not in numbers]
         for append in plan.bad:
-            if self._is_current(append):
+            if self.catalogue.find(append.key) == append.source:
                 self.catalogue.forget(append.key)
                 self.lost_blocks += 1
                 plan.lost.append(append.key)
         carried = plan.carried
-        dropped = [append.key for append in carried if not self._is_current(append)]
+        dropped = [append.key for append in carried if self.catalogue.find(append.key) != append.source]
         self._add(carried)
         self.forget(dropped)  # a reader found them bad while they were being copied
         self.carried_bytes += sum(append.row[2] * ALIGN for append in carried)
@@ -190,10 +190,6 @@ class SsdTier:
                 if not segment.readers:
                     self._files.close_later(segment.path)
         self._leaving = [segment for segment in (*self._leaving, *removed) if segment.readers]
-
-    def _is_current(self, append: Append) -> bool:
-        """Whether the block still has its place where it was carried over from."""
-        return append.source is not None and self.catalogue.is_live(*append.source)
 
     def _add(self, appends: Sequence[Append]) -> None:
         """These records are committed."""
