@@ -41,8 +41,8 @@ async def test_a_journal_of_requests_that_fail_and_go_on_reruns_to_the_same_acti
 
 async def test_a_journal_whose_halves_were_overwritten_begins_with_a_snapshot(tmp_path: Path) -> None:
     async with stack(prefill(), decode(), journal_dir=tmp_path, journal_bytes=1 << 16) as s:
-        for _ in range(12):
-            await s.client.generate(token_ids=list(range(30, 70)), sampling=GREEDY)
+        for _ in range(4):
+            await asyncio.gather(*(s.client.generate(token_ids=[9] * 40, sampling=GREEDY) for _ in range(16)))
         await s.rest()
     files = journal_files(tmp_path)
     assert len(files) == 2
