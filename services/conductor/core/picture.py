@@ -106,7 +106,7 @@ class Picture:
             self.index.remove_instance(instance_id)
 
     def report(self, instance_id: str, load: LoadFacts, now: float) -> None:
-        """Takes a load report; it includes the claims that were `known` before. Unknown ids are fine."""
+        """Takes a load report; it includes the claims that the instance knew (`known`). Unknown ids are fine."""
         self.index.sweep()
         instance = self._instances.get(instance_id)
         match instance:
@@ -196,14 +196,20 @@ class Picture:
             instances.append(instance)
         return number
 
-    def known(self, claim: int) -> None:
-        """Notes that the instance has said that it has the request: its next report includes it."""
+    def known(self, claim: int, number: int = 0) -> None:
+        """Notes that the instance has said that it has the request.
+
+        Args:
+            claim: of the request there.
+            number: how many requests the instance has taken with it; reports say how many they include. 0 = not told:
+                the next report includes it.
+        """
         for instance in self._claims.get(claim, ()):
-            match instance:
-                case Prefill():
-                    instance.prompts[claim].known = True
-                case Decode():
-                    instance.answers[claim].known = True
+            if isinstance(instance, Store):
+                continue
+            instance.known(claim, number)
+            if self._instances.get(instance.facts.id) is instance:
+                self._changed(instance)
 
     def release(self, claim: int, now: float) -> None:
         """Stops counting a claim: its prompt has its first token, its answer has ended, or neither will be.
