@@ -16,15 +16,8 @@ from services.kvstore.streams.get_stream import GetResources, GetStream
 from services.kvstore.streams.open_calls import OpenCalls, PeerContext
 from services.kvstore.streams.put_stream import PutResources, PutStream
 from services.kvstore.streams.watch import Journal
-from services.kvstore.tenancy.pins import PinLimit
 
 MAX_MATCH_KEYS = 1 << 15
-_LIMITS = {
-    PinLimit.NONE: kvstore_pb2.PIN_LIMIT_UNSPECIFIED,
-    PinLimit.ABSENT: kvstore_pb2.PIN_LIMIT_ABSENT,
-    PinLimit.TENANT_BUDGET: kvstore_pb2.PIN_LIMIT_TENANT_BUDGET,
-    PinLimit.STORE_BUDGET: kvstore_pb2.PIN_LIMIT_STORE_BUDGET,
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +66,7 @@ class KVStoreServicer:
             blocks=outcome.blocks,
             bytes=outcome.nbytes,
             ttl_s=request.ttl_s if outcome.blocks else 0.0,
-            limit=_LIMITS[outcome.limit],
+            limit=kvstore_pb2.PinLimit.Value(f"PIN_LIMIT_{outcome.limit.name}"),
         )
 
     async def Unpin(self, request: kvstore_pb2.UnpinRequest, context: object) -> kvstore_pb2.UnpinResponse:  # noqa: N802
@@ -102,8 +95,8 @@ class KVStoreServicer:
         self, request: kvstore_pb2.WarmRequest, context: PeerContext
     ) -> kvstore_pb2.WarmResponse:
         with self.calls.call(context):
-            warmed = await self.operations.warmer.warm(request.max_bytes)
-        return kvstore_pb2.WarmResponse(blocks=warmed.blocks, bytes=warmed.nbytes)
+            blocks, nbytes = await self.operations.warm(request.max_bytes)
+        return kvstore_pb2.WarmResponse(blocks=blocks, bytes=nbytes)
 
     async def ReuseCurve(  # noqa: N802
         self, request: kvstore_pb2.ReuseCurveRequest, context: object

@@ -14,7 +14,6 @@ from services.kvstore.core.writes import Writes
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.tenancy.pins import PinOutcome
-from services.kvstore.tenancy.tenants import Account
 
 
 class BlockStore:
@@ -26,7 +25,6 @@ class BlockStore:
         max_sessions: most writing sessions at once, and most reading ones.
         batch_bytes: most bytes in one commit, unless one block is larger.
         lease_bytes: most DRAM that leases keep; None for all of it.
-        ssd_account: what tenants are granted in the SSD tier, which keeps it up to date; None for nothing.
     """
 
     def __init__(
@@ -38,10 +36,9 @@ class BlockStore:
         max_sessions: int = 1024,
         batch_bytes: int = 32 << 20,
         lease_bytes: int | None = None,
-        ssd_account: Account | None = None,
     ) -> None:
         self.tiers = TieredStore(dram, ssd, listener or StoreListener())
-        self.writes = Writes(self.tiers, max_sessions=max_sessions, batch_bytes=batch_bytes, ssd_account=ssd_account)
+        self.writes = Writes(self.tiers, max_sessions=max_sessions, batch_bytes=batch_bytes)
         lease_bytes = dram.capacity_bytes if lease_bytes is None else lease_bytes
         self.reads = Reads(self.tiers, self.writes, max_sessions=max_sessions, lease_bytes=lease_bytes)
         self.pins = dram.pins

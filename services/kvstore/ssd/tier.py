@@ -36,6 +36,7 @@ class SsdTier:
     carried.
 
     Attributes:
+        account: what tenants are granted and have here.
         indexed: there is an index; else there was no room for one, and the next start reads all segments.
         written_bytes: records written in this process' life, headers, padding and carried ones included.
         user_bytes: of new blocks in them.
@@ -48,8 +49,10 @@ class SsdTier:
         recovered: Recovered,
         capacity_bytes: int,
         segment_bytes: int,
-        keeps: Keeps | None = None,
+        keeps: Keeps | None,
+        account: Account,
     ) -> None:
+        self.account = account
         self.durability = recovered.durability
         self.capacity_bytes = capacity_bytes
         self.indexed = recovered.index is not None
@@ -324,7 +327,7 @@ def open_tier(
     Raises:
         ConfigError: naming `data_dir`: the folder cannot be used.
     """
-    files = files or Files(direct=durability == "power")
+    files, account = files or Files(direct=durability == "power"), account or Account()
     folder = DataFolder(path, files)
     try:
         recovered = recover(folder, durability, account, map_bytes)
@@ -332,7 +335,7 @@ def open_tier(
         folder.close()
         files.close_all()
         raise
-    tier = SsdTier(folder, recovered, capacity_bytes, segment_bytes, keeps)
+    tier = SsdTier(folder, recovered, capacity_bytes, segment_bytes, keeps, account)
     log.info(
         "ssd tier open",
         path=str(path),

@@ -16,7 +16,7 @@ from services.kvstore.core.assembly import PutSession, PutSpec
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.operate.writer import WorkSignal, WriteBehind
+from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.policies.policy import LRU, EvictionPolicy
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.records import BadRecordError
@@ -102,7 +102,7 @@ def open_ssd(
 async def writing(driven: "Driven", **settings: Any) -> AsyncIterator[WriteBehind]:
     """Runs the writer thread of a store; settings are those of `WriteBehind`."""
     assert driven.store.tiers.ssd is not None
-    writer = WriteBehind(driven.store.writes, driven.store.tiers.ssd, driven.signal, **settings)
+    writer = driven.writer = WriteBehind(driven.store.writes, driven.store.tiers.ssd, **settings)
     task = asyncio.ensure_future(writer.run())
     try:
         yield writer
@@ -125,7 +125,6 @@ class Driven(StoreListener):
         dram_bytes: int = 64 * BLOCK,
         pins: Pins | None = None,
         account: Account | None = None,
-        ssd_account: Account | None = None,
         policy: EvictionPolicy | None = None,
         max_sessions: int = 4,
         batch_bytes: int = 32 << 20,
@@ -133,9 +132,8 @@ class Driven(StoreListener):
         listener: StoreListener | None = None,
     ) -> None:
         dram = DramTier(dram_bytes, LRU() if policy is None else policy, pins=pins, account=account)
-        self.ssd_account = ssd_account or Account()
         self.listener = listener or StoreListener()
-        self.signal = WorkSignal()
+        self.writer: WriteBehind | None = None
         self.store = BlockStore(
             dram,
             ssd,
@@ -143,7 +141,6 @@ class Driven(StoreListener):
             max_sessions=max_sessions,
             batch_bytes=batch_bytes,
             lease_bytes=lease_bytes,
-            ssd_account=self.ssd_account,
         )
         self.stored: list[BlockKey] = []
         self.removed: list[BlockKey] = []
@@ -161,7 +158,8 @@ class Driven(StoreListener):
         self.listener.room()
 
     def work(self) -> None:
-        self.signal.notify()
+        if self.writer is not None:
+            self.writer.wake()
 
     def sessions_changed(self) -> None:
         self.listener.sessions_changed()

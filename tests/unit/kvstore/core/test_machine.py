@@ -85,15 +85,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        pins = Pins(PIN_BLOCKS * BLOCK, {name: row.pin_bytes for name, row in ROWS.items()})
-        ssd_account = Account.of(ROWS, "ssd")
-        self.ssd = open_ssd(self.folder, capacity=6 * RECORD, segment=RECORD, pins=pins, account=ssd_account)
+        pins = Pins(PIN_BLOCKS * BLOCK, Account.of(ROWS, "pins"))
+        self.ssd = open_ssd(
+            self.folder, capacity=6 * RECORD, segment=RECORD, pins=pins, account=Account.of(ROWS, "ssd")
+        )
         self.driven = Driven(
             self.ssd,
             dram_bytes=DRAM_BLOCKS * BLOCK,
             pins=pins,
             account=Account.of(ROWS, "dram"),
-            ssd_account=ssd_account,
             listener=_Announced(self),
         )
         self.store = self.driven.store
@@ -282,7 +282,7 @@ class StoreMachine(RuleBasedStateMachine):
     def sound(self) -> None:
         self.store.check_invariants()
         assert self.announced == set(self.store.tiers)
-        assert +self.driven.ssd_account.used == self.ssd.tenant_bytes
+        assert +self.ssd.account.used == self.ssd.tenant_bytes
         self.ssd.check_invariants()
 
     @invariant()

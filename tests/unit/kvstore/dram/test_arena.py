@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.kvstore.dram.arena import PAGE, RESERVE_SHARE, SMALL_BYTES, Arena, slot_bytes
+from services.kvstore.dram.arena import AHEAD_SLOTS, PAGE, RESERVE_SHARE, SMALL_BYTES, Arena, slot_bytes
 
 MIB = 1 << 20
 
@@ -100,6 +100,31 @@ def test_a_use_may_end_in_another_thread() -> None:
     thread.join()
     assert arena.free_bytes == MIB
     arena.check_invariants()
+
+
+def test_memory_is_there_before_it_is_written() -> None:
+    arena, before = Arena(256 * MIB, ahead=True), resident_bytes()
+    first = arena.allocate(MIB)
+    first[:3] = b"abc"
+    arena.close()
+    assert bytes(first[:3]) == b"abc"
+    assert arena.free_bytes == AHEAD_SLOTS * MIB, "a bounded part of the budget"
+    assert resident_bytes() - before > AHEAD_SLOTS * MIB
+    blocks = [arena.allocate(MIB) for _ in range(AHEAD_SLOTS)]
+    assert (arena.resident_bytes, len(blocks)) == ((AHEAD_SLOTS + 1) * MIB, AHEAD_SLOTS)
+    arena.check_invariants()
+
+
+def test_no_memory_beyond_the_budget_is_brought_in() -> None:
+    arena = Arena(8 * MIB, ahead=True)
+    blocks = [arena.allocate(3 * MIB)]
+    arena.close()
+    assert (arena.free_bytes, arena.resident_bytes) == (3 * MIB, 6 * MIB)
+    del blocks
+    small = Arena(MIB, ahead=True)
+    block = small.allocate(SMALL_BYTES - PAGE)
+    small.close()
+    assert small.resident_bytes == len(block)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

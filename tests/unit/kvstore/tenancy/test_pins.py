@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.keys import BlockKey
 from services.kvstore.tenancy.pins import MAX_TTL_S, PinLimit, PinOutcome, Pins
+from services.kvstore.tenancy.tenants import Account
 from tests.unit.kvstore.helpers import BLOCK, Driven, data_of, keys_of, open_ssd, spec_of
 
 KEYS = keys_of(8)
@@ -51,7 +52,8 @@ def test_overlapping_pins_count_references_and_cost_once() -> None:
     assert pin_told(pins, "one", [A, B])[1] == {A, B}
     assert pin_told(pins, "two", [A, C])[1] == {A, C}
     assert pin_told(pins, "other", [A], tenant="u")[1] == {A}
-    assert (pins.used["t"], pins.used["u"], pins.nbytes) == (30, 10, 30)
+    used = pins.account.used
+    assert (used["t"], used["u"], pins.nbytes) == (30, 10, 30)
     assert pins.unpin("t", "one") == {A, B}
     assert pins.unpin("t", "one") == set()
     pins.check_invariants()
@@ -59,7 +61,7 @@ def test_overlapping_pins_count_references_and_cost_once() -> None:
     assert pins.unpin("t", "two") == {A, C}
     assert (A in pins, C in pins) == (True, False)
     assert pins.unpin("u", "other") == {A}
-    assert (pins.nbytes, pins.keys, pins.used["t"], pins.next_expiry) == (0, 0, 0, None)
+    assert (pins.nbytes, pins.keys, used["t"], pins.next_expiry) == (0, 0, 0, None)
     pins.check_invariants()
 
 
@@ -67,7 +69,7 @@ def test_the_same_name_renews_and_replaces() -> None:
     pins = Pins(30)
     pin(pins, "ctx", [A, B, C], ttl_s=5)
     outcome, changed = pin_told(pins, "ctx", [B, C, D], now=3, ttl_s=5)
-    assert (outcome, changed) == (PinOutcome(3, 30, PinLimit.NONE), {A, B, C, D})
+    assert (outcome, changed) == (PinOutcome(3, 30, PinLimit.UNSPECIFIED), {A, B, C, D})
     assert ([key in pins for key in (A, B, C, D)], pins.next_expiry) == ([False, True, True, True], 8)
     assert pin(pins, "ctx", [D], now=3, here=[]).blocks == 0
     assert (len(pins), pins.nbytes) == (0, 0)
@@ -86,12 +88,13 @@ def test_pins_end_with_their_time() -> None:
 
 
 def test_budgets_of_tenants_and_of_the_store() -> None:
-    pins = Pins(40, {"small": 20}, default_bytes=30)
+    pins = Pins(40, Account(quotas={"small": 20}, default_quota=30))
     assert pin(pins, "a", KEYS, tenant="small") == PinOutcome(2, 20, PinLimit.TENANT_BUDGET)
     assert pin(pins, "b", [A], tenant="small").blocks == 1  # costs nothing more
     assert pin(pins, "a", KEYS[4:], tenant="else") == PinOutcome(2, 20, PinLimit.STORE_BUDGET)
     assert pin(pins, "a", [A, *KEYS[4:]], tenant="else") == PinOutcome(3, 30, PinLimit.TENANT_BUDGET)
-    assert (pins.used.of_row("small", ["small"]), pins.used.of_row("*", ["small"]), pins.nbytes) == (20, 30, 40)
+    used = pins.account.used
+    assert (used.of_row("small", ["small"]), used.of_row("*", ["small"]), pins.nbytes) == (20, 30, 40)
 
 
 def test_wrong_pins_name_their_field() -> None:
@@ -190,7 +193,7 @@ class PinMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pins = Pins(5 * 10, {"t": 40})
+        self.pins = Pins(5 * 10, Account(quotas={"t": 40}))
         self.model: dict[tuple[str, str], tuple[list[BlockKey], float]] = {}
         self.now = 0.0
         self.kept: set[BlockKey] = set()
@@ -222,7 +225,7 @@ class PinMachine(RuleBasedStateMachine):
                 break
             expected.append(key)
         assert outcome.blocks == len(expected)
-        assert (outcome.limit is PinLimit.NONE) == (outcome.blocks == count)
+        assert (outcome.limit is PinLimit.UNSPECIFIED) == (outcome.blocks == count)
         if expected:
             self.model[tenant, name] = expected, self.now + ttl
 
