@@ -80,6 +80,8 @@ def check_peer(address: str) -> str:
 
 # "host:port" to listen at; port 0 = any free one.
 ListenAddress = Annotated[str, AfterValidator(_check_bind)]
+# The same, or "" for none.
+OptionalAddress = Annotated[str, AfterValidator(_check_optional)]
 # "host:port" of another service.
 PeerAddress = Annotated[str, AfterValidator(check_peer)]
 
@@ -118,7 +120,7 @@ class ServiceConfig(BaseSettings):
     spans_dir: Path | None = Field(
         None, description="folder for recorded spans, one file <id>.jsonl per process; default: nothing is recorded"
     )
-    metrics_listen: Annotated[str, AfterValidator(_check_optional)] = Field(
+    metrics_listen: OptionalAddress = Field(
         "", description="HOST:PORT of Prometheus metrics over HTTP (/metrics); default: none are served"
     )
     drain_s: float = Field(

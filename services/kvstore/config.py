@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from moonpool.config import ServiceConfig, parse_address
+from moonpool.config import OptionalAddress, ServiceConfig
 from moonpool.errors import ConfigError
 from services.kvstore.policies.policy import POLICIES
 from services.kvstore.tenancy.tenants import TenantRow, check_rows, read_rows
@@ -19,18 +19,10 @@ def _policy_known(name: str) -> str:
     return name
 
 
-def _address_or_empty(address: str) -> str:
-    if address:
-        parse_address(address)
-    return address
-
-
 class KVStoreConfig(ServiceConfig):
     """Settings of a kvstore, which keeps KV blocks in DRAM and on SSD."""
 
-    conductor: Annotated[str, AfterValidator(_address_or_empty)] = Field(
-        "", description="HOST:PORT of the conductor to join; default: run alone"
-    )
+    conductor: OptionalAddress = Field("", description="HOST:PORT of the conductor to join; default: run alone")
     data_dir: Path | None = Field(
         None, description="folder for the SSD tier, used by this process alone; default: keep blocks in DRAM only"
     )
@@ -79,13 +71,9 @@ class KVStoreConfig(ServiceConfig):
     )
 
     @property
-    def has_ssd(self) -> bool:
-        return self.data_dir is not None and self.ssd_bytes > 0
-
-    @property
     def durable_bytes(self) -> int:
         """Budget of the SSD tier in bytes; 0 without one."""
-        return self.ssd_bytes if self.has_ssd else 0
+        return 0 if self.data_dir is None else self.ssd_bytes
 
     @property
     def capacity_bytes(self) -> int:

@@ -114,7 +114,7 @@ class KVStoreService(StoreListener):
             self.writer = WriteBehind(self.store.writes, ssd, self._observer.committed)
         held = HeldKeys(PARTS, self.store.tiers.part)
         self._journal = Journal(held, instance.incarnation)
-        self._pins = PinKeeper(self.store)
+        self._pins = PinKeeper(self.store.tiers)
         ahead = ByteCredits(config.read_ahead_bytes)
         rows = list(config.tenants)
         self.gauges = gauges_of(self.store, self.calls, self.rooms, ahead, self._journal, self.writer, rows)
@@ -177,18 +177,18 @@ class KVStoreService(StoreListener):
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Runs the writer; at the end everything visible is made durable, threads and files are closed."""
+        """Runs the writer and ends pins; at the end makes durable what is visible, and closes threads and files."""
         try:
             async with asyncio.TaskGroup() as group:
-                task = group.create_task(self.writer.run()) if self.writer is not None else None
+                tasks = [group.create_task(each.run()) for each in (self._pins, self.writer) if each is not None]
                 try:
                     yield
                 finally:
-                    if self.writer is not None and task is not None:
+                    if self.writer is not None:
                         await self._make_durable(self.writer)
+                    for task in tasks:
                         task.cancel()
         finally:
-            self._pins.close()
             if self.writer is not None:
                 await self.writer.aclose()
             await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)

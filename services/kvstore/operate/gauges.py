@@ -69,7 +69,7 @@ def _add_attributes(add: Add, source: object, name: str, *attributes: str) -> No
 
 
 def _add_dram(add: Add, store: BlockStore) -> None:
-    writes, dram, pins = store.writes, store.tiers.dram, store.pins
+    writes, dram, pins = store.writes, store.tiers.dram, store.tiers.dram.pins
     add("dram_bytes", lambda: dram.block_bytes)
     add("dram_blocks", lambda: len(dram))
     _add_attributes(add, dram, "dram_{}", "capacity_bytes")
@@ -100,7 +100,7 @@ def _add_ssd(add: Add, ssd: SsdTier) -> None:
 
 def _add_tenants(add: Add, store: BlockStore, rows: Sequence[str]) -> None:
     """Of tenants with a row, and of all others together under "*"."""
-    tables = {"dram_bytes": store.tiers.dram.account.used, "pinned_bytes": store.pins.account.used}
+    tables = {"dram_bytes": store.tiers.dram.account.used, "pinned_bytes": store.tiers.dram.pins.account.used}
     if store.tiers.ssd is not None:
         tables["ssd_bytes"] = store.tiers.ssd.account.used
     for tenant in dict.fromkeys([*rows, DEFAULT_ROW]) if rows else ():

@@ -131,7 +131,7 @@ class Pins:
                 reason="kvstore_pins",
                 retry_after_s=0.0 if expiry is None else expiry - now,
             )
-        self._drop(tenant, self._pins.pop((tenant, name), old))
+        self._end([(tenant, name)])
         outcome = self._take(tenant, keys, size_of)
         if outcome.blocks:
             self._pins[tenant, name] = _Pin(keys[: outcome.blocks], now + ttl_s)
@@ -157,8 +157,17 @@ class Pins:
             nbytes += size
         return PinOutcome(len(keys), nbytes, PinLimit.UNSPECIFIED)
 
-    def _drop(self, tenant: str, pin: _Pin) -> None:
-        for key in pin.keys:
+    def unpin(self, tenant: str, name: str) -> set[BlockKey]:
+        """Ends a pin; returns its keys, none when there is no such pin."""
+        return self._end([(tenant, name)])
+
+    def expire(self, now: float) -> set[BlockKey]:
+        """Ends the pins whose time is over; returns their keys."""
+        return self._end([place for place, pin in self._pins.items() if pin.expires_at <= now])
+
+    def _end(self, places: Sequence[tuple[str, str]]) -> set[BlockKey]:
+        keys = [(tenant, key) for tenant, name in places for key in self._pins.pop((tenant, name), _Pin()).keys]
+        for tenant, key in keys:
             pinned = self._pinned[key]
             pinned.pins[tenant] -= 1
             if not pinned.pins[tenant]:
@@ -167,22 +176,7 @@ class Pins:
             if not pinned.pins:
                 del self._pinned[key]
                 self.nbytes -= pinned.nbytes
-
-    def unpin(self, tenant: str, name: str) -> set[BlockKey]:
-        """Ends a pin; returns its keys, none when there is no such pin."""
-        return self._end([(tenant, name)] if (tenant, name) in self._pins else [])
-
-    def expire(self, now: float) -> set[BlockKey]:
-        """Ends the pins whose time is over; returns their keys."""
-        return self._end([place for place, pin in self._pins.items() if pin.expires_at <= now])
-
-    def _end(self, places: Sequence[tuple[str, str]]) -> set[BlockKey]:
-        keys: set[BlockKey] = set()
-        for tenant, name in places:
-            pin = self._pins.pop((tenant, name))
-            self._drop(tenant, pin)
-            keys.update(pin.keys)
-        return keys
+        return {key for _, key in keys}
 
     def check_invariants(self) -> None:
         """Checks that the pinned blocks and bytes are those of the pins, within the limits."""

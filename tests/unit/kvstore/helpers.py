@@ -16,6 +16,7 @@ from services.kvstore.core.assembly import PutSession, PutSpec
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.dram.tier import DramTier
+from services.kvstore.operate.pin_keeper import PinKeeper
 from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.policies.policy import LRU, EvictionPolicy
 from services.kvstore.ssd.files import Files
@@ -117,6 +118,9 @@ class Driven(StoreListener):
 
     Args:
         listener: is told of everything too.
+
+    Attributes:
+        now: the time of its pins.
     """
 
     def __init__(
@@ -142,6 +146,8 @@ class Driven(StoreListener):
             batch_bytes=batch_bytes,
             lease_bytes=lease_bytes,
         )
+        self.now = 0.0
+        self.pins = PinKeeper(self.store.tiers, lambda: self.now)
         self.stored: list[BlockKey] = []
         self.removed: list[BlockKey] = []
         self.visible: list[tuple[BlockKey, ...]] = []

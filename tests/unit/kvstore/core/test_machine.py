@@ -96,6 +96,7 @@ class StoreMachine(RuleBasedStateMachine):
             account=Account.of(ROWS, "dram"),
             listener=_Announced(self),
         )
+        self.driven.now = self.now
         self.store = self.driven.store
         self.sessions: list[_Session] = []
         self.leases: list[ReadLease] = []
@@ -232,7 +233,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(chain=CHAIN, name=st.sampled_from("xy"), ttl=st.integers(1, 4))
     def pin(self, chain: Sequence[BlockKey], name: str, ttl: int) -> None:
         tenant = OWNER[chain[0]]
-        outcome = self.store.pin(tenant, name, chain, now=self.now, ttl_s=ttl)
+        outcome = self.driven.pins.pin(tenant, name, chain, ttl)
         assert outcome.blocks <= self.store.tiers.match(chain)
         self.pinned[tenant, name] = chain[: outcome.blocks], self.now + ttl
 
@@ -241,12 +242,13 @@ class StoreMachine(RuleBasedStateMachine):
     def unpin(self, pick: int) -> None:
         place = sorted(self.pinned)[pick % len(self.pinned)]
         del self.pinned[place]
-        self.store.unpin(*place)
+        self.driven.pins.unpin(*place)
 
     @rule(seconds=st.integers(1, 2))
     def wait(self, seconds: int) -> None:
         self.now += seconds
-        self.store.expire_pins(self.now)
+        self.driven.now = self.now
+        self.driven.pins.expire()
 
     # The device
 
@@ -287,7 +289,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def pins_keep(self) -> None:
-        assert {key for key in OWNER if key in self.store.pins} == self.kept
+        assert {key for key in OWNER if key in self.store.tiers.dram.pins} == self.kept
         assert self.kept <= self.announced | self.lost
 
     @invariant()

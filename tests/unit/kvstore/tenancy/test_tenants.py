@@ -194,13 +194,14 @@ def test_pinned_blocks_are_not_given_up_and_what_finds_no_room_stays_in_dram(tmp
     ssd = open_ssd(tmp_path, pins=pins, account=account)
     driven = Driven(ssd, pins=pins)
     driven.flush([A, B], "x")
-    driven.store.pin("x", "p", [A, B], now=0, ttl_s=9)
+    driven.pins.pin("x", "p", [A, B], 9)
     driven.flush([C, D], "x")
     driven.flush([E], "y")
     assert set(ssd) == {A, B, E}
     assert driven.store.writes.blocks_not_durable == 2
     assert driven.read([C, D]) == [data_of(C), data_of(D)]
-    driven.store.expire_pins(9)
+    driven.now = 9
+    driven.pins.expire()
     driven.flush([F], "x")
     assert set(ssd) == {B, E, F}
     ssd.close()
