@@ -324,7 +324,7 @@ def _config_error(
     environment: Mapping[str, Any],
     file: Mapping[str, Any],
 ) -> ConfigError:
-    """The first complaint, with the setting's name and where its value came from."""
+    """The first complaint, with the setting's name (and place in it) and where its value came from."""
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0]) if first["loc"] else "settings"
     text = first["msg"].removeprefix("Value error, ")
@@ -341,4 +341,4 @@ def _config_error(
     given = first.get("input")
     if name in cls.model_fields and isinstance(given, str | int | float) and repr(given) not in text:
         text += f", got {given!r}"
-    return ConfigError(name, text[:1].lower() + text[1:] + source)
+    return ConfigError(".".join(map(str, first["loc"])) or name, text[:1].lower() + text[1:] + source)

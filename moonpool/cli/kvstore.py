@@ -152,9 +152,9 @@ def advise(
     """Estimate the hit share of a larger kvstore, from sampled reuse distances."""
     with _store(address) as stub:
         told = stub.ReuseCurve(kvstore_pb2.ReuseCurveRequest(), timeout=CALL_TIMEOUT_S)
+    from services.kvstore.operate.reuse import answer as advice
     from services.kvstore.operate.reuse import hit_share
-    from services.kvstore.operate.reuse_picture import answer as advice
-    from services.kvstore.operate.reuse_picture import picture as draw
+    from services.kvstore.operate.reuse import picture as draw
 
     curve = [(point.bytes, point.hit_share) for point in told.points]
     now_bytes, more_bytes = told.capacity_bytes, max(1, round(more_gb * GB))

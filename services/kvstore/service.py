@@ -28,7 +28,6 @@ from services.kvstore.operate.gauges import gauges_of
 from services.kvstore.operate.observe import Observer
 from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.pin_keeper import PinKeeper
-from services.kvstore.operate.reuse import ReuseSample
 from services.kvstore.operate.writer import WriteBehind, within
 from services.kvstore.policies.policy import POLICIES
 from services.kvstore.servicer import KVStoreServicer
@@ -103,7 +102,6 @@ class KVStoreService(StoreListener):
         self._draining = False
         self._pool = ThreadPoolExecutor(config.read_threads, thread_name_prefix="kvstore-read")
         self._observer = Observer(self.metrics)
-        self._reuse = ReuseSample()
         self._unreported = Unreported()
         dram, ssd = tiers
         self.store = BlockStore(
@@ -133,11 +131,9 @@ class KVStoreService(StoreListener):
         get = GetResources(
             store.reads, pool, ahead, instance, timeout_s, config.lease_timeout_s, on_read, together_bytes
         )
-        operations = Operations(store, pool, ahead, self._reuse, config.capacity_bytes)
+        operations = Operations(store, pool, ahead, self._observer.reuse, config.capacity_bytes)
         journal, closing, calls = self._journal, self._closing, self.calls
-        return KVStoreServicer(
-            put, get, store.tiers.match, self._pins, operations, journal, self.gauges, instance, closing, calls
-        )
+        return KVStoreServicer(put, get, self._pins, operations, journal, self.gauges, closing, calls)
 
     @property
     def contract(self) -> Service:
@@ -152,7 +148,6 @@ class KVStoreService(StoreListener):
 
     def asked(self, keys: Sequence[BlockKey]) -> None:
         self._observer.asked(keys)
-        self._reuse.observe(keys)
 
     def room(self) -> None:
         self.rooms.notify()

@@ -87,13 +87,13 @@ class _SizeClass:
         self.slots = max(1, min(SMALL_BYTES * 4 if self.small else SLAB_BYTES, _rounded(budget, PAGE)) // size)
         self.slab_bytes = _rounded(self.slots * size, PAGE)
         self.view = ctypes.c_char * size
-        self.slabs: set[_Slab] = set()
+        self.slabs: dict[_Slab, None] = {}  # in the order they were made
         self.warm: dict[_Slab, None] = {}  # with free slots that have memory; the last was used last
-        self.roomy: dict[_Slab, None] = {}  # with other free slots
 
     def take(self, *, fresh: bool) -> tuple[_Slab, int]:
         """A slot without memory if `fresh`, else one of a `warm` slab."""
-        slab = next(iter(self.roomy if fresh else reversed(self.warm)), None) or self._new_slab()
+        slabs = (slab for slab in reversed(self.slabs) if slab.bare) if fresh else reversed(self.warm)
+        slab = next(slabs, None) or self._new_slab()
         slot = (slab.bare if fresh else slab.free).pop()
         self.file(slab)
         return slab, slot
@@ -107,24 +107,19 @@ class _SizeClass:
         if self.size < _HUGE_PAGE and hasattr(mmap, "MADV_NOHUGEPAGE"):
             memory.madvise(mmap.MADV_NOHUGEPAGE)  # else a slot's first byte could bring its neighbours' memory too
         slab = _Slab(memory, self.slots)
-        self.slabs.add(slab)
+        self.slabs[slab] = None
         return slab
 
     def file(self, slab: _Slab) -> None:
-        """Brings `warm` and `roomy` up to date after a change of a slab."""
+        """Brings `warm` up to date after a change of a slab."""
         self.warm.pop(slab, None)
         if slab.free:
             self.warm[slab] = None
-        if slab.bare:
-            self.roomy[slab] = None
-        else:
-            self.roomy.pop(slab, None)
 
     def remove(self, slab: _Slab) -> None:
         """Forgets a slab; its mapping goes with the last reference to it."""
-        self.slabs.remove(slab)
+        del self.slabs[slab]
         self.warm.pop(slab, None)
-        self.roomy.pop(slab, None)
 
 
 class Arena:
@@ -258,7 +253,6 @@ class Arena:
                 assert len(slots) == len(slab.free) + len(slab.bare) <= slab.slots
                 assert all(slot < slab.slots for slot in slots)
                 assert (slab in each.warm) == bool(slab.free)
-                assert (slab in each.roomy) == bool(slab.bare)
                 live += slab.live * size
                 resident += slab.resident * size
                 free += 0 if each.small else len(slab.free)

@@ -10,7 +10,7 @@ from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.parts import PartTable
 from services.kvstore.dram.arena import RETRY_AFTER_S, Arena
-from services.kvstore.policies.policy import EvictionPolicy
+from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.tenancy.pins import Pins
 from services.kvstore.tenancy.tenants import Account, TenantBytes
 

@@ -6,8 +6,6 @@ from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.policies.kv_aware import KVAware
 from services.kvstore.policies.queues import LFU, LRU, S3FIFO, LengthAware
 
-__all__ = ["LFU", "LRU", "POLICIES", "S3FIFO", "EvictionPolicy", "KVAware", "LengthAware"]
-
 POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {
     "lru": LRU,
     "lfu": LFU,

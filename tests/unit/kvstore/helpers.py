@@ -18,7 +18,8 @@ from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.operate.pin_keeper import PinKeeper
 from services.kvstore.operate.writer import WriteBehind
-from services.kvstore.policies.policy import LRU, EvictionPolicy
+from services.kvstore.policies.base import EvictionPolicy
+from services.kvstore.policies.queues import LRU
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.ssd.tier import SsdTier, open_tier

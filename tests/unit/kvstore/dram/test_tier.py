@@ -2,7 +2,8 @@ import pytest
 
 from moonpool.errors import ConfigError
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.policies.policy import LRU, POLICIES
+from services.kvstore.policies.policy import POLICIES
+from services.kvstore.policies.queues import LRU
 from tests.unit.kvstore.helpers import BLOCK, block_of, info_of, keys_of
 
 A, B, C, D = keys_of(4)

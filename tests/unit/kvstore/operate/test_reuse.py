@@ -1,5 +1,6 @@
 """The sampled hit curve beside LRU itself, and the picture of it."""
 
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -7,9 +8,8 @@ import pytest
 from benchmarks.eviction import SHIPPED, read_chains
 from benchmarks.replay import Pool
 from moonpool.kv.keys import BlockKey
-from services.kvstore.operate.reuse import ReuseSample, hit_share
-from services.kvstore.operate.reuse_picture import answer, picture, size_text
-from services.kvstore.policies.policy import LRU
+from services.kvstore.operate.reuse import ReuseSample, answer, hit_share, picture, size_text
+from services.kvstore.policies.queues import LRU
 from tests.unit.kvstore.helpers import keys_of
 
 A, B, C = keys_of(3)
@@ -111,10 +111,11 @@ def test_the_picture_answers_the_question() -> None:
     assert text in texts
     assert "now" in texts
     assert "+1 GB" in texts
-    line = next(drawing.iter("{http://www.w3.org/2000/svg}polyline")).attrib["points"].split()
-    heights = [float(point.split(",")[1]) for point in line]
+    line = drawing.find(".//{*}path[@class='curve']")
+    assert line is not None
+    heights = [float(step) for step in re.findall(r"V([0-9.]+)", line.attrib["d"])]
     assert heights == sorted(heights, reverse=True)
-    assert len(line) == 7
+    assert len(heights) == len(curve)
 
 
 @pytest.mark.parametrize("curve", [[], [(5, 0.0)], [(5, 0.5)]])

@@ -10,7 +10,7 @@ from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from services.kvstore.config import KVStoreConfig
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.policies.policy import LRU
+from services.kvstore.policies.queues import LRU
 from services.kvstore.tenancy.pins import Pins
 from services.kvstore.tenancy.tenants import MAX_TENANT_ROWS, Account, TenantRow
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, RECORD, Driven, block_of, data_of, keys_of, open_ssd
