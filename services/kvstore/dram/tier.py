@@ -114,20 +114,13 @@ class DramTier:
         free = unguarded - self.pinned.total_bytes
         if quota is not None:
             free = min(free, quota - self.pinned[tenant])
-        if nbytes <= free:
-            return
         if nbytes > unguarded:
-            raise Overloaded(
-                f"{nbytes} bytes are needed; what other tenants are guaranteed leaves less",
-                reason="kvstore_guaranteed",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        expiry = self.pins.next_expiry
-        raise Overloaded(
-            f"{nbytes} bytes are needed; pinned blocks leave {max(0, free)}",
-            reason="kvstore_pinned",
-            retry_after_s=RETRY_AFTER_S if expiry is None else max(0.0, expiry - now),
-        )
+            message = f"{nbytes} bytes are needed; what other tenants are guaranteed leaves less"
+            raise Overloaded(message, reason="kvstore_guaranteed", retry_after_s=RETRY_AFTER_S)
+        if nbytes > free:
+            retry_after_s = max(0.0, self.pins.next_expiry - now)
+            message = f"{nbytes} bytes are needed; pinned blocks leave {max(0, free)}"
+            raise Overloaded(message, reason="kvstore_pinned", retry_after_s=retry_after_s)
 
     def reserve(self, nbytes: int, tenant: str = "") -> list[BlockKey] | None:
         """Reserves bytes for a tenant's blocks, evicting others; a tenant over its quota evicts its own blocks first.

@@ -1,7 +1,6 @@
 """The pins of a store: what they change in its tiers, and when they end."""
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Collection, Sequence
 
@@ -24,8 +23,7 @@ class PinKeeper:
         """Works until cancelled."""
         while True:
             self.expire()
-            at = self._pins.next_expiry
-            await within(math.inf if at is None else at - self._clock(), self._pinned)
+            await within(self._pins.next_expiry - self._clock(), self._pinned)
             self._pinned.clear()
 
     def pin(self, tenant: str, name: str, keys: Sequence[BlockKey], ttl_s: float) -> PinOutcome:

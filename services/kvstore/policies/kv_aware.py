@@ -179,9 +179,6 @@ class KVAware(EvictionPolicy):
             worth = self._rates.worth(kind, self._now - since)
             heapq.heappush(frontier, (worth, since, number, node, kind, index))
 
-    def __len__(self) -> int:
-        return self._held
-
     def _at(self, key: BlockKey) -> Node:
         """The block's node; it may be needed before the block comes, as a parent."""
         return self.nodes.get(key) or self.nodes.setdefault(key, Node(key))

@@ -96,9 +96,9 @@ class Pins:
         return len(self._pinned)
 
     @property
-    def next_expiry(self) -> float | None:
-        """When the next pin ends; None without pins."""
-        return min((pin.expires_at for pin in self._pins.values()), default=None)
+    def next_expiry(self) -> float:
+        """When the next pin ends; infinite without pins."""
+        return min((pin.expires_at for pin in self._pins.values()), default=math.inf)
 
     def pin(
         self,
@@ -122,20 +122,16 @@ class Pins:
             Overloaded: there are too many pins or keys in pins.
         """
         _check(tenant, name, keys, ttl_s)
-        new, old = (tenant, name) not in self._pins, self._pins.get((tenant, name), _Pin())
-        entries = sum(len(pin.keys) for pin in self._pins.values())
-        if (new and len(self) >= self._max_pins) or entries + len(keys) - len(old.keys) > self._max_entries:
-            expiry = self.next_expiry
-            raise Overloaded(
-                f"there are {len(self)} pins of {entries} blocks, which is the limit",
-                reason="kvstore_pins",
-                retry_after_s=0.0 if expiry is None else expiry - now,
-            )
-        self._end([(tenant, name)])
+        others = [pin for place, pin in self._pins.items() if place != (tenant, name)]
+        entries = sum(len(pin.keys) for pin in others)
+        if len(others) >= self._max_pins or entries + len(keys) > self._max_entries:
+            message = f"there are {len(others)} other pins of {entries} blocks, and there may be no more"
+            raise Overloaded(message, reason="kvstore_pins", retry_after_s=self.next_expiry - now)
+        changed = {*keys, *self._end([(tenant, name)])}
         outcome = self._take(tenant, keys, size_of)
         if outcome.blocks:
             self._pins[tenant, name] = _Pin(keys[: outcome.blocks], now + ttl_s)
-        return outcome, {*keys, *old.keys}
+        return outcome, changed
 
     def _take(self, tenant: str, keys: Sequence[BlockKey], size_of: Callable[[BlockKey], int | None]) -> PinOutcome:
         nbytes = 0

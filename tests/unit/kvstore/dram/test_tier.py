@@ -79,5 +79,4 @@ def test_every_policy_keeps_the_keys_it_was_given(name: str) -> None:
         policy.added(info_of(key))
     policy.touched([A, C])
     policy.removed(B)
-    assert len(policy) == 2
-    assert set(policy.candidates()) == {A, C}
+    assert sorted(policy.candidates()) == sorted([A, C])

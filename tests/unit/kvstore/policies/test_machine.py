@@ -88,7 +88,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def names_what_is_held(self) -> None:
         self.policy.check_invariants()
         order = list(self.policy.candidates())
-        assert len(order) == len(set(order)) == len(self.policy) == len(self.held)
+        assert len(order) == len(set(order)) == len(self.held)
         assert set(order) == self.held
         assert list(self.policy.candidates()) == order
         if isinstance(self.policy, KVAware):

@@ -1,5 +1,6 @@
 """Pins: what they keep, for how long, at whose cost, and that a store full of them says so."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def test_overlapping_pins_count_references_and_cost_once() -> None:
     assert pins.unpin("t", "two") == {A, C}
     assert (A in pins, C in pins) == (True, False)
     assert pins.unpin("u", "other") == {A}
-    assert (pins.nbytes, pins.keys, used["t"], pins.next_expiry) == (0, 0, 0, None)
+    assert (pins.nbytes, pins.keys, used["t"], pins.next_expiry) == (0, 0, 0, math.inf)
     pins.check_invariants()
 
 
