@@ -45,9 +45,7 @@ class KVStoreConfig(ServiceConfig):
     )
     window_bytes: int = Field(32 << 20, ge=1 << 20, description="bytes that one writer may be ahead of the store")
     max_sessions: int = Field(4096, ge=1, description="writing sessions open at once, and as many reading ones")
-    session_timeout_s: float = Field(
-        60.0, gt=0, description="seconds after which a session that makes no progress is ended"
-    )
+    session_timeout_s: float = Field(60.0, gt=0, description="seconds after which a session without progress is ended")
     room_timeout_s: float = Field(10.0, gt=0, description="seconds a writing session may wait for room in DRAM")
     lease_timeout_s: float = Field(
         600.0, gt=0, description="seconds a reading session may last; its blocks cannot be evicted for so long"

@@ -116,11 +116,6 @@ class _SizeClass:
         if slab.free:
             self.warm[slab] = None
 
-    def remove(self, slab: _Slab) -> None:
-        """Forgets a slab; its mapping goes with the last reference to it."""
-        del self.slabs[slab]
-        self.warm.pop(slab, None)
-
 
 class Arena:
     """Memory for blocks of any size.
@@ -225,7 +220,7 @@ class Arena:
         count = 0
         if not slab.live:
             count = slab.resident
-            each.remove(slab)
+            del each.slabs[slab], each.warm[slab]  # the mapping goes with the last reference to it
         elif not each.small:
             count = min(len(slab.free), -(-(self.resident_bytes - self._limit) // each.size))
             for slot in slab.free[:count]:

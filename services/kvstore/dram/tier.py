@@ -5,7 +5,7 @@ A block that is in use is held. Held blocks and pinned blocks are never evicted,
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from moonpool.errors import ConfigError, InvalidRequest, Overloaded
+from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.parts import PartTable
@@ -42,8 +42,6 @@ class DramTier:
         account: Account | None = None,
         arena: Arena | None = None,
     ) -> None:
-        if capacity_bytes <= 0:
-            raise ConfigError("dram_bytes", f"must be positive, is {capacity_bytes}")
         self.capacity_bytes = capacity_bytes
         self.pins = Pins() if pins is None else pins
         self.account = account or Account()

@@ -29,9 +29,7 @@ class Operations:
     Attributes:
         pool: threads that read.
         ahead: bounds the bytes read and not taken yet.
-        reuse: what the store was asked for.
         capacity_bytes: of both tiers.
-        step_blocks: see `STEP_BLOCKS`.
         turn: calls of `warm` run one after the other.
     """
 

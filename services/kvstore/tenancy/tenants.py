@@ -122,29 +122,23 @@ class Account:
 
     Attributes:
         guarantees: bytes, of tenants that have a guarantee.
-        quotas: bytes, of tenants with a row; None for no limit.
-        default_quota: that of each other tenant.
+        quotas: bytes, of tenants with a row, and under "*" of each other one; None for no limit.
         used: bytes of blocks, kept up to date by the tier or the pins.
     """
 
     guarantees: Mapping[str, int] = dataclasses.field(default_factory=dict)
     quotas: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
-    default_quota: int | None = None
     used: TenantBytes = dataclasses.field(default_factory=TenantBytes, init=False)
 
     @staticmethod
     def of(rows: Mapping[str, TenantRow], what: What) -> "Account":
         """An empty account."""
-        named = {name: row for name, row in rows.items() if name != DEFAULT_ROW}
-        return Account(
-            {name: row.guarantee(what) for name, row in named.items() if row.guarantee(what)},
-            {name: row.quota(what) for name, row in named.items()},
-            rows.get(DEFAULT_ROW, TenantRow()).quota(what),
-        )
+        guarantees = {name: row.guarantee(what) for name, row in rows.items() if row.guarantee(what)}
+        return Account(guarantees, {name: row.quota(what) for name, row in rows.items()})
 
     def quota(self, tenant: str) -> int | None:
         """Most bytes that a tenant may have; None for no limit."""
-        return self.quotas.get(tenant, self.default_quota)
+        return self.quotas.get(tenant, self.quotas.get(DEFAULT_ROW))
 
     def over_quota(self, tenant: str, coming: int = 0) -> int:
         """By how many bytes a tenant exceeds its quota with `coming` more; 0 when it does not."""

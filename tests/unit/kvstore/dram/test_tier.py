@@ -1,6 +1,7 @@
 import pytest
 
 from moonpool.errors import ConfigError
+from services.kvstore.config import KVStoreConfig
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.policies.policy import POLICIES
 from services.kvstore.policies.queues import LRU
@@ -69,7 +70,7 @@ def test_reservations_count_against_the_budget() -> None:
 
 def test_no_budget_is_refused() -> None:
     with pytest.raises(ConfigError, match="dram_bytes"):
-        DramTier(0, LRU())
+        KVStoreConfig.load(["--dram-bytes", "0"])
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

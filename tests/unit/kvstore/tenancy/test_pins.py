@@ -89,7 +89,7 @@ def test_pins_end_with_their_time() -> None:
 
 
 def test_budgets_of_tenants_and_of_the_store() -> None:
-    pins = Pins(40, Account(quotas={"small": 20}, default_quota=30))
+    pins = Pins(40, Account(quotas={"small": 20, "*": 30}))
     assert pin(pins, "a", KEYS, tenant="small") == PinOutcome(2, 20, PinLimit.TENANT_BUDGET)
     assert pin(pins, "b", [A], tenant="small").blocks == 1  # costs nothing more
     assert pin(pins, "a", KEYS[4:], tenant="else") == PinOutcome(2, 20, PinLimit.STORE_BUDGET)
