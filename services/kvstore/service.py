@@ -107,12 +107,10 @@ class KVStoreService(StoreListener):
         self.store = BlockStore(
             dram, ssd, self, max_sessions=config.max_sessions, lease_bytes=config.lease_budget_bytes
         )
-        self.writer: WriteBehind | None = None
-        if ssd is not None:
-            self.writer = WriteBehind(self.store.writes, ssd, self._observer.committed)
+        self.writer = None if ssd is None else WriteBehind(self.store.writes, ssd, self._observer.committed)
         held = HeldKeys(PARTS, self.store.tiers.part)
         self._journal = Journal(held, instance.incarnation)
-        self._pins = PinKeeper(self.store.tiers)
+        self._pins = PinKeeper(self.store.tiers, asyncio.get_running_loop().time)
         ahead = ByteCredits(config.read_ahead_bytes)
         rows = list(config.tenants)
         self.gauges = gauges_of(self.store, self.calls, self.rooms, ahead, self._journal, self.writer, rows)

@@ -1,7 +1,6 @@
 """The pins of a store: what they change in its tiers, and when they end."""
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Sequence
 
 from moonpool.kv.keys import BlockKey
@@ -11,9 +10,9 @@ from services.kvstore.tenancy.pins import PinOutcome
 
 
 class PinKeeper:
-    """Pins blocks in either tier. `clock` tells seconds; `run` ends each pin when its time is over."""
+    """Pins blocks in either tier; `run` ends each pin when its time is over, on the event loop's `clock`."""
 
-    def __init__(self, tiers: TieredStore, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, tiers: TieredStore, clock: Callable[[], float]) -> None:
         self._tiers = tiers
         self._pins = tiers.dram.pins
         self._clock = clock
