@@ -26,7 +26,7 @@ SMALL_BYTES = 16 * PAGE
 RESERVE_SHARE = 128
 """Free slots may take memory beyond the budget: the budget divided by this."""
 
-AHEAD_BYTES, AHEAD_SLOTS = 64 << 20, 64
+AHEAD_BYTES, AHEAD_SLOTS = 32 << 20, 64
 """Slots of one size that get their memory before they are needed: as many as both bounds allow, but at least one."""
 
 RETRY_AFTER_S = 1.0

@@ -78,7 +78,7 @@ def _add_dram(add: Add, store: BlockStore) -> None:
     _add_attributes(add, writes, "{}_total", "blocks_put", "blocks_durable", "blocks_not_durable", "failed_batches")
     add("blocks_unsaved", lambda: len(writes.unsaved))
     _add_attributes(add, store.reads, "{}_total", "dram_hits", "ssd_hits", "misses", "promotions", "bad_blocks")
-    _add_attributes(add, dram.arena, "arena_{}", "live_bytes", "free_bytes", "resident_bytes", "mapped_bytes")
+    _add_attributes(add, dram.arena, "arena_{}", "free_bytes", "live_bytes", "resident_bytes", "mapped_bytes")
     _add_attributes(add, dram.arena, "arena_{}_total", "returned_bytes")
     add("pins", lambda: len(pins))
     add("pinned_blocks", lambda: pins.keys)
