@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from moonpool.config import OptionalAddress, ServiceConfig
 from moonpool.errors import ConfigError
-from services.kvstore.policies.policy import POLICIES
+from services.kvstore.policies import POLICIES
 from services.kvstore.tenancy.tenants import TenantRow, check_rows, read_rows
 
 _AUTO_SEGMENT_BYTES = (1 << 20, 1 << 30)

@@ -29,7 +29,7 @@ from services.kvstore.operate.observe import Observer
 from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.pin_keeper import PinKeeper
 from services.kvstore.operate.writer import WriteBehind, within
-from services.kvstore.policies.policy import POLICIES
+from services.kvstore.policies import POLICIES
 from services.kvstore.servicer import KVStoreServicer
 from services.kvstore.ssd.files import raise_open_files_limit
 from services.kvstore.ssd.tier import SsdTier, open_tier

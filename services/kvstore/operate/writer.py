@@ -77,7 +77,7 @@ class WriteBehind:
         self._clock = clock
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
-        self._failures = 0
+        self._delays = iter(retry_after_s)
         self._unsaved_tries = 0
         self._retry_at = math.inf
         self._told: dict[_Kind, float] = {}  # when a message was logged last
@@ -133,14 +133,12 @@ class WriteBehind:
         """Seconds until a failed batch is tried again; None when it is not."""
         if error is None:
             if plan.blocks:  # housekeeping may be no more than deleting a file
-                self._failures = 0
+                self._delays = iter(self._retry_after_s)
             return None
         passing = is_full(error) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
-        if not passing or self._failures >= len(self._retry_after_s):
-            return None
-        self._failures += 1
-        self.retries += 1
-        return self._retry_after_s[self._failures - 1]
+        again = next(self._delays, None) if passing else None
+        self.retries += again is not None
+        return again
 
     def _report(self, plan: WritePlan, error: Exception | None, again: float | None) -> None:
         """Logs errors, each kind at most once per `REPEAT_S`, and the first success after blocks were given up."""

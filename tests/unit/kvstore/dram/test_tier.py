@@ -3,7 +3,7 @@ import pytest
 from moonpool.errors import ConfigError
 from services.kvstore.config import KVStoreConfig
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.policies.policy import POLICIES
+from services.kvstore.policies import POLICIES
 from services.kvstore.policies.queues import LRU
 from tests.unit.kvstore.helpers import BLOCK, block_of, info_of, keys_of
 

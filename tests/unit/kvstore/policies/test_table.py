@@ -16,7 +16,7 @@ from benchmarks.frame import Skipped, run
 from benchmarks.replay import Pool, optimum, replay
 from benchmarks.workload import Workload
 from services.kvstore.config import KVStoreConfig
-from services.kvstore.policies.policy import POLICIES
+from services.kvstore.policies import POLICIES
 from tests.load.mooncake import TraceRequest, read_trace, write_trace
 
 # The shipped trace: hits at each capacity
