@@ -117,6 +117,9 @@ class _SizeClass:
             self.warm[slab] = None
 
 
+_Place = tuple[_SizeClass, _Slab, int]
+
+
 class Arena:
     """Memory for blocks of any size.
 
@@ -136,7 +139,8 @@ class Arena:
         self._budget = budget_bytes
         self._limit = budget_bytes + budget_bytes // RESERVE_SHARE
         self._classes: dict[int, _SizeClass] = {}
-        self._ended: collections.deque[tuple[_SizeClass, _Slab, int]] = collections.deque()
+        self._live: dict[int, tuple[object, _Place]] = {}  # by id of the reference that ends it
+        self._ended: collections.deque[_Place] = collections.deque()
         self._thread = ThreadPoolExecutor(1, "kvstore-arena") if ahead and sys.platform == "linux" else None
         self._populating: Future[None] | None = None
         self.live_bytes = 0
@@ -170,7 +174,7 @@ class Arena:
         buffer = self._take(each, fresh=fresh)
         if fresh:
             self._trim()
-        if self._thread is not None and not each.small:
+        if self._thread is not None and not each.small and self.resident_bytes + size <= self._budget:
             self._populate(self._thread, each, [buffer] if fresh else [])
         return memoryview(buffer).cast("B")[:nbytes]
 
@@ -179,9 +183,13 @@ class Arena:
         self.live_bytes += each.size
         self.resident_bytes += each.size if fresh else 0
         buffer = each.view.from_buffer(slab.memory, slot * each.size)
-        # Its last view may end in any thread.
-        weakref.finalize(buffer, self._ended.append, (each, slab, slot)).atexit = False
+        end = weakref.ref(buffer, self._end)
+        self._live[id(end)] = end, (each, slab, slot)
         return buffer
+
+    def _end(self, end: object) -> None:
+        """The last view of a slot is gone. Called in any thread."""
+        self._ended.append(self._live.pop(id(end))[1])
 
     def _populate(self, thread: ThreadPoolExecutor, each: _SizeClass, buffers: list[Buffer]) -> None:
         """Brings memory to `buffers`, which have none yet, and to further slots if few are left that have any."""
@@ -252,6 +260,7 @@ class Arena:
                 resident += slab.resident * size
                 free += 0 if each.small else len(slab.free)
         assert (self.live_bytes, self.resident_bytes) == (live, resident)
+        assert live == sum(place[0].size for _, place in self._live.values())
         assert not free or resident <= self._limit
 
 
