@@ -20,7 +20,7 @@ class Observer:
         self._clock = clock
         reads = metrics.histogram("read_seconds", "of a reading session, by its coldest tier", SECONDS, ["tier"])
         self._warm_reads, self._cold_reads = reads.labels(tier="dram"), reads.labels(tier="ssd")
-        self._commits = metrics.histogram("commit_seconds", "of a batch becoming durable", SECONDS)
+        self.committed = metrics.histogram("commit_seconds", "of a batch becoming durable", SECONDS).observe
         self._lifetimes = metrics.histogram("block_lifetime_seconds", "from stored to gone, of a sample", AGES)
         self._gaps = metrics.histogram("block_reuse_gap_seconds", "between two uses of a block, of a sample", AGES)
         self.reuse = ReuseSample()
@@ -29,9 +29,6 @@ class Observer:
     def read(self, cold: bool, seconds: float) -> None:
         """A reading session has ended well; `cold` when some of its blocks came from the SSD tier."""
         (self._cold_reads if cold else self._warm_reads).observe(seconds)
-
-    def committed(self, seconds: float) -> None:
-        self._commits.observe(seconds)
 
     def asked(self, keys: Sequence[BlockKey]) -> None:
         self.reuse.observe(keys)

@@ -116,11 +116,11 @@ class KVAware(EvictionPolicy):
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
         """How much the chain has grown is known now; it sets the class of all its blocks."""
+        if not chain:
+            return
         for key in reversed(chain):
             self.nodes[key].since = self._now
             self._queue(self.nodes[key])
-        if not chain:
-            return
         last = self.nodes[chain[-1]]
         growth = last.growth
         assert growth is not None
