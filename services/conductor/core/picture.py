@@ -8,19 +8,17 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moonpool.core.digest import digest_of
-from moonpool.cost import SpeedTracker
 from moonpool.errors import InvalidRequest, Unavailable
 from services.conductor.core.cost import DecodeChoice, DecodeModel, PrefillChoice, PrefillModel
 from services.conductor.core.decodes import Decode, Decodes
-from services.conductor.core.facts import Demand, InstanceFacts, Kind, LoadFacts, Shape
+from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts, Shape
 from services.conductor.core.index import Applied, PrefixIndex
+from services.conductor.core.instances import Instance, instance_of
 from services.conductor.core.prefills import Prefill, Prefills
 from services.conductor.core.stores import Store, Stores, StoreView, by_reading, sources
 
 EXPECTED_ANSWER_TOKENS = 256
 """Answers are mostly shorter than their limit; decode instances are compared for at most so many tokens."""
-
-Instance = Prefill | Decode | Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,7 @@ class Picture:
             self._take_out(earlier)
         self.index.add_instance(facts.id)
         same = earlier if earlier is not None and earlier.facts.incarnation == facts.incarnation else None
-        instance = same or _seat(facts, now)
+        instance = same or instance_of(facts, now)
         instance.slot = self.index.slot(facts.id)
         self._put_in(instance)
 
@@ -392,14 +390,3 @@ class Picture:
         held += [number for one in self._decodes for number in one.answers]
         assert len(set(held)) == len(held)
         assert set(held) <= set(self._claims)
-
-
-def _seat(facts: InstanceFacts, now: float) -> Instance:
-    match facts.kind:
-        case Kind.PREFILL:
-            return Prefill(facts, -1, SpeedTracker(facts.speeds), facts.speeds, now)
-        case Kind.DECODE:
-            load = LoadFacts(free_blocks=facts.total_blocks)
-            return Decode(facts, -1, SpeedTracker(facts.speeds), facts.speeds, load)
-        case Kind.KVSTORE:
-            return Store(facts, -1)
