@@ -165,39 +165,28 @@ class FrameOpener:
             DamagedSliceError: A slice's bytes are not what was sent.
             FrameError: Checksum, sizes or ranges are wrong; nothing of the frame may be used.
         """
-        hashes = header.slice_hashes[:]
-        runs, sizes = self._runs(header, len(hashes), payload.nbytes)
+        hashes, size, position, number = header.slice_hashes[:], payload.nbytes, 0, 0
+        if not 0 < len(header.runs) <= len(hashes) <= MAX_FRAME_SLICES:
+            raise FrameError(f"frame of session {header.session}: {len(header.runs)} runs, {len(hashes)} slices")
+        runs = [_run_of(message) for message in header.runs]
         if _checksum(header.session, header.generation, runs, hashes) != header.checksum:
             raise FrameError(f"frame of session {header.session}: wrong checksum")
-        if len(runs) == 1:
-            return self._open_run(runs[0], payload, hashes)
         opened: list[OpenRun] = []
-        position = number = 0
-        for run, nbytes in zip(runs, sizes, strict=True):
-            end, count = position + nbytes, number + run.block_count
-            opened += self._open_run(run, payload[position:end], hashes[number:count])
+        for run in runs:
+            end, count = position + run_bytes(run, self._layout), number + run.block_count
+            last = run is runs[-1]
+            if end > size or count > len(hashes) or (last and (end < size or count < len(hashes))):
+                raise FrameError(f"frame of session {header.session}: {size} bytes, its runs need {end}")
+            data, expected = payload[position:end], hashes[number:count]
             position, number = end, count
+            if run.head_begin != self._heads.start or run.head_end != self._heads.stop:
+                whole = self._pieced(run, data)
+                if whole is None:
+                    continue
+                run, data = whole
+            self._verify(run, data, expected)
+            opened.append(OpenRun(run, data, expected))
         return opened
-
-    def _runs(self, header: kv_pb2.FrameHeader, slices: int, nbytes: int) -> tuple[list[Run], list[int]]:
-        """The runs and the bytes of each, which are together those of the payload."""
-        if not 0 < len(header.runs) <= slices <= MAX_FRAME_SLICES:
-            raise FrameError(f"frame of session {header.session}: {len(header.runs)} runs, {slices} slices")
-        runs = [_run_of(message) for message in header.runs]
-        sizes = [run_bytes(run, self._layout) for run in runs]
-        if sum(sizes) != nbytes or sum(run.block_count for run in runs) != slices:
-            raise FrameError(f"frame of session {header.session}: {nbytes} bytes, its runs need {sum(sizes)}")
-        return runs, sizes
-
-    def _open_run(self, run: Run, data: memoryview, hashes: list[int]) -> list[OpenRun]:
-        """A run that matches its hashes; none when it is a piece of a slice that is not whole yet."""
-        if run.head_begin != self._heads.start or run.head_end != self._heads.stop:
-            whole = self._pieced(run, data)
-            if whole is None:
-                return []
-            run, data = whole
-        self._verify(run, data, hashes)
-        return [OpenRun(run, data, hashes)]
 
     def _pieced(self, run: Run, data: memoryview) -> tuple[Run, memoryview] | None:
         """Takes a piece of a slice; returns the slice when it is whole."""
@@ -213,16 +202,14 @@ class FrameOpener:
         return (before, memoryview(buffer)) if whole else None
 
     def _verify(self, run: Run, data: memoryview, hashes: list[int]) -> None:
-        size, first = self._bytes, run.first_block
-        found = [slice_hash(data[at : at + size]) for at in range(0, data.nbytes, size)]
-        if self._bindings is not None:
-            bindings, layer = self._bindings[first : first + len(found)], layer_binding(run.layer)
-            if len(bindings) < len(found):
-                raise FrameError(f"{run}: the session has {len(self._bindings)} blocks")
-            found = [value ^ key ^ layer for value, key in zip(found, bindings, strict=True)]
-        if found != hashes:
-            bad = next(index for index, value in enumerate(found) if value != hashes[index])
-            raise DamagedSliceError(run.layer, first + bad)
+        size, at, bindings, layer = self._bytes, 0, self._bindings, layer_binding(run.layer)
+        if bindings is not None and run.first_block + len(hashes) > len(bindings):
+            raise FrameError(f"{run}: the session has {len(bindings)} blocks")
+        for block, value in enumerate(hashes, run.first_block):
+            found = slice_hash(data[at : at + size])
+            if value != (found if bindings is None else found ^ bindings[block] ^ layer):
+                raise DamagedSliceError(run.layer, block)
+            at += size
 
 
 def run_bytes(run: Run, layout: KVLayout) -> int:

@@ -186,8 +186,11 @@ class PutSession:
 
 def portions(runs: list[OpenRun], spec: PutSpec) -> list[list[OpenRun]]:
     """Splits an opened frame into parts that hold the event loop for a moment only, whatever its slices are."""
-    blocks = {index for run, _, _ in runs for index in (run.first_block, run.first_block + run.block_count)}
-    if not runs or (max(blocks) - min(blocks) <= PORTION_BLOCKS and sum(len(each.data) for each in runs) <= PORTION_BYTES):
+    if not runs or (len(runs) == 1 and len(runs[0].hashes) <= PORTION_BLOCKS and len(runs[0].data) <= PORTION_BYTES):
+        return [runs]
+    first = min(run.first_block for run, _, _ in runs)
+    last = max(run.first_block + run.block_count for run, _, _ in runs)
+    if last - first <= PORTION_BLOCKS and sum(len(data) for _, data, _ in runs) <= PORTION_BYTES:
         return [runs]
     cut = [part for run in runs for part in _cut(run, spec)]
     parts: list[list[OpenRun]] = []

@@ -386,12 +386,12 @@ class Writes:
 
 def _begun(session: PutSession, runs: Sequence[OpenRun]) -> list[Assembly]:
     """Blocks for which a frame brings bytes and no DRAM is reserved yet."""
-    begun: dict[int, Assembly] = {}
-    for run, _, _ in runs:
-        for index in range(run.first_block, run.first_block + run.block_count):
-            block = session.unfinished.get(index)
-            if block is not None and not block.reserved:
-                begun[index] = block
+    begun = {
+        index: block
+        for run, _, _ in runs
+        for index in range(run.first_block, run.first_block + run.block_count)
+        if (block := session.unfinished.get(index)) is not None and not block.reserved
+    }
     return list(begun.values())
 
 
