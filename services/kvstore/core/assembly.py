@@ -5,7 +5,7 @@ same bytes both times.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from moonpool.errors import FrameError, InvalidRequest
 from moonpool.kv.blocks import MAX_TENANT_BYTES, NO_PARENT, BlockFormat, BlockInfo, DramBlock
@@ -20,6 +20,9 @@ MAX_SESSION_BLOCKS = 16384
 PORTION_BLOCKS = 128
 PORTION_BYTES = 4 << 20
 """Blocks and bytes that are written without letting others have the event loop."""
+
+AHEAD_BYTES = 4 << 20
+"""Most DRAM that is reserved for the next blocks of a session with that of a frame's."""
 
 _NO_DATA = memoryview(b"")
 Indices = Callable[[Sequence[int]], None]
@@ -162,6 +165,22 @@ class PutSession:
         """Whether it has declared all layers and heads of its blocks."""
         return len(self.spec.layers) == self.spec.format.layout.layers and self.spec.all_heads
 
+    def begun_by(self, runs: Sequence[OpenRun]) -> list[Assembly]:
+        """Blocks for which a frame brings bytes and no DRAM is reserved yet."""
+        begun = {
+            index: block
+            for run, _, _ in runs
+            for index in range(run.first_block, run.first_block + run.block_count)
+            if (block := self.unfinished.get(index)) is not None and not block.reserved
+        }
+        return list(begun.values())
+
+    def next_blocks(self, first: int) -> list[Assembly]:
+        """Blocks from `first` on without DRAM, in all no more bytes than have been reserved so far."""
+        count = min(self.reserved_bytes, AHEAD_BYTES) // self.spec.format.layout.block_bytes
+        found = map(self.unfinished.get, range(first, first + count))
+        return [block for block in found if block is not None and not block.reserved]
+
     def take(self, runs: Sequence[OpenRun], allocate: Allocate) -> Iterator[Assembly]:
         """Writes an opened frame into its blocks; yields those that are whole, which the caller must finish at once.
 
@@ -182,6 +201,14 @@ class PutSession:
                 at += size
                 if block is not None and block.put(run, part, value if all_heads else None, allocate):
                     yield block
+
+
+def bytes_by_tenant(blocks: Iterable[Assembly]) -> dict[str, int]:
+    """Sums up the sizes of blocks."""
+    needed: dict[str, int] = {}
+    for block in blocks:
+        needed[block.spec.tenant] = needed.get(block.spec.tenant, 0) + block.nbytes
+    return needed
 
 
 def portions(runs: list[OpenRun], spec: PutSpec) -> list[list[OpenRun]]:

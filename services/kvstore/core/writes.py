@@ -13,7 +13,13 @@ from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.frames import OpenRun
 from moonpool.kv.keys import BlockKey
-from services.kvstore.core.assembly import Assembly, Indices, PutSession, PutSpec
+from services.kvstore.core.assembly import (
+    Assembly,
+    Indices,
+    PutSession,
+    PutSpec,
+    bytes_by_tenant,
+)
 from services.kvstore.core.tiered_store import TieredStore
 from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.ssd.commit import WritePlan
@@ -23,9 +29,6 @@ from services.kvstore.tenancy.tenants import Account
 
 MAX_OPEN_KEYS = 1 << 18
 """Most keys of all open writing sessions together."""
-
-AHEAD_BYTES = 4 << 20
-"""Most DRAM that is reserved for the next blocks of a session with that of a frame's."""
 
 
 class Writes:
@@ -126,7 +129,7 @@ class Writes:
 
     def needs_room(self, session: PutSession, runs: Sequence[OpenRun]) -> bool:
         """Whether DRAM must be reserved before a frame can be written."""
-        return bool(_begun(session, runs))
+        return bool(session.begun_by(runs))
 
     def reserve(self, session: PutSession, runs: Sequence[OpenRun], *, now: float = 0.0) -> bool:
         """Reserves DRAM for those blocks of a frame whose first bytes it brings, all or (False) none.
@@ -137,12 +140,12 @@ class Writes:
         Raises:
             Overloaded: pins and guarantees of others leave too little; the session must be closed.
         """
-        begun = _begun(session, runs)
+        begun = session.begun_by(runs)
         if not begun:
             return True
-        for tenant, nbytes in _by_tenant(begun).items():
+        for tenant, nbytes in bytes_by_tenant(begun).items():
             self._tiers.dram.check_possible(nbytes, tenant, now)
-        ahead = _ahead(session, max(block.writers[session] for block in begun) + 1)
+        ahead = session.next_blocks(max(block.writers[session] for block in begun) + 1)
         if ahead and self._reserve([*begun, *ahead]):
             begun += ahead
         elif not self._reserve(begun):
@@ -154,7 +157,7 @@ class Writes:
 
     def _reserve(self, blocks: Sequence[Assembly]) -> bool:
         taken: dict[str, int] = {}
-        for tenant, nbytes in _by_tenant(blocks).items():
+        for tenant, nbytes in bytes_by_tenant(blocks).items():
             if not self._tiers.reserve(nbytes, tenant):
                 self._tiers.unreserve(taken)
                 return False
@@ -195,7 +198,7 @@ class Writes:
         whole = [found for block in blocks if (found := self.unfinished.get(block.info.key)) is not None]
         for assembly in whole:
             self._finish(assembly)
-        self._tiers.unreserve(_by_tenant(each for each in whole if each.reserved))
+        self._tiers.unreserve(bytes_by_tenant(each for each in whole if each.reserved))
         self._tell_visible(whole)
 
     def _make_durable(self, blocks: Iterable[DramBlock]) -> None:
@@ -239,7 +242,7 @@ class Writes:
                 del self.unfinished[block.key]
                 left_alone.append(block)
         session.unfinished.clear()
-        self._tiers.unreserve(_by_tenant(block for block in left_alone if block.reserved))
+        self._tiers.unreserve(bytes_by_tenant(block for block in left_alone if block.reserved))
         for key in self.awaiting.keys() & session.spec.keys:
             left = [entry for entry in self.awaiting.pop(key) if entry[0] is not session]
             if left:
@@ -382,28 +385,3 @@ class Writes:
         for key, entries in self.awaiting.items():
             assert entries
             assert all(not session.closed and session.spec.keys[index] == key for session, index in entries)
-
-
-def _begun(session: PutSession, runs: Sequence[OpenRun]) -> list[Assembly]:
-    """Blocks for which a frame brings bytes and no DRAM is reserved yet."""
-    begun = {
-        index: block
-        for run, _, _ in runs
-        for index in range(run.first_block, run.first_block + run.block_count)
-        if (block := session.unfinished.get(index)) is not None and not block.reserved
-    }
-    return list(begun.values())
-
-
-def _ahead(session: PutSession, first: int) -> list[Assembly]:
-    """The next blocks of a session, as far as it has brought as much, and no DRAM is reserved for them."""
-    count = min(session.reserved_bytes, AHEAD_BYTES) // session.spec.format.layout.block_bytes
-    found = map(session.unfinished.get, range(first, first + count))
-    return [block for block in found if block is not None and not block.reserved]
-
-
-def _by_tenant(blocks: Iterable[Assembly]) -> dict[str, int]:
-    needed: dict[str, int] = {}
-    for block in blocks:
-        needed[block.spec.tenant] = needed.get(block.spec.tenant, 0) + block.nbytes
-    return needed
