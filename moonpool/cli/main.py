@@ -141,6 +141,22 @@ def check(
     raise typer.Exit(run_check(address, wait_s=wait_s, as_json=as_json))
 
 
+@app.command("rerun")
+def rerun_(
+    journal: Annotated[Path, typer.Argument(help="A journal's file, or a service's --journal-dir.")],
+    events: Annotated[bool, typer.Option(help="Print each event and its actions.")] = False,
+    check: Annotated[bool, typer.Option(help="Look at the core's invariants after each event (slow).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per file.")] = False,
+) -> None:
+    """Run a service's recorded decisions again and stop at the first that differs.
+
+    Exit status: 0 when all are equal, 1 when one differs, 2 when there is no journal or it is damaged.
+    """
+    from moonpool.cli.rerun import run_rerun
+
+    raise typer.Exit(run_rerun(journal, events=events, check=check, as_json=as_json))
+
+
 @app.command()
 def health(
     address: Address = "127.0.0.1:50051",

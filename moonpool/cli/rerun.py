@@ -1,0 +1,53 @@
+"""`moonpool rerun`: feed a journal's events to its core again and compare the actions."""
+
+import json
+from pathlib import Path
+
+from moonpool.drive.rerun import Rerun, Show, journal_files, rerun
+
+
+def run_rerun(path: Path, *, events: bool, check: bool, as_json: bool) -> int:
+    """Reruns all files at `path`; returns 1 when an action differs.
+
+    Raises:
+        JournalError: there is no journal, or it is damaged.
+    """
+    say = _say_json if as_json else _say
+    results = []
+    for file in journal_files(path):
+        result = rerun(file, _shower(file) if events else None, check=check)
+        results.append(result)
+        say(result)
+    return int(any(result.difference for result in results))
+
+
+def _shower(file: Path) -> Show:
+    def show(index: int, entry: object, actions: object) -> None:
+        print(f"{file.name} {index}: {entry}\n    -> {actions}")
+
+    return show
+
+
+def _say(result: Rerun) -> None:
+    if result.difference is None:
+        print(f"{result.path}: {result.events} events, all actions equal")
+        return
+    differs = result.difference
+    print(f"{result.path}: event {differs.index} gives other actions")
+    print(f"  at {differs.entry.now:.6f} s: {differs.entry.event}")
+    print("\n".join(f"  now: {action}" for action in differs.actions) or "  now: no action")
+
+
+def _say_json(result: Rerun) -> None:
+    differs = result.difference
+    print(
+        json.dumps(
+            {
+                "journal": str(result.path),
+                "events": result.events,
+                "equal": differs is None,
+                "differs_at": differs.index if differs else None,
+                "digest": result.core.digest().hex(),
+            }
+        )
+    )

@@ -1,0 +1,109 @@
+"""Drives a core on an asyncio event loop: events in, actions done, ticks when they are due."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from moonpool.core.kernel import Core, Tick
+from moonpool.drive.journal import JournalWriter
+
+E = TypeVar("E")
+A = TypeVar("A")
+
+MAX_TURN_S = 0.01
+"""Events are handled for so long at a time; then other tasks of the loop get their turn."""
+
+
+class Driver(Generic[E, A]):
+    """Owns one core. Only the loop's own thread may use it.
+
+    Args:
+        core: decides.
+        perform: does one action. It must not wait; what takes time becomes a task that posts its end. It may post.
+        clock: seconds; never goes back.
+        journal: records events and actions; None = nothing is recorded.
+    """
+
+    def __init__(
+        self,
+        core: Core[E, A],
+        perform: Callable[[A], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        journal: JournalWriter | None = None,
+    ) -> None:
+        self.core = core
+        self._perform = perform
+        self._clock = clock
+        self._journal = journal
+        self._events: deque[E | Tick] = deque()
+        self._draining = False
+        self._now = clock()
+        self._timer: asyncio.TimerHandle | None = None
+        self._turn: asyncio.Handle | None = None
+        self._closed = False
+
+    def post(self, event: E) -> None:
+        """Hands an event to the core, after those posted before; its actions are done before this returns.
+
+        A post from within `perform` is handled after the action's own event. When many events wait, the rest are
+        handled in the loop's next turns. After `close` it does nothing.
+        """
+        if self._closed:
+            return
+        self._events.append(event)
+        if not self._draining and self._turn is None:
+            self._drain()
+
+    def close(self) -> None:
+        """Stops ticks and events; the core stays as it is."""
+        self._closed = True
+        self._events.clear()
+        for handle in (self._timer, self._turn):
+            if handle is not None:
+                handle.cancel()
+        if self._journal is not None:
+            self._journal.close()
+
+    def _drain(self) -> None:
+        self._turn = None
+        self._draining = True
+        until = self._clock() + MAX_TURN_S
+        try:
+            while self._events:
+                self._handle(self._events.popleft())
+                if self._events and self._clock() >= until:
+                    self._turn = asyncio.get_running_loop().call_soon(self._drain)
+                    return
+        finally:
+            self._draining = False
+            self._arm()
+
+    def _handle(self, event: E | Tick) -> None:
+        self._now = now = max(self._now, self._clock())
+        actions: list[A] = []
+        if self._journal is not None:
+            self._journal.before(self.core)
+        self.core.handle(now, event, actions)
+        if self._journal is not None:
+            self._journal.record(now, event, actions)
+        for action in actions:
+            self._perform(action)
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = None if self._closed else self.core.due()
+        if due is not None:
+            delay = max(0.0, due - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        if not self._closed:
+            self._events.append(Tick())
+            if self._turn is None:
+                self._drain()

@@ -1,0 +1,113 @@
+import asyncio
+import re
+from pathlib import Path
+
+from moonpool.core.kernel import Ended
+from moonpool.drive.driver import Driver
+from moonpool.drive.journal import JournalWriter, read_journal
+from moonpool.drive.rerun import journal_files, rerun
+from tests.unit.fakes.counter_core import Add, Counter, Said, Start
+
+OURS = re.compile(r"(moonpool\.core|tests\.unit\.fakes)\..*")
+
+
+class Shell:
+    """Performs actions by noting them; ends I/O at once when asked to."""
+
+    def __init__(self, *, ends_at_once: bool = False, journal: JournalWriter | None = None) -> None:
+        self.now = 100.0
+        self.done: list[Said | Start] = []
+        self.said = asyncio.Event()
+        self._ends_at_once = ends_at_once
+        self.core = Counter()
+        self.driver = Driver(self.core, self._perform, clock=lambda: self.now, journal=journal)
+
+    def _perform(self, action: Said | Start) -> None:
+        self.done.append(action)
+        if isinstance(action, Said):
+            self.said.set()
+        elif self._ends_at_once:
+            self.driver.post(Ended(action.io, self.core.outstanding.get(action.io) or 0))
+
+
+async def test_actions_are_done_before_post_returns() -> None:
+    shell = Shell()
+    shell.driver.post(Add(2))
+    assert shell.done == [Start(1)]
+    shell.driver.close()
+
+
+async def test_what_an_action_posts_is_handled_after_it_and_before_post_returns() -> None:
+    shell = Shell(ends_at_once=True)
+    shell.driver.post(Add(2))
+    assert shell.core.ended == [1]
+    shell.driver.close()
+
+
+async def test_the_core_is_ticked_when_it_is_due() -> None:
+    shell = Shell()
+    shell.driver.post(Add(2))
+    assert shell.core.due() == 101.0
+    shell.now = 101.0
+    shell.driver.post(Add(3))  # arms the timer anew: a second from now
+    shell.now = 102.0
+    shell.driver.post(Ended(1, 2))  # over already: the tick comes in the loop's next turn
+    await asyncio.wait_for(shell.said.wait(), 10)
+    assert shell.done[-1] == Said(5)
+    assert shell.core.due() is None
+    shell.driver.close()
+
+
+async def test_time_never_goes_back() -> None:
+    shell = Shell()
+    shell.driver.post(Add(1))
+    shell.now = 50.0
+    shell.driver.post(Add(1))
+    assert shell.core.due() == 101.0
+    shell.driver.close()
+
+
+async def test_a_flood_of_events_lets_other_tasks_run() -> None:
+    core = Counter()
+    clock = iter(range(1_000))
+
+    def flood(action: Said | Start) -> None:
+        if core.total < 5:
+            driver.post(Add(1))
+
+    driver = Driver(core, flood, clock=lambda: float(next(clock)))
+    driver.post(Add(1))
+    assert core.total == 1, "each event takes longer than a turn by this clock"
+    turns = 0
+    while core.total < 5:
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= 4
+    driver.close()
+
+
+async def test_a_journal_reruns_to_the_same_actions_and_the_same_state(tmp_path: Path) -> None:
+    shell = Shell(ends_at_once=True, journal=JournalWriter(tmp_path, "counter", 1 << 20))
+    for number in range(20):
+        shell.now += 0.7
+        shell.driver.post(Add(number))
+    shell.driver.close()
+    [file] = journal_files(tmp_path)
+    result = rerun(file, check=True, modules=OURS)
+    assert result.events == 40
+    assert result.difference is None
+    assert result.core.digest() == shell.core.digest()
+
+
+async def test_a_journal_is_bounded_and_each_half_reruns_alone(tmp_path: Path) -> None:
+    shell = Shell(ends_at_once=True, journal=JournalWriter(tmp_path, "counter", 4096))
+    for number in range(500):
+        shell.driver.post(Add(number))
+    shell.driver.close()
+    files = journal_files(tmp_path)
+    assert len(files) == 2
+    assert sum(file.stat().st_size for file in files) < 12_000, "half of the bound each, and two snapshots"
+    results = [rerun(file, modules=OURS) for file in files]
+    assert [result.difference for result in results] == [None, None]
+    assert results[1].core.digest() == shell.core.digest()
+    assert read_journal(files[1], OURS)[0].digest() == results[0].core.digest(), "one begins where the other ends"
