@@ -87,9 +87,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         return super().traffic + Traffic(credits_kept=self._credits.pending)
 
     def welcome(self) -> Message:
-        welcome = kv_pb2.StreamWelcome(
-            receiver=self._resources.instance, credit_bytes=self._resources.window_bytes
-        )
+        welcome = kv_pb2.StreamWelcome(receiver=self._resources.instance, credit_bytes=self._resources.window_bytes)
         return kvstore_pb2.PutResponse(welcome=welcome)
 
     def on_message(self, message: kvstore_pb2.PutRequest, payload: memoryview) -> None:

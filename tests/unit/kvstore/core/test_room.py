@@ -251,7 +251,9 @@ def test_a_frame_of_many_blocks_is_written_in_parts(layers: int, blocks: int) ->
     parts = parts_of(TINY, layers, blocks)
     assert all(sum(run.block_count for run, _, _ in part) <= PORTION_BLOCKS for part in parts)
     assert [value for part in parts for _, _, hashes in part for value in hashes] == list(range(layers * blocks))
-    slices = [(run.layer, run.first_block + at) for part in parts for run, _, _ in part for at in range(run.block_count)]
+    slices = [
+        (run.layer, run.first_block + at) for part in parts for run, _, _ in part for at in range(run.block_count)
+    ]
     assert slices == [(layer, block) for layer in range(layers) for block in range(blocks)]
     assert all(len(data) == run.block_count * TINY.slice_bytes for part in parts for run, data, _ in part)
 

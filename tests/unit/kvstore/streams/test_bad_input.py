@@ -129,7 +129,7 @@ async def test_a_frame_that_completes_many_blocks_lets_others_have_turns(togethe
             await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=1))))
             acks = [list((await answer(call)).ack.blocks) for _ in range(len(many) // PORTION_BLOCKS)]
             assert [len(blocks) for blocks in acks] == [PORTION_BLOCKS] * len(acks)
-            assert sum(acks, []) == list(range(len(many)))
+            assert [block for blocks in acks for block in blocks] == list(range(len(many)))
         assert store.service.store.tiers.match(many) == len(many)
         call.cancel()
         await all_back(store)
@@ -146,9 +146,9 @@ async def test_a_session_that_ends_between_the_parts_of_its_frame_leaves_nothing
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(hello=hello)))
         opening = kvstore_pb2.PutOpen(session=1, keys=pack_keys(many), layer_end=1, head_end=1)
         close = kvstore_pb2.PutClose(session=1, aborted=True)
-        for message in (kvstore_pb2.PutRequest(open=opening), PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces),
-                        kvstore_pb2.PutRequest(close=close)):  # fmt: skip
-            await call.write(message if isinstance(message, PayloadMessage) else PayloadMessage(message))
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening)))
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=close)))
         credits_back = 0
         while credits_back < sum(piece.nbytes for piece in pieces):
             credits_back += (await call.read()).credit.bytes
