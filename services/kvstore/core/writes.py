@@ -127,10 +127,6 @@ class Writes:
         """Indices of those present blocks of a session that are durable."""
         return [index for index in session.present if self._tiers.durable(session.spec.keys[index])]
 
-    def needs_room(self, session: PutSession, runs: Sequence[OpenRun]) -> bool:
-        """Whether DRAM must be reserved before a frame can be written."""
-        return bool(session.begun_by(runs))
-
     def reserve(self, session: PutSession, runs: Sequence[OpenRun], *, now: float = 0.0) -> bool:
         """Reserves DRAM for those blocks of a frame whose first bytes it brings, all or (False) none.
 

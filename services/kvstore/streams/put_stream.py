@@ -78,7 +78,6 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self._resources = resources
         self._credits = CreditReturn(resources.window_bytes)
         self._entries: dict[int, _Entry] = {}
-        self._unfinished_bytes = 0
         self._turn = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
 
@@ -181,15 +180,15 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     def _open_frame(self, session: PutSession, header: kv_pb2.FrameHeader, payload: memoryview) -> list[list[OpenRun]]:
         """Verifies a frame; the parts in which it is written, nearly always one."""
-        opener = session.opener
-        before = opener.unfinished_bytes
-        try:
-            runs = opener.open(header, payload)
-        finally:
-            self._unfinished_bytes += opener.unfinished_bytes - before
-        if self._unfinished_bytes > MAX_UNFINISHED_BYTES:
-            raise Overloaded("too many slices have come in part", reason="kvstore_memory", retry_after_s=RETRY_AFTER_S)
+        runs = session.opener.open(header, payload)
+        if session.opener.unfinished_bytes:
+            self._check_unfinished()
         return portions(runs, session.spec)
+
+    def _check_unfinished(self) -> None:
+        sessions = [entry.session for entry in self._entries.values() if entry.session is not None]
+        if sum(session.opener.unfinished_bytes for session in sessions) > MAX_UNFINISHED_BYTES:
+            raise Overloaded("too many slices have come in part", reason="kvstore_memory", retry_after_s=RETRY_AFTER_S)
 
     async def _when_room(self, entry: _Entry, spec: PutSpec) -> None:
         """Opens a session that is not open, then writes its backlog, as there is room."""
@@ -255,7 +254,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         entry.progress_at = self._loop.time()
         parts = self._open_frame(session, header, payload)
         if not (len(parts) > 1 or entry.backlog):
-            waits = self._waits(session.spec) and self._writes.needs_room(session, parts[0])
+            waits = self._waits(session.spec) and session.begun_by(parts[0])
             if not waits and self._writes.write(session, parts[0], now=entry.progress_at):
                 return True
         self._put_off(entry, parts, payload.nbytes)
@@ -326,8 +325,6 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         """Forgets a session and everything it left unfinished."""
         if self._entries.get(entry.number) is entry:
             del self._entries[entry.number]
-            if entry.session is not None:
-                self._unfinished_bytes -= entry.session.opener.unfinished_bytes
         if entry.timer is not None:
             entry.timer.cancel()
         if entry.task is not None and entry.task is not asyncio.current_task():
