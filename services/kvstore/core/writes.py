@@ -1,9 +1,9 @@
 """Writing sessions: they bring blocks, whole blocks become VISIBLE, blocks committed to the SSD tier DURABLE.
 
-DRAM for a block is reserved when its first bytes come. A block that waits for the SSD tier is held, so that writers
-wait for room when the device is slower than they are. A block that the device did not take stays in DRAM without a hold
-and is tried again: by `retry`, or when a writer offers it again. Commits are done elsewhere, between `next_plan` and
-`plan_done`.
+DRAM for a block is reserved when its first bytes come, or those of a block shortly before it. A block that waits for
+the SSD tier is held, so that writers wait for room when the device is slower than they are. A block that the device did
+not take stays in DRAM without a hold and is tried again: by `retry`, or when a writer offers it again. Commits are done
+elsewhere, between `next_plan` and `plan_done`.
 """
 
 import collections
