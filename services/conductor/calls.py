@@ -127,7 +127,7 @@ class Calls:
                     finish = finish_of(serving.first_token(response.first_token))
                     self._post(FirstToken(order.io, how, finish))
                 elif response.HasField("accepted"):
-                    self._post(Accepted(order.io))
+                    self._post(Accepted(order.io, response.accepted.number))
                 elif response.HasField("finished"):
                     self._post(Delivered(order.io))
         finally:

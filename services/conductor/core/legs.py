@@ -118,8 +118,8 @@ class Legs:
             self._picture.release(hold.claim, now)
             return False
         attempt.target, attempt.lease_s, attempt.promise = promised.target, promised.lease_s, hold.claim
-        attempt.decode = DecodeLeg.PROMISED
-        self._picture.known(attempt.promise)
+        attempt.decode, attempt.asked, attempt.late = DecodeLeg.PROMISED, 0, []  # other promises are not waited for
+        self._picture.known(attempt.promise, promised.taken)
         self.renew(hold.request, attempt, now, out)
         return True
 
@@ -130,10 +130,10 @@ class Legs:
         attempt.prefill, attempt.prefill_io = PrefillLeg.SENT, self.calls.begin(hold)
         out.append(Prefill(attempt.prefill_io, number, attempt.sequence, plan, attempt.incarnation, attempt.target))
 
-    def accepted(self, attempt: Attempt) -> None:
-        """Prefill has the prompt in its queue."""
+    def accepted(self, attempt: Attempt, taken: int) -> None:
+        """Prefill has the prompt in its queue, as its `taken`-th."""
         if attempt.claim:
-            self._picture.known(attempt.claim)
+            self._picture.known(attempt.claim, taken)
 
     def token(self, attempt: Attempt, now: float) -> None:
         """Prefill has given its token."""

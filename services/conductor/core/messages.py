@@ -94,9 +94,10 @@ class ClientGone:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A prefill (its io) has the prompt in its queue."""
+    """A prefill (its io) has the prompt in its queue, as its `taken`-th."""
 
     io: int
+    taken: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +178,11 @@ class KeysChanged:
 
 @dataclass(frozen=True, slots=True)
 class Promised:
-    """Result of `Reserve`: room is kept for `lease_s` seconds without news."""
+    """Result of `Reserve`: room is kept for `lease_s` seconds without news. It is decode's `taken`-th promise."""
 
     target: Target
     lease_s: float
+    taken: int = 0
 
 
 Result = Promised | Failure | None

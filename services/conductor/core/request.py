@@ -125,7 +125,7 @@ class Requests:
         attempt = _attempt_of(request, hold)
         match event:
             case Accepted() if attempt is not None:
-                self._legs.accepted(attempt)
+                self._legs.accepted(attempt, event.taken)
             case Delivered() if attempt is not None:
                 attempt.delivered = True
             case FirstToken():

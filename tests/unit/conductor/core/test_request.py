@@ -188,6 +188,22 @@ def test_a_late_promise_is_used_when_there_is_no_other() -> None:
     assert world.one(Prefill).target == world.promises[1]
 
 
+def test_once_a_late_promise_is_used_the_call_that_is_still_out_changes_nothing() -> None:
+    world = World()
+    number = world.arrive()
+    slow = world.one(Reserve)
+    world.sleep(LIMITS.reserve_timeout_s)
+    other = next(call for call in world.open(Reserve) if call is not slow)
+    world.promise(slow)
+    world.first_token(world.one(Prefill))
+    start = world.one(Start)
+    world.sleep(LIMITS.reserve_timeout_s)
+    world.promise(other)
+    assert [undo.target.decode for undo in world.all(Undo)] == [other.decode]
+    world.more(start, 7, Finish.LENGTH, known=True)
+    assert ended(world) == Complete(number, Finish.LENGTH)
+
+
 def test_a_promise_of_an_instance_that_was_lost_meanwhile_is_not_used() -> None:
     world = World()
     world.arrive()
