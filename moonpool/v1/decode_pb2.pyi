@@ -52,6 +52,7 @@ class ReserveRequest(_message.Message):
     TBT_SLO_S_FIELD_NUMBER: _builtins.int
     WRITE_BACK_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    CONDUCTOR_FIELD_NUMBER: _builtins.int
     tbt_slo_s: _builtins.float
     """Mean time between tokens the request expects, seconds; unset = no limit."""
     @_builtins.property
@@ -66,6 +67,10 @@ class ReserveRequest(_message.Message):
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.Instance]:
         """Further kvstores that they go to."""
 
+    @_builtins.property
+    def conductor(self) -> _kv_pb2.Instance:
+        """Who asks. While it has a Steps stream open, the promise does not run out."""
+
     def __init__(
         self,
         *,
@@ -73,10 +78,11 @@ class ReserveRequest(_message.Message):
         tbt_slo_s: _builtins.float | None = ...,
         write_back: _kv_pb2.Instance | None = ...,
         replicas: _abc.Iterable[_kv_pb2.Instance] | None = ...,
+        conductor: _kv_pb2.Instance | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "conductor", b"conductor", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "replicas", b"replicas", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "conductor", b"conductor", "replicas", b"replicas", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tbt_slo_s: _TypeAlias = _typing.Literal["tbt_slo_s"]  # noqa: Y015
     _WhichOneofArgType__tbt_slo_s: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s"]  # noqa: Y015
@@ -94,7 +100,7 @@ class ReserveResponse(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     PREDICTED_TBT_S_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
-    """The promise ends when nothing is heard of the transfer for so long, seconds."""
+    """The promise ends when nothing is heard of the transfer for so long, seconds; see `ReserveRequest.conductor`."""
     predicted_tbt_s: _builtins.float
     """Predicted time between tokens with this request in the batch, seconds."""
     @_builtins.property

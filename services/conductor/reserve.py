@@ -87,7 +87,7 @@ async def reserve(
         Unavailable: none could be asked.
         InvalidRequest: the request can never run there.
     """
-    request = decode_pb2.ReserveRequest(sequence=spec, tbt_slo_s=tbt_slo_s)
+    request = decode_pb2.ReserveRequest(sequence=spec, tbt_slo_s=tbt_slo_s, conductor=cluster.steps.conductor)
     stores = [member.instance for view in plan.write_back if (member := cluster.registry.get(view.id)) is not None]
     if stores:
         request.write_back.CopyFrom(stores[0])

@@ -82,9 +82,10 @@ class StepsStream:
         return len(self._call.outbox) if self._call is not None else 0
 
     def subscribe(self, sequence_id: str, inbox: Inbox) -> None:
-        """Let a sequence's tokens go to `inbox`."""
+        """Let a sequence's tokens go to `inbox`. The stream is opened: while it is, decode keeps its promises."""
         assert sequence_id not in self._inboxes, f"{sequence_id} is subscribed already"
         self._inboxes[sequence_id] = inbox
+        self._connected()
 
     def unsubscribe(self, sequence_id: str) -> None:
         """End it; unknown ids are fine."""
@@ -121,12 +122,16 @@ class StepsStream:
         if call is not None:
             await call.aclose()
 
-    def _send(self, message: decode_pb2.StepsRequest) -> None:
+    def _connected(self) -> _StepsCall:
+        """The call, begun if there is none."""
         if self._call is None or self._call.error is not None:
             self._call = _StepsCall(self._channels, self.decode, self._conductor, self._tell, self._broken)
             self._call.begin()
+        return self._call
+
+    def _send(self, message: decode_pb2.StepsRequest) -> None:
         try:
-            self._call.outbox.post(message)
+            self._connected().outbox.post(message)
         except StreamBroken:
             self.fail(StreamBroken(f"{self.decode.id} does not read its Steps stream"))
 
