@@ -86,12 +86,12 @@ class LiveRequest:
         self.keys.append(key)
         return key
 
-    def step(self, start: int, count: int, *, sample: bool) -> SequenceStep:
+    def step(self, start: int, count: int, block_tokens: int, *, sample: bool) -> SequenceStep:
         """Its share of a step: `count` tokens from `start` on; the last ones of the sequence when it samples."""
         return SequenceStep(
             token_ids=tokens_to_bytes(self.tokens[start : start + count]),
             start=start,
-            block_table=self.table,
+            block_table=self.table[: -(-(start + count) // block_tokens)],
             sample=self.incoming.sampling.at(self.tokens) if sample else None,
             history=self.history,
         )

@@ -285,11 +285,11 @@ class DecodeShell:
 
     async def _step(self, run: Run) -> None:
         self._order = None
-        lives = [self._live[number] for number in run.batch]
-        parts = [live.step(len(live.tokens) - 1, 1, sample=True) for live in lives]
+        lives, size = [self._live[number] for number in run.batch], self._layout.block_tokens
+        parts = [live.step(len(live.tokens) - 1, 1, size, sample=True) for live in lives]
         for chunk in run.chunks:
             lives.append(self._live[chunk.id])
-            parts.append(lives[-1].step(chunk.start, chunk.count, sample=chunk.sample))
+            parts.append(lives[-1].step(chunk.start, chunk.count, size, sample=chunk.sample))
         result = await self._engine.run(Step(run.step, tuple(parts)))
         self.steps += 1
         self._record(run, lives, result)
