@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Ended, Tick
-from moonpool.cost import Speeds
+from moonpool.cost import Speeds, decode_step_seconds
 from moonpool.kv.keys import BlockKey, block_keys
 from services.decode.core.config import CoreConfig, Preemption
 from services.decode.core.machine import DecodeCore
@@ -167,7 +167,8 @@ class World:
             self.answers[number].append(it.tokens[-1])
             if len(self.answers[number]) >= it.answer:
                 ended.append((number, STOP))
-        self.post(StepDone(run.step, False, 1e-3, tuple(ended), tuple(filled)))
+        seconds = decode_step_seconds(self.core.config.speeds, len(run.batch), 0)
+        self.post(StepDone(run.step, False, seconds, tuple(ended), tuple(filled)))
 
     def end_io(self, io: int, *, ok: bool = True) -> None:
         """A copy or a write-back ends."""
