@@ -12,6 +12,11 @@ class DecodeConfig(EngineConfig):
 
     max_batch: int = Field(64, ge=1, description="sequences in one step at most")
     lease_s: float = Field(60.0, gt=0, description="seconds without news after which a promise or transfer ends")
+    promise_s: float = Field(
+        600.0,
+        gt=0,
+        description="seconds for which a promise is renewed at most while its conductor is there and nothing comes",
+    )
     preemption: Literal["auto", "cache", "recompute", "swap"] = Field(
         "auto",
         description="what becomes of a sequence's KV when blocks run out: it stays as cache until it is needed, is "

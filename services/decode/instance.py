@@ -202,6 +202,7 @@ def core_config(context: InstanceContext, config: DecodeConfig) -> CoreConfig:
         block_bytes=layout.block_bytes,
         max_batch=config.max_batch,
         lease_s=config.lease_s,
+        promise_s=config.promise_s,
         speeds=engine.speeds,
         preemption=Preemption(config.preemption),
         watermark_blocks=int(engine.blocks * config.watermark),

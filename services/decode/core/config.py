@@ -29,6 +29,7 @@ class CoreConfig:
         block_bytes: bytes of KV in a block, all layers.
         max_batch: sequences in one step at most.
         lease_s: seconds without news after which a promise or transfer ends.
+        promise_s: seconds after which a promise that nobody took up ends, however often it was renewed.
         speeds: of the engine, as measured at its start.
         preemption: how blocks are taken back from sequences.
         watermark_blocks: blocks left free by an admission.
@@ -43,6 +44,7 @@ class CoreConfig:
     block_bytes: int
     max_batch: int
     lease_s: float
+    promise_s: float = 600.0
     speeds: Speeds = field(default_factory=Speeds)
     preemption: Preemption = Preemption.AUTO
     watermark_blocks: int = 0

@@ -118,6 +118,7 @@ class DecodeCore:
             event.tbt_slo_s,
             event.conductor,
             event.stores,
+            until=now + self.config.promise_s,
         )
         refused = self._breaks_tbt(event, tbt_s) or self._admit(request)
         if refused is not None:
@@ -223,8 +224,8 @@ class DecodeCore:
         while (number := self._leases.pop_due(now)) is not None:
             request = self.requests[number]
             waits = request.state is State.PROMISED or (request.state is State.WHOLE and not request.is_started)
-            if waits and request.conductor in open_conductors:
-                self._leases.set(number, now + self.config.lease_s)
+            if waits and now < request.until and request.conductor in open_conductors:
+                self._leases.set(number, min(now + self.config.lease_s, request.until))
             else:
                 self._end(request, f"no frame of the transfer came for {self.config.lease_s:g} s", out)
 

@@ -47,6 +47,8 @@ class Request:
     tbt_slo_s: float
     conductor: str
     stores: int
+    until: float = 0.0
+    """When it ends if it was not started, however often its lease is renewed."""
     state: State = State.PROMISED
     table: list[int] = field(default_factory=list)
     """Its blocks, each referred to once."""

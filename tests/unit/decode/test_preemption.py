@@ -1,6 +1,7 @@
 """Preemption over a real shell and pool: answers are the same, and the journal reruns to the same decisions."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,12 @@ async def begin(it: Decode, conductor: Conductor, prompts: dict[str, list[int]],
 async def test_answers_are_the_same_in_a_pool_too_small_for_all(way: str, tmp_path: Path) -> None:
     """Five answers of three blocks each, where one block was expected, in a pool for some of them."""
     prompts = {f"r{i}": prompt(10 + 3 * i, i) for i in range(5)}
-    settings = {"preemption": way, "assumed_answer_tokens": 4, "step_tokens": 20, "journal_dir": str(tmp_path)}
+    settings: dict[str, Any] = {
+        "preemption": way,
+        "assumed_answer_tokens": 4,
+        "step_tokens": 20,
+        "journal_dir": str(tmp_path),
+    }
     async with decoding(blocks=12, **settings) as it, conducting(it) as conductor:
         await begin(it, conductor, prompts, 3 * BLOCK)
         await conductor.until(lambda: len(conductor.reasons) == 5)

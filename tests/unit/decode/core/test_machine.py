@@ -103,7 +103,7 @@ class DecodeMachine(RuleBasedStateMachine):
         assert sorted(ended) == sorted(promised), "every request that was promised room ends once"
 
 
-DecodeMachine.TestCase.settings = settings(derandomize=True, max_examples=60, stateful_step_count=60, deadline=None)
+DecodeMachine.TestCase.settings = settings(derandomize=True, max_examples=50, stateful_step_count=60, deadline=None)
 TestDecodeMachine = DecodeMachine.TestCase
 
 

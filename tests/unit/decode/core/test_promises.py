@@ -31,6 +31,19 @@ def test_a_promise_does_not_die_in_the_prefills_queue() -> None:
     world.assert_at_rest()
 
 
+def test_a_promise_that_nobody_takes_up_ends_though_its_conductor_is_there() -> None:
+    """The conductor may have lost the answer to its Reserve."""
+    world = World(config(12, lease_s=10.0, promise_s=35.0))
+    number = world.reserve(prompt(20), conductor="conductor")
+    while not world.failed:
+        due = world.core.due()
+        assert due is not None
+        world.now = due
+        world.tick(0.0)
+    assert (world.now, list(world.failed)) == (35.0, [number])
+    world.assert_at_rest()
+
+
 def test_frames_renew_a_transfer_and_a_stalled_one_ends_though_its_conductor_is_there() -> None:
     world = World(config(12, lease_s=10.0))
     number = world.reserve(prompt(20), conductor="conductor")
@@ -87,12 +100,12 @@ def test_places_are_kept_for_those_who_were_promised_a_time() -> None:
     promised = world.reserve(prompt(4, 1), slo=1.0)
     others = [world.go(prompt(4, seed), 30) for seed in (2, 3)]
     world.step()
-    assert world.core.planner.batch.ids == (others[0],)
+    assert list(world.core.planner.batch.ids) == others[:1]
     assert promised is not None
     world.arrive(promised)
     world.start(promised)
     world.step()
-    assert world.core.planner.batch.ids == (others[0], promised)
+    assert list(world.core.planner.batch.ids) == [others[0], promised]
 
 
 def test_a_batch_stays_as_small_as_the_promised_time_asks() -> None:
