@@ -52,7 +52,7 @@ class DecodeInstance:
             time.monotonic,
         )
         folder = config.journal_dir
-        journal = JournalWriter(Path(folder), config.id, config.journal_bytes) if folder else None
+        journal = JournalWriter(Path(folder), config.id or "decode", config.journal_bytes) if folder else None
         self.shell = DecodeShell(
             self.core, engine, context.setup.max_tokens, self.write_back, context.spans, context.notify, journal
         )
