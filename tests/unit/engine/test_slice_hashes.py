@@ -37,7 +37,6 @@ class Walk:
         )
         self.stored: Stored = {}
         self.checked = self.aborted = self.loaded = self.failed = self.answered = 0
-        self.step_id = 0
 
     def check(self, layer: int, block: int, valid_tokens: int = BT) -> None:
         data, value = self.pool.read(layer, block)
@@ -125,8 +124,7 @@ class Walk:
             last = SequenceStep(
                 ids[-1:].tobytes(), len(ids) - 1, tuple(table[: -(-len(ids) // BT)]), SampleSpec(GREEDY)
             )
-            self.step_id -= 1
-            self.engine.run(Step(self.step_id, (last,)))
+            self.engine.run(Step(-len(ids), (last,)))
             ids.append(7)
         for block in table[prompt.num_tokens // BT : (len(ids) - 1) // BT]:
             self.answered += 1
