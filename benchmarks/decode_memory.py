@@ -190,7 +190,8 @@ def virtual(blocks: int, preemption: Preemption = Preemption.AUTO) -> Virtual:
 def teach(it: Virtual, answer: int) -> None:
     """Lets some answers of a length end."""
     for _ in range(20):
-        assert it.admit(PROMPT, answer)
+        while not it.admit(PROMPT, answer):
+            assert it.step(), "nothing goes on, and there is no room"
     while it.step():
         pass
 
