@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from moonpool.core.digest import digest_of
 from moonpool.errors import MoonpoolError
 from moonpool.kv.keys import BlockKey
 
@@ -175,6 +176,10 @@ class BlockManager:
             del before[key]
         else:
             now[key] = None
+
+    def digest(self) -> bytes:
+        """Hash of the whole state, for cores that own a manager."""
+        return digest_of(self._free, list(self._cached), self._refs, self._key_of, self._stored, self._removed)
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two calls."""

@@ -93,6 +93,10 @@ class Instance:
             await self.until(lambda: not self.restless)
         except TimeoutError:
             raise AssertionError(f"{self.instance.id} is not at rest: {self.restless}") from None
+        self.check()
+
+    def check(self) -> None:
+        """Asserts the service's invariants."""
         self.service.scheduler.check_invariants()
 
 
@@ -100,6 +104,9 @@ class Decode(Instance):
     """A decode instance."""
 
     service: DecodeInstance
+
+    def check(self) -> None:
+        self.service.core.check_invariants()
 
     @property
     def stub(self) -> Any:

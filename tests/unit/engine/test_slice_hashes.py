@@ -12,14 +12,12 @@ import torch
 
 from moonpool.kv.hashes import slice_hash
 from moonpool.kv.keys import BlockKey
-from moonpool.sampling import SamplingParams
-from moonpool.sched.batch_scheduler import GOES_ON, BatchScheduler
+from moonpool.sampling import GREEDY, SampleSpec
 from moonpool.sched.block_manager import BlockManager
 from moonpool.sched.prefill_scheduler import PrefillScheduler, PrefillSequence, PrefillStep
-from moonpool.sched.sampling import SequenceSampling
-from moonpool.sched.steps import LayerDone, Step
+from moonpool.sched.steps import LayerDone, SequenceStep, Step
 from tests.unit.engine.test_step import BLOCKS, Stages, stages
-from tests.unit.sched.helpers import BT, decode_sequence, prefill_sequence, tokens
+from tests.unit.sched.helpers import BT, prefill_sequence, tokens
 
 Stored = dict[tuple[BlockKey, int], tuple[bytes, int]]
 
@@ -39,7 +37,6 @@ class Walk:
         )
         self.stored: Stored = {}
         self.checked = self.aborted = self.loaded = self.failed = self.answered = 0
-        self.step_id = 0
 
     def check(self, layer: int, block: int, valid_tokens: int = BT) -> None:
         data, value = self.pool.read(layer, block)
@@ -116,20 +113,20 @@ class Walk:
         self.prefill.remove(sequence.request_id)
 
     def answer(self, prompt: PrefillSequence) -> None:
-        decode = BatchScheduler(self.blocks, block_tokens=BT, max_batch=1, max_tokens=1000)
-        sampling = SequenceSampling(prompt.num_tokens, SamplingParams(max_tokens=self.random.randint(1, 20)))
-        more = max(0, decode.blocks_for(sampling) - len(prompt.block_table))
+        """An answer of some tokens behind the prompt, one step each; its full blocks may leave too."""
+        ids, count = tokens(prompt.num_tokens + 1), self.random.randint(1, 20)
+        more = max(0, -(-(len(ids) + count - 1) // BT) - len(prompt.block_table))
         if not self.blocks.can_allocate(more):
             return
         new = self.blocks.allocate(more)
-        sequence = decode_sequence("answer", tokens(prompt.num_tokens + 1), [*prompt.block_table, *new], sampling)
-        going = decode.admit(sequence) == GOES_ON
-        while going and (plan := decode.plan()) is not None:
-            self.engine.run(Step(-plan.step.step_id, plan.step.sequences))
-            (token,) = decode.step_done([7]).tokens
-            going = token.finish_reason == GOES_ON
-        first = prompt.num_tokens // BT
-        for block in sequence.block_table[first : sequence.num_computed // BT]:
+        table = [*prompt.block_table, *new]
+        for _ in range(count - 1):
+            last = SequenceStep(
+                ids[-1:].tobytes(), len(ids) - 1, tuple(table[: -(-len(ids) // BT)]), SampleSpec(GREEDY)
+            )
+            self.engine.run(Step(-len(ids), (last,)))
+            ids.append(7)
+        for block in table[prompt.num_tokens // BT : (len(ids) - 1) // BT]:
             self.answered += 1
             for layer in range(self.layout.layers):
                 self.check(layer, block)

@@ -131,7 +131,8 @@ def test_step_times() -> None:
     step = Step(1, (chunk, SequenceStep(bytes(4), 0, (1,))))
     # 3 tokens; pairs 2 x 10 + 3 and 1; one fixed part for both.
     assert step_seconds(speeds, step, decode=False) == 1.0 + 3 * 0.5 + 24 * 0.25
-    assert step_seconds(speeds, step, decode=True) == 2.0 + 2 * 0.5 + 13 * 0.125
+    # Computed again in a decode step: as prefill, without its fixed part.
+    assert step_seconds(speeds, step, decode=True) == 2.0 + 0.5 + 0.125 + 2 * 0.5 + 23 * 0.25
     assert load_seconds(speeds, step, 16) == 8 * 16 / 32
     assert load_seconds(Speeds(), step, 16) == 0.0
 
