@@ -611,6 +611,7 @@ class LoadReport(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     SPEED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    DRAIN_S_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests running."""
     waiting: _builtins.int
@@ -627,6 +628,8 @@ class LoadReport(_message.Message):
     """Tokens of context over all running sequences (decode)."""
     draining: _builtins.bool
     """The instance takes no new requests."""
+    drain_s: _builtins.float
+    """Predicted seconds until everything that is queued now is computed (prefill)."""
     @_builtins.property
     def speed(self) -> Global___SpeedReport:
         """Measured speeds."""
@@ -643,10 +646,11 @@ class LoadReport(_message.Message):
         context_tokens: _builtins.int = ...,
         speed: Global___SpeedReport | None = ...,
         draining: _builtins.bool = ...,
+        drain_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "promised_blocks", b"promised_blocks", "queued_tokens", b"queued_tokens", "running", b"running", "speed", b"speed", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "drain_s", b"drain_s", "draining", b"draining", "free_blocks", b"free_blocks", "promised_blocks", b"promised_blocks", "queued_tokens", b"queued_tokens", "running", b"running", "speed", b"speed", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from moonpool.kv.keys import BlockKey, block_keys
 from moonpool.sched.batch_scheduler import DecodeSequence
-from moonpool.sched.prefill_scheduler import PrefillSequence
 from moonpool.sched.sampling import SequenceSampling
 
 BT = 16
@@ -22,10 +21,6 @@ def tokens(n: int, *, first: int = 0) -> "array[int]":
 
 def keys_of(ids: "array[int]") -> list[BlockKey]:
     return block_keys(ROOT, ids, BT)
-
-
-def prefill_sequence(request_id: str, ids: "array[int]") -> PrefillSequence:
-    return PrefillSequence(request_id, ids, keys_of(ids), SequenceSampling(prompt_tokens=len(ids)))
 
 
 def decode_sequence(
