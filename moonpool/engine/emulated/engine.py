@@ -243,6 +243,7 @@ class EmulatedEngine:
     def _schedule(self, step: Step) -> _Schedule:
         begins = [self._sequences.begin(sequence) for sequence in step.sequences]
         seconds = step_seconds(self._speeds, step, decode=self._emulated.decode, begins=begins)
+        seconds *= self._emulated.noise.factor(step.step_id)
         return _Schedule(self._clock.now() - self._carry_s, seconds / self.layout.layers)
 
     async def _stage(
