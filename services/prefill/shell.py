@@ -9,9 +9,10 @@ from moonpool.core.kernel import Cancel, Ended
 from moonpool.drive.driver import Driver
 from moonpool.drive.journal import JournalWriter
 from moonpool.engine.handle import Engine
-from moonpool.errors import Internal, InvalidRequest, MoonpoolError, Overloaded, Unavailable
+from moonpool.errors import Internal, InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.kv.keys import tokens_to_bytes
 from moonpool.sched.steps import LayerDone, SequenceStep, Step, StepResult
+from moonpool.streams.transfer_client import DamagedInTransfer
 from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.spans import Recorder
@@ -322,6 +323,9 @@ async def _guarded(request: Request, work: Work, lost: events.Result) -> events.
     """The result of I/O; notes its error with the request. A defect costs this request, not the instance."""
     try:
         return await work()
+    except DamagedInTransfer as error:
+        request.error = TransferFailed(str(error))
+        return events.Failed(error.block)
     except MoonpoolError as error:
         request.error = error
     except Exception as error:

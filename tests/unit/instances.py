@@ -93,9 +93,9 @@ class Instance:
             await self.until(lambda: not self.restless)
         except TimeoutError:
             raise AssertionError(f"{self.instance.id} is not at rest: {self.restless}") from None
-        self.check_invariants()
+        self.check()
 
-    def check_invariants(self) -> None:
+    def check(self) -> None:
         """Asserts what must hold at any time."""
         raise NotImplementedError
 
@@ -105,7 +105,7 @@ class Decode(Instance):
 
     service: DecodeInstance
 
-    def check_invariants(self) -> None:
+    def check(self) -> None:
         self.service.scheduler.check_invariants()
 
     @property
@@ -119,7 +119,7 @@ class Prefill(Instance):
 
     service: PrefillInstance
 
-    def check_invariants(self) -> None:
+    def check(self) -> None:
         self.service.core.check_invariants()
 
     @property
