@@ -28,8 +28,8 @@ class InboundTransfer:
     """One transfer at its receiver: PROMISED -> RECEIVING -> COMPLETE, or FAILED from either of the first two.
 
     `blocks[i]` is the pool block that takes block i of the sequence, leading held ones included. A transfer's blocks
-    may be written only between a successful `accept` and the next wait of the writing task. `damaged_block` is the index
-    of the block of which a slice did not match its hash, for the verdict.
+    may be written only between a successful `accept` and the next wait of the writing task. `damaged_block`: index of
+    the block of which a slice did not match its hash, for the verdict.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ def _session_of(message: decode_pb2.ReceiveKVResponse) -> Hashable:
     return message.verdict.transfer_id, message.verdict.generation
 
 
-class DamagedInTransfer(TransferFailed):  # noqa: N818 - named like its kind
+class DamagedInTransfer(TransferFailed):
     """A slice did not match its hash when it came: it was damaged in the sender's pool, or on its way.
 
     Attributes:
