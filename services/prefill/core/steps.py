@@ -8,6 +8,7 @@ and others wait, its share is dropped from the step, which goes on; the job wait
 from dataclasses import dataclass, field
 
 from moonpool.cost import prefill_seconds
+from moonpool.kv.keys import BlockKey
 from services.prefill.core.actions import AbortStep, ChunkOrder, DropShare, OpenGate, RunStep
 from services.prefill.core.events import StepEnded
 from services.prefill.core.gates import stall_grace, wait_for_layers
@@ -67,16 +68,20 @@ class Steps:
     def _shares(self) -> list[Share]:
         shares: list[Share] = []
         budget, seconds = self._state.settings.step_tokens, 0.0
+        under_way = self._under_way()
         for job in self._state.started.values():
             if not self._plannable(job):
                 continue
             share = self._share(job, budget)
             if share is None:
                 break  # less than a block of budget left; others behind wait for their turn
+            if self._is_under_way(job, share, under_way):
+                continue
             with_it = seconds + self._seconds(share)
             if job.load is not None and not self._ready(job, with_it):
                 continue
             self._schedule(job, share)
+            under_way.update(self._keys(job, share))
             shares.append(share)
             budget, seconds = budget - (share.end - share.start), with_it
             if not budget:
@@ -87,6 +92,27 @@ class Steps:
         if job.table is None or job.gated or job.settling:
             return False
         return job.scheduled < job.num_tokens
+
+    def _under_way(self) -> set[BlockKey]:
+        """Keys of the blocks that steps in flight compute."""
+        found: set[BlockKey] = set()
+        for io in self._order:
+            flight = self._state.ios.get(io)
+            assert isinstance(flight, StepFlight)
+            for share in flight.shares:
+                if share.live:
+                    found.update(self._keys(self._state.jobs[share.job], share))
+        return found
+
+    def _keys(self, job: Job, share: Share) -> tuple[BlockKey, ...]:
+        size = self._state.settings.block_tokens
+        return job.keys[share.start // size : share.end // size]
+
+    def _is_under_way(self, job: Job, share: Share, under_way: set[BlockKey]) -> bool:
+        """Whether a job that has not begun would compute what another computes just now: soon it will be found."""
+        at = share.start // self._state.settings.block_tokens
+        begins = job.first_step_at is None and job.load is None and not job.loaded
+        return begins and at < self._state.reusable_blocks(job) and job.keys[at] in under_way
 
     def _ready(self, job: Job, step_s: float) -> bool:
         """Whether the job's layers come in time for a step that takes so long; notes when they will."""

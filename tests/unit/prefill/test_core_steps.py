@@ -80,6 +80,16 @@ def test_blocks_computed_meanwhile_are_matched_again() -> None:
     assert (told.cached_tokens, told.computed_tokens) == (32, 28)
 
 
+def test_nothing_is_computed_twice_at_once() -> None:
+    """A prompt that begins like one in flight waits for it; one that differs goes first."""
+    it = world(stages=2, step_tokens=4 * BT)
+    it.arrive(4 * BT)
+    it.arrive(5 * BT)
+    it.arrive(10, 1)
+    assert [spans(it, io) for io in it.steps] == [[(1, 0, 64)], [(3, 0, 10)]]
+    assert run(it)[2:] == [[(2, 64, 80)]]
+
+
 def test_a_prompt_waits_for_blocks_and_keeps_its_turn() -> None:
     it = world(blocks=4)
     for tokens in (3 * BT - 1, 2 * BT - 1, 1):
