@@ -85,7 +85,8 @@ class PrefillCore:
                 self._draining = True
             case Stop():
                 self._stop()
-        self._go_on()
+        if not isinstance(event, LayerComputed):  # that frees nothing, and comes often
+            self._go_on()
         self.state.out = []
 
     def due(self) -> float | None:

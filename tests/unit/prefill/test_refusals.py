@@ -30,6 +30,7 @@ async def test_queue_is_bounded_and_drains() -> None:
         assert refused.value.reason == "queue_full"
         load = it.service.load()
         assert (load.running, load.waiting, load.queued_tokens) == (1, 0, BLOCK)
+        assert load.drain_s == pytest.approx(0.001 * BLOCK)  # the engine's milliseconds per token
         it.service.drain()
         assert it.service.load().draining
         with pytest.raises(Unavailable, match="draining"):

@@ -222,3 +222,19 @@ def slices_of(tokens: list[int]) -> Callable[[int], bytes]:
         return bytes(view)
 
     return at
+
+
+async def test_a_dropped_share_is_neither_checked_nor_written(clock: Clock) -> None:
+    """Its prefix is not in the pool, which fails the engine otherwise."""
+    async with engine_of(spec_of(), clock) as engine:
+        late, other = history(PROMPT), history([5] * 16)
+        step = Step(1, (part(late, 32, 40, (0, 1, 2)), part(other, 0, 16, (4,), sample=True)), gated=True)
+        run = asyncio.ensure_future(engine.run(step))
+        engine.open_gate(1, -1)
+        engine.drop(1, 0)
+        engine.open_gate(1, LAYERS - 1)
+        result = await clock.run(run)
+        assert result.sampled[1] == continuation([5] * 16, 1, VOCAB, {1})[0]
+        assert not engine.failed.done()
+        assert not any(engine.pool.slice(0, 2))
+        assert engine.steps_held == 0
