@@ -78,7 +78,7 @@ class OpenGate:
 
 @dataclass(frozen=True, slots=True)
 class DropShare:
-    """A job's share of a step counts for nothing any more: its gates open though its prefix is not there."""
+    """A job's share of a step counts for nothing any more; its prefix may not be there."""
 
     step: int
     index: int

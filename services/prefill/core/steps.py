@@ -282,7 +282,7 @@ class Steps:
     def _dropped(self, io: int, flight: StepFlight, index: int) -> None:
         if not any(share.live for share in flight.shares):
             self._state.do(AbortStep(io))
-        elif flight.shares[index].loading:
+        else:  # also one that is not loading: the step that computes its prefix may have been aborted
             self._state.do(DropShare(io, index))
             self._open(io, flight)
 
