@@ -75,7 +75,6 @@ class Tiers:
                 keeps=Protection(pins, self.ssd_account).keeps,
                 account=self.ssd_account,
             )
-            log.info("ssd tier open", path=str(config.data_dir), blocks=len(self.ssd), bytes=self.ssd.used_bytes)
 
 
 class KVStoreService(StoreListener):

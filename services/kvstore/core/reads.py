@@ -48,7 +48,7 @@ class LeasedBlock:
         if self.block is not None:
             return self.block.hashes[layer]
         assert self.reader is not None
-        return self.reader.hash_of(layer)
+        return self.reader.hashes[layer]
 
     def take(self, layer: int, layout: KVLayout) -> memoryview:
         """Memory for one layer's bytes: the block's own or `fill`, else new.
@@ -176,9 +176,9 @@ class Reads:
             self.leased_bytes += 0 if self._leased[key] else size
             self._leased[key] += 1
             return LeasedBlock(block=block)
-        if ssd is None or ssd.format_of(key) != block_format:
+        if ssd is None or ssd.catalogue.format_of(key) != block_format:
             return None
-        source = LeasedBlock(reader=ssd.reader(key), tenant=ssd.tenant_of(key) or "")
+        source = LeasedBlock(reader=ssd.reader(key), tenant=ssd.catalogue.tenant_of(key) or "")
         if promote and fits and self.tiers.reserve(size, source.tenant):
             self.leased_bytes += size
             source.allocate = dram.arena.allocate

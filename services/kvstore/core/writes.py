@@ -49,7 +49,8 @@ class Writes:
     ) -> None:
         self._tiers = tiers
         self._max_sessions = max_sessions
-        self._batch_bytes = batch_bytes
+        # A plan cannot reclaim what it stores itself: what it refused for that, the next one would have taken.
+        self._batch_bytes = batch_bytes if tiers.ssd is None else min(batch_bytes, tiers.ssd.space.capacity_bytes // 2)
         self._ssd_account = ssd_account or Account()
         self._assembler = Assembler(tiers.dram.arena.allocate)
         self._queue: collections.deque[DramBlock] = collections.deque()
@@ -222,7 +223,9 @@ class Writes:
             tenant, size = block.info.tenant, record_size(block.info)
             excess = account.over_quota(tenant, coming[tenant] + size)
             if excess:
-                self._tiers.removed(ssd.forget_oldest(tenant, excess, self._tiers.dram.pins.__contains__))
+                oldest = ssd.catalogue.oldest_of(tenant, excess, self._tiers.dram.pins.__contains__)
+                ssd.forget(oldest)
+                self._tiers.removed(oldest)
                 excess = account.over_quota(tenant, coming[tenant] + size)
             if excess:
                 self._not_durable([block])

@@ -91,11 +91,14 @@ def _add_ssd(add: Add, of: Gauged) -> None:
     if ssd is None:
         return
     add("ssd_reading_blocks", lambda: ssd.readers, 0)
-    add("ssd_blocks", lambda: len(ssd))
-    add("ssd_bytes", lambda: ssd.used_bytes)
+    add("ssd_blocks", lambda: len(ssd.catalogue))
+    add("ssd_segments", lambda: len(ssd.catalogue.segments))
+    add("ssd_bytes", lambda: ssd.space.used_bytes)
+    add("ssd_live_bytes", lambda: ssd.catalogue.live.total_bytes)
+    add("ssd_capacity_bytes", lambda: ssd.space.capacity_bytes)
+    add("ssd_write_amplification", lambda: ssd.write_amplification)
     add("ssd_indexed", lambda: float(ssd.indexed))
     add("ssd_housekeeping", lambda: float(ssd.has_housekeeping))
-    _add_attributes(add, ssd, ("capacity_bytes", "segments", "live_bytes", "write_amplification"), "ssd_{}")
     counts = ("written_bytes", "user_bytes", "carried_bytes", "lost_blocks", "dropped_segments")
     _add_attributes(add, ssd, counts, "ssd_{}_total")
 

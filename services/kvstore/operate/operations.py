@@ -14,13 +14,14 @@ from moonpool.streams.credits import ByteCredits
 from services.kvstore.core.store import BlockStore
 from services.kvstore.operate.reuse import Curve, ReuseSample
 from services.kvstore.operate.writer import WriteBehind
-from services.kvstore.ssd.tier import MIN_LIVE_SHARE
 from services.kvstore.streams.layers import LayerReader
 
 PORTION_BLOCKS = 64
 """Blocks read together at most."""
 STEP_BLOCKS = 1024
 """Blocks of the SSD tier looked at before other tasks run; there may be millions."""
+MIN_LIVE_SHARE = 0.5
+"""Share of a segment that must be live, for `compact`, unless told otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Warmer:
         tiers = self.store.tiers
         if tiers.ssd is None:
             raise Unsupported("this kvstore has no SSD tier")
-        for step in tiers.ssd.newest_first(self.step_blocks):
+        for step in tiers.ssd.catalogue.newest_first(self.step_blocks):
             cold = [key for key in step if key not in tiers.dram]
             for block_format, keys in itertools.groupby(cold, tiers.format_of):
                 while block_format is not None and (portion := list(itertools.islice(keys, PORTION_BLOCKS))):
@@ -115,7 +116,7 @@ class Operations:
         ssd = self.store.tiers.ssd
         if ssd is None or self.writer is None:
             raise Unsupported("this kvstore has no SSD tier")
-        segments = ssd.compact(min_live_share or MIN_LIVE_SHARE)
+        segments = ssd.space.compact(min_live_share or MIN_LIVE_SHARE)
         self.writer.wake()
         return segments
 
@@ -124,5 +125,5 @@ class Operations:
         dram, ssd = self.store.tiers.dram, self.store.tiers.ssd
         blocks, nbytes = len(dram), dram.block_bytes
         if ssd is not None:
-            blocks, nbytes = blocks + len(ssd), nbytes + ssd.live_bytes
+            blocks, nbytes = blocks + len(ssd.catalogue), nbytes + ssd.catalogue.live.total_bytes
         return [(size * (nbytes // blocks), share) for size, share in self.reuse.curve()] if blocks else []

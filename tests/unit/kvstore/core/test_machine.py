@@ -149,7 +149,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.actor = OWNER[chain[0]]
         if self.store.tiers.dram.can_reserve(len(chain) * BLOCK, self.actor):
             self.driven.flush(chain, self.actor)
-            self.ever_durable |= set(self.ssd)
+            self.ever_durable |= set(self.ssd.catalogue)
 
     @precondition(lambda self: self.sessions)
     @rule(pick=st.integers(0, 2), count=st.integers(1, 9))
@@ -253,7 +253,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         self.driven.flush()
-        self.ever_durable |= set(self.ssd)
+        self.ever_durable |= set(self.ssd.catalogue)
 
     @rule()
     def try_again(self) -> None:
@@ -263,18 +263,18 @@ class StoreMachine(RuleBasedStateMachine):
     def commit_fails(self) -> None:
         plan = self.store.writes.next_plan()
         if plan is not None:
-            before = set(self.ssd)
+            before = set(self.ssd.catalogue)
             self.store.writes.plan_done(OSError(5, "Input/output error"))
-            assert set(self.ssd) <= before
+            assert set(self.ssd.catalogue) <= before
 
     @precondition(lambda self: not self.leases)
     @rule()
     def crash(self) -> None:
         """Everything in memory is gone, pins too; what was durable is not."""
-        here = set(self.ssd)
+        here = set(self.ssd.catalogue)
         self.ssd.close()
         self.start()
-        assert here <= set(self.ssd) <= self.ever_durable
+        assert here <= set(self.ssd.catalogue) <= self.ever_durable
 
     # What always holds
 
@@ -282,7 +282,7 @@ class StoreMachine(RuleBasedStateMachine):
     def sound(self) -> None:
         self.store.check_invariants()
         assert self.announced == set(self.store.tiers)
-        assert +self.driven.ssd_account.used == self.ssd.tenant_bytes
+        assert self.driven.ssd_account.used is self.ssd.catalogue.live
         self.ssd.check_invariants()
 
     @invariant()

@@ -52,7 +52,7 @@ def warming(driven: Driven) -> Iterator[Warmer]:
 @pytest.mark.parametrize("step", [1, 5, 8, 1000])
 def test_a_step_looks_at_no_more_blocks_than_asked(tmp_path: Path, step: int) -> None:
     with filled(tmp_path) as ssd:
-        steps = [list(keys) for keys in ssd.newest_first(step)]
+        steps = [list(keys) for keys in ssd.catalogue.newest_first(step)]
         assert [key for keys in steps for key in keys] == LIVE[::-1]
         assert max(map(len, steps)) <= step
         assert len(steps) * step >= len(KEYS), "dead blocks count as looked at"
@@ -60,7 +60,7 @@ def test_a_step_looks_at_no_more_blocks_than_asked(tmp_path: Path, step: int) ->
 
 def test_blocks_may_come_and_go_between_steps(tmp_path: Path) -> None:
     with filled(tmp_path) as ssd:
-        steps = ssd.newest_first(8)
+        steps = ssd.catalogue.newest_first(8)
         found = list(next(steps))
         put(ssd, KEYS[:1])
         reader = ssd.reader(LIVE[0])

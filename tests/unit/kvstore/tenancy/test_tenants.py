@@ -175,17 +175,17 @@ def test_a_tenant_over_its_ssd_quota_gives_up_its_oldest(tmp_path: Path) -> None
     driven.flush([A, B], "x")
     driven.flush([C], "y")
     driven.flush([D], "x")
-    assert set(ssd) == {A, B, C, D}
+    assert set(ssd.catalogue) == {A, B, C, D}
     driven.flush([E, F], "x")
-    assert set(ssd) == {C, D, E, F}
+    assert set(ssd.catalogue) == {C, D, E, F}
     assert set(driven.removed) == {A, B}
     assert driven.ssd_account.used == {"x": 3 * RECORD, "y": RECORD}
     driven.flush(KEYS[6:8], "x")
-    assert set(ssd) == {C, F, KEYS[6], KEYS[7]}
+    assert set(ssd.catalogue) == {C, F, KEYS[6], KEYS[7]}
     assert driven.read([C]) == [data_of(C)]
     ssd.close()
     again = open_ssd(tmp_path)
-    assert set(again) == {C, F, KEYS[6], KEYS[7]}
+    assert set(again.catalogue) == {C, F, KEYS[6], KEYS[7]}
     again.close()
 
 
@@ -197,12 +197,12 @@ def test_pinned_blocks_are_not_given_up_and_what_finds_no_room_stays_in_dram(tmp
     driven.store.pin("x", "p", [A, B], now=0, ttl_s=9)
     driven.flush([C, D], "x")
     driven.flush([E], "y")
-    assert set(ssd) == {A, B, E}
+    assert set(ssd.catalogue) == {A, B, E}
     assert driven.store.writes.blocks_not_durable == 2
     assert driven.read([C, D]) == [data_of(C), data_of(D)]
     driven.store.expire_pins(9)
     driven.flush([F], "x")
-    assert set(ssd) == {B, E, F}
+    assert set(ssd.catalogue) == {B, E, F}
     ssd.close()
 
 
@@ -215,6 +215,6 @@ def test_others_do_not_take_a_tenants_share_of_the_ssd(tmp_path: Path) -> None:
         driven.flush([key], "x")
     for key in keys_of(8, "more"):
         driven.flush([key], "x")
-    assert {A, B} <= set(ssd)
+    assert {A, B} <= set(ssd.catalogue)
     assert driven.read([A, B]) == [data_of(A), data_of(B)]
     ssd.close()
