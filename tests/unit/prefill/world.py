@@ -94,8 +94,8 @@ class World:
         while (due := self.core.due()) is not None and due <= end:
             self.now = max(self.now, due)
             self.post(Tick())
-            if self.core.due() == due:
-                break
+            again = self.core.due()
+            assert again is None or again > self.now, "ticked for nothing, again and again"
         self.now = max(self.now, end)
 
     def arrive(
