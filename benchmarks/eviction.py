@@ -15,7 +15,9 @@ from benchmarks.frame import Absent, Progress, Row, Skipped, run
 from benchmarks.replay import chains_of, optimum, replay
 from benchmarks.workload import Workload
 from moonpool.kv.keys import BlockKey
-from services.kvstore.policies.policy import LRU, POLICIES, EvictionPolicy
+from services.kvstore.policies import POLICIES
+from services.kvstore.policies.base import EvictionPolicy
+from services.kvstore.policies.queues import LRU
 from tests.load.mooncake import BLOCK_TOKENS, TraceRequest, read_trace
 
 TRACES_VARIABLE = "MOONPOOL_TRACES"

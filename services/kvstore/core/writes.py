@@ -20,7 +20,7 @@ from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.ssd.commit import WritePlan
 from services.kvstore.ssd.records import record_size
 from services.kvstore.ssd.tier import SsdTier
-from services.kvstore.tenancy.tenants import Account, TenantBytes
+from services.kvstore.tenancy.tenants import TenantBytes
 
 MAX_OPEN_KEYS = 1 << 18
 """Most keys of all open writing sessions together."""
@@ -32,7 +32,6 @@ class Writes:
     Args:
         max_sessions: most open sessions.
         batch_bytes: most bytes in one commit, unless one block is larger.
-        ssd_account: what tenants are granted in the SSD tier, which keeps it up to date.
 
     Attributes:
         sessions: open sessions.
@@ -44,14 +43,11 @@ class Writes:
         blocks_not_durable: blocks that the SSD tier did not take at the first try.
     """
 
-    def __init__(
-        self, tiers: TieredStore, *, max_sessions: int, batch_bytes: int, ssd_account: Account | None = None
-    ) -> None:
+    def __init__(self, tiers: TieredStore, *, max_sessions: int, batch_bytes: int) -> None:
         self._tiers = tiers
         self._max_sessions = max_sessions
         # A plan cannot reclaim what it stores itself: what it refused for that, the next one would have taken.
         self._batch_bytes = batch_bytes if tiers.ssd is None else min(batch_bytes, tiers.ssd.space.capacity_bytes // 2)
-        self._ssd_account = ssd_account or Account()
         self._assembler = Assembler(tiers.dram.arena.allocate)
         self._queue: collections.deque[DramBlock] = collections.deque()
         self._committing: WritePlan | None = None
@@ -216,7 +212,7 @@ class Writes:
 
     def _within_quotas(self, ssd: SsdTier, blocks: Sequence[DramBlock]) -> Sequence[DramBlock]:
         """The blocks that may be stored. Gives up older blocks of their tenants for them."""
-        account = self._ssd_account
+        account = ssd.account
         taken: list[DramBlock] = []
         coming = collections.Counter[str]()
         for block in blocks:

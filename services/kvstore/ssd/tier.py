@@ -34,6 +34,7 @@ class SsdTier:
     Attributes:
         catalogue: which blocks are here.
         space: how much room they take.
+        account: what tenants are granted and have here.
         commit: does a plan, blocking, in the writer thread; its blocks are as durable as `durability` says then.
         indexed: there is an index; else there was no room for one, and the next start reads all segments.
         written_bytes: records written in this process' life, headers, padding and carried ones included.
@@ -41,7 +42,10 @@ class SsdTier:
         lost_blocks: blocks that were found bad when they were to be carried over.
     """
 
-    def __init__(self, found: Recovery, capacity_bytes: int, segment_bytes: int, keeps: Keeps) -> None:
+    def __init__(
+        self, found: Recovery, capacity_bytes: int, segment_bytes: int, keeps: Keeps, account: Account
+    ) -> None:
+        self.account = account
         self.catalogue = found.catalogue
         self.durability = found.folder.durability
         self.indexed = found.index is not None
@@ -255,7 +259,7 @@ def open_tier(
     Raises:
         ConfigError: naming `data_dir`: the folder cannot be used.
     """
-    files = files or Files(direct=durability == "power")
+    files, account = files or Files(direct=durability == "power"), account or Account()
     folder = DataFolder(path, files, durability)
     try:
         found = Recovery(folder, account, map_bytes)
@@ -263,7 +267,7 @@ def open_tier(
         folder.close()
         files.close_all()
         raise
-    tier = SsdTier(found, capacity_bytes, segment_bytes, keeps)
+    tier = SsdTier(found, capacity_bytes, segment_bytes, keeps, account)
     blocks, nbytes = len(tier.catalogue), tier.space.used_bytes
     log.info("ssd tier open", path=str(path), blocks=blocks, bytes=nbytes, rebuilt=found.rebuilt)
     return tier

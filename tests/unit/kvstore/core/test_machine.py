@@ -85,17 +85,18 @@ class StoreMachine(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        pins = Pins(PIN_BLOCKS * BLOCK, {name: row.pin_bytes for name, row in ROWS.items()})
-        ssd_account = Account.of(ROWS, "ssd")
-        self.ssd = open_ssd(self.folder, capacity=6 * RECORD, segment=RECORD, pins=pins, account=ssd_account)
+        pins = Pins(PIN_BLOCKS * BLOCK, Account.of(ROWS, "pins"))
+        self.ssd = open_ssd(
+            self.folder, capacity=6 * RECORD, segment=RECORD, pins=pins, account=Account.of(ROWS, "ssd")
+        )
         self.driven = Driven(
             self.ssd,
             dram_bytes=DRAM_BLOCKS * BLOCK,
             pins=pins,
             account=Account.of(ROWS, "dram"),
-            ssd_account=ssd_account,
             listener=_Announced(self),
         )
+        self.driven.now = self.now
         self.store = self.driven.store
         self.sessions: list[_Session] = []
         self.leases: list[ReadLease] = []
@@ -232,7 +233,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(chain=CHAIN, name=st.sampled_from("xy"), ttl=st.integers(1, 4))
     def pin(self, chain: Sequence[BlockKey], name: str, ttl: int) -> None:
         tenant = OWNER[chain[0]]
-        outcome = self.store.pin(tenant, name, chain, now=self.now, ttl_s=ttl)
+        outcome = self.driven.pins.pin(tenant, name, chain, ttl)
         assert outcome.blocks <= self.store.tiers.match(chain)
         self.pinned[tenant, name] = chain[: outcome.blocks], self.now + ttl
 
@@ -241,12 +242,13 @@ class StoreMachine(RuleBasedStateMachine):
     def unpin(self, pick: int) -> None:
         place = sorted(self.pinned)[pick % len(self.pinned)]
         del self.pinned[place]
-        self.store.unpin(*place)
+        self.driven.pins.unpin(*place)
 
     @rule(seconds=st.integers(1, 2))
     def wait(self, seconds: int) -> None:
         self.now += seconds
-        self.store.expire_pins(self.now)
+        self.driven.now = self.now
+        self.driven.pins.expire()
 
     # The device
 
@@ -282,12 +284,12 @@ class StoreMachine(RuleBasedStateMachine):
     def sound(self) -> None:
         self.store.check_invariants()
         assert self.announced == set(self.store.tiers)
-        assert self.driven.ssd_account.used is self.ssd.catalogue.live
+        assert self.ssd.account.used is self.ssd.catalogue.live
         self.ssd.check_invariants()
 
     @invariant()
     def pins_keep(self) -> None:
-        assert {key for key in OWNER if key in self.store.pins} == self.kept
+        assert {key for key in OWNER if key in self.store.tiers.dram.pins} == self.kept
         assert self.kept <= self.announced | self.lost
 
     @invariant()

@@ -186,7 +186,7 @@ def test_names_that_the_index_could_not_learn_are_told_again() -> None:
 def test_a_tenant_that_is_gone_leaves_nothing_anywhere(tmp_path: Path) -> None:
     account = Account.of({"*": TenantRow(ssd_quota_bytes=RECORD)}, "ssd")
     ssd = open_ssd(tmp_path, SLOTS * RECORD, RECORD, account=account)
-    driven = Driven(ssd, dram_bytes=4 * info_of(KEYS[0]).nbytes, ssd_account=account)
+    driven = Driven(ssd, dram_bytes=4 * info_of(KEYS[0]).nbytes)
     for number in range(0, len(KEYS), 2):
         for key in KEYS[number : number + 2]:  # the second pushes the first out: its tenant is at its quota
             driven.flush([key], tenant(number))
