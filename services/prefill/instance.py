@@ -5,6 +5,7 @@ import itertools
 import time
 from pathlib import Path
 
+from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.drive.journal import JournalWriter
 from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
@@ -121,9 +122,10 @@ class PrefillInstance:
             queued_tokens=self.core.queued_tokens,
             free_blocks=state.manager.num_free,
             cached_blocks=state.manager.num_cached,
-            speed=state.tracker.speeds.to_proto(),
+            speed=speeds_to_proto(state.tracker.speeds),
             draining=self.core.draining,
             drain_s=self.core.drain_seconds(),
+            taken=self.core.taken,
         )
 
     def gauges(self) -> Gauges:

@@ -167,7 +167,7 @@ class Shell:
         """Tells the conductor."""
         match action:
             case actions.Accept():
-                accepted = prefill_pb2.PrefillAccepted(predicted_start_s=action.predicted_start_s)
+                accepted = prefill_pb2.PrefillAccepted(predicted_start_s=action.predicted_start_s, number=action.job)
                 request.report(prefill_pb2.PrefillResponse(accepted=accepted))
             case actions.Refuse():
                 request.end(self._refusal(action, request))

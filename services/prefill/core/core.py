@@ -51,6 +51,7 @@ class PrefillCore:
         state: jobs, blocks and I/O.
         steps: what the engine computes.
         loads: what is loaded.
+        taken: number of the last job that was accepted; numbers grow.
 
     Raises:
         ConfigError: `step_tokens` is less than one block.
@@ -65,6 +66,7 @@ class PrefillCore:
         self.steps = Steps(self.state, self._sends)
         self.loads = Loads(self.state, self.steps, self._sends)
         self._draining = False
+        self.taken = 0
         self._stopped = False
 
     def handle(self, now: float, event: Event | Ended[Result] | Tick, out: list[Action]) -> None:
@@ -151,6 +153,7 @@ class PrefillCore:
         cached = len(state.manager.match(job.keys[: state.reusable_blocks(job)])) * state.settings.block_tokens
         job.expected_tokens = max(job.expected_tokens, cached)
         state.jobs[event.job] = job
+        self.taken = event.job
         state.waiting.append(event.job)
 
     def _refusal(self, event: Arrive) -> Refusal | None:
