@@ -150,6 +150,18 @@ class BlockManager:
             else:
                 self._cached[block] = None
 
+    def forget(self, keys: Iterable[BlockKey]) -> None:
+        """Takes their identity from blocks that proved damaged, so that nobody finds them any more."""
+        for key in keys:
+            block = self._block_of.pop(key, None)
+            if block is None:
+                continue
+            self._key_of[block] = None
+            self._note(key, now=self._removed, before=self._stored)
+            if block in self._cached:
+                del self._cached[block]
+                self._free.append(block)
+
     def keys(self) -> list[BlockKey]:
         """All keys held, by used and cached blocks."""
         return list(self._block_of)

@@ -236,6 +236,7 @@ class TransferVerdict(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    DAMAGED_BLOCK_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.int
     """The transfer's id."""
     generation: _builtins.int
@@ -244,6 +245,8 @@ class TransferVerdict(_message.Message):
     """How it ended."""
     reason: _builtins.str
     """Why it failed."""
+    damaged_block: _builtins.int
+    """Index of the block of which a slice did not match its hash, if it failed for that."""
     def __init__(
         self,
         *,
@@ -251,12 +254,15 @@ class TransferVerdict(_message.Message):
         generation: _builtins.int = ...,
         status: Global___TransferStatus.ValueType = ...,
         reason: _builtins.str = ...,
+        damaged_block: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_damaged_block", b"_damaged_block", "damaged_block", b"damaged_block"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "reason", b"reason", "status", b"status", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_damaged_block", b"_damaged_block", "damaged_block", b"damaged_block", "generation", b"generation", "reason", b"reason", "status", b"status", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__damaged_block: _TypeAlias = _typing.Literal["damaged_block"]  # noqa: Y015
+    _WhichOneofArgType__damaged_block: _TypeAlias = _typing.Literal["_damaged_block", b"_damaged_block"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__damaged_block) -> _WhichOneofReturnType__damaged_block | None: ...
 
 Global___TransferVerdict: _TypeAlias = TransferVerdict  # noqa: Y015
 

@@ -3,7 +3,7 @@
 import time
 
 from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
-from moonpool.kv.frames import split_run
+from moonpool.kv.frames import DamagedSliceError, split_run
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.streams.outbox import Outbox
@@ -78,6 +78,7 @@ class Receiver:
             transfer.generation,
             complete=transfer.state is TransferState.COMPLETE,
             reason=transfer.reason,
+            damaged_block=transfer.damaged_block,
         )
         self._receiving.pop(transfer.transfer_id, None)
         credit = None if self._receiving else self._credits.idle()
@@ -132,6 +133,8 @@ class Receiver:
                     self._pool.write(run.layer, request.table[index], piece, value)
             self._shell.heard(request)
         except (FrameError, TransferFailed) as error:
+            if isinstance(error, DamagedSliceError):
+                request.transfer.damaged_block = error.block
             log.warning("bad frame", sender=self._sender.id, request=request.request_id, reason=str(error))
             if request.complete:  # all slices had come before the bad one
                 self._complete(request)
@@ -154,10 +157,16 @@ class Receiver:
             "the sender gave up" if message.aborted else f"closed with {request.transfer.missing()} slices missing",
         )
 
-    def _answer(self, transfer_id: int, generation: int, *, complete: bool, reason: str) -> None:
+    def _answer(
+        self, transfer_id: int, generation: int, *, complete: bool, reason: str, damaged_block: int | None = None
+    ) -> None:
         status = decode_pb2.TRANSFER_STATUS_COMPLETE if complete else decode_pb2.TRANSFER_STATUS_FAILED
         verdict = decode_pb2.TransferVerdict(
-            transfer_id=transfer_id, generation=generation, status=status, reason=reason
+            transfer_id=transfer_id,
+            generation=generation,
+            status=status,
+            reason=reason,
+            damaged_block=damaged_block,
         )
         self._post(decode_pb2.ReceiveKVResponse(verdict=verdict))
 

@@ -96,8 +96,8 @@ class Instance:
         self.check()
 
     def check(self) -> None:
-        """Asserts the service's invariants."""
-        self.service.scheduler.check_invariants()
+        """Asserts what must hold at any time."""
+        raise NotImplementedError
 
 
 class Decode(Instance):
@@ -118,6 +118,9 @@ class Prefill(Instance):
     """A prefill instance."""
 
     service: PrefillInstance
+
+    def check(self) -> None:
+        self.service.core.check_invariants()
 
     @property
     def stub(self) -> Any:

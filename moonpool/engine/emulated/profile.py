@@ -258,8 +258,6 @@ def step_seconds(speeds: Speeds, step: Step, *, decode: bool, begins: Sequence[b
     )
 
 
-def load_seconds(speeds: Speeds, step: Step, token_bytes: int) -> float:
-    """Seconds that a gated step's prefix takes to load; 0 where the profile has no rate for it."""
-    if not speeds.load_bytes_per_s:
-        return 0.0
-    return sum(sequence.loading_tokens for sequence in step.sequences) * token_bytes / speeds.load_bytes_per_s
+def load_seconds(speeds: Speeds, nbytes: int) -> float:
+    """Seconds that so many bytes of KV take to load; 0 where the profile has no rate for it."""
+    return nbytes / speeds.load_bytes_per_s if speeds.load_bytes_per_s else 0.0

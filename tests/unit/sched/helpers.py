@@ -3,8 +3,6 @@
 from array import array
 
 from moonpool.kv.keys import BlockKey, block_keys
-from moonpool.sched.prefill_scheduler import PrefillSequence
-from moonpool.sched.sampling import SequenceSampling
 
 BT = 16
 ROOT = bytes(32)
@@ -20,7 +18,3 @@ def tokens(n: int, *, first: int = 0) -> "array[int]":
 
 def keys_of(ids: "array[int]") -> list[BlockKey]:
     return block_keys(ROOT, ids, BT)
-
-
-def prefill_sequence(request_id: str, ids: "array[int]") -> PrefillSequence:
-    return PrefillSequence(request_id, ids, keys_of(ids), SequenceSampling(prompt_tokens=len(ids)))
