@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.frame import Absent, Progress, Row, Skipped, run
-from benchmarks.replay import chains_of, optimum, replay
-from benchmarks.workload import Workload
 from moonpool.kv.keys import BlockKey
 from services.kvstore.policies.policy import LRU, POLICIES, EvictionPolicy
-from tests.load.mooncake import BLOCK_TOKENS, TraceRequest, read_trace
+from simulator.policy_pool import chains_of, optimum, replay
+from simulator.traces.mooncake import BLOCK_TOKENS, TraceError, TraceRequest, read_trace
+from simulator.traces.workload import Workload
 
 TRACES_VARIABLE = "MOONPOOL_TRACES"
 PUBLIC = "conversation"
@@ -75,8 +75,8 @@ def read_chains(path: Path, blocks: str = "full") -> Chains:
     """
     try:
         return chains_in(read_trace(path), blocks)
-    except (OSError, ValueError, KeyError) as error:
-        raise Skipped(f"{path}: {error}") from error
+    except TraceError as error:
+        raise Skipped(str(error)) from error
 
 
 def rows_of(

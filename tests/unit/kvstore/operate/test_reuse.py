@@ -5,11 +5,11 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from benchmarks.eviction import SHIPPED, read_chains
-from benchmarks.replay import Pool
 from moonpool.kv.keys import BlockKey
 from services.kvstore.operate.reuse import ReuseSample, hit_share
 from services.kvstore.operate.reuse_picture import answer, picture, size_text
 from services.kvstore.policies.policy import LRU
+from simulator.policy_pool import Pool
 from tests.unit.kvstore.helpers import keys_of
 
 A, B, C = keys_of(3)

@@ -13,11 +13,11 @@ import pytest
 from benchmarks import eviction
 from benchmarks.eviction import COMPARED, SHIPPED, Chains, chains_in, read_chains, trace_file
 from benchmarks.frame import Skipped, run
-from benchmarks.replay import Pool, optimum, replay
-from benchmarks.workload import Workload
 from services.kvstore.config import KVStoreConfig
 from services.kvstore.policies.policy import POLICIES
-from tests.load.mooncake import TraceRequest, read_trace, write_trace
+from simulator.policy_pool import Pool, optimum, replay
+from simulator.traces.mooncake import TraceRequest, read_trace, write_trace
+from simulator.traces.workload import Workload
 
 # The shipped trace: hits at each capacity
 
