@@ -136,12 +136,12 @@ class Cluster:
         """Asserts that every request has ended and that everything came back."""
         assert not len(self.conductor)
         assert not self.network.flows
-        for instance in (*self.prefills, *self.decodes):
-            instance.check_at_rest()
-        for prefills in self.conductor.placement.prefills:
-            assert not len(prefills)
-        for decodes in self.conductor.placement.decodes:
-            assert not len(decodes)
+        for prefill in self.prefills:
+            prefill.check_at_rest()
+        for decode in self.decodes:
+            decode.check_at_rest()
+        assert not any(map(len, self.conductor.placement.prefills))
+        assert not any(map(len, self.conductor.placement.decodes))
         self.conductor.placement.index.check_invariants()
 
     def use(self) -> dict[str, float]:

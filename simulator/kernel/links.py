@@ -13,6 +13,9 @@ from math import ceil
 
 from simulator.kernel.clock import PS, World
 
+_ROUNDING = 1e-9
+"""A smaller share of a link is an error of rounding, not room."""
+
 
 class Priority(IntEnum):
     """Which flows go first."""
@@ -151,5 +154,6 @@ def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, floa
             if tightest in flow.path:
                 rates[flow.number] = share
                 for link in flow.path:
-                    spare[link] = max(0.0, spare[link] - share)
+                    left = spare[link] - share
+                    spare[link] = left if left > _ROUNDING * link.bytes_per_s else 0.0
         waiting = [flow for flow in waiting if tightest not in flow.path]

@@ -31,7 +31,7 @@ class Quantiles:
         for bucket in sorted(self._buckets):
             seen += self._buckets[bucket]
             if seen >= rank:
-                return min(self.most, WIDTH ** (bucket + 0.5))
+                return min(self.most, float(WIDTH ** (bucket + 0.5)))
         return 0.0
 
     def summary(self) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """A hardware with round numbers, and runs of small clusters on it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from moonpool.cost import Speeds
@@ -28,14 +29,13 @@ PROFILE = Profile(
     pool_bytes=100 * 64 * 200,
 )
 """A millisecond per prompt token; 200 blocks of 64 tokens; a block's KV crosses a link in 6.4 ms."""
+NO_DELAYS = CallDelays(least_s=0.0, more_s=0.0)
 
 
 def config(**changed: Any) -> ClusterConfig:
     """One of each, without delays between them."""
-    return ClusterConfig(
-        **{"profile": PROFILE, "prefill": 1, "decode": 1, "block_tokens": 64, "step_tokens": 256,
-           "delays": CallDelays(least_s=0.0, more_s=0.0)} | changed
-    )  # fmt: skip
+    plain = ClusterConfig(profile=PROFILE, prefill=1, decode=1, block_tokens=64, step_tokens=256, delays=NO_DELAYS)
+    return replace(plain, **changed)
 
 
 def request(at_s: float, tokens: int, answer: int, first_id: int) -> TraceRequest:
