@@ -157,6 +157,14 @@ def rerun_(
     raise typer.Exit(run_rerun(journal, events=events, check=check, as_json=as_json))
 
 
+@app.command("simulate", context_settings=PASS_THROUGH)
+def simulate_(context: typer.Context) -> None:
+    """Experiments in virtual time: simulate cache|scale|scheduling|ratio|transfer|memory|faults."""
+    from moonpool.cli import simulate
+
+    simulate.run(context.args)
+
+
 @app.command()
 def health(
     address: Address = "127.0.0.1:50051",

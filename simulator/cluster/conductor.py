@@ -181,8 +181,18 @@ class Conductor:
                 return self._finish(request, REFUSED)
         request.attempts += 1
         store = int(choice.kvstore[1:]) if choice.kvstore else -1
-        attempt = Attempt(request, request.attempts, prefill, decode, store, choice.used_blocks, write_to,
-                          self._world.now, tokens)  # fmt: skip
+        attempt = Attempt(
+            request,
+            request.attempts,
+            prefill,
+            decode,
+            store,
+            choice.used_blocks,
+            write_to,
+            self._world.now,
+            tokens,
+            left,
+        )
         self._begin(attempt, choice.busy_s)
         return None
 
@@ -265,6 +275,8 @@ class Conductor:
         self.placement.down.discard(name)
 
     def _close(self, attempt: Attempt) -> None:
+        if attempt.decode >= 0:
+            self._decodes[attempt.decode].settle(attempt)
         attempt.over = True
         name = str(attempt.request.number)
         self.placement.prefills[attempt.prefill].end(name, self._world.seconds)

@@ -32,6 +32,8 @@ class Job:
     store: int = -1
     """The store that it loads from; -1 = nothing is loading."""
     load: Flow | None = None
+    has_layer: bool = False
+    """The first layer of what is loading has come."""
     begun_at: int | None = None
     """When its first step began."""
     token_at: int | None = None
@@ -53,6 +55,8 @@ class Step:
     chunks: list[tuple[Job, int]]
     """Jobs, and how many tokens of each are computed."""
     duration: int
+    not_before: int = 0
+    """When it may end at the earliest."""
     computed: bool = False
     """Its time is over; it waits for the last layer of a prefix that is still loading."""
 
@@ -188,16 +192,26 @@ class PrefillInstance:
             return
         job.store = attempt.store
         job.cached = job.computed = self._usable(blocks, job.tokens)
-        nbytes = job.cached * self._config.profile.token_bytes - job.held * self._config.block_bytes
+        nbytes = max(0, job.cached * self._config.profile.token_bytes - job.held * self._config.block_bytes)
         store.read(keys, job.held, blocks, lambda: self._fetch(job, store.sends, nbytes))
 
     def _fetch(self, job: Job, source: Link, nbytes: int) -> None:
         """The store has the bytes in DRAM: they cross the network."""
         if self._jobs.get(job.attempt) is job and job.store >= 0:
-            job.load = self._network.send([source, self.loads], max(0, nbytes), lambda: self._loaded(job))
+            first, path = nbytes // self._layers, (source, self.loads)
+            job.load = self._network.send(path, first, lambda: self._first_layer(job, path, nbytes - first))
+
+    def _first_layer(self, job: Job, path: Sequence[Link], rest: int) -> None:
+        """The computation may begin."""
+        job.has_layer = True
+        job.load = self._network.send(path, rest, lambda: self._loaded(job))
+        self._unblock()
 
     def _loaded(self, job: Job) -> None:
         job.store, job.load = -1, None
+        step = self._step
+        if step is not None and any(other is job for other, _ in step.chunks):  # the last layer is still to be computed
+            step.not_before = self._world.now + step.duration // self._layers
         self._unblock()
 
     def lose_store(self, store: int) -> None:
@@ -211,7 +225,7 @@ class PrefillInstance:
         self._unblock()
 
     def _stop_loading(self, job: Job) -> None:
-        job.store = -1
+        job.store, job.has_layer = -1, False
         if job.load is not None:
             self._network.cancel(job.load)
             job.load = None
@@ -226,9 +240,9 @@ class PrefillInstance:
         step = self._step
         if step is None:
             self._begin_step()
-        elif step.computed and not any(job.store >= 0 for job, _ in step.chunks):
+        elif step.computed:
             step.computed = False
-            self._world.after(step.duration // self._layers, self._step_done, step)
+            self._world.at(max(self._world.now, step.not_before), self._step_done, step)
 
     def _drop(self, job: Job) -> None:
         del self._jobs[job.attempt]
@@ -264,7 +278,7 @@ class PrefillInstance:
     def _plan(self) -> list[tuple[Job, int]]:
         """Chunks of the next step, in the order of coming."""
         waiting = [job for job in self._active if job.token_at is None]
-        ready = [job for job in waiting if job.store < 0] or [job for job in waiting if job.load is not None][:1]
+        ready = [job for job in waiting if job.store < 0] or [job for job in waiting if job.has_layer][:1]
         left, chunks = self._config.step_tokens, list[tuple[Job, int]]()
         for job in ready:
             tokens = min(left, job.tokens - job.computed)
@@ -279,6 +293,9 @@ class PrefillInstance:
             return
         if any(job.store >= 0 for job, _ in step.chunks):
             step.computed = True
+            return
+        if self._world.now < step.not_before:
+            self._world.at(step.not_before, self._step_done, step)
             return
         for job, tokens in step.chunks:
             self.use.computed_tokens += tokens

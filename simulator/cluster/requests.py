@@ -57,16 +57,13 @@ class Attempt:
     begun: int = 0
     tokens: int = 0
     """To prefill: the prompt, and what the client has of the answer."""
+    left: int = 0
+    """Tokens of the answer that were still to be made when it began."""
     to: Link | None = None
     """Where its KV goes; None before decode has promised room. The promise may come before the prompt does."""
     whole: bool = False
     """Decode has all KV: the prefill instance does not matter any more."""
     over: bool = False
-
-    @property
-    def left(self) -> int:
-        """Tokens of the answer that are still to be made."""
-        return self.request.answer - self.request.made
 
 
 def keys_of(request: TraceRequest, block_tokens: int) -> tuple[BlockKey, ...]:

@@ -4,7 +4,7 @@ A step's time grows by a fixed amount with each step, as every sequence's contex
 whole picoseconds, so k steps at once take exactly as long as k steps one by one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moonpool.cost import Speeds
 from simulator.kernel.clock import ps
@@ -56,6 +56,11 @@ class Leap:
             else:
                 low = middle + 1
         return low
+
+    def until(self, now: int) -> "Leap":
+        """Only the steps that are over by a time."""
+        steps = self.boundary(now)
+        return replace(self, steps=steps - (steps > 0 and self.time_of(steps) > now))
 
     def durations(self, begin: int, end: int) -> range | list[int]:
         """The times of steps `begin` to `end` of this leap."""
