@@ -1,6 +1,7 @@
 """From an engine instance's flags to what it serves: dtype, layout, pool, namespace. Torch-free."""
 
 import dataclasses
+import zlib
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,8 @@ from moonpool.checkpoint import (
     weights_fingerprint,
 )
 from moonpool.config import PeerAddress, ServiceConfig
+from moonpool.core.draws import draw_bits
+from moonpool.engine.emulated.noise import Noise
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, emulated_profile
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.engine.messages import EngineSpec
@@ -44,6 +47,20 @@ class EngineConfig(ServiceConfig):
     time_scale: float = Field(
         0.0, ge=0.0, description="seconds of the emulated profile that pass in one second; 0 = the profile's own"
     )
+    emulated_jitter: float = Field(
+        0.0,
+        ge=0.0,
+        lt=1.0,
+        description="share by which each emulated step is longer or shorter at most, drawn at random",
+    )
+    emulated_speed_error: float = Field(
+        0.0,
+        ge=0.0,
+        lt=1.0,
+        description="share by which this emulated instance is slower or quicker than its profile at most, drawn once; "
+        "the conductor is not told",
+    )
+    emulated_seed: int = Field(0, ge=0, description="seed of these draws; instances with other ids draw differently")
     model: str = Field(description="folder of the checkpoint, or its id on the Hugging Face hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="element type of weights and KV; auto = the checkpoint's own"
@@ -138,9 +155,11 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
     model = load_config(folder)
     emulated = emulated_profile(config.engine, config.time_scale)
     if emulated is not None:
-        return _emulated_setup(
-            config, folder, model, stages, EmulatedCompute(*emulated, decode, model.vocab_size, _ends(model))
-        )
+        compute = EmulatedCompute(*emulated, decode, model.vocab_size, _ends(model), _noise(config))
+        return _emulated_setup(config, folder, model, stages, compute)
+    for name in ("emulated_jitter", "emulated_speed_error"):
+        if getattr(config, name):
+            raise ConfigError(name, f"only an emulated engine has it; add --engine {SCHEME}PROFILE")
     dtype = resolve_dtype(model, config.dtype)
     layout = kv_layout(model, dtype, config.block_tokens)
     longest = min(config.max_tokens or model.max_position_embeddings, model.max_position_embeddings)
@@ -179,6 +198,11 @@ def _emulated_setup(
     )
     # Never the fingerprint of real weights; the same for all who emulate the same, whatever their time scale.
     return _setup(config, model, spec, blake3(b"moonpool emulated kv v1\0" + profile.name.encode()).digest())
+
+
+def _noise(config: EngineConfig) -> Noise:
+    seed = draw_bits(config.emulated_seed, zlib.crc32(config.id.encode()))
+    return Noise(seed, config.emulated_jitter, config.emulated_speed_error)
 
 
 def _setup(config: EngineConfig, model: ModelConfig, spec: EngineSpec, fingerprint: bytes) -> EngineSetup:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
 from moonpool.errors import Overloaded, Unavailable
@@ -138,7 +139,7 @@ class DecodeInstance:
             cached_blocks=self.manager.num_cached,
             promised_blocks=self.scheduler.promised_blocks,
             context_tokens=self.scheduler.context_tokens,
-            speed=self.loop.tracker.speeds.to_proto(),
+            speed=speeds_to_proto(self.loop.tracker.speeds),
             draining=self.draining,
         )
 

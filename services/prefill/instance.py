@@ -5,6 +5,7 @@ import itertools
 import time
 from collections.abc import Sequence
 
+from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.cost import SpeedTracker
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
 from moonpool.errors import Overloaded, Unavailable
@@ -98,7 +99,7 @@ class PrefillInstance:
         if self.draining:
             raise Unavailable(f"{self.identity.id} is draining")
         if self.runner.jobs >= self._max_queue:
-            predicted = self.runner.predicted_start_s()
+            predicted = self.runner.drain_s()
             raise Overloaded(f"{self.runner.jobs} prompts wait", reason="queue_full", retry_after_s=max(0.1, predicted))
         key = str(next(self._numbers))
         job = Job.from_proto(request, self._context.setup.incoming(request.sequence), key, time.monotonic())
@@ -153,8 +154,9 @@ class PrefillInstance:
             queued_tokens=self.scheduler.queued_tokens,
             free_blocks=self.manager.num_free,
             cached_blocks=self.manager.num_cached,
-            speed=self.tracker.speeds.to_proto(),
+            speed=speeds_to_proto(self.tracker.speeds),
             draining=self.draining,
+            drain_s=self.runner.drain_s(),
         )
 
     def gauges(self) -> Gauges:

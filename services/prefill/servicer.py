@@ -24,7 +24,7 @@ class PrefillServicer:
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """Computes one prompt; leaving the call cancels it."""
         runner = self._instance.runner
-        predicted = runner.predicted_start_s()
+        predicted = runner.drain_s()
         job = self._instance.submit(request)
         try:
             accepted = prefill_pb2.PrefillAccepted(predicted_start_s=predicted)

@@ -1,8 +1,8 @@
 """The conductor's predicted TTFT against the measured one, through a whole stack with emulated compute.
 
-Conductor and emulated engine use the same functions of `moonpool.cost`, so compute alone cannot disagree. The test is
-of what lies between them: matching, queueing, loading, chunks, the corrections by measurement, and the time that the
-stack itself takes. `pytest -s` prints every prediction.
+Conductor and emulated engine use the same functions of `moonpool.cost`, so the emulated speed is disturbed: it is off by
+a factor that nobody reports, and each step differs. The test is of matching, queueing, loading, chunks, the corrections
+by measurement, and the time that the stack itself takes. `pytest -s` prints every prediction.
 """
 
 import asyncio
@@ -18,9 +18,12 @@ from tests.integration.conftest import tokens
 from tests.integration.stack import CheckedStack
 
 BLOCK = 512
-TIME_SCALE = 2.0
-MEDIAN_ERROR = 0.15
-"""Bound of the median relative error of all predictions. Tens of milliseconds of a loaded machine are within it."""
+TIME_SCALE = 1.0
+NOISE = ["--emulated-jitter", "0.1", "--emulated-speed-error", "0.5", "--emulated-seed", "7"]
+LESSONS = 12
+"""Prompts from which the conductor learns how fast the instance really is, before predictions are judged."""
+MEDIAN_ERROR = 0.10
+"""Bound of the median relative error of all predictions after that."""
 WORST_KIND_ERROR = 0.35
 """Bound of the median relative error of one kind of request: alone, with a prefix in the pool, queued."""
 SIZES = (2, 4, 8, 16)
@@ -53,6 +56,8 @@ async def predictions(address: str) -> list[Prediction]:
         async def ask(kind: str, prompt: Sequence[int]) -> Prediction:
             return Prediction(kind, await client.generate(token_ids=prompt, sampling=sampling))
 
+        for number in range(LESSONS):
+            print(await ask("lesson", tokens(4 * BLOCK, f"lesson {number}")))
         prompts = [tokens(blocks * BLOCK, blocks) for blocks in SIZES]
         found = [await ask("alone", prompt) for prompt in prompts]
         found += [await ask("cached", [*prompt, *tokens(200, len(prompt))]) for prompt in prompts]
@@ -66,6 +71,7 @@ def test_predicted_and_measured_ttft_agree(tmp_path: Path) -> None:
         data_dir=tmp_path,
         engine="emulated:llama-70b-a800",
         time_scale=TIME_SCALE,
+        extra={"prefill": NOISE},
         block_tokens=BLOCK,
     )
     with CheckedStack(plan) as stack:

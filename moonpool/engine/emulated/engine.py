@@ -237,6 +237,7 @@ class EmulatedEngine:
     def _schedule(self, step: Step) -> _Schedule:
         begins = [self._sequences.begin(sequence) for sequence in step.sequences]
         seconds = step_seconds(self._speeds, step, decode=self._emulated.decode, begins=begins)
+        seconds *= self._emulated.noise.factor(step.step_id)
         load_s = load_seconds(self._speeds, step, self.layout.token_bytes) if step.gated else 0.0
         begin = self._clock.now() - self._carry_s
         return _Schedule(begin, begin, seconds / self.layout.layers, load_s / self.layout.layers)

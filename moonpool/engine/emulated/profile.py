@@ -12,6 +12,7 @@ from typing import Any, Self
 import yaml
 
 from moonpool.cost import Speeds, decode_step_seconds, prefill_seconds
+from moonpool.engine.emulated.noise import NO_NOISE, Noise
 from moonpool.errors import ConfigError
 from moonpool.kv.layout import KVLayout
 from moonpool.sched.steps import Step
@@ -196,6 +197,8 @@ class EmulatedCompute:
     vocab_size: int
     reserved: frozenset[int] = field(default_factory=frozenset)
     """Tokens that are never chosen: the end tokens, so that an answer is as long as `max_tokens`."""
+    noise: Noise = NO_NOISE
+    """How far its steps are from the profile."""
 
     @property
     def speeds(self) -> Speeds:

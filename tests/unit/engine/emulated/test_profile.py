@@ -160,7 +160,7 @@ def test_plan_of_an_emulated_instance(tmp_path: Path) -> None:
     plan = engine_setup(config(folder, **flags), stages=2, decode=True)
     assert plan.spec.emulated is not None
     assert plan.spec.emulated == EmulatedCompute(
-        load_profile(str(profile)), 2.0, True, plan.vocab_size, plan.spec.emulated.reserved
+        load_profile(str(profile)), 2.0, True, plan.vocab_size, plan.spec.emulated.reserved, plan.spec.emulated.noise
     )
     assert (plan.max_tokens, plan.model.max_tokens, plan.model.emulated) == (100_000, 100_000, "x")
     assert (plan.spec.blocks, plan.spec.stages) == ((1 << 20) // (128 * 64), 2)
