@@ -112,7 +112,7 @@ class Cluster:
             self.stores[number].begin_anew()
             for prefill in self.prefills:
                 prefill.lose_store(number)
-            self.conductor.placement.joined(name)
+            self.conductor.store_lost(name)
             return
         instance = self.prefills[number] if kind == "p" else self.decodes[number]
         if instance.up:
@@ -140,9 +140,7 @@ class Cluster:
             prefill.check_at_rest()
         for decode in self.decodes:
             decode.check_at_rest()
-        assert not any(map(len, self.conductor.placement.prefills))
-        assert not any(map(len, self.conductor.placement.decodes))
-        self.conductor.placement.index.check_invariants()
+        self.conductor.placement.check_at_rest()
 
     def use(self) -> dict[str, float]:
         """How busy the parts were: shares of the time, and means."""

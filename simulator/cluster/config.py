@@ -45,7 +45,7 @@ class ClusterConfig:
     Attributes:
         profile: speeds and sizes of an instance.
         prefill, decode, kvstore: instances.
-        policy: how prefill instances are chosen, see `simulator.cluster.policies`.
+        policy: how prefill instances are chosen, see `simulator.cluster.placement`.
         threshold: Algorithm 1's balancing threshold.
         block_tokens: tokens of a KV block.
         step_tokens: tokens of one prefill step at most.
@@ -120,3 +120,9 @@ class ClusterConfig:
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-tokens // self.block_tokens)
+
+    def most_blocks(self, tokens: int, answer: int, samples: int) -> int:
+        """Blocks that a decode instance must have for a request, with all its samples at their longest."""
+        longest = tokens + (answer if self.memory.growing else max(answer, self.memory.max_tokens))
+        shared = tokens // self.block_tokens if self.memory.sharing else 0
+        return shared + samples * (self.blocks_for(longest) - shared)

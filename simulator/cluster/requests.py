@@ -59,6 +59,11 @@ class Attempt:
     """To prefill: the prompt, and what the client has of the answer."""
     left: int = 0
     """Tokens of the answer that were still to be made when it began."""
+    prefill_claim: int = 0
+    decode_claim: int = 0
+    """Where the conductor counts it; 0 = nowhere."""
+    busy_s: float = 0.0
+    """Seconds that it is predicted to keep its prefill instance busy; 0 once it has its first token."""
     to: Link | None = None
     """Where its KV goes; None before decode has promised room. The promise may come before the prompt does."""
     whole: bool = False
