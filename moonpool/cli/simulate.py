@@ -65,7 +65,7 @@ def _show(run: Callable[[Progress], Result], *, as_json: bool, picture: Path | N
 def _table(result: Result) -> str:
     """Rows as lines; a single row as a list of its figures."""
     if len(result.rows) == 1:
-        lines = [(name, _cell(value)) for name, value in result.rows[0].items()]
+        lines: list[tuple[str, ...]] = [(name, _cell(value)) for name, value in result.rows[0].items()]
     else:
         lines = [tuple(result.rows[0]), *(tuple(map(_cell, row.values())) for row in result.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -55,7 +55,7 @@ def storm(config: ClusterConfig, requests: list[TraceRequest], seed: int) -> tup
     cluster.feed(requests)
     crashes = crashes_of(config, seed, requests[-1].timestamp / 1000 + 5.0)
     for when, name, away in crashes:
-        cluster.world.at(ps(when), lambda _, name=name, away=away: cluster.crash(name, away))
+        cluster.world.at(ps(when), lambda crash: cluster.crash(*crash), (name, away))
     cluster.run()
     cluster.check_at_rest()
     assert len(ended) == len(requests), f"seed {seed}: a request did not end"
