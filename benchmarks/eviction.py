@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.frame import Absent, Progress, Row, Skipped, run
-from services.kvstore.policies.policy import LRU
+from services.kvstore.policies.queues import LRU
 from simulator.experiments.cache import BLOCKS, COMPARED, UNBOUNDED, Chains, chains_in
 from simulator.policy_pool import optimum, replay
 from simulator.traces.mooncake import TraceError, read_trace

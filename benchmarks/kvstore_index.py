@@ -54,7 +54,6 @@ def build(folder: Path, chains: int) -> int:
             index.commit(IndexChange(entries=entries, segments={segment: rows * record_bytes()}))
             with segment_path(folder / "segments", segment).open("wb") as file:
                 file.truncate(rows * record_bytes())
-        index.finish_rebuild()
         index.sync()
     finally:
         index.close()

@@ -34,7 +34,7 @@ HEADER_BYTES = 4096
 DRAM_BYTES = 192 << 20
 """Of the SSD tier's store: much less than what is put."""
 SEGMENT_BYTES = 16 << 20
-"""Of the store's segments: more than the default for such small tiers; one commit reclaims sixteen at most."""
+"""Of the store's segments: more than the default for such small tiers."""
 TIMES_PUT = 3
 """Sustained Put moves this many times what its tier holds."""
 MEMORY_BYTES = 64 << 20

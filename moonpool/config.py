@@ -80,6 +80,8 @@ def check_peer(address: str) -> str:
 
 # "host:port" to listen at; port 0 = any free one.
 ListenAddress = Annotated[str, AfterValidator(_check_bind)]
+# The same, or "" for none.
+OptionalAddress = Annotated[str, AfterValidator(_check_optional)]
 # "host:port" of another service.
 PeerAddress = Annotated[str, AfterValidator(check_peer)]
 
@@ -118,7 +120,7 @@ class ServiceConfig(BaseSettings):
     spans_dir: Path | None = Field(
         None, description="folder for recorded spans, one file <id>.jsonl per process; default: nothing is recorded"
     )
-    metrics_listen: Annotated[str, AfterValidator(_check_optional)] = Field(
+    metrics_listen: OptionalAddress = Field(
         "", description="HOST:PORT of Prometheus metrics over HTTP (/metrics); default: none are served"
     )
     drain_s: float = Field(
@@ -322,7 +324,7 @@ def _config_error(
     environment: Mapping[str, Any],
     file: Mapping[str, Any],
 ) -> ConfigError:
-    """The first complaint, with the setting's name and where its value came from."""
+    """The first complaint, with the setting's name (and place in it) and where its value came from."""
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0]) if first["loc"] else "settings"
     text = first["msg"].removeprefix("Value error, ")
@@ -339,4 +341,4 @@ def _config_error(
     given = first.get("input")
     if name in cls.model_fields and isinstance(given, str | int | float) and repr(given) not in text:
         text += f", got {given!r}"
-    return ConfigError(name, text[:1].lower() + text[1:] + source)
+    return ConfigError(".".join(map(str, first["loc"])) or name, text[:1].lower() + text[1:] + source)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from moonpool.cli.hit_curve import advice, draw, hit_share
 from moonpool.errors import DeadlineExceeded
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.v1 import kvstore_pb2
@@ -152,9 +153,6 @@ def advise(
     """Estimate the hit share of a larger kvstore, from sampled reuse distances."""
     with _store(address) as stub:
         told = stub.ReuseCurve(kvstore_pb2.ReuseCurveRequest(), timeout=CALL_TIMEOUT_S)
-    from services.kvstore.operate.reuse import hit_share
-    from services.kvstore.operate.reuse_picture import answer as advice
-    from services.kvstore.operate.reuse_picture import picture as draw
 
     curve = [(point.bytes, point.hit_share) for point in told.points]
     now_bytes, more_bytes = told.capacity_bytes, max(1, round(more_gb * GB))

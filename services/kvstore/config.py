@@ -5,9 +5,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from moonpool.config import ServiceConfig, parse_address
+from moonpool.config import OptionalAddress, ServiceConfig
 from moonpool.errors import ConfigError
-from services.kvstore.policies.policy import POLICIES
+from services.kvstore.policies import POLICIES
 from services.kvstore.tenancy.tenants import TenantRow, check_rows, read_rows
 
 _AUTO_SEGMENT_BYTES = (1 << 20, 1 << 30)
@@ -19,18 +19,10 @@ def _policy_known(name: str) -> str:
     return name
 
 
-def _address_or_empty(address: str) -> str:
-    if address:
-        parse_address(address)
-    return address
-
-
 class KVStoreConfig(ServiceConfig):
     """Settings of a kvstore, which keeps KV blocks in DRAM and on SSD."""
 
-    conductor: Annotated[str, AfterValidator(_address_or_empty)] = Field(
-        "", description="HOST:PORT of the conductor to join; default: run alone"
-    )
+    conductor: OptionalAddress = Field("", description="HOST:PORT of the conductor to join; default: run alone")
     data_dir: Path | None = Field(
         None, description="folder for the SSD tier, used by this process alone; default: keep blocks in DRAM only"
     )
@@ -53,9 +45,7 @@ class KVStoreConfig(ServiceConfig):
     )
     window_bytes: int = Field(32 << 20, ge=1 << 20, description="bytes that one writer may be ahead of the store")
     max_sessions: int = Field(4096, ge=1, description="writing sessions open at once, and as many reading ones")
-    session_timeout_s: float = Field(
-        60.0, gt=0, description="seconds after which a session that makes no progress is ended"
-    )
+    session_timeout_s: float = Field(60.0, gt=0, description="seconds after which a session without progress is ended")
     room_timeout_s: float = Field(10.0, gt=0, description="seconds a writing session may wait for room in DRAM")
     lease_timeout_s: float = Field(
         600.0, gt=0, description="seconds a reading session may last; its blocks cannot be evicted for so long"
@@ -79,13 +69,9 @@ class KVStoreConfig(ServiceConfig):
     )
 
     @property
-    def has_ssd(self) -> bool:
-        return self.data_dir is not None and self.ssd_bytes > 0
-
-    @property
     def durable_bytes(self) -> int:
         """Budget of the SSD tier in bytes; 0 without one."""
-        return self.ssd_bytes if self.has_ssd else 0
+        return 0 if self.data_dir is None else self.ssd_bytes
 
     @property
     def capacity_bytes(self) -> int:

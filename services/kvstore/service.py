@@ -22,14 +22,14 @@ from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
 from services.kvstore.config import KVStoreConfig
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.tiered_store import StoreListener
+from services.kvstore.dram.arena import Arena
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.operate.gauges import Gauged, gauges_of
+from services.kvstore.operate.gauges import gauges_of
 from services.kvstore.operate.observe import Observer
-from services.kvstore.operate.operations import Operations, Warmer
+from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.pin_keeper import PinKeeper
-from services.kvstore.operate.reuse import ReuseSample
-from services.kvstore.operate.writer import WorkSignal, WriteBehind
-from services.kvstore.policies.policy import POLICIES
+from services.kvstore.operate.writer import WriteBehind, within
+from services.kvstore.policies import POLICIES
 from services.kvstore.servicer import KVStoreServicer
 from services.kvstore.ssd.files import raise_open_files_limit
 from services.kvstore.ssd.tier import SsdTier, open_tier
@@ -39,7 +39,7 @@ from services.kvstore.streams.put_stream import PutResources
 from services.kvstore.streams.rooms import RoomQueue
 from services.kvstore.streams.watch import Journal, Unreported
 from services.kvstore.tenancy.pins import Pins
-from services.kvstore.tenancy.tenants import DEFAULT_ROW, Account, Protection, TenantRow
+from services.kvstore.tenancy.tenants import Account, Protection
 
 log = get_logger(__name__)
 
@@ -47,35 +47,26 @@ MAX_WAITING_FOR_ROOM = 512
 END_STREAMS_S = 2.0
 
 
-class Tiers:
-    """Blocking. Both tiers of a store: an empty one in DRAM, and that on SSD with what it held before.
+def open_tiers(config: KVStoreConfig) -> tuple[DramTier, SsdTier | None]:
+    """Blocking. Both tiers of a store: an empty one in DRAM, and that on SSD, if any, with what it held before.
 
     Raises:
         ConfigError: naming `data_dir`.
     """
-
-    def __init__(self, config: KVStoreConfig) -> None:
-        rows = config.tenants
-        pins = Pins(
-            config.pin_budget_bytes,
-            {name: row.pin_bytes for name, row in rows.items() if name != DEFAULT_ROW},
-            rows.get(DEFAULT_ROW, TenantRow()).pin_bytes,
-            max_pins=config.max_pins,
-        )
-        account = Account.of(rows, "dram")
-        self.dram = DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account)
-        self.ssd_account = Account.of(rows, "ssd")
-        self.ssd: SsdTier | None = None
-        if config.data_dir is not None and config.has_ssd:
-            self.ssd = open_tier(
-                config.data_dir,
-                config.ssd_bytes,
-                config.segment_size,
-                durability=config.durability,
-                keeps=Protection(pins, self.ssd_account).keeps,
-                account=self.ssd_account,
-            )
-            log.info("ssd tier open", path=str(config.data_dir), blocks=len(self.ssd), bytes=self.ssd.used_bytes)
+    pins = Pins(config.pin_budget_bytes, Account.of(config.tenants, "pins"), max_pins=config.max_pins)
+    dram = DramTier(
+        config.dram_bytes,
+        POLICIES[config.eviction](),
+        pins=pins,
+        account=Account.of(config.tenants, "dram"),
+        arena=Arena(config.dram_bytes, ahead=True),
+    )
+    if config.data_dir is None or not config.ssd_bytes:
+        return dram, None
+    account, size = Account.of(config.tenants, "ssd"), config.segment_size
+    keeps, durability = Protection(pins, account).keeps, config.durability
+    ssd = open_tier(config.data_dir, config.ssd_bytes, size, durability=durability, keeps=keeps, account=account)
+    return dram, ssd
 
 
 class KVStoreService(StoreListener):
@@ -95,7 +86,7 @@ class KVStoreService(StoreListener):
     def __init__(
         self,
         config: KVStoreConfig,
-        tiers: Tiers,
+        tiers: tuple[DramTier, SsdTier | None],
         instance: kv_pb2.Instance,
         channels: Channels | None = None,
         on_drain: Callable[[], None] = lambda: None,
@@ -111,23 +102,18 @@ class KVStoreService(StoreListener):
         self._draining = False
         self._pool = ThreadPoolExecutor(config.read_threads, thread_name_prefix="kvstore-read")
         self._observer = Observer(self.metrics)
-        self._reuse = ReuseSample()
-        self._work = WorkSignal()
         self._unreported = Unreported()
-        sessions, budget, account = config.max_sessions, config.lease_budget_bytes, tiers.ssd_account
+        dram, ssd = tiers
         self.store = BlockStore(
-            tiers.dram, tiers.ssd, self, max_sessions=sessions, lease_bytes=budget, ssd_account=account
+            dram, ssd, self, max_sessions=config.max_sessions, lease_bytes=config.lease_budget_bytes
         )
-        self.writer: WriteBehind | None = None
-        if tiers.ssd is not None:
-            self.writer = WriteBehind(self.store.writes, tiers.ssd, self._work, self._observer.committed)
+        self.writer = None if ssd is None else WriteBehind(self.store.writes, ssd, self._observer.committed)
         held = HeldKeys(PARTS, self.store.tiers.part)
         self._journal = Journal(held, instance.incarnation)
-        self._pins = PinKeeper(self.store)
+        self._pins = PinKeeper(self.store.tiers, asyncio.get_running_loop().time)
         ahead = ByteCredits(config.read_ahead_bytes)
-        self.gauges = gauges_of(
-            Gauged(self.store, self.calls, self.rooms, ahead, self._journal, self.writer, account, config.tenants)
-        )
+        rows = list(config.tenants)
+        self.gauges = gauges_of(self.store, self.calls, self.rooms, ahead, self._journal, self.writer, rows)
         self.metrics.watch(self.gauges)
         self.servicer = self._make_servicer(instance, ahead, together_bytes)
         self.hello = conductor_pb2.JoinHello(instance=instance, capacity_bytes=config.capacity_bytes)
@@ -143,12 +129,9 @@ class KVStoreService(StoreListener):
         get = GetResources(
             store.reads, pool, ahead, instance, timeout_s, config.lease_timeout_s, on_read, together_bytes
         )
-        warmer = Warmer(store, pool, ahead)
-        operations = Operations(store, self.writer, warmer, self._reuse, config.capacity_bytes)
+        operations = Operations(store, pool, ahead, self._observer.reuse, config.capacity_bytes)
         journal, closing, calls = self._journal, self._closing, self.calls
-        return KVStoreServicer(
-            put, get, store.tiers.match, self._pins, operations, journal, self.gauges, instance, closing, calls
-        )
+        return KVStoreServicer(put, get, self._pins, operations, journal, self.gauges, closing, calls)
 
     @property
     def contract(self) -> Service:
@@ -163,13 +146,13 @@ class KVStoreService(StoreListener):
 
     def asked(self, keys: Sequence[BlockKey]) -> None:
         self._observer.asked(keys)
-        self._reuse.observe(keys)
 
     def room(self) -> None:
         self.rooms.notify()
 
     def work(self) -> None:
-        self._work.notify()
+        if self.writer is not None:
+            self.writer.wake()
 
     def sessions_changed(self) -> None:
         if self.store.writes.sessions or self.store.reads.leases:
@@ -187,21 +170,22 @@ class KVStoreService(StoreListener):
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Runs the writer; at the end everything visible is made durable, threads and files are closed."""
+        """Runs the writer and ends pins; at the end makes durable what is visible, and closes threads and files."""
         try:
             async with asyncio.TaskGroup() as group:
-                task = group.create_task(self.writer.run()) if self.writer is not None else None
+                tasks = [group.create_task(each.run()) for each in (self._pins, self.writer) if each is not None]
                 try:
                     yield
                 finally:
-                    if self.writer is not None and task is not None:
+                    if self.writer is not None:
                         await self._make_durable(self.writer)
+                    for task in tasks:
                         task.cancel()
         finally:
-            self._pins.close()
             if self.writer is not None:
                 await self.writer.aclose()
             await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
+            await asyncio.to_thread(self.store.tiers.dram.arena.close)
             if self.store.tiers.ssd is not None:
                 await asyncio.to_thread(self.store.tiers.ssd.close)
 
@@ -216,17 +200,10 @@ class KVStoreService(StoreListener):
         self._draining = True
         if self.agent is not None:
             self.agent.notify()  # the store stays joined while it drains
-        await _within(self.config.drain_s / 2, self.idle)
+        await within(self.config.drain_s / 2, self.idle)
         self._closing.set()
         self._journal.close()
-        await _within(END_STREAMS_S, self.calls.quiet)
-
-
-async def _within(timeout_s: float, event: asyncio.Event) -> None:
-    """Waits for an event, but no longer than `timeout_s`."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
+        await within(END_STREAMS_S, self.calls.quiet)
 
 
 async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
@@ -237,7 +214,7 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
         Mismatch: the conductor refuses this store.
     """
     raise_open_files_limit()
-    tiers = await asyncio.to_thread(Tiers, config)
+    tiers = await asyncio.to_thread(open_tiers, config)
     instance = ctx.instance(kv_pb2.INSTANCE_KIND_KVSTORE, config.id, "")
     async with Channels() as channels:
         service = KVStoreService(config, tiers, instance, channels, ctx.stopping.set)

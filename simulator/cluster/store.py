@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from moonpool.kv.keys import BlockKey
-from services.kvstore.policies.policy import POLICIES
+from services.kvstore.policies import POLICIES
 from simulator.cluster.config import ClusterConfig
 from simulator.kernel.clock import World
 from simulator.kernel.disks import Disk

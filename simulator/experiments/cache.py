@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import BlockKey
-from services.kvstore.policies.policy import LRU, POLICIES, EvictionPolicy
+from services.kvstore.policies import POLICIES
+from services.kvstore.policies.base import EvictionPolicy
+from services.kvstore.policies.queues import LRU
 from simulator.experiments.frame import Progress, Result, Source
 from simulator.policy_pool import chains_of, optimum, replay
 from simulator.report.charts import Chart

@@ -182,7 +182,7 @@ def test_starts_with_little_room(disk: Disk, tmp_path: Path) -> None:
         shutil.rmtree(disk.path / "store" / "index")
         disk.leave(free_kib << 10)
         driven = Driven(open_ssd(disk.path / "store", 1 << 30, 512 * RECORD))
-        assert set(ssd_of(driven)) == set(keys)
+        assert set(ssd_of(driven).catalogue) == set(keys)
         assert driven.read(keys[-2:]) == [data_of(key) for key in keys[-2:]]
         indexed[free_kib] = ssd_of(driven).indexed
         ssd_of(driven).close()
@@ -194,7 +194,7 @@ def test_starts_with_little_room(disk: Disk, tmp_path: Path) -> None:
         segment.unlink()
         disk.leave(free_kib << 10)
         driven = Driven(open_ssd(disk.path / "store", 1 << 30, 512 * RECORD))
-        assert set(ssd_of(driven)) == set(keys), number
+        assert set(ssd_of(driven).catalogue) == set(keys), number
         ssd_of(driven).close()
 
 

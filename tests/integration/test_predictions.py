@@ -1,8 +1,8 @@
 """The conductor's predicted TTFT against the measured one, through a whole stack with emulated compute.
 
-Conductor and emulated engine use the same functions of `moonpool.cost`, so the emulated speed is disturbed: it is off by
-a factor that nobody reports, and each step differs. The test is of matching, queueing, loading, chunks, the corrections
-by measurement, and the time that the stack itself takes. `pytest -s` prints every prediction.
+Conductor and emulated engine use the same functions of `moonpool.cost`, so the emulated speed is disturbed: it is off
+by a factor that nobody reports, and each step differs. The test is of matching, queueing, loading, chunks, the
+corrections by measurement, and the time that the stack itself takes. `pytest -s` prints every prediction.
 """
 
 import asyncio

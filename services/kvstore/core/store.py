@@ -5,16 +5,11 @@ that it may be evicted from DRAM at any time, and is removed when its room on th
 event loop's thread only; device reads and commits run elsewhere, and their results are reported here.
 """
 
-from collections.abc import Collection, Sequence
-
-from moonpool.kv.keys import BlockKey
 from services.kvstore.core.reads import Reads
 from services.kvstore.core.tiered_store import StoreListener, TieredStore
 from services.kvstore.core.writes import Writes
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.ssd.tier import SsdTier
-from services.kvstore.tenancy.pins import PinOutcome
-from services.kvstore.tenancy.tenants import Account
 
 
 class BlockStore:
@@ -26,7 +21,6 @@ class BlockStore:
         max_sessions: most writing sessions at once, and most reading ones.
         batch_bytes: most bytes in one commit, unless one block is larger.
         lease_bytes: most DRAM that leases keep; None for all of it.
-        ssd_account: what tenants are granted in the SSD tier, which keeps it up to date; None for nothing.
     """
 
     def __init__(
@@ -38,39 +32,11 @@ class BlockStore:
         max_sessions: int = 1024,
         batch_bytes: int = 32 << 20,
         lease_bytes: int | None = None,
-        ssd_account: Account | None = None,
     ) -> None:
         self.tiers = TieredStore(dram, ssd, listener or StoreListener())
-        self.writes = Writes(self.tiers, max_sessions=max_sessions, batch_bytes=batch_bytes, ssd_account=ssd_account)
+        self.writes = Writes(self.tiers, max_sessions=max_sessions, batch_bytes=batch_bytes)
         lease_bytes = dram.capacity_bytes if lease_bytes is None else lease_bytes
         self.reads = Reads(self.tiers, self.writes, max_sessions=max_sessions, lease_bytes=lease_bytes)
-        self.pins = dram.pins
-
-    def pin(self, tenant: str, name: str, keys: Sequence[BlockKey], *, now: float, ttl_s: float) -> PinOutcome:
-        """Pins the leading keys that are here, in either tier; see `Pins.pin`."""
-        self.expire_pins(now)
-        outcome, changed = self.pins.pin(tenant, name, keys, self._size_of, now=now, ttl_s=ttl_s)
-        self._pins_changed(changed)
-        return outcome
-
-    def _size_of(self, key: BlockKey) -> int | None:
-        block_format = self.tiers.format_of(key)
-        return None if block_format is None else block_format.layout.block_bytes
-
-    def unpin(self, tenant: str, name: str) -> bool:
-        """Ends a pin; False when there is none."""
-        changed = self.pins.unpin(tenant, name)
-        self._pins_changed(changed)
-        return bool(changed)
-
-    def expire_pins(self, now: float) -> None:
-        """Ends the pins whose time is over."""
-        self._pins_changed(self.pins.expire(now))
-
-    def _pins_changed(self, keys: Collection[BlockKey]) -> None:
-        if keys:
-            self.tiers.dram.pins_changed(keys)
-            self.tiers.listener.room()
 
     def check_invariants(self) -> None:
         """Checks every part, and the parts against each other. Only while no plan is being committed."""
@@ -80,7 +46,7 @@ class BlockStore:
             ssd.check_invariants()
         self.writes.check_invariants()
         self.reads.check_invariants()
-        self.pins.check_invariants()
+        dram.pins.check_invariants()
         assert len(set(self.tiers)) == len(list(self.tiers))
         if not self.reads.leases and not self.writes.sessions:
             assert not dram.reserved

@@ -58,24 +58,24 @@ class TieredStore:
         found = self.dram.part(number)
         if self.ssd is None:
             return list(found)
-        return [*found, *itertools.filterfalse(found.__contains__, self.ssd.part(number))]
+        return [*found, *itertools.filterfalse(found.__contains__, self.ssd.catalogue.parts[number])]
 
     def durable(self, key: bytes) -> bool:
         """Whether the block survives a restart."""
-        return self.ssd is not None and key in self.ssd
+        return self.ssd is not None and key in self.ssd.catalogue
 
     def format_of(self, key: BlockKey) -> BlockFormat | None:
         """The block's format; None when it is not here."""
         block = self.dram.get(key)
         if block is not None:
             return block.info.format
-        return None if self.ssd is None else self.ssd.format_of(key)
+        return None if self.ssd is None else self.ssd.catalogue.format_of(key)
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         """How many leading blocks of a chain are here."""
-        dram, ssd = self.dram, self.ssd
+        dram, ssd = self.dram, () if self.ssd is None else self.ssd.catalogue
         for count, key in enumerate(keys):
-            if key not in dram and (ssd is None or key not in ssd):
+            if key not in dram and key not in ssd:
                 return count
         return len(keys)
 
@@ -83,7 +83,7 @@ class TieredStore:
         """Counts blocks of `chain`, head first, as used."""
         self.dram.touch(chain)
         if self.ssd is not None:
-            self.ssd.touch(chain)
+            self.ssd.catalogue.touch(chain)
 
     def reserve(self, nbytes: int, tenant: str) -> bool:
         """Reserves DRAM for blocks of a tenant, evicting others; False when too little can be evicted."""

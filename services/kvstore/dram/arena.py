@@ -8,8 +8,11 @@ all slots together take more than the budget and a small reserve. Used by one th
 import collections
 import ctypes
 import dataclasses
+import itertools
 import mmap
+import sys
 import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from moonpool.errors import Overloaded
 
@@ -23,14 +26,26 @@ SMALL_BYTES = 16 * PAGE
 RESERVE_SHARE = 128
 """Free slots may take memory beyond the budget: the budget divided by this."""
 
+AHEAD_BYTES, AHEAD_SLOTS = 32 << 20, 64
+"""Slots of one size that get their memory before they are needed: as many as both bounds allow, but at least one."""
+
 RETRY_AFTER_S = 1.0
 _HUGE_PAGE = 2 << 20
 _CACHE_LINE = 64
+_PORTION = 1 << 20  # brought in by one system call, during which the process can map nothing
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14; older kernels refuse it at once
+_madvise = ctypes.CDLL(None).madvise  # mmap's own method would keep other threads waiting
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+Buffer = ctypes.Array[ctypes.c_char]
 
 
 def slot_bytes(nbytes: int) -> int:
     """Memory that `nbytes` take: whole pages, so that they can be given back, unless that would waste much."""
-    unit = PAGE if nbytes >= SMALL_BYTES else _CACHE_LINE
+    return _rounded(nbytes, PAGE if nbytes >= SMALL_BYTES else _CACHE_LINE)
+
+
+def _rounded(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
 
 
@@ -40,21 +55,22 @@ class _Slab:
 
     Attributes:
         slots: how many fit.
-        unused: slots `[unused, slots)` were never handed out.
         free: free slots that may have memory; the last was used last.
         bare: free slots without memory.
     """
 
     memory: mmap.mmap
     slots: int
-    unused: int = 0
     free: list[int] = dataclasses.field(default_factory=list)
-    bare: list[int] = dataclasses.field(default_factory=list)
+    bare: list[int] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bare = list(range(self.slots))[::-1]
 
     @property
     def resident(self) -> int:
         """Slots that may have memory."""
-        return self.unused - len(self.bare)
+        return self.slots - len(self.bare)
 
     @property
     def live(self) -> int:
@@ -67,31 +83,20 @@ class _SizeClass:
 
     def __init__(self, size: int, budget: int) -> None:
         self.size = size
-        self.whole = size < SMALL_BYTES  # memory counts, and goes back, by the slab
-        self.slots = max(1, min(SLAB_BYTES, -(-budget // PAGE) * PAGE) // size)
-        if self.whole:
-            self.slots = max(1, min(self.slots, SMALL_BYTES * 4 // size))
-        self.slab_bytes = -(-self.slots * size // PAGE) * PAGE
+        self.small = size < SMALL_BYTES
+        self.slots = max(1, min(SMALL_BYTES * 4 if self.small else SLAB_BYTES, _rounded(budget, PAGE)) // size)
+        self.slab_bytes = _rounded(self.slots * size, PAGE)
         self.view = ctypes.c_char * size
-        self.slabs: set[_Slab] = set()
+        self.slabs: dict[_Slab, None] = {}  # in the order they were made
         self.warm: dict[_Slab, None] = {}  # with free slots that have memory; the last was used last
-        self.roomy: dict[_Slab, None] = {}  # with other free slots
 
-    def take(self) -> tuple[_Slab, int, bool]:
-        """A slot, and whether it has memory already."""
-        had_memory = bool(self.warm)
-        if had_memory:
-            slab = next(reversed(self.warm))
-            slot = slab.free.pop()
-        else:
-            slab = next(iter(self.roomy), None) or self._new_slab()
-            had_memory = self.whole and slab.resident > 0
-            if slab.bare:
-                slot = slab.bare.pop()
-            else:
-                slot, slab.unused = slab.unused, slab.unused + 1
+    def take(self, *, fresh: bool) -> tuple[_Slab, int]:
+        """A slot without memory if `fresh`, else one of a `warm` slab."""
+        slabs = (slab for slab in reversed(self.slabs) if slab.bare) if fresh else reversed(self.warm)
+        slab = next(slabs, None) or self._new_slab()
+        slot = (slab.bare if fresh else slab.free).pop()
         self.file(slab)
-        return slab, slot, had_memory
+        return slab, slot
 
     def _new_slab(self) -> _Slab:
         try:
@@ -102,28 +107,14 @@ class _SizeClass:
         if self.size < _HUGE_PAGE and hasattr(mmap, "MADV_NOHUGEPAGE"):
             memory.madvise(mmap.MADV_NOHUGEPAGE)  # else a slot's first byte could bring its neighbours' memory too
         slab = _Slab(memory, self.slots)
-        self.slabs.add(slab)
+        self.slabs[slab] = None
         return slab
 
     def file(self, slab: _Slab) -> None:
-        """Brings `warm` and `roomy` up to date after a change of a slab."""
+        """Brings `warm` up to date after a change of a slab."""
         self.warm.pop(slab, None)
         if slab.free:
             self.warm[slab] = None
-        if slab.bare or slab.unused < slab.slots:
-            self.roomy[slab] = None
-        else:
-            self.roomy.pop(slab, None)
-
-    def remove(self, slab: _Slab) -> None:
-        """Forgets a slab; its mapping goes with the last reference to it."""
-        self.slabs.remove(slab)
-        self.warm.pop(slab, None)
-        self.roomy.pop(slab, None)
-
-    def resident_bytes(self, slab: _Slab) -> int:
-        """Memory that a slab may take."""
-        return self.slab_bytes if self.whole else slab.resident * self.size
 
 
 _Place = tuple[_SizeClass, _Slab, int]
@@ -135,6 +126,8 @@ class Arena:
     Args:
         budget_bytes: the owner hands out no more than this; free slots keep memory only while all slots together take
             little more.
+        ahead: a thread brings memory to slots before they are needed, within the budget, so that the first bytes
+            written to them cost the caller no page faults. Such slots count as handed out meanwhile.
 
     Attributes:
         live_bytes: slots that are handed out.
@@ -142,12 +135,14 @@ class Arena:
         returned_bytes: given back to the operating system since the start.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, *, ahead: bool = False) -> None:
         self._budget = budget_bytes
         self._limit = budget_bytes + budget_bytes // RESERVE_SHARE
         self._classes: dict[int, _SizeClass] = {}
         self._live: dict[int, tuple[object, _Place]] = {}  # by id of the reference that ends it
         self._ended: collections.deque[_Place] = collections.deque()
+        self._thread = ThreadPoolExecutor(1, "kvstore-arena") if ahead and sys.platform == "linux" else None
+        self._populating: Future[None] | None = None
         self.live_bytes = 0
         self.resident_bytes = 0
         self.returned_bytes = 0
@@ -175,19 +170,37 @@ class Arena:
         each = self._classes.get(size)
         if each is None:
             each = self._classes[size] = _SizeClass(size, self._budget)
-        slab, slot, had_memory = each.take()
-        self.live_bytes += size
-        if not had_memory:
-            self.resident_bytes += each.slab_bytes if each.whole else size
+        fresh = not each.warm
+        buffer = self._take(each, fresh=fresh)
+        if fresh:
             self._trim()
-        buffer = each.view.from_buffer(slab.memory, slot * size)
+        if self._thread is not None and not each.small and self.resident_bytes + size <= self._budget:
+            self._populate(self._thread, each, [buffer] if fresh else [])
+        return memoryview(buffer).cast("B")[:nbytes]
+
+    def _take(self, each: _SizeClass, *, fresh: bool) -> Buffer:
+        slab, slot = each.take(fresh=fresh)
+        self.live_bytes += each.size
+        self.resident_bytes += each.size if fresh else 0
+        buffer = each.view.from_buffer(slab.memory, slot * each.size)
         end = weakref.ref(buffer, self._end)
         self._live[id(end)] = end, (each, slab, slot)
-        return memoryview(buffer).cast("B")[:nbytes]
+        return buffer
 
     def _end(self, end: object) -> None:
         """The last view of a slot is gone. Called in any thread."""
         self._ended.append(self._live.pop(id(end))[1])
+
+    def _populate(self, thread: ThreadPoolExecutor, each: _SizeClass, buffers: list[Buffer]) -> None:
+        """Brings memory to `buffers`, which have none yet, and to further slots if few are left that have any."""
+        most = max(1, min(AHEAD_BYTES // each.size, AHEAD_SLOTS))
+        left = sum(len(slab.free) for slab in itertools.islice(each.warm, most))
+        if left > most // 2 or (self._populating is not None and not self._populating.done()):
+            return
+        room = (self._budget - self.resident_bytes) // each.size
+        buffers += [self._take(each, fresh=True) for _ in range(min(most - left, room))]
+        if buffers:
+            self._populating = thread.submit(_populate, buffers)
 
     def collect(self) -> None:
         """Takes back slots whose views are gone. Done by `allocate` too."""
@@ -212,20 +225,25 @@ class Arena:
 
     def _give_back(self, each: _SizeClass, slab: _Slab) -> None:
         """Takes memory from free slots of one slab, the longest free first; removes a slab without live slots."""
-        freed = 0
+        count = 0
         if not slab.live:
-            freed = each.resident_bytes(slab)
-            each.remove(slab)
-        elif not each.whole:
+            count = slab.resident
+            del each.slabs[slab], each.warm[slab]  # the mapping goes with the last reference to it
+        elif not each.small:
             count = min(len(slab.free), -(-(self.resident_bytes - self._limit) // each.size))
             for slot in slab.free[:count]:
                 slab.memory.madvise(mmap.MADV_DONTNEED, slot * each.size, each.size)
             slab.bare += slab.free[:count]
             del slab.free[:count]
             each.file(slab)
-            freed = count * each.size
-        self.resident_bytes -= freed
-        self.returned_bytes += freed
+        self.resident_bytes -= count * each.size
+        self.returned_bytes += count * each.size
+
+    def close(self) -> None:
+        """Blocking. Ends the thread when it has done what it has begun; slots can still be used."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
 
     def check_invariants(self) -> None:
         """Checks that every slot is in one state, and that the bytes add up."""
@@ -235,13 +253,20 @@ class Arena:
             assert size == each.size
             for slab in each.slabs:
                 slots = {*slab.free, *slab.bare}
-                assert len(slots) == len(slab.free) + len(slab.bare) <= slab.unused <= slab.slots
-                assert all(slot < slab.unused for slot in slots)
+                assert len(slots) == len(slab.free) + len(slab.bare) <= slab.slots
+                assert all(slot < slab.slots for slot in slots)
                 assert (slab in each.warm) == bool(slab.free)
-                assert (slab in each.roomy) == bool(slab.bare or slab.unused < slab.slots)
                 live += slab.live * size
-                resident += each.resident_bytes(slab)
-                free += 0 if each.whole else len(slab.free)
+                resident += slab.resident * size
+                free += 0 if each.small else len(slab.free)
         assert (self.live_bytes, self.resident_bytes) == (live, resident)
         assert live == sum(place[0].size for _, place in self._live.values())
         assert not free or resident <= self._limit
+
+
+def _populate(buffers: list[Buffer]) -> None:
+    """Takes memory for slots, in portions and from their start on; what has been written to them stays."""
+    while buffers:
+        buffer = buffers.pop(0)  # a slot that nobody else has is free from the next one on
+        for at in range(0, len(buffer), _PORTION):
+            _madvise(ctypes.addressof(buffer) + at, min(_PORTION, len(buffer) - at), _POPULATE_WRITE)

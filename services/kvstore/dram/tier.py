@@ -5,12 +5,12 @@ A block that is in use is held. Held blocks and pinned blocks are never evicted,
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from moonpool.errors import ConfigError, InvalidRequest, Overloaded
+from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.parts import PartTable
 from services.kvstore.dram.arena import RETRY_AFTER_S, Arena
-from services.kvstore.policies.policy import EvictionPolicy
+from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.tenancy.pins import Pins
 from services.kvstore.tenancy.tenants import Account, TenantBytes
 
@@ -23,9 +23,9 @@ class DramTier:
         policy: order of eviction. It holds all blocks but pinned ones, which count as new when they are released.
         pins: which blocks are pinned.
         account: what tenants are granted and have; kept up to date here.
+        arena: memory of the blocks.
 
     Attributes:
-        arena: memory of the blocks.
         reserved: bytes that are reserved.
         pinned: bytes of pinned blocks.
         fixed: bytes of blocks that are held or pinned.
@@ -34,14 +34,18 @@ class DramTier:
     """
 
     def __init__(
-        self, capacity_bytes: int, policy: EvictionPolicy, *, pins: Pins | None = None, account: Account | None = None
+        self,
+        capacity_bytes: int,
+        policy: EvictionPolicy,
+        *,
+        pins: Pins | None = None,
+        account: Account | None = None,
+        arena: Arena | None = None,
     ) -> None:
-        if capacity_bytes <= 0:
-            raise ConfigError("dram_bytes", f"must be positive, is {capacity_bytes}")
         self.capacity_bytes = capacity_bytes
         self.pins = Pins() if pins is None else pins
         self.account = account or Account()
-        self.arena = Arena(capacity_bytes)
+        self.arena = arena or Arena(capacity_bytes)
         self._policy = policy
         self._blocks = PartTable[DramBlock]()
         self.reserved = TenantBytes()
@@ -108,20 +112,13 @@ class DramTier:
         free = unguarded - self.pinned.total_bytes
         if quota is not None:
             free = min(free, quota - self.pinned[tenant])
-        if nbytes <= free:
-            return
         if nbytes > unguarded:
-            raise Overloaded(
-                f"{nbytes} bytes are needed; what other tenants are guaranteed leaves less",
-                reason="kvstore_guaranteed",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        expiry = self.pins.next_expiry
-        raise Overloaded(
-            f"{nbytes} bytes are needed; pinned blocks leave {max(0, free)}",
-            reason="kvstore_pinned",
-            retry_after_s=RETRY_AFTER_S if expiry is None else max(0.0, expiry - now),
-        )
+            message = f"{nbytes} bytes are needed; what other tenants are guaranteed leaves less"
+            raise Overloaded(message, reason="kvstore_guaranteed", retry_after_s=RETRY_AFTER_S)
+        if nbytes > free:
+            retry_after_s = max(0.0, self.pins.next_expiry - now)
+            message = f"{nbytes} bytes are needed; pinned blocks leave {max(0, free)}"
+            raise Overloaded(message, reason="kvstore_pinned", retry_after_s=retry_after_s)
 
     def reserve(self, nbytes: int, tenant: str = "") -> list[BlockKey] | None:
         """Reserves bytes for a tenant's blocks, evicting others; a tenant over its quota evicts its own blocks first.
@@ -143,39 +140,34 @@ class DramTier:
         return self._victims(nbytes, tenant) is not None
 
     def _victims(self, nbytes: int, tenant: str) -> list[DramBlock] | None:
+        """Blocks in the policy's order, the tenant's own first as far as its quota asks for it; None if too few may go.
+
+        Each block is judged as if those before it had left. Guarantees do not protect a tenant's blocks from itself.
+        """
         over = nbytes - self.free_bytes
         own = self.account.over_quota(tenant, self.reserved[tenant] + nbytes)
         evictable = self.block_bytes - self.fixed.total_bytes - self.account.guarded_from(tenant, self.fixed)
         if over > evictable or own > self.account.used[tenant] - self.fixed[tenant]:
             return None  # decides the common cases without a walk over the blocks
         victims: dict[BlockKey, DramBlock] = {}
-        own -= self._choose(victims, own, tenant, own_only=True)
-        freed = sum(block.info.nbytes for block in victims.values())
-        over -= freed + self._choose(victims, over - freed, tenant, own_only=False)
-        return list(victims.values()) if own <= 0 and over <= 0 else None
+        going = TenantBytes()
 
-    def _choose(self, victims: dict[BlockKey, DramBlock], wanted: int, tenant: str, *, own_only: bool) -> int:
-        """Adds blocks to `victims` in the policy's order until `wanted` more bytes are freed; returns how many are.
+        def enough(own_only: bool) -> bool:
+            return going[tenant] >= own if own_only else going.total_bytes >= over
 
-        Each block is judged as if those before it had left. Guarantees do not protect a tenant's blocks from itself.
-        """
-        found = 0
-        if wanted <= 0:
-            return found
-        going = _by_tenant(victims.values())
-        for key in self._policy.candidates():
-            block = self._blocks[key]
-            owner, nbytes = block.info.tenant, block.info.nbytes
-            if block.holds or key in victims:
-                continue
-            if owner != tenant and (own_only or self.account.guards(owner, going[owner] + nbytes)):
-                continue
-            victims[key] = block
-            going.add(owner, nbytes)
-            found += nbytes
-            if found >= wanted:
-                break
-        return found
+        for own_only in (True, False):
+            for key in () if enough(own_only) else self._policy.candidates():
+                block = self._blocks[key]
+                owner, size = block.info.tenant, block.info.nbytes
+                if block.holds or key in victims:
+                    continue
+                if owner != tenant and (own_only or self.account.guards(owner, going[owner] + size)):
+                    continue
+                victims[key] = block
+                going.add(owner, size)
+                if enough(own_only):
+                    break
+        return list(victims.values()) if enough(True) and enough(False) else None
 
     def unreserve(self, nbytes: int, tenant: str = "") -> None:
         self.reserved.add(tenant, -nbytes)
@@ -192,7 +184,7 @@ class DramTier:
         self._blocks[key] = block
         self._policy.added(block.info)
         if key in self.pins:
-            self._pin(block)
+            self._set_pinned(block, True)
 
     def discard(self, key: BlockKey) -> None:
         """Drops a block that is neither held nor pinned."""
@@ -205,46 +197,41 @@ class DramTier:
     def drop(self, block: DramBlock) -> None:
         """Drops a block that is not held, pinned or not; its pins stay, for when it comes again."""
         if block.pinned:
-            self._unpin(block)
+            self._set_pinned(block, False)
         self.discard(block.info.key)
 
     def hold(self, block: DramBlock) -> None:
         """Keeps the block until it is released as often as it was held."""
         block.holds += 1
         if block.holds == 1:
-            self.held_bytes += block.info.nbytes
-            if not block.pinned:
-                self.fixed.add(block.info.tenant, block.info.nbytes)
+            self._count_held(block, block.info.nbytes)
 
     def release(self, block: DramBlock) -> None:
         """Ends one hold."""
         assert block.holds > 0
         block.holds -= 1
         if not block.holds:
-            self.held_bytes -= block.info.nbytes
-            if not block.pinned:
-                self.fixed.add(block.info.tenant, -block.info.nbytes)
+            self._count_held(block, -block.info.nbytes)
+
+    def _count_held(self, block: DramBlock, nbytes: int) -> None:
+        self.held_bytes += nbytes
+        if not block.pinned:
+            self.fixed.add(block.info.tenant, nbytes)
 
     def pins_changed(self, keys: Iterable[BlockKey]) -> None:
         """Applies what may have changed about the pins of `keys`, which need not be here."""
         for block in filter(None, map(self.get, keys)):
             pinned = block.info.key in self.pins
-            if pinned and not block.pinned:
-                self._pin(block)
-            elif block.pinned and not pinned:
-                self._unpin(block)
+            if block.pinned != pinned:
+                self._set_pinned(block, pinned)
 
-    def _pin(self, block: DramBlock) -> None:
-        self._policy.removed(block.info.key)
-        block.pinned = True
-        self._count_pinned(block, block.info.nbytes)
-
-    def _unpin(self, block: DramBlock) -> None:
-        self._policy.added(block.info)
-        block.pinned = False
-        self._count_pinned(block, -block.info.nbytes)
-
-    def _count_pinned(self, block: DramBlock, nbytes: int) -> None:
+    def _set_pinned(self, block: DramBlock, pinned: bool) -> None:
+        block.pinned = pinned
+        if pinned:
+            self._policy.removed(block.info.key)
+        else:
+            self._policy.added(block.info)
+        nbytes = block.info.nbytes if pinned else -block.info.nbytes
         self.pinned.add(block.info.tenant, nbytes)
         if not block.holds:
             self.fixed.add(block.info.tenant, nbytes)

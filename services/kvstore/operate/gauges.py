@@ -4,104 +4,82 @@ Those with a value at rest have it again when no session is open. Figures per te
 in the configuration, and one for all others together ("*"), so that a peer cannot add any.
 """
 
-import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from moonpool.streams.credits import ByteCredits
 from moonpool.telemetry.gauges import Gauges, process_entries
 from services.kvstore.core.store import BlockStore
 from services.kvstore.operate.writer import WriteBehind
+from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.streams.open_calls import OpenCalls
 from services.kvstore.streams.rooms import RoomQueue
 from services.kvstore.streams.watch import Journal
-from services.kvstore.tenancy.tenants import DEFAULT_ROW, Account, TenantRow
+from services.kvstore.tenancy.tenants import DEFAULT_ROW
 
 Add = Callable[..., None]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Gauged:
-    """What the gauges of a store read; `writer` is None without an SSD tier."""
-
-    store: BlockStore
-    calls: OpenCalls
-    rooms: RoomQueue
-    ahead: ByteCredits
-    journal: Journal
-    writer: WriteBehind | None
-    ssd_account: Account
-    rows: Mapping[str, TenantRow]
-
-
-def gauges_of(of: Gauged) -> Gauges:
-    """All gauges of a store."""
+def gauges_of(
+    store: BlockStore,
+    calls: OpenCalls,
+    rooms: RoomQueue,
+    ahead: ByteCredits,
+    journal: Journal,
+    writer: WriteBehind | None,
+    tenants: Sequence[str],
+) -> Gauges:
+    """All gauges of a store; `writer` is None without an SSD tier, `tenants` are those with a row."""
     gauges = Gauges(process_entries())
-    for add_some in (_add_sessions, _add_dram, _add_ssd, _add_pins, _add_tenants):
-        add_some(gauges.add, of)
+    add = gauges.add
+    _add_sessions(add, store, calls)
+    add("sessions_waiting_for_room", lambda: len(rooms), 0)
+    add("read_ahead_bytes", lambda: ahead.out, 0)
+    add("watchers", lambda: journal.watchers)
+    add("retried_batches_total", lambda: 0 if writer is None else writer.retries)
+    _add_dram(add, store)
+    if store.tiers.ssd is not None:
+        _add_ssd(add, store.tiers.ssd)
+    _add_tenants(add, store, tenants)
     return gauges
 
 
-def _add_sessions(add: Add, of: Gauged) -> None:
-    writes, reads, dram, calls = of.store.writes, of.store.reads, of.store.tiers.dram, of.calls
+def _add_sessions(add: Add, store: BlockStore, calls: OpenCalls) -> None:
+    writes, reads, dram = store.writes, store.reads, store.tiers.dram
     add("put_sessions", lambda: len(writes.sessions), 0)
     add("get_sessions", lambda: reads.leases, 0)
-    add("sessions_waiting_for_room", lambda: len(of.rooms), 0)
     add("unfinished_blocks", lambda: len(writes.unfinished), 0)
     add("pending_writes", lambda: len(writes.queued), 0)
     add("dram_reserved_bytes", lambda: dram.reserved.total_bytes, 0)
     add("dram_held_bytes", lambda: dram.held_bytes, 0)
     add("dram_leased_bytes", lambda: reads.leased_bytes, 0)
     add("durability_awaited_blocks", lambda: len(writes.awaiting), 0)
-    add("read_ahead_bytes", lambda: of.ahead.out, 0)
     add("stream_tasks", lambda: sum(stream.tasks for stream in calls.kv_streams), 0)
     add("messages_unsent", lambda: calls.traffic.unsent, 0)
     add("put_credits_kept_bytes", lambda: calls.traffic.credits_kept, 0)
     add("get_credits_out_bytes", lambda: calls.traffic.credits_out, 0)
     add("streams", lambda: calls.streams)
-    add("watchers", lambda: of.journal.watchers)
 
 
-def _add_attributes(add: Add, source: object, attributes: Sequence[str], name: str) -> None:
+def _add_attributes(add: Add, source: object, name: str, *attributes: str) -> None:
     """One gauge per attribute of `source`; `name` is a format for the names."""
     for attribute in attributes:
         add(name.format(attribute), functools.partial(getattr, source, attribute))
 
 
-def _add_dram(add: Add, of: Gauged) -> None:
-    writes, dram, writer = of.store.writes, of.store.tiers.dram, of.writer
+def _add_dram(add: Add, store: BlockStore) -> None:
+    writes, dram, pins = store.writes, store.tiers.dram, store.tiers.dram.pins
     add("dram_bytes", lambda: dram.block_bytes)
-    add("dram_capacity_bytes", lambda: dram.capacity_bytes)
     add("dram_blocks", lambda: len(dram))
-    add("dram_evictions_total", lambda: dram.evictions)
-    add("damaged_blocks_total", lambda: of.store.tiers.damaged_blocks)
-    counts = ("blocks_put", "blocks_durable", "blocks_not_durable", "failed_batches")
-    _add_attributes(add, writes, counts, "{}_total")
+    _add_attributes(add, dram, "dram_{}", "capacity_bytes")
+    _add_attributes(add, dram, "dram_{}_total", "evictions")
+    _add_attributes(add, store.tiers, "{}_total", "damaged_blocks")
+    _add_attributes(add, writes, "{}_total", "blocks_put", "blocks_durable", "blocks_not_durable", "failed_batches")
     add("blocks_unsaved", lambda: len(writes.unsaved))
-    add("retried_batches_total", lambda: 0 if writer is None else writer.retries)
-    hits = ("dram_hits", "ssd_hits", "misses", "promotions", "bad_blocks")
-    _add_attributes(add, of.store.reads, hits, "{}_total")
-    _add_attributes(add, dram.arena, ("live_bytes", "free_bytes", "resident_bytes", "mapped_bytes"), "arena_{}")
-    add("arena_returned_bytes_total", lambda: dram.arena.returned_bytes)
-
-
-def _add_ssd(add: Add, of: Gauged) -> None:
-    ssd = of.store.tiers.ssd
-    if ssd is None:
-        return
-    add("ssd_reading_blocks", lambda: ssd.readers, 0)
-    add("ssd_blocks", lambda: len(ssd))
-    add("ssd_bytes", lambda: ssd.used_bytes)
-    add("ssd_indexed", lambda: float(ssd.indexed))
-    add("ssd_housekeeping", lambda: float(ssd.has_housekeeping))
-    _add_attributes(add, ssd, ("capacity_bytes", "segments", "live_bytes", "write_amplification"), "ssd_{}")
-    counts = ("written_bytes", "user_bytes", "carried_bytes", "lost_blocks", "dropped_segments")
-    _add_attributes(add, ssd, counts, "ssd_{}_total")
-
-
-def _add_pins(add: Add, of: Gauged) -> None:
-    pins, dram = of.store.pins, of.store.tiers.dram
+    _add_attributes(add, store.reads, "{}_total", "dram_hits", "ssd_hits", "misses", "promotions", "bad_blocks")
+    _add_attributes(add, dram.arena, "arena_{}", "free_bytes", "live_bytes", "resident_bytes", "mapped_bytes")
+    _add_attributes(add, dram.arena, "arena_{}_total", "returned_bytes")
     add("pins", lambda: len(pins))
     add("pinned_blocks", lambda: pins.keys)
     add("pinned_bytes", lambda: pins.nbytes)
@@ -109,12 +87,26 @@ def _add_pins(add: Add, of: Gauged) -> None:
     add("dram_pinned_bytes", lambda: dram.pinned.total_bytes)
 
 
-def _add_tenants(add: Add, of: Gauged) -> None:
+def _add_ssd(add: Add, ssd: SsdTier) -> None:
+    add("ssd_reading_blocks", lambda: ssd.readers, 0)
+    add("ssd_blocks", lambda: len(ssd.catalogue))
+    add("ssd_segments", lambda: len(ssd.catalogue.segments))
+    add("ssd_bytes", lambda: ssd.space.used_bytes)
+    add("ssd_live_bytes", lambda: ssd.catalogue.live.total_bytes)
+    add("ssd_capacity_bytes", lambda: ssd.space.capacity_bytes)
+    add("ssd_write_amplification", lambda: ssd.write_amplification)
+    add("ssd_indexed", lambda: float(ssd.indexed))
+    add("ssd_housekeeping", lambda: float(ssd.has_housekeeping))
+    counts = ("written_bytes", "user_bytes", "carried_bytes", "lost_blocks", "dropped_segments")
+    _add_attributes(add, ssd, "ssd_{}_total", *counts)
+
+
+def _add_tenants(add: Add, store: BlockStore, rows: Sequence[str]) -> None:
     """Of tenants with a row, and of all others together under "*"."""
-    tables = {"dram_bytes": of.store.tiers.dram.account.used, "pinned_bytes": of.store.pins.used}
-    if of.store.tiers.ssd is not None:
-        tables["ssd_bytes"] = of.ssd_account.used
-    for tenant in dict.fromkeys([*of.rows, DEFAULT_ROW]) if of.rows else ():
+    tables = {"dram_bytes": store.tiers.dram.account.used, "pinned_bytes": store.tiers.dram.pins.account.used}
+    if store.tiers.ssd is not None:
+        tables["ssd_bytes"] = store.tiers.ssd.account.used
+    for tenant in dict.fromkeys([*rows, DEFAULT_ROW]) if rows else ():
         label = json.dumps(tenant, ensure_ascii=False)
         for what, used in tables.items():
-            add(f"tenant_{what}{{tenant={label}}}", functools.partial(used.of_row, tenant, of.rows))
+            add(f"tenant_{what}{{tenant={label}}}", functools.partial(used.of_row, tenant, rows))

@@ -1,17 +1,18 @@
-"""Histograms of a store: how long reads and commits take, how long blocks live, and the time between their uses."""
+"""What a store observes about itself: histograms of its reads, commits and blocks, and how soon blocks are reused."""
 
 import time
 from collections.abc import Callable, Sequence
 
 from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.metrics import AGES, SECONDS, Metrics
+from services.kvstore.operate.reuse import ReuseSample
 from services.kvstore.policies.sample import KeySample
 
 SAMPLE_KEYS = 65536
 
 
 class Observer:
-    """Fills the histograms of a store. Lives and uses of blocks are followed for at most `sample_keys` of the keys."""
+    """Fills the histograms and the reuse sample of a store. Lives of blocks are followed for `sample_keys` at most."""
 
     def __init__(
         self, metrics: Metrics, clock: Callable[[], float] = time.monotonic, sample_keys: int = SAMPLE_KEYS
@@ -19,19 +20,18 @@ class Observer:
         self._clock = clock
         reads = metrics.histogram("read_seconds", "of a reading session, by its coldest tier", SECONDS, ["tier"])
         self._warm_reads, self._cold_reads = reads.labels(tier="dram"), reads.labels(tier="ssd")
-        self._commits = metrics.histogram("commit_seconds", "of a batch becoming durable", SECONDS)
+        self.committed = metrics.histogram("commit_seconds", "of a batch becoming durable", SECONDS).observe
         self._lifetimes = metrics.histogram("block_lifetime_seconds", "from stored to gone, of a sample", AGES)
         self._gaps = metrics.histogram("block_reuse_gap_seconds", "between two uses of a block, of a sample", AGES)
+        self.reuse = ReuseSample()
         self.followed: KeySample[tuple[float, float]] = KeySample(sample_keys)  # times: stored, used last
 
     def read(self, cold: bool, seconds: float) -> None:
         """A reading session has ended well; `cold` when some of its blocks came from the SSD tier."""
         (self._cold_reads if cold else self._warm_reads).observe(seconds)
 
-    def committed(self, seconds: float) -> None:
-        self._commits.observe(seconds)
-
     def asked(self, keys: Sequence[BlockKey]) -> None:
+        self.reuse.observe(keys)
         now = self._clock()
         for key in keys:
             if key in self.followed:

@@ -13,42 +13,49 @@ from moonpool.kv.keys import BlockKey
 from moonpool.streams.credits import ByteCredits
 from services.kvstore.core.store import BlockStore
 from services.kvstore.operate.reuse import Curve, ReuseSample
-from services.kvstore.operate.writer import WriteBehind
-from services.kvstore.ssd.tier import MIN_LIVE_SHARE
+from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.streams.layers import LayerReader
 
 PORTION_BLOCKS = 64
 """Blocks read together at most."""
 STEP_BLOCKS = 1024
 """Blocks of the SSD tier looked at before other tasks run; there may be millions."""
+MIN_LIVE_SHARE = 0.5
+"""Share of a segment that must be live, for `compact`, unless told otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Warmed:
-    """Blocks and bytes that were read into DRAM."""
-
-    blocks: int
-    nbytes: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Warmer:
-    """Fills free DRAM from the SSD tier after a restart, the most recently written blocks first; evicts nothing.
+class Operations:
+    """The operations of one store.
 
     Attributes:
         pool: threads that read.
         ahead: bounds the bytes read and not taken yet.
-        step_blocks: see `STEP_BLOCKS`.
+        capacity_bytes: of both tiers.
+        turn: calls of `warm` run one after the other.
     """
 
     store: BlockStore
     pool: ThreadPoolExecutor
     ahead: ByteCredits
+    reuse: ReuseSample
+    capacity_bytes: int
     step_blocks: int = STEP_BLOCKS
     turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)
 
-    async def warm(self, max_bytes: int) -> Warmed:
-        """Reads blocks until `max_bytes` (0 = no bound) or free DRAM is used up; calls run one after the other.
+    @property
+    def ssd(self) -> SsdTier:
+        """The SSD tier; raises Unsupported when there is none."""
+        ssd = self.store.tiers.ssd
+        if ssd is None:
+            raise Unsupported("this kvstore has no SSD tier")
+        return ssd
+
+    async def warm(self, max_bytes: int) -> tuple[int, int]:
+        """Fills free DRAM from the SSD tier, the most recently written blocks first; evicts nothing.
+
+        Returns:
+            Blocks and bytes read into DRAM until `max_bytes` (0 = no bound) or free DRAM was used up.
 
         Raises:
             Overloaded: too many reading sessions are open.
@@ -68,14 +75,12 @@ class Warmer:
                     came = sum(key in dram for key in keys)
                     blocks += came
                     nbytes += came * size
-            return Warmed(blocks, nbytes)
+            return blocks, nbytes
 
     async def _portions(self) -> AsyncGenerator[tuple[BlockFormat, list[BlockKey]], None]:
         """Blocks of the SSD tier that are not in DRAM, newest first, in portions of one format."""
         tiers = self.store.tiers
-        if tiers.ssd is None:
-            raise Unsupported("this kvstore has no SSD tier")
-        for step in tiers.ssd.newest_first(self.step_blocks):
+        for step in self.ssd.catalogue.newest_first(self.step_blocks):
             cold = [key for key in step if key not in tiers.dram]
             for block_format, keys in itertools.groupby(cold, tiers.format_of):
                 while block_format is not None and (portion := list(itertools.islice(keys, PORTION_BLOCKS))):
@@ -92,17 +97,6 @@ class Warmer:
         finally:
             reader.close()
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Operations:
-    """The operations of one store; `writer` is None without an SSD tier. `capacity_bytes` is that of both tiers."""
-
-    store: BlockStore
-    writer: WriteBehind | None
-    warmer: Warmer
-    reuse: ReuseSample
-    capacity_bytes: int
-
     def compact(self, min_live_share: float) -> int:
         """Begins to rewrite segments with a smaller share of live bytes (0 = the default); returns how many there are.
 
@@ -112,11 +106,8 @@ class Operations:
         """
         if not 0.0 <= min_live_share <= 1.0:
             raise InvalidRequest("min_live_share", f"must be between 0 and 1, is {min_live_share}")
-        ssd = self.store.tiers.ssd
-        if ssd is None or self.writer is None:
-            raise Unsupported("this kvstore has no SSD tier")
-        segments = ssd.compact(min_live_share or MIN_LIVE_SHARE)
-        self.writer.wake()
+        segments = self.ssd.space.compact(min_live_share or MIN_LIVE_SHARE)
+        self.store.tiers.listener.work()
         return segments
 
     def sizes(self) -> Curve:
@@ -124,5 +115,5 @@ class Operations:
         dram, ssd = self.store.tiers.dram, self.store.tiers.ssd
         blocks, nbytes = len(dram), dram.block_bytes
         if ssd is not None:
-            blocks, nbytes = blocks + len(ssd), nbytes + ssd.live_bytes
+            blocks, nbytes = blocks + len(ssd.catalogue), nbytes + ssd.catalogue.live.total_bytes
         return [(size * (nbytes // blocks), share) for size, share in self.reuse.curve()] if blocks else []

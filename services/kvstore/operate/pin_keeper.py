@@ -1,46 +1,53 @@
-"""Pins on the event loop's clock: each ends when its time is over."""
+"""The pins of a store: what they change in its tiers, and when they end."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from moonpool.kv.keys import BlockKey
-from services.kvstore.core.store import BlockStore
+from services.kvstore.core.tiered_store import TieredStore
+from services.kvstore.operate.writer import within
 from services.kvstore.tenancy.pins import PinOutcome
 
 
 class PinKeeper:
-    """The pins of a store, on the event loop it was made on."""
+    """Pins blocks in either tier; `run` ends each pin when its time is over, on the event loop's `clock`."""
 
-    def __init__(self, store: BlockStore) -> None:
-        self._store = store
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+    def __init__(self, tiers: TieredStore, clock: Callable[[], float]) -> None:
+        self._tiers = tiers
+        self._pins = tiers.dram.pins
+        self._clock = clock
+        self._pinned = asyncio.Event()
+
+    async def run(self) -> None:
+        """Works until cancelled."""
+        while True:
+            self.expire()
+            await within(self._pins.next_expiry - self._clock(), self._pinned)
+            self._pinned.clear()
 
     def pin(self, tenant: str, name: str, keys: Sequence[BlockKey], ttl_s: float) -> PinOutcome:
-        """See `Pins.pin`."""
-        try:
-            return self._store.pin(tenant, name, keys, now=self._loop.time(), ttl_s=ttl_s)
-        finally:
-            self._arm()
+        """Pins the leading keys that are here; see `Pins.pin`."""
+        self.expire()
+        outcome, changed = self._pins.pin(tenant, name, keys, self._size_of, now=self._clock(), ttl_s=ttl_s)
+        self._changed(changed)
+        self._pinned.set()
+        return outcome
+
+    def _size_of(self, key: BlockKey) -> int | None:
+        block_format = self._tiers.format_of(key)
+        return None if block_format is None else block_format.layout.block_bytes
 
     def unpin(self, tenant: str, name: str) -> bool:
         """Ends a pin; False when there is none."""
-        found = self._store.unpin(tenant, name)
-        self._arm()
-        return found
+        changed = self._pins.unpin(tenant, name)
+        self._changed(changed)
+        return bool(changed)
 
-    def _arm(self) -> None:
-        self.close()
-        at = self._store.pins.next_expiry
-        if at is not None:
-            self._timer = self._loop.call_at(at, self._expire)
+    def expire(self) -> None:
+        """Ends the pins whose time is over."""
+        self._changed(self._pins.expire(self._clock()))
 
-    def _expire(self) -> None:
-        self._store.expire_pins(self._loop.time())
-        self._arm()
-
-    def close(self) -> None:
-        """Stops the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _changed(self, keys: Collection[BlockKey]) -> None:
+        if keys:
+            self._tiers.dram.pins_changed(keys)
+            self._tiers.listener.room()

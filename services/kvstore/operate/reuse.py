@@ -70,9 +70,3 @@ class ReuseSample:
         self.last_uses.check_invariants()
         assert self._times == sorted(self._times) == list(self.last_uses.values())
         assert all(weight >= 0 for weight in self._weights.values())
-
-
-def hit_share(curve: Curve, size: float) -> float:
-    """The hit share at a size; between two points of the curve that of the smaller."""
-    place = bisect.bisect_right(curve, size, key=lambda point: point[0])
-    return curve[place - 1][1] if place else 0.0

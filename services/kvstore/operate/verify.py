@@ -122,8 +122,7 @@ def _catalogue(folder: pathlib.Path, files: dict[int, int], image: IndexImage) -
         segment = Segment(number, segment_path(folder, number), image.segments.get(number, 0))
         catalogue.add(segment, image.entries.get(number, b""))
     for number, slot in image.dropped:
-        if number in files:
-            catalogue.mark_dead(number, slot)
+        catalogue.mark_dead(number, slot)
     return catalogue
 
 
@@ -143,12 +142,12 @@ def _check_segment(
         if catalogue is not None and row is None:
             report.dead += 1
             continue
-        report.bytes_read += found.kind.record_bytes
+        report.bytes_read += found.nbytes
         try:
             _check_record(files, path, found, row, catalogue)
             report.blocks += 1
         except (BadRecordError, OSError) as error:
-            report.add(Fault(number, found.offset, found.key, str(error)))
+            report.add(Fault(number, found.offset, found.info.key, str(error)))
     for offset, row in named.items():
         report.add(Fault(number, offset, row[0], "the index names a record that is not there"))
     return report
@@ -156,11 +155,11 @@ def _check_segment(
 
 def _check_record(files: Files, path: pathlib.Path, found: Found, row: Row | None, catalogue: Catalogue | None) -> None:
     """Raises the fault of a record whose header is intact."""
-    kind = found.kind
+    info = found.info
     if row is not None and catalogue is not None:
         key, _, length, block_format, tenant = row
-        if (key, length * ALIGN) != (found.key, kind.record_bytes):
+        if (key, length * ALIGN) != (info.key, found.nbytes):
             raise BadRecordError("the index names another block")
-        if catalogue.formats[block_format] != kind.format or catalogue.tenants[tenant] != kind.tenant:
+        if catalogue.formats[block_format] != info.format or catalogue.tenants[tenant] != info.tenant:
             raise BadRecordError("the index names another format or tenant")
-    read_record(files, path, found.key, found.offset, kind.record_bytes)
+    read_record(files, path, info.key, found.offset, found.nbytes)

@@ -8,7 +8,7 @@ import contextlib
 import errno
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import lmdb
@@ -29,52 +29,25 @@ UNSAVED_AFTER_S = (1.0, 2.0, 5.0, 15.0, 60.0)
 """Seconds before unsaved blocks, which are in DRAM only, are tried again: the first time, the second and so on."""
 
 REPEAT_S = 60.0
-"""The same kind of error is logged at most once in this time."""
+"""The same kind of error is logged at most once in this time, unless blocks became durable meanwhile."""
 
-_Kind = tuple[type[Exception], int | None]
-"""The type and errno of an error, without the file it happened with."""
+_Kind = tuple[str, type[Exception], int | None]
+"""Of a message: its text, and the type and errno of the error, without the file that it happened with."""
 
 _MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 """Errors that may pass at once. So may a full device: the next plan makes room."""
 
 
-class WorkSignal:
-    """Wakes the writer, and tells when it has nothing left to do."""
-
-    def __init__(self) -> None:
-        self._work = asyncio.Event()
-        self._idle = asyncio.Event()
-
-    def notify(self) -> None:
-        """There may be something to do."""
-        self._idle.clear()
-        self._work.set()
-
-    async def wait(self, timeout_s: float | None) -> None:
-        """Waits for work, at most for `timeout_s`."""
-        await _within(self._work.wait(), timeout_s)
-        self._work.clear()
-
-    def done(self) -> None:
-        """Nothing is left to do, unless `notify` was called since `wait`."""
-        if not self._work.is_set():
-            self._idle.set()
-
-    async def idle(self, timeout_s: float) -> bool:
-        """Waits until nothing is left to do; False when that takes longer than `timeout_s`."""
-        return await _within(self._idle.wait(), timeout_s)
-
-
-async def _within(waiting: Awaitable[object], timeout_s: float | None) -> bool:
+async def within(timeout_s: float, event: asyncio.Event) -> bool:
+    """Waits for an event; False when that takes longer than `timeout_s`, which may be infinite."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            await waiting
-            return True
+            return await event.wait()
     return False
 
 
 class WriteBehind:
-    """Commits the batches of `writes` to `ssd` when `work` is notified. `run` once; `drain` before ending it.
+    """Commits the batches of `writes` to `ssd`, when woken. `run` once; `drain` before ending it.
 
     Args:
         on_committed: told the seconds that a batch took.
@@ -90,7 +63,6 @@ class WriteBehind:
         self,
         writes: Writes,
         ssd: SsdTier,
-        work: WorkSignal,
         on_committed: Callable[[float], None] = lambda seconds: None,
         *,
         retry_after_s: Sequence[float] = RETRY_AFTER_S,
@@ -99,21 +71,24 @@ class WriteBehind:
     ) -> None:
         self._writes = writes
         self._ssd = ssd
-        self._work = work
         self._on_committed = on_committed
         self._retry_after_s = retry_after_s
         self._unsaved_after_s = unsaved_after_s
-        self._failures = 0
+        self._clock = clock
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._delays = iter(retry_after_s)
         self._unsaved_tries = 0
         self._retry_at = math.inf
-        self._clock = clock
-        self._retries_told: dict[_Kind, float] = {}  # when an error was logged last
-        self._errors_told: dict[_Kind, float] = {}  # the same, since blocks became durable last
+        self._told: dict[_Kind, float] = {}  # when a message was logged last
+        self._failing = False  # blocks were given up since one became durable
         self.retries = 0
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvstore-writer")
 
     def wake(self) -> None:
-        self._work.notify()
+        """There may be something to do."""
+        self._idle.clear()
+        self._work.set()
 
     async def run(self) -> None:
         """Works until cancelled. The thread finishes a batch that it has begun, but its result is lost."""
@@ -129,18 +104,19 @@ class WriteBehind:
                     await asyncio.sleep(again)
                 elif not plan.blocks and (plan.idle or error is not None):
                     break  # housekeeping that could not be finished waits for the next reason to wake
-            self._work.done()
+            if not self._work.is_set():
+                self._idle.set()
 
     async def _wait(self) -> None:
         """Waits for work, or until unsaved blocks are due to be tried again, which it begins."""
-        time_now = asyncio.get_running_loop().time
+        now = asyncio.get_running_loop().time
         if not self._writes.unsaved:
             self._unsaved_tries, self._retry_at = 0, math.inf
         elif self._retry_at == math.inf:
-            after = self._unsaved_after_s[min(self._unsaved_tries, len(self._unsaved_after_s) - 1)]
-            self._retry_at = time_now() + after
-        await self._work.wait(None if self._retry_at == math.inf else max(0.0, self._retry_at - time_now()))
-        if self._retry_at <= time_now():
+            self._retry_at = now() + self._unsaved_after_s[min(self._unsaved_tries, len(self._unsaved_after_s) - 1)]
+        await within(max(0.0, self._retry_at - now()), self._work)
+        self._work.clear()
+        if self._retry_at <= now():
             self._unsaved_tries, self._retry_at = self._unsaved_tries + 1, math.inf
             self._writes.retry()
 
@@ -157,38 +133,31 @@ class WriteBehind:
         """Seconds until a failed batch is tried again; None when it is not."""
         if error is None:
             if plan.blocks:  # housekeeping may be no more than deleting a file
-                self._failures = 0
+                self._delays = iter(self._retry_after_s)
             return None
         passing = is_full(error) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
-        if not passing or self._failures >= len(self._retry_after_s):
-            return None
-        self._failures += 1
-        self.retries += 1
-        return self._retry_after_s[self._failures - 1]
+        again = next(self._delays, None) if passing else None
+        self.retries += again is not None
+        return again
 
     def _report(self, plan: WritePlan, error: Exception | None, again: float | None) -> None:
-        """Logs errors, each kind at most once per `REPEAT_S`, and the first success after one."""
+        """Logs errors, each kind at most once per `REPEAT_S`, and the first success after blocks were given up."""
         if error is None:
-            if self._errors_told and plan.blocks:
-                self._errors_told.clear()
+            if self._failing and plan.blocks:
+                self._failing = False
+                self._told.clear()
                 log.info("blocks become durable again")
-        elif again is not None:
-            if self._is_news(error, self._retries_told):
-                log.warning("batches are tried again", blocks=len(plan.blocks), error=str(error))
-        elif self._is_news(error, self._errors_told):
-            log.error("blocks could not be made durable", blocks=len(plan.blocks), error=str(error))
-
-    def _is_news(self, error: Exception, told: dict[_Kind, float]) -> bool:
-        """Whether this kind of error was not logged within `REPEAT_S`; counts it as logged now."""
-        kind, now = (type(error), error.errno if isinstance(error, OSError) else None), self._clock()
-        if now - told.get(kind, -math.inf) < REPEAT_S:
-            return False
-        told[kind] = now
-        return True
+            return
+        self._failing = self._failing or again is None
+        what = "blocks could not be made durable" if again is None else "batches are tried again"
+        kind, now = (what, type(error), error.errno if isinstance(error, OSError) else None), self._clock()
+        if now - self._told.get(kind, -math.inf) >= REPEAT_S:
+            self._told[kind] = now
+            (log.error if again is None else log.warning)(what, blocks=len(plan.blocks), error=str(error))
 
     async def drain(self, timeout_s: float) -> bool:
         """Waits until everything visible is durable or unsaved; False when that takes longer than `timeout_s`."""
-        return await self._work.idle(timeout_s)
+        return await within(timeout_s, self._idle)
 
     async def aclose(self) -> None:
         """Waits for the thread; call when `run` has ended."""

@@ -13,7 +13,7 @@ from moonpool.kv.keys import BlockKey
 
 
 class EvictionPolicy(abc.ABC):
-    """An order of eviction over the keys that were added and not removed; `len` is the number of keys held."""
+    """An order of eviction over the keys that were added and not removed."""
 
     @abc.abstractmethod
     def added(self, info: BlockInfo) -> None:
@@ -33,9 +33,6 @@ class EvictionPolicy(abc.ABC):
     @abc.abstractmethod
     def candidates(self) -> Iterator[BlockKey]:
         """Keys in the order in which they should leave; the policy is not changed during the walk."""
-
-    @abc.abstractmethod
-    def __len__(self) -> int: ...
 
     def check_invariants(self) -> None:  # noqa: B027
         """Asserts that the policy's parts agree with each other."""

@@ -47,12 +47,15 @@ class Node:
     key: BlockKey
     parent: "Node | None" = None
     children: int = 0
-    held: bool = False
-    growth: Growth | None = None
+    growth: Growth | None = None  # while it is held
     kind: int = FRESH
     since: int = 0  # time of its last use
     uses: int = 0  # since it came
     queued: int = 0  # number of its entry among the leaves, 0 for none
+
+    @property
+    def held(self) -> bool:
+        return self.growth is not None
 
 
 _Entry = tuple[int, int, Node]
@@ -91,7 +94,7 @@ class KVAware(EvictionPolicy):
         if node.parent is None and info.parent != NO_PARENT:
             self._attach(node, self._at(info.parent))
         self._now += 1
-        node.held, node.since, node.uses, node.kind = True, self._now, 0, FRESH
+        node.since, node.uses, node.kind = self._now, 0, FRESH
         node.growth = _growth_after(node.parent)
         node.growth.blocks += 1
         self._held += 1
@@ -113,13 +116,15 @@ class KVAware(EvictionPolicy):
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
         """How much the chain has grown is known now; it sets the class of all its blocks."""
+        if not chain:
+            return
         for key in reversed(chain):
             self.nodes[key].since = self._now
             self._queue(self.nodes[key])
-        last = self.nodes[chain[-1]] if chain else None
-        if last is None or last.growth is None:
-            return
-        kind = last.growth.kind if last.children or last.uses else last.growth.kind + TAIL
+        last = self.nodes[chain[-1]]
+        growth = last.growth
+        assert growth is not None
+        kind = growth.kind if last.children or last.uses else growth.kind + TAIL
         for node in itertools.chain([last], _ancestors(last)):
             if node.uses >= POPULAR_USES:
                 break
@@ -127,22 +132,22 @@ class KVAware(EvictionPolicy):
                 node.kind = kind
                 self._rates.classify(node.key, kind)
                 self._queue(node)
-            kind = last.growth.kind
+            kind = growth.kind
         self._learn()
 
     def removed(self, key: BlockKey) -> None:
         """Keeps the block's place in the tree while blocks behind it are held."""
-        node: Node | None = self.nodes[key]
-        assert node is not None
+        node = self.nodes[key]
         assert node.held
-        node.held, node.growth, node.queued = False, None, 0
+        node.growth, node.queued = None, 0
         self._held -= 1
-        while node is not None and not node.children and not node.held:
+        while not (node.children or node.held):
             del self.nodes[node.key]
+            if node.parent is None:
+                return
             node = node.parent
-            if node is not None:
-                node.children -= 1
-                self._queue(node)
+            node.children -= 1
+            self._queue(node)
 
     def candidates(self) -> Iterator[BlockKey]:
         """Leaves, the least worth first; a block follows once all blocks behind it have been named."""
@@ -173,9 +178,6 @@ class KVAware(EvictionPolicy):
             since, number, node = heap[index]
             worth = self._rates.worth(kind, self._now - since)
             heapq.heappush(frontier, (worth, since, number, node, kind, index))
-
-    def __len__(self) -> int:
-        return self._held
 
     def _at(self, key: BlockKey) -> Node:
         """The block's node; it may be needed before the block comes, as a parent."""
@@ -215,7 +217,6 @@ class KVAware(EvictionPolicy):
             assert node.key == key
             assert node.children == children[node]
             assert node.held or node.children
-            assert node.held == (node.growth is not None)
             assert node.parent is None or self.nodes[node.parent.key] is node.parent
         nodes = [node for node in self.nodes.values() if node.held]
         assert len(nodes) == self._held

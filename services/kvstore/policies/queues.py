@@ -47,9 +47,6 @@ class LRU(EvictionPolicy):
     def candidates(self) -> Iterator[BlockKey]:
         return iter(self._order)
 
-    def __len__(self) -> int:
-        return len(self._order)
-
 
 class LFU(EvictionPolicy):
     """Fewest uses since it came first, its arrival counted; of those the one unused for longest.
@@ -78,9 +75,6 @@ class LFU(EvictionPolicy):
     def candidates(self) -> Iterator[BlockKey]:
         for rank in self._order:
             yield from self._queues[rank]
-
-    def __len__(self) -> int:
-        return len(self._ranks)
 
     def _position(self, info: BlockInfo) -> int:
         """Breaks ties of blocks used equally often; the greatest leaves first."""
@@ -170,9 +164,6 @@ class S3FIFO(EvictionPolicy):
         """
         self._settle()
         return self._walk()
-
-    def __len__(self) -> int:
-        return len(self._uses)
 
     def _settle(self) -> None:
         while self._uses:

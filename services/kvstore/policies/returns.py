@@ -8,6 +8,7 @@ count block references.
 """
 
 import bisect
+import copy
 import itertools
 import operator
 
@@ -123,11 +124,10 @@ class ReturnRates:
 
     def _exposures(self, now: int) -> list[list[float]]:
         """Times at each age by class, periods that have not ended included."""
-        unended = [_Tally() for _ in self._tallies]
+        tallies = copy.deepcopy(self._tallies)
         for since, kind in self.sample.values():
-            unended[kind].end(now - since, used=False)
-        both = zip(self._tallies, unended, strict=True)
-        return [[*map(operator.add, done.exposure(), still.exposure())] for done, still in both]
+            tallies[kind].end(now - since, used=False)
+        return [tally.exposure() for tally in tallies]
 
     def _halve(self) -> None:
         for tally in self._tallies:

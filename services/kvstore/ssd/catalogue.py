@@ -19,7 +19,7 @@ from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.keys import KEY_BYTES, BlockKey
 from moonpool.kv.parts import PartTable
 from services.kvstore.ssd.records import ALIGN
-from services.kvstore.tenancy.tenants import Account
+from services.kvstore.tenancy.tenants import Account, TenantBytes
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -46,8 +46,9 @@ class IdTable(Generic[Name]):
         self._ids = {name: number for number, name in known.items()}
         self._uses: collections.Counter[int] = collections.Counter()
         self._idle = set(known)  # without a use
+        self._new: dict[int, Name] = {}  # the index does not have them
         self._surplus: set[int] = set()  # the index has them, and they have no use
-        self._last = self._settled = max(known, default=0)
+        self._last = max(known, default=0)
 
     def __getitem__(self, number: int) -> Name:
         return self.by_id[number]
@@ -58,7 +59,7 @@ class IdTable(Generic[Name]):
         if number is None:
             number = self._last = self._last + 1
             self._ids[name] = number
-            self.by_id[number] = name
+            self.by_id[number] = self._new[number] = name
             self._idle.add(number)
         return number
 
@@ -79,24 +80,20 @@ class IdTable(Generic[Name]):
 
     def change(self) -> IdChange[Name]:
         """What the next transaction must say."""
-        numbers = range(self._settled + 1, self._last + 1)
-        new = {number: self.by_id[number] for number in numbers if number in self.by_id}
-        return IdChange(new, frozenset(self._surplus))
+        return IdChange(dict(self._new), frozenset(self._surplus))
 
-    def settle(self, change: IdChange[Name], *, written: bool) -> set[Name]:
-        """Forgets ids without a use, once the plan with `change` is over; their names. `written`: the index has it."""
+    def settle(self, *, written: bool) -> None:
+        """Forgets ids without a use, once the plan with the last `change` is over. `written`: the index has it."""
         if written:
-            self._surplus -= change.unused
-            self._settled = self._last
-        gone, self._idle = self._idle, set()
-        names = {number: self.by_id.pop(number) for number in gone}
-        for number, name in names.items():
+            self._new.clear()
+            self._surplus.clear()
+        for number in self._idle:
+            name = self.by_id.pop(number)
             if self._ids.get(name) == number:  # else the name got another id before the index forgot this one
                 del self._ids[name]
-        self._surplus.update(number for number in gone if number <= self._settled)
-        if not any(number in self.by_id for number in range(self._settled + 1, self._last + 1)):
-            self._settled = self._last
-        return set(names.values())
+            if self._new.pop(number, None) is None:
+                self._surplus.add(number)
+        self._idle.clear()
 
     def check_invariants(self, numbers: Iterable[int]) -> None:
         """Counts the uses anew; each used id has a name."""
@@ -130,11 +127,11 @@ class Segment:
     Attributes:
         number: its id; ascending with age.
         size: committed bytes.
-        live_bytes: of records whose block has its place here.
+        live: bytes of records whose block has its place here.
         readers: of its records; it is not reclaimed while there are any.
         going: it is being reclaimed.
         removed: the index has forgotten it and the file has no name; the last reader closes it.
-        kept_bytes, asked_at: how much of it must stay, as found for the plan with that number.
+        kept_share, asked_at: what share of it must stay (0 to 1), as found for the plan with that number.
         starts, lengths: where the records lie, in units of `ALIGN`.
         used: 1 for blocks that were used since they were written here.
     """
@@ -142,11 +139,11 @@ class Segment:
     number: int
     path: Path
     size: int = 0
-    live_bytes: int = 0
+    live: TenantBytes = dataclasses.field(default_factory=TenantBytes)
     readers: int = 0
     going: bool = False
     removed: bool = False
-    kept_bytes: int = 0
+    kept_share: float = 0.0
     asked_at: int = -1 << 30
     keys: list[BlockKey] = dataclasses.field(default_factory=list)
     starts: "array[int]" = dataclasses.field(default_factory=_column)
@@ -165,96 +162,73 @@ class Segment:
         return self.keys[slot], self.starts[slot], self.lengths[slot], self.formats[slot], self.tenants[slot]
 
 
-class Catalogue:
-    """All segments, by number and ascending, and all blocks.
+class Catalogue(PartTable[int]):
+    """All segments, by number and ascending, and the places of all blocks.
 
-    `account` is told the tenant and the bytes of every record that becomes a block's place or stops being one.
+    Attributes:
+        live: bytes of the records that are places of blocks; those that the `account` has as used.
     """
 
     def __init__(
         self, formats: Mapping[int, BlockFormat], tenants: Mapping[int, str], account: Account | None = None
     ) -> None:
+        super().__init__()
         self.formats = IdTable(formats)
         self.tenants = IdTable(tenants)
         self.segments: dict[int, Segment] = {}
-        self.live_bytes = 0
-        self._account = account
-        self._places = PartTable[int]()
-        self._oldest: dict[str, int] = {}  # tenant -> the first segment that may have blocks of it
+        self.live = (account or Account()).used
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._places.parts[key[0]]
+    def format_of(self, key: BlockKey) -> BlockFormat | None:
+        """A block's format; None when it is not here."""
+        found = self.find(key)
+        return None if found is None else self.formats[found[0].formats[found[1]]]
 
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __iter__(self) -> Iterator[BlockKey]:
-        return iter(self._places)
-
-    def part(self, number: int) -> Iterable[BlockKey]:
-        return self._places.parts[number]
-
-    def tenant_bytes(self) -> dict[str, int]:
-        """Bytes of live records by tenant, counted anew: slow."""
-        sums: collections.Counter[str] = collections.Counter()
-        for segment in self.segments.values():
-            for slot in self.live_slots(segment):
-                sums[self.tenants[segment.tenants[slot]]] += segment.nbytes(slot)
-        return dict(sums)
+    def tenant_of(self, key: BlockKey) -> str | None:
+        """A block's tenant; None when it is not here."""
+        found = self.find(key)
+        return None if found is None else self.tenants[found[0].tenants[found[1]]]
 
     def find(self, key: BlockKey) -> tuple[Segment, int] | None:
         """A block's segment and slot; None when it is not here."""
-        place = self._places.parts[key[0]].get(key)
+        place = self.parts[key[0]].get(key)
         return None if place is None else (self.segments[place >> _SLOT_BITS], place & _SLOT_MASK)
 
     def is_live(self, segment: Segment, slot: int) -> bool:
         """Whether that is the place of its block."""
         key = segment.keys[slot]
-        return self._places.parts[key[0]].get(key) == segment.number << _SLOT_BITS | slot
+        return self.parts[key[0]].get(key) == segment.number << _SLOT_BITS | slot
 
     def live_slots(self, segment: Segment) -> Iterator[int]:
         """Slots of a segment that are places of blocks, oldest first. Blocks may be forgotten meanwhile."""
         place = segment.number << _SLOT_BITS
-        parts = self._places.parts
+        parts = self.parts
         for slot, key in enumerate(segment.keys):
             if parts[key[0]].get(key) == place | slot:
                 yield slot
 
     def newest_first(self, step: int) -> Iterator[list[BlockKey]]:
         """Blocks, the last written first, those of at most `step` slots at a time; none that come meanwhile."""
-        found: list[BlockKey] = []
-        looked = 0
         for number in reversed(list(self.segments)):
             segment = self.segments.get(number)
-            for slot in range(len(segment.keys) - 1, -1, -1) if segment is not None else ():
-                if looked == step:
-                    yield found
-                    found, looked = [], 0
-                assert segment is not None
-                looked += 1
-                if self.is_live(segment, slot):
-                    found.append(segment.keys[slot])
-        yield found
+            if segment is None:
+                continue
+            for end in range(len(segment.keys), 0, -step):
+                slots = range(end - 1, max(end - step, 0) - 1, -1)
+                yield [segment.keys[slot] for slot in slots if self.is_live(segment, slot)]
 
     def oldest_of(self, tenant: str, nbytes: int, stays: Callable[[BlockKey], bool]) -> list[BlockKey]:
         """The oldest blocks of a tenant, together at least `nbytes` of records, without those that `stays`.
 
-        They are fewer when there are no more. The search begins where the last one for the tenant found its first.
+        They are fewer when there are no more.
         """
         found: list[BlockKey] = []
-        begin, seen = self._oldest.get(tenant, 0), False
         for segment in self.segments.values():
-            if segment.number < begin:
-                continue
-            for slot in self.live_slots(segment):
-                if self.tenants[segment.tenants[slot]] != tenant:
-                    continue
-                if not seen:
-                    seen, self._oldest[tenant] = True, segment.number
+            for slot in self.live_slots(segment) if tenant in segment.live else ():
                 if nbytes <= 0:
                     return found
-                if not stays(segment.keys[slot]):
-                    found.append(segment.keys[slot])
+                key = segment.keys[slot]
+                if self.tenants[segment.tenants[slot]] == tenant and not stays(key):
+                    found.append(key)
                     nbytes -= segment.nbytes(slot)
         return found
 
@@ -266,10 +240,8 @@ class Catalogue:
     def add(self, segment: Segment, packed: bytes) -> None:
         """Entries were appended to a segment; their blocks have their places there from now on.
 
-        Where a key was here before, or comes twice, the later record wins. struct.error when `packed` are no entries.
+        Where a key was here before, or comes twice, the later record wins.
         """
-        if len(packed) % ENTRY.size:
-            raise struct.error("a part of an entry")
         self.segments[segment.number] = segment
         first = len(segment.keys)
         keys = [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), ENTRY.size)]
@@ -290,7 +262,7 @@ class Catalogue:
             sums[tenant] += length * ALIGN
         for tenant, nbytes in sums.items():
             self._count(segment, tenant, nbytes)
-        parts = self._places.parts
+        parts = self.parts
         for place, key in enumerate(keys, segment.number << _SLOT_BITS | first):
             if parts[key[0]].setdefault(key, place) != place:
                 self.forget(key)
@@ -298,10 +270,9 @@ class Catalogue:
 
     def _count(self, segment: Segment, tenant: int, nbytes: int) -> None:
         """So many bytes of a segment and a tenant's are live now; or, where they are negative, no longer."""
-        segment.live_bytes += nbytes
-        self.live_bytes += nbytes
-        if self._account is not None:
-            self._account.used.add(self.tenants[tenant], nbytes)
+        name = self.tenants[tenant]
+        segment.live.add(name, nbytes)
+        self.live.add(name, nbytes)
 
     def forget(self, key: BlockKey) -> Slot | None:
         """A block has no place any more; returns the one it had."""
@@ -309,14 +280,14 @@ class Catalogue:
         if found is None:
             return None
         segment, slot = found
-        del self._places[key]
+        del self[key]
         self._count(segment, segment.tenants[slot], -segment.nbytes(slot))
         return segment.number, slot
 
     def mark_dead(self, number: int, slot: int) -> None:
-        """A slot is dead; if it was the place of its block, the block is forgotten."""
-        segment = self.segments[number]
-        if slot < len(segment.keys) and self.is_live(segment, slot):
+        """A slot is dead, if it is there; if it was the place of its block, the block is forgotten."""
+        segment = self.segments.get(number)
+        if segment is not None and slot < len(segment.keys) and self.is_live(segment, slot):
             self.forget(segment.keys[slot])
 
     def remove(self, segment: Segment) -> None:
@@ -327,27 +298,27 @@ class Catalogue:
         self.formats.unuse(segment.formats)
         self.tenants.unuse(segment.tenants)
 
-    def forget_tenants(self, tenants: Iterable[str]) -> None:
-        for tenant in tenants:
-            self._oldest.pop(tenant, None)
-
     def check_invariants(self, leaving: Iterable[Segment] = ()) -> None:
         """Places, bytes and ids agree with each other; the ids of `leaving` segments are in use too."""
+        live = TenantBytes()
         for number, segment in self.segments.items():
             assert segment.number == number
             assert segment.size
             assert not segment.going
             assert segment.readers >= 0
             slots = list(self.live_slots(segment))
-            assert segment.live_bytes == sum(segment.nbytes(slot) for slot in slots)
             assert all(segment.offset(slot) + segment.nbytes(slot) <= segment.size for slot in slots)
+            assert segment.live == TenantBytes.of(
+                (self.tenants[segment.tenants[slot]], segment.nbytes(slot)) for slot in slots
+            )
             columns = (segment.starts, segment.lengths, segment.formats, segment.tenants, segment.used)
             assert all(len(column) == len(segment.keys) for column in columns)
-        for key, place in self._places.items():
+            for tenant, nbytes in segment.live.items():
+                live.add(tenant, nbytes)
+        for key, place in self.items():
             assert self.segments[place >> _SLOT_BITS].keys[place & _SLOT_MASK] == key
-        assert self.live_bytes == sum(segment.live_bytes for segment in self.segments.values())
-        assert self.live_bytes == sum(self.tenant_bytes().values())
+        assert self.live == live
+        assert self.live.total_bytes == live.total_bytes
         segments = [*self.segments.values(), *leaving]
         self.formats.check_invariants(number for segment in segments for number in segment.formats)
         self.tenants.check_invariants(number for segment in segments for number in segment.tenants)
-        assert self._oldest.keys() <= set(self.tenants.by_id.values())

@@ -17,10 +17,15 @@ from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
 from services.kvstore.ssd.catalogue import ENTRY, IdChange, Row, Segment, Slot
-from services.kvstore.ssd.files import Files
+from services.kvstore.ssd.files import Buffer, Files
 from services.kvstore.ssd.index import Index, IndexChange
 from services.kvstore.ssd.reader import read_record
 from services.kvstore.ssd.records import ALIGN, BadRecordError, pack_header
+
+log = get_logger(__name__)
+
+WRITE_BYTES = 4 << 20
+"""Most bytes of one write; the device begins with it while the next is being prepared."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,13 +70,13 @@ class Victim:
     Attributes:
         carried: slots of blocks that are written anew, oldest first.
         carried_bytes: of their records.
-        removed: slots and keys of blocks that are not here any more.
+        removed: slots of blocks that are not here any more.
     """
 
     segment: Segment
     carried: list[int]
     carried_bytes: int
-    removed: list[tuple[int, BlockKey]]
+    removed: list[int]
 
     @property
     def freed_bytes(self) -> int:
@@ -117,7 +122,7 @@ class WritePlan:
 
     @property
     def removed(self) -> list[BlockKey]:
-        return [key for victim in self.victims for _, key in victim.removed]
+        return [victim.segment.keys[slot] for victim in self.victims for slot in victim.removed]
 
     @property
     def removed_segments(self) -> list[Segment]:
@@ -133,13 +138,6 @@ class WritePlan:
         """What was carried over, once `cleared`."""
         bad = {id(append) for append in self.bad}
         return [append for append in self.carry if id(append) not in bad]
-
-
-log = get_logger(__name__)
-
-_NOTHING = IndexChange()
-WRITE_BYTES = 4 << 20
-"""Most bytes of one write; the device begins with it while the next is being prepared."""
 
 
 class Committer:
@@ -160,7 +158,7 @@ class Committer:
             self._clear(plan)
             if plan.store:
                 self._write(plan.store)
-                self._commit(plan, plan.store, plan.carried)
+                self._commit(plan, plan.store)
         except BaseException:
             self._cut(plan)
             raise
@@ -169,16 +167,16 @@ class Committer:
         """The first transaction, and the files that it makes superfluous."""
         if plan.full:
             for segment in plan.removed_segments:
-                if not segment.live_bytes:
+                if not segment.live:
                     self._files.unlink(segment.path)
         if plan.carry or plan.dead or plan.removed_segments:
             for append in plan.carry:
                 self._carry(append, plan)
             going = {segment.number for segment in plan.removed_segments}
             dropped = [slot for slot in plan.dead if slot[0] not in going]
-            self._commit(plan, plan.carried, [], IndexChange(going, dropped))
+            self._commit(plan, plan.carried, going, dropped)
         plan.cleared = True
-        read = {append.source[0] for append in plan.carry if append.source is not None}
+        read = {victim.segment for victim in plan.victims if victim.carried}
         for segment in (*plan.nameless, *plan.removed_segments):
             try:
                 self._files.unlink(segment.path, readable=segment in read or segment.readers > 0)
@@ -199,50 +197,37 @@ class Committer:
         except OSError as error:
             plan.unreadable = segment
             raise OSError(errno.EAGAIN, f"a segment cannot be read: {error}", str(segment.path)) from error
-        self._append(append.segment, [record], append.offset, append.end)
-
-    def _commit(
-        self,
-        plan: WritePlan,
-        appends: Sequence[Append],
-        before: Sequence[Append],
-        removals: IndexChange = _NOTHING,
-    ) -> None:
-        """Syncs what was written, and names it in the index; `before` was appended by an earlier transaction."""
-        sizes = ends(appends)
-        if self._sync:
-            self._make_durable(sizes)
-        if self._index is not None:
-            done = collections.Counter(append.segment for append in before)
-            entries = {(one.number, len(one.keys) + done[one]): packed for one, packed in pack(appends).items()}
-            committed = {segment.number: size for segment, size in sizes.items()}
-            change = dataclasses.replace(removals, entries=entries, segments=committed)
-            self._index.commit(dataclasses.replace(change, formats=plan.formats, tenants=plan.tenants))
-        plan.named = True
+        self._files.write(append.segment.path, [record], append.offset)
 
     def _write(self, appends: Sequence[Append]) -> None:
         """Writes new blocks, those that lie one behind the other together."""
-        parts: list[bytes | memoryview] = []
+        parts: list[Buffer] = []
         for append, after in zip(appends, (*appends[1:], None), strict=True):
             if not parts:
                 first = append
             assert append.block is not None
-            parts += _record(append.block)
+            data = memoryview(append.block.data)
+            parts += pack_header(append.block.info, append.block.hashes), data, bytes(-len(data) % ALIGN)
             if after is None or after.segment is not append.segment or append.end - first.offset >= WRITE_BYTES:
-                self._append(append.segment, parts, first.offset, append.end)
+                self._files.write(append.segment.path, parts, first.offset)
                 parts.clear()
 
-    def _append(self, segment: Segment, parts: Sequence[bytes | bytearray | memoryview], start: int, end: int) -> None:
-        self._files.write(segment.path, parts, start)
+    def _commit(
+        self, plan: WritePlan, appends: Sequence[Append], going: Iterable[int] = (), dropped: Iterable[Slot] = ()
+    ) -> None:
+        """Syncs what was written, and names it in the index."""
+        sizes = ends(appends)
         if self._sync:
-            self._files.start_writeback(segment.path, start, end - start)
-
-    def _make_durable(self, sizes: dict[Segment, int]) -> None:
-        for segment, size in sizes.items():
-            self._files.sync(segment.path)
-            self._files.uncache(segment.path, segment.size, size - segment.size)
-        if any(not segment.size for segment in sizes):
-            self._files.sync_folder(self._folder)
+            for segment in sizes:
+                self._files.sync(segment.path)
+            if not all(segment.size for segment in sizes):
+                self._files.sync_folder(self._folder)
+        if self._index is not None:
+            before = collections.Counter(append.segment for append in (plan.carried if plan.cleared else ()))
+            entries = {(one.number, len(one.keys) + before[one]): packed for one, packed in pack(appends).items()}
+            committed = {segment.number: size for segment, size in sizes.items()}
+            self._index.commit(IndexChange(going, dropped, entries, committed, plan.formats, plan.tenants))
+        plan.named = True
 
     def _cut(self, plan: WritePlan) -> None:
         """Takes back what was written behind the committed ends, as far as the device lets us."""
@@ -250,8 +235,3 @@ class Committer:
         for segment in ends((*plan.carry, *plan.store)):
             with contextlib.suppress(OSError):
                 self._files.truncate(segment.path, committed.get(segment, segment.size))
-
-
-def _record(block: DramBlock) -> list[bytes | memoryview]:
-    data = memoryview(block.data)
-    return [pack_header(block.info, block.hashes), data, bytes(-len(data) % ALIGN)]

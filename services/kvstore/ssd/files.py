@@ -7,9 +7,7 @@ for `close_later`; reads and writes of one file from several threads are safe.
 import collections
 import contextlib
 import ctypes
-import dataclasses
 import errno
-import functools
 import mmap
 import os
 import resource
@@ -25,21 +23,26 @@ import lmdb
 SECTOR = 4096  # alignment of direct reads: offset, length and memory
 SCRATCH_BYTES = 2 << 20  # memory of a thread that reads directly; a larger read is done in pieces of this size
 HEADER_BYTES = 64 << 10  # headers up to this size are read without an allocation
+MAX_OPEN = 512  # segments that stay open; a process may have 1,024 open files unless it is told otherwise
+PROBE_BYTES = 1 << 20
 
-_SYNC_FILE_RANGE_WRITE = 2
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_CACHED = os.O_RDONLY | os.O_CLOEXEC
+_DIRECT = _CACHED | getattr(os, "O_DIRECT", 0)
+_WRITE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _IOV_MAX = 512
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
+
+Buffer = bytes | bytearray | memoryview
 
 
 class _Scratch(threading.local):
-    """Page-aligned memory of one thread, made at its first read."""
+    """Page-aligned memory of one thread, made when it first uses it."""
 
-    @functools.cached_property
-    def body(self) -> memoryview:
-        return memoryview(mmap.mmap(-1, SCRATCH_BYTES))
-
-    @functools.cached_property
-    def header(self) -> memoryview:
-        return memoryview(mmap.mmap(-1, HEADER_BYTES))
+    def __init__(self) -> None:
+        self.body = memoryview(mmap.mmap(-1, SCRATCH_BYTES))
+        self.header = memoryview(mmap.mmap(-1, HEADER_BYTES))
 
 
 _scratch = _Scratch()
@@ -60,53 +63,6 @@ def _is_aligned(out: memoryview) -> bool:
     return not len(out) % SECTOR and not ctypes.addressof(ctypes.c_char.from_buffer(out)) % SECTOR
 
 
-def read_direct(fd: int, outs: Sequence[memoryview], offset: int) -> int:
-    """Fills `outs` one after the other from `offset` on, past the page cache, whatever their alignment.
-
-    Returns the bytes read: fewer than asked for only at the end of the file. An OSError with EINVAL says that the file
-    system has no direct reads.
-    """
-    if not offset % SECTOR and all(_is_aligned(out) for out in outs):
-        return read_cached(fd, outs, offset)  # no copy needed; only the last count, at the end of the file, is odd
-    scratch = _scratch.body
-    views = [out for out in outs if len(out)]
-    position, end = offset, offset + sum(len(out) for out in outs)
-    while position < end:
-        begin = position - position % SECTOR
-        want = min(-(-(end - begin) // SECTOR) * SECTOR, SCRATCH_BYTES)
-        stop = min(begin + os.preadv(fd, [scratch[:want]], begin), end)
-        if stop <= position:
-            break
-        while position < stop:
-            count = min(len(views[0]), stop - position)
-            views[0][:count] = scratch[position - begin : position - begin + count]
-            position += count
-            _advance(views, count)
-    return position - offset
-
-
-def read_cached(fd: int, outs: Sequence[memoryview], offset: int) -> int:
-    """As `read_direct`, through the page cache."""
-    views = [out for out in outs if len(out)]
-    position = offset
-    while views:
-        count = os.preadv(fd, views[:_IOV_MAX], position)
-        if not count:
-            break
-        position += count
-        _advance(views, count)
-    return position - offset
-
-
-def _write(fd: int, parts: Sequence[bytes | bytearray | memoryview], offset: int) -> None:
-    """Writes parts one after the other from `offset` on."""
-    views = [memoryview(part).cast("B") for part in parts if len(part)]
-    while views:
-        count = os.pwritev(fd, views[:_IOV_MAX], offset)
-        offset += count
-        _advance(views, count)
-
-
 def _advance(views: list[memoryview], count: int) -> None:
     """Takes `count` bytes off the front."""
     while views and count >= len(views[0]):
@@ -115,151 +71,134 @@ def _advance(views: list[memoryview], count: int) -> None:
         views[0] = views[0][count:]
 
 
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
+class _File:
+    """An open file, closed with the last reference to it: so never under a call, whoever forgets it meanwhile."""
 
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
 
-def _start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Starts writing a range to the device, so that a later sync waits less. A hint: errors are ignored."""
-    if _sync_file_range is not None:
-        _sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+    def __del__(self) -> None:
+        os.close(self.fd)
 
+    def read(self, outs: Sequence[memoryview], offset: int) -> int:
+        """Fills `outs` one after the other from `offset` on; bytes read, fewer only at the end of the file."""
+        views = [out for out in outs if len(out)]
+        position = offset
+        while views:
+            count = os.preadv(self.fd, views[:_IOV_MAX], position)
+            if not count:
+                break
+            position += count
+            _advance(views, count)
+        return position - offset
 
-MAX_OPEN = 512  # descriptors of segments that stay open; a process may have 1,024 unless it is told otherwise
-PROBE_BYTES = 1 << 20
+    def read_direct(self, outs: Sequence[memoryview], offset: int) -> int:
+        """As `read`, past the page cache; an OSError with EINVAL says that the file system has no direct reads."""
+        if not offset % SECTOR and all(map(_is_aligned, outs)):
+            return self.read(outs, offset)  # no copy needed; only the last count, at the end of the file, is odd
+        scratch = _scratch.body
+        views = [out for out in outs if len(out)]
+        position, end = offset, offset + sum(map(len, outs))
+        while position < end:
+            begin = position - position % SECTOR
+            want = min(-(-(end - begin) // SECTOR) * SECTOR, SCRATCH_BYTES)
+            stop = min(begin + os.preadv(self.fd, [scratch[:want]], begin), end)
+            if stop <= position:
+                break
+            while position < stop:
+                count = min(len(views[0]), stop - position)
+                views[0][:count] = scratch[position - begin : position - begin + count]
+                position += count
+                _advance(views, count)
+        return position - offset
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_CACHED = os.O_RDONLY | os.O_CLOEXEC
-_DIRECT = _CACHED | getattr(os, "O_DIRECT", 0)
-_WRITE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Descriptor:
-    """An open file; `fd` is -1 until it is opened. Not closed while it has users."""
-
-    fd: int = -1
-    users: int = 0
-    closing: bool = False
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    def write(self, parts: Sequence[Buffer], offset: int) -> int:
+        """Writes parts one after the other from `offset` on; where they end."""
+        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        while views:
+            count = os.pwritev(self.fd, views[:_IOV_MAX], offset)
+            offset += count
+            _advance(views, count)
+        return offset
 
 
 class Files:
     """Files and folders of one data folder. Failing operations raise OSError, or lmdb.Error where LMDB failed.
 
-    `direct` reads past the page cache where the file system can. At most `max_open` descriptors stay open; the least
-    recently used one is closed for the next.
+    `direct` keeps segments out of the page cache: reads go past it where the file system can, and what is written goes
+    to the device at once. At most `max_open` files stay open; the least recently used one makes way for the next.
     """
 
     def __init__(self, *, direct: bool = False, max_open: int = MAX_OPEN) -> None:
-        self._direct = direct and _DIRECT != _CACHED
+        self._direct = direct
+        self._reads_direct = direct and _DIRECT != _CACHED
         self._max_open = max_open
         self._lock = threading.Lock()
-        self._open: collections.OrderedDict[tuple[Path, int], _Descriptor] = collections.OrderedDict()
-        self._kept: set[Path] = set()  # files without a name: only their descriptor can still read them
+        self._open: collections.OrderedDict[tuple[Path, int], _File] = collections.OrderedDict()
+        self._kept: set[Path] = set()  # files without a name: only while they are open they can be read
         self._closer = ThreadPoolExecutor(1, thread_name_prefix="kvstore-close")
 
-    @property
-    def open_files(self) -> int:
-        return len(self._open)
-
-    @contextlib.contextmanager
-    def _descriptor(self, path: Path, flags: int) -> Iterator[int]:
+    def _file(self, path: Path, flags: int) -> _File:
+        closed = []  # once the lock is released: the last close of a large file without a name takes long
         with self._lock:
-            entry = self._open.setdefault((path, flags), _Descriptor())
-            self._open.move_to_end((path, flags))
-            entry.users += 1
-        try:
-            with entry.lock:
-                if entry.fd < 0:
-                    entry.fd = self.open_file(path, flags)
-            yield entry.fd
-        finally:
-            with self._lock:
-                entry.users -= 1
-                if entry.fd < 0 and not entry.users and self._open.get((path, flags)) is entry:
-                    del self._open[path, flags]
-                surplus = self._take_surplus()
-                if entry.closing and not entry.users:
-                    surplus.append(entry)
-            self._close(surplus)
-
-    def _take_surplus(self) -> list[_Descriptor]:
-        excess = len(self._open) - self._max_open
-        if excess <= 0:
-            return []
-        idle = [key for key, entry in self._open.items() if not entry.users and key[0] not in self._kept]
-        return [self._open.pop(key) for key in idle[:excess]]
-
-    def _close(self, entries: Sequence[_Descriptor]) -> None:
-        for entry in entries:
-            if entry.fd >= 0:
-                os.close(entry.fd)
-
-    def open_file(self, path: Path, flags: int) -> int:
-        return os.open(path, flags, 0o640)
+            file = self._open.pop((path, flags), None) or _File(os.open(path, flags, 0o640))
+            self._open[path, flags] = file
+            if len(self._open) > self._max_open:
+                idle = [key for key in self._open if key[0] not in self._kept]
+                closed += [self._open.pop(key) for key in idle[: len(self._open) - self._max_open]]
+        return file
 
     def read(self, path: Path, outs: Sequence[memoryview], offset: int) -> int:
         """Fills `outs` one after the other from `offset` on; bytes read, fewer only at the end of the file."""
-        if self._direct:
+        if self._reads_direct:
             try:
-                with self._descriptor(path, _DIRECT) as fd:
-                    return read_direct(fd, outs, offset)
+                return self._file(path, _DIRECT).read_direct(outs, offset)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._direct = False  # the file system has no direct reads
-        with self._descriptor(path, _CACHED) as fd:
-            return read_cached(fd, outs, offset)
+                self._reads_direct = False  # the file system has no direct reads
+        return self._file(path, _CACHED).read(outs, offset)
 
     def peek(self, path: Path, nbytes: int, offset: int) -> bytes:
         """Up to `nbytes` bytes, through the page cache and without reading ahead: for a walk over headers."""
-        with self._descriptor(path, _CACHED) as fd:
-            if self._direct:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-            return os.pread(fd, nbytes, offset)
+        file = self._file(path, _CACHED)
+        if self._direct:
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_RANDOM)
+        return os.pread(file.fd, nbytes, offset)
 
-    def write(self, path: Path, parts: Sequence[bytes | bytearray | memoryview], offset: int) -> None:
+    def write(self, path: Path, parts: Sequence[Buffer], offset: int) -> None:
         """Writes parts one after the other from `offset` on; makes the file if need be."""
-        with self._descriptor(path, _WRITE) as fd:
-            _write(fd, parts, offset)
-
-    def start_writeback(self, path: Path, offset: int, nbytes: int) -> None:
-        with self._descriptor(path, _WRITE) as fd:
-            _start_writeback(fd, offset, nbytes)
+        file = self._file(path, _WRITE)
+        end = file.write(parts, offset)
+        if self._direct and _sync_file_range is not None:  # a hint, so that a sync waits less: errors are ignored
+            begin, nbytes = ctypes.c_int64(offset), ctypes.c_int64(end - offset)
+            _sync_file_range(file.fd, begin, nbytes, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 
     def sync(self, path: Path) -> None:
         """Returns once everything written to the file is on the device; its name need not be."""
-        with self._descriptor(path, _WRITE) as fd:
-            self.flush(fd, path)
-
-    def uncache(self, path: Path, offset: int, nbytes: int) -> None:
-        """Gives up page cache of a range that was synced: the DRAM tier decides what stays in memory."""
-        with self._descriptor(path, _WRITE) as fd:
-            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+        file = self._file(path, _WRITE)
+        self.flush(file.fd, path)
+        if self._direct:
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def truncate(self, path: Path, size: int) -> None:
         os.truncate(path, size)
 
     def unlink(self, path: Path, *, readable: bool = False) -> None:
         """Removes a file's name; an absent one is fine. A `readable` file can be read on until it is closed."""
-        if not readable:
+        if readable:
+            self._kept.add(path)  # before it is opened: another may close what is not kept
+            self._file(path, _DIRECT if self._reads_direct else _CACHED)
+        else:
             self.close(path)
-        elif path not in self._kept:
-            with self._descriptor(path, _DIRECT if self._direct else _CACHED):
-                self._kept.add(path)
         path.unlink(missing_ok=True)
 
     def close(self, path: Path) -> None:
         """Closes a file that has no readers. Slow for a large file without a name."""
         with self._lock:
             self._kept.discard(path)
-            entries = [
-                self._open.pop((path, flags)) for flags in {_CACHED, _DIRECT, _WRITE} if (path, flags) in self._open
-            ]
-            for entry in entries:
-                entry.closing = True
-            idle = [entry for entry in entries if not entry.users]
-        self._close(idle)
+            closed = [self._open.pop((path, flags), None) for flags in (_CACHED, _DIRECT, _WRITE)]
+        del closed  # with the lock released
 
     def close_later(self, path: Path) -> None:
         """As `close`, in a thread: for the event loop."""
@@ -302,11 +241,8 @@ class Files:
 
     def sync_folder(self, folder: Path) -> None:
         """Makes new and removed names in a folder durable."""
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            self.flush(fd, folder)
-        finally:
-            os.close(fd)
+        file = _File(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+        self.flush(file.fd, folder)
 
     def flush(self, fd: int, path: Path) -> None:
         """The one place that syncs: an open file, or the names in a folder."""
@@ -318,22 +254,16 @@ class Files:
 
     def boot_id(self) -> str:
         """Names this run of the machine; "" where it has no name."""
-        try:
-            return _BOOT_ID.read_text().strip()
-        except OSError:
-            return ""
+        return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
     def open_index(self, path: Path, map_bytes: int, *, sync: bool) -> lmdb.Environment:
-        """Opens an LMDB database in a folder, both made if need be; with `sync`, each transaction is synced.
-
-        LMDB syncs the contents of its file, but not the file's name.
-        """
+        """Opens an LMDB database in a folder, both made if need be; with `sync`, each transaction is synced."""
         self.make_folder(path)
         is_new = not (path / "data.mdb").exists()
         with self.lmdb_errors(path):
             env = open_lmdb(path, map_size=map_bytes, metasync=sync, sync=sync)
         if is_new:
-            self.sync_folder(path)
+            self.sync_folder(path)  # LMDB syncs the contents of its file, but not the file's name
         return env
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ import collections
 import contextlib
 import dataclasses
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import lmdb
@@ -94,7 +94,7 @@ class IndexChange:
 
 
 class Index:
-    """The LMDB database in a folder.
+    """The LMDB database in a folder. It is whole with its first commit; `load` refuses it before.
 
     Args:
         files: opens it and commits its transactions; None for a look, which changes and makes nothing.
@@ -106,56 +106,34 @@ class Index:
         OSError, lmdb.Error: the folder cannot be written.
     """
 
-    def __init__(
-        self,
-        files: Files | None,
-        path: Path,
-        map_bytes: int = MAP_BYTES,
-        *,
-        sync: bool = True,
-        version: bytes = _VERSION,
-    ) -> None:
+    def __init__(self, files: Files | None, path: Path, map_bytes: int = MAP_BYTES, *, sync: bool = True) -> None:
         self._files = files
-        self._version = version
         with _lost_if_damaged(), contextlib.ExitStack() as on_error:
             if files is None:
                 self._env = open_lmdb(path, map_size=map_bytes, readonly=True, create=False)
             else:
                 self._env = files.open_index(path, map_bytes, sync=sync)
             on_error.callback(self._env.close)
-            self._check_size(path)
-            self._open_tables()
-            with self._env.begin() as txn:
-                found = txn.get(_VERSION_KEY, db=self._meta)
-            if found not in (None, version):
-                raise IndexLostError(f"the index has version {found!r}")
+            needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+            present = (path / "data.mdb").stat().st_size
+            if present < needed:  # touching pages behind its end would kill the process (SIGBUS)
+                raise IndexLostError(f"the index has {present} bytes instead of {needed}")
+            with self._writing() if files is not None else contextlib.nullcontext() as txn:  # one commit makes them all
+                self._meta, self._segments, self._entries, self._dropped, self._formats, self._tenants = (
+                    self._env.open_db(name, txn, create=files is not None) for name in _TABLES
+                )
             on_error.pop_all()
 
-    def _open_tables(self) -> None:
-        with self._writing() if self._files else contextlib.nullcontext() as txn:  # one commit makes them all
-            self._meta, self._segments, self._entries, self._dropped, self._formats, self._tenants = (
-                self._env.open_db(name, txn, create=self._files is not None) for name in _TABLES
-            )
-
-    def _check_size(self, path: Path) -> None:
-        """A cut-off file must be noticed here: touching pages behind its end would kill the process (SIGBUS)."""
-        needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        present = (path / "data.mdb").stat().st_size
-        if present < needed:
-            raise IndexLostError(f"the index has {present} bytes instead of {needed}")
-
     def load(self) -> IndexImage:
-        """Reads everything. Raises IndexLostError when it is empty, unfinished, of another version or damaged."""
+        """Reads everything. Raises IndexLostError when nothing was ever committed, or what was is not readable."""
         with _lost_if_damaged((lmdb.Error, struct.error, DecodeError, UnicodeDecodeError)), self._env.begin() as txn:
-            if txn.get(_VERSION_KEY, db=self._meta) != self._version:
-                raise IndexLostError("the index is new")
+            version = txn.get(_VERSION_KEY, db=self._meta)
+            if version != _VERSION:
+                raise IndexLostError(f"the index is new or of another version: {version!r}")
             return IndexImage(
                 {_ID_KEY.unpack(key)[0]: _unpack_format(value) for key, value in txn.cursor(self._formats)},
                 {_ID_KEY.unpack(key)[0]: value.decode() for key, value in txn.cursor(self._tenants)},
-                {
-                    _SEGMENT_KEY.unpack(key)[0]: _SEGMENT_SIZE.unpack(size)[0]
-                    for key, size in txn.cursor(self._segments)
-                },
+                dict(_SEGMENT_KEY.unpack(key) + _SEGMENT_SIZE.unpack(size) for key, size in txn.cursor(self._segments)),
                 self._load_entries(txn),
                 [_SLOT_KEY.unpack(key) for key in txn.cursor(self._dropped).iternext(values=False)],
             )
@@ -170,15 +148,11 @@ class Index:
         return {segment: bytes(packed) for segment, packed in entries.items()}
 
     def commit(self, change: IndexChange) -> None:
-        """Does the change in one transaction; on an lmdb.Error nothing has changed."""
-        self._transact(lambda txn: self._apply(txn, change))
-
-    def _transact(self, do: Callable[[lmdb.Transaction], object]) -> None:
-        """One transaction; the map grows as it must."""
+        """Does the change in one transaction, for which the map grows; on an lmdb.Error nothing has changed."""
         while True:
             try:
                 with self._writing() as txn:
-                    do(txn)
+                    self._apply(txn, change)
                 return
             except lmdb.MapFullError:
                 size = self._env.info()["map_size"]
@@ -191,6 +165,7 @@ class Index:
         return self._files.transaction(self._env)
 
     def _apply(self, txn: lmdb.Transaction, change: IndexChange) -> None:
+        txn.put(_VERSION_KEY, _VERSION, overwrite=False, db=self._meta)
         for segment in change.removed_segments:
             key = _SEGMENT_KEY.pack(segment)
             txn.delete(key, db=self._segments)
@@ -211,10 +186,6 @@ class Index:
             txn.put(_SEGMENT_KEY.pack(segment), _SEGMENT_SIZE.pack(size), db=self._segments)
         for slot, packed in change.entries.items():
             txn.put(_SLOT_KEY.pack(*slot), packed, db=self._entries)
-
-    def finish_rebuild(self) -> None:
-        """Declares the index whole; until then `load` raises IndexLostError."""
-        self._transact(lambda txn: txn.put(_VERSION_KEY, self._version, db=self._meta))
 
     def sync(self) -> None:
         """Makes durable what was committed without `sync`."""

@@ -1,7 +1,6 @@
 """Verified reads of records: nothing is returned but the block and the layers that were asked for, intact."""
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,10 +14,8 @@ from services.kvstore.ssd.records import (
     ALIGN,
     BadRecordError,
     RecordHeader,
-    RecordKind,
     data_size,
     header_bytes_of,
-    identify,
     unpack_header,
 )
 
@@ -27,6 +24,9 @@ class SsdReader:
     """Reads one block's record; the segment is not reclaimed until `release`.
 
     The header is read and verified with the first slice, in one read where that is layer 0.
+
+    Attributes:
+        hashes: by layer, of layers that were read; bound to the block.
     """
 
     def __init__(self, files: Files, segment: Segment, slot: int, block_format: BlockFormat) -> None:
@@ -38,7 +38,7 @@ class SsdReader:
         self._offset = segment.offset(slot)
         self._header_bytes = segment.nbytes(slot) - data_size(block_format)
         self._header: RecordHeader | None = None
-        self._hashes: dict[int, int] = {}
+        self.hashes: dict[int, int] = {}
         self._released = False
         segment.readers += 1
 
@@ -54,23 +54,17 @@ class SsdReader:
             BadRecordError: the bytes read are not what was written; they never will be.
             OSError: the read failed, which says nothing of the record.
         """
-        start = header_memory(max(0, self._header_bytes))
         header = self._header  # several threads may read it at once; they find the same
-        if header is None and first == 0:
-            read_whole(self._files, self.segment.path, [start, *outs], self._offset)
+        together = header is None and first == 0
+        if header is None:
+            start = header_memory(max(0, self._header_bytes))
+            read_whole(self._files, self.segment.path, [start, *outs] if together else [start], self._offset)
             header = self._header = self._check(start)
-        else:
-            if header is None:
-                read_whole(self._files, self.segment.path, [start], self._offset)
-                header = self._header = self._check(start)
+        if not together:
             skipped = self._header_bytes + first * self.format.layout.slice_bytes
             read_whole(self._files, self.segment.path, outs, self._offset + skipped)
         for layer, out in enumerate(outs, first):
-            self._hashes[layer] = header.check_slice(layer, out)
-
-    def hash_of(self, layer: int) -> int:
-        """The hash of a layer that was read, bound to the block."""
-        return self._hashes[layer]
+            self.hashes[layer] = header.check_slice(layer, out)
 
     def _check(self, start: memoryview) -> RecordHeader:
         header = unpack_header(bytes(start))
@@ -114,7 +108,7 @@ PIECE_BYTES = 1 << 20
 SMALL_BYTES = 32 << 10
 """Records up to this size are read whole: many in one piece cost the device less than each one's header alone."""
 
-_NAME = re.compile(r"(\d{16})\.seg")
+_NAME = re.compile(r"\d{16}\.seg")
 
 
 def segment_path(folder: Path, number: int) -> Path:
@@ -124,25 +118,20 @@ def segment_path(folder: Path, number: int) -> Path:
 
 def list_segments(folder: Path) -> dict[int, int]:
     """Segments in a folder: number -> bytes in the file, ascending by number."""
-    with os.scandir(folder) as entries:
-        found = {
-            int(match[1]): entry.stat().st_size
-            for entry in entries
-            if (match := _NAME.fullmatch(entry.name)) and entry.is_file()
-        }
-    return dict(sorted(found.items()))
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_file()]
+    return {int(path.stem): path.stat().st_size for path in sorted(found)}
 
 
 class Found(NamedTuple):
-    """A record with an intact header, which begins `offset` bytes into its file."""
+    """A record with an intact header, which begins `offset` bytes into its file and has `nbytes`, padding included."""
 
     offset: int
-    key: BlockKey
-    kind: RecordKind
+    nbytes: int
+    info: BlockInfo
 
     @property
     def end(self) -> int:
-        return self.offset + self.kind.record_bytes
+        return self.offset + self.nbytes
 
 
 @dataclasses.dataclass(slots=True)
@@ -155,41 +144,29 @@ class _Pieces:
     begin: int = 0
     data: bytes = b""
 
-    def at(self, offset: int, nbytes: int) -> int:
-        """Position in `data` of these bytes; they are fewer only where the file ends."""
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """These bytes; they are fewer only where the file ends."""
         if not self.begin <= offset <= self.begin + len(self.data) - nbytes:
             self.data, self.begin = self.files.peek(self.path, max(nbytes, self.size), offset), offset
-        return offset - self.begin
+        return self.data[offset - self.begin : offset - self.begin + nbytes]
 
 
-def scan(
-    files: Files,
-    path: Path,
-    size: int,
-    start: int = 0,
-    *,
-    piece_bytes: int = PIECE_BYTES,
-    small_bytes: int = SMALL_BYTES,
-) -> Iterator[Found]:
+def scan(files: Files, path: Path, size: int, start: int = 0, piece_bytes: int = PIECE_BYTES) -> Iterator[Found]:
     """All records with intact headers that lie wholly between `start` and the file's end, `size`.
 
     Behind a broken header the search goes on at the next possible place. The data are not verified.
     """
-    pieces, kinds = _Pieces(files, path, piece_bytes), dict[bytes, RecordKind]()
-    offset = start
+    pieces, offset = _Pieces(files, path, piece_bytes), start
     while offset + ALIGN <= size:
-        at = pieces.at(offset, ALIGN)
         try:
-            header_bytes = header_bytes_of(pieces.data, at)
-            if header_bytes > ALIGN:
-                at = pieces.at(offset, header_bytes)
-            found = Found(offset, *identify(pieces.data, at, kinds))
+            header = unpack_header(pieces.read(offset, header_bytes_of(pieces.read(offset, ALIGN))))
         except BadRecordError:
             offset += ALIGN
             pieces.size = piece_bytes
             continue
+        found = Found(offset, header.record_bytes, header.info)
         if found.end > size:
             break
         yield found
         offset = found.end
-        pieces.size = piece_bytes if found.kind.record_bytes <= small_bytes else header_bytes
+        pieces.size = piece_bytes if found.nbytes <= SMALL_BYTES else header.header_bytes

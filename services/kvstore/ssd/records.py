@@ -36,9 +36,6 @@ from moonpool.kv.layout import KVLayout
 ALIGN = 4096
 MAGIC = b"MPKVREC2"
 SEEDED_MAGIC = b"MPKVREC1"
-_PREFIX = struct.Struct("<8sQII")
-_KEY_AT, _PARENT_AT, _NAMESPACE_AT = 24, 56, 88
-_TENANT_LENGTH = struct.Struct("<I")
 _FIXED = struct.Struct("<8sQII32s32s32sIIIII16sI")
 _HASHED_FROM = 16
 _MAX_HEADER_BYTES = 1 << 20
@@ -71,21 +68,12 @@ class RecordHeader:
         return value
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class RecordKind:
-    """What the headers of many records have in common: all but keys and checksums. Sizes include header and padding."""
-
-    format: BlockFormat
-    tenant: str
-    record_bytes: int
-
-
 def _align(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
 def header_size(info: BlockInfo) -> int:
-    """Bytes of a block's record header."""
+    """Bytes of a record's header, padding included."""
     return _align(_FIXED.size + len(info.tenant.encode()) + 8 * info.format.layout.layers)
 
 
@@ -114,11 +102,11 @@ def pack_header(info: BlockInfo, hashes: Sequence[int]) -> bytes:
     return bytes(out)
 
 
-def header_bytes_of(data: bytes | bytearray, at: int = 0) -> int:
-    """Length of the header that begins at `at` (24 bytes are enough). Raises BadRecordError when none begins there."""
-    if len(data) < at + _PREFIX.size:
+def header_bytes_of(data: bytes | bytearray) -> int:
+    """Length of the header that `data` begins with. Raises BadRecordError when there is none."""
+    if len(data) < _FIXED.size:
         raise BadRecordError("too short for a record")
-    magic, _, size, _ = _PREFIX.unpack_from(data, at)
+    magic, _, size, *_ = _FIXED.unpack_from(data)
     if magic not in (MAGIC, SEEDED_MAGIC):
         raise BadRecordError("no record begins here")
     if not ALIGN <= size <= _MAX_HEADER_BYTES or size % ALIGN:
@@ -154,20 +142,3 @@ def unpack_header(data: bytes | bytearray) -> RecordHeader:
     info = BlockInfo(BlockKey(key), BlockKey(parent), tenant, block_format)
     hashes = struct.unpack_from(f"<{layers}Q", data, sums_at)
     return RecordHeader(info, size, hashes, seeded=magic == SEEDED_MAGIC)
-
-
-def identify(data: bytes, at: int, kinds: dict[bytes, RecordKind]) -> tuple[BlockKey, RecordKind]:
-    """Verifies the header at `at`; its block's key, and the record's kind. Raises BadRecordError when it is not intact.
-
-    Quick for kinds that were met before: `kinds` holds them by the bytes that describe them.
-    """
-    size = header_bytes_of(data, at)
-    header = memoryview(data)[at : at + size]
-    if len(header) < size or xxhash.xxh3_64_intdigest(header[_HASHED_FROM:]) != _PREFIX.unpack_from(header)[1]:
-        raise BadRecordError("the header is cut off or its checksum is wrong")
-    (tenant_bytes,) = _TENANT_LENGTH.unpack_from(header, _FIXED.size - _TENANT_LENGTH.size)
-    said = b"".join((header[_HASHED_FROM:_KEY_AT], header[_NAMESPACE_AT : _FIXED.size + tenant_bytes]))
-    if said not in kinds:
-        whole = unpack_header(bytes(header))
-        kinds[said] = RecordKind(whole.info.format, whole.info.tenant, whole.record_bytes)
-    return BlockKey(bytes(header[_KEY_AT:_PARENT_AT])), kinds[said]

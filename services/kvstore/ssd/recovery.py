@@ -6,8 +6,6 @@ was read is served all the same, and the next start reads it again.
 """
 
 import collections
-import contextlib
-import dataclasses
 import fcntl
 import functools
 import itertools
@@ -20,16 +18,19 @@ from typing import Literal
 import lmdb
 
 from moonpool.errors import ConfigError
-from moonpool.kv.blocks import BlockFormat
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.catalogue import ENTRY, Catalogue, IdChange, Segment, Slot
+from services.kvstore.ssd.catalogue import ENTRY, Catalogue, Segment, Slot
 from services.kvstore.ssd.files import Files, is_full
 from services.kvstore.ssd.index import MAP_BYTES, Index, IndexChange, IndexImage, IndexLostError
 from services.kvstore.ssd.reader import Found, list_segments, read_record, scan, segment_path
-from services.kvstore.ssd.records import ALIGN, BadRecordError, RecordKind
+from services.kvstore.ssd.records import ALIGN, BadRecordError
 from services.kvstore.tenancy.tenants import Account
 
 log = get_logger(__name__)
+
+_SCAN_THREADS = 8
+_PROGRESS_STEPS = 10
+_SPARE_BYTES = 1 << 20
 
 Durability = Literal["power", "process"]
 """What a block that was committed survives: a loss of power, or the death of this process only."""
@@ -38,11 +39,14 @@ Durability = Literal["power", "process"]
 class DataFolder:
     """A locked data folder, made if need be.
 
+    Attributes:
+        durability: what commits survive from now on.
+
     Raises:
         ConfigError: naming `data_dir`: it cannot be made or written, or another process has it.
     """
 
-    def __init__(self, path: Path, files: Files) -> None:
+    def __init__(self, path: Path, files: Files, durability: Durability = "power") -> None:
         self.path = path
         self.files = files
         self.segments = path / "segments"
@@ -54,6 +58,7 @@ class DataFolder:
             self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._probe()
+            self.durability = self._settle(durability)
         except OSError as error:
             self.close()
             used = isinstance(error, BlockingIOError)
@@ -69,36 +74,29 @@ class DataFolder:
                 raise
             log.warning("the device is full", path=str(self.path))
 
-    def settle(self, durability: Durability) -> tuple[Durability, bool]:
-        """Deals with blocks that an earlier process left unsynced, and notes whether this one will.
+    def _settle(self, durability: Durability) -> Durability:
+        """Deals with blocks that an earlier process left unsynced, and notes the boot in which this one does so.
 
         After a restart of the machine the index of a process that did not sync is worth nothing: it is deleted.
-        Returns what commits will survive, and whether an earlier process' blocks may still be unsynced.
         """
-        boot, now = self._noted_boot(), self.files.boot_id()
-        is_same_boot = bool(boot) and boot == now
+        boot, now = self._note.read_text().strip() if self._note.exists() else None, self.files.boot_id()
+        is_same_boot = bool(boot) and boot == now  # "" is a boot that is not known
         if boot is not None and not is_same_boot:
             log.warning("the machine restarted before everything was synced; rebuilding the index")
             self.files.remove_folder(self.index)
         elif is_same_boot and durability == "power":
             self.files.sync_all()
         if durability == "process":
-            if is_same_boot:  # noted already; written anew it could be lost, as the device may be full
-                return "process", True
             try:
-                self.files.write_note(self._note, now)
-                return "process", False
+                if not is_same_boot:  # noted already; written anew it could be lost, as the device may be full
+                    self.files.write_note(self._note, now)
+                return "process"
             except OSError as error:
                 if not is_full(error):
                     raise
                 log.warning("the device is too full to do without syncs; durability is power", error=str(error))
-        if boot is not None or durability == "process":  # half a note would say that something is not synced
-            self.all_synced()
-        return "power", False
-
-    def _noted_boot(self) -> str | None:
-        """The boot in which blocks were last left unsynced; None when none were, "" when it is not known."""
-        return self._note.read_text().strip() if self._note.exists() else None
+        self.all_synced()  # half a note would say that something is not synced
+        return "power"
 
     def all_synced(self) -> None:
         self.files.unlink(self._note)
@@ -109,271 +107,188 @@ class DataFolder:
             self._lock_fd = -1
 
 
-log = get_logger(__name__)
-
-_SCAN_THREADS = 8
-_ENTRIES_PER_VALUE = 4096
-_BYTES_PER_COMMIT = 8 << 20
-_PROGRESS_STEPS = 10
-_SPARE_BYTES = 1 << 20
-
-
-@dataclasses.dataclass(slots=True)
-class Recovered:
-    """What a data folder holds.
+class Recovery:
+    """What a data folder holds. Blocking: reads it, and makes its index and its files agree.
 
     Attributes:
-        index: it agrees with the rest; None when there was no room to rebuild a lost one.
+        index: None when there was no room to rebuild a lost one.
         next_segment: a number that was never used.
-        durability: what commits survive from now on.
-        unsynced: what an earlier process has left unsynced may still be so.
-        rebuilt: the index was lost and made anew from the segments.
-        lost_blocks: blocks that the index names and the segments do not hold.
-        adopted_blocks: records that the index did not name.
+        rebuilt: the index was lost, and what is here was read from the segments.
+
+    Raises:
+        ConfigError: naming `data_dir`: the folder cannot be used.
     """
 
-    index: Index | None
-    catalogue: Catalogue
-    next_segment: int
-    durability: Durability
-    unsynced: bool
-    rebuilt: bool
-    lost_blocks: int = 0
-    adopted_blocks: int = 0
-
-
-def recover(
-    folder: DataFolder, durability: Durability, account: Account | None = None, map_bytes: int = MAP_BYTES
-) -> Recovered:
-    """Finds what is in the folder and makes index and files agree. ConfigError naming `data_dir`: it cannot be used."""
-    try:
-        sizes = list_segments(folder.segments)
-        durability, unsynced = folder.settle(durability)
-        update = _IndexUpdate(folder, map_bytes, sync=durability == "power", is_first_start=not sizes)
-        try:
-            catalogue = Catalogue(update.image.formats, update.image.tenants, account)
-            found = Recovered(None, catalogue, 1, durability, unsynced, bool(sizes) and update.is_new)
-            _fill(found, folder, sizes, update)
-        except BaseException:
-            update.close()
-            raise
-    except (OSError, lmdb.Error) as error:
-        raise ConfigError("data_dir", f"{folder.path} cannot be used: {error}") from error
-    return found
-
-
-class _IndexUpdate:
-    """The index as it was found, and what it must learn, told in portions.
-
-    A full device is no reason not to start: a new index is given up and its room with it, an old one stays as it is.
-
-    Attributes:
-        index: None once it was given up.
-        image: what it held.
-        is_new: it was lost, and is made anew.
-        error: why it was not told everything.
-    """
-
-    def __init__(self, folder: DataFolder, map_bytes: int, *, sync: bool, is_first_start: bool) -> None:
+    def __init__(self, folder: DataFolder, account: Account | None = None, map_bytes: int = MAP_BYTES) -> None:
+        self.folder = folder
         self.index: Index | None = None
-        self.image = IndexImage()
-        self.is_new = False
-        self.error: Exception | None = None
-        self._folder = folder
-        self._needs_room = is_first_start
-        self._entries: dict[Slot, bytes] = {}
-        self._sizes: dict[int, int] = {}
-        self._open = functools.partial(Index, folder.files, folder.index, map_bytes, sync=sync)
+        self._sync = folder.durability == "power"
+        self._open_index = functools.partial(Index, folder.files, folder.index, map_bytes, sync=self._sync)
         try:
-            self._load()
-        except IndexLostError as error:
-            if not is_first_start:
-                log.warning("rebuilding the index from the segments", reason=str(error))
-            self.is_new = True
-            self._discard()
-            with self._unless_full():
-                self.index = self._open()
-
-    def _load(self) -> None:
-        try:
-            self.index = self._open()
-        except (OSError, lmdb.Error) as error:
-            if not is_full(error):  # opening what is whole needs no room
+            sizes = list_segments(folder.segments)
+            image = self._load(is_first_start=not sizes)
+            self.next_segment = max([0, *sizes, *image.segments]) + 1
+            self.rebuilt = bool(sizes) and self.index is None
+            self.catalogue = Catalogue(image.formats, image.tenants, account)
+            adopted = self._fill(sizes, image)
+            self._tell(self._difference(image, adopted))
+        except BaseException as error:
+            self.close()
+            if not isinstance(error, OSError | lmdb.Error):
                 raise
-            raise IndexLostError(f"there is none: {error}") from error
-        self.image = self.index.load()
-
-    @contextlib.contextmanager
-    def _unless_full(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, lmdb.Error) as error:
-            if self._needs_room or not is_full(error):
-                raise
-            self.error = error
-            if self.is_new:
-                self._discard()
-
-    def _discard(self) -> None:
-        self.close()
-        self.index = None
-        self._folder.files.remove_folder(self._folder.index)
-
-    def add(self, segment: Segment, first: int, packed: bytes, catalogue: Catalogue) -> None:
-        """Entries of the slots of a segment from `first` on."""
-        step = _ENTRIES_PER_VALUE * ENTRY.size
-        for at in range(0, len(packed), step):
-            self._entries[segment.number, first + at // ENTRY.size] = packed[at : at + step]
-        self._sizes[segment.number] = segment.size
-        if len(self._entries) * step >= _BYTES_PER_COMMIT:
-            self._commit(catalogue, IndexChange())
-
-    def _commit(self, catalogue: Catalogue, removals: IndexChange) -> tuple[IdChange[BlockFormat], IdChange[str]]:
-        ids = catalogue.formats.change(), catalogue.tenants.change()
-        sizes = {**removals.segments, **self._sizes}
-        if self.index is not None and self.error is None and (sizes or removals.removed_segments):
-            with self._unless_full():
-                self.index.commit(IndexChange(removals.removed_segments, removals.dropped, self._entries, sizes, *ids))
-        self._entries, self._sizes = {}, {}
-        return ids
-
-    def finish(self, catalogue: Catalogue, removals: IndexChange) -> None:
-        """Tells the index the rest, and declares a new one whole."""
-        ids = self._commit(catalogue, removals)
-        if self.index is not None and self.is_new:
-            with self._unless_full():
-                self.index.finish_rebuild()
-        written = self.index is None or self.error is None
-        catalogue.formats.settle(ids[0], written=written)
-        catalogue.tenants.settle(ids[1], written=written)
-        if self.error is not None and self.is_new:
-            log.error(
-                "the device is too full for an index: all that the segments hold is served, but every start reads them "
-                "anew; free some room and start again",
-                path=str(self._folder.index),
-                needed_bytes=sum(len(one.keys) for one in catalogue.segments.values()) * ENTRY.size + _SPARE_BYTES,
-                error=str(self.error),
-            )
-        elif self.error is not None:
-            log.warning("the device is too full to update the index; the next start does", error=str(self.error))
+            raise ConfigError("data_dir", f"{folder.path} cannot be used: {error}") from error
 
     def close(self) -> None:
         if self.index is not None:
             self.index.close()
 
-
-def _fill(recovered: Recovered, folder: DataFolder, sizes: Mapping[int, int], update: _IndexUpdate) -> None:
-    """Fills the catalogue, and makes index and files agree with it."""
-    catalogue, image = recovered.catalogue, update.image
-    named = {number: min(size, sizes[number]) for number, size in image.segments.items() if number in sizes}
-    newer = {number: named.get(number, 0) for number, size in sizes.items() if size > named.get(number, 0)}
-    found = _scan(
-        folder,
-        {number: (start, sizes[number]) for number, start in newer.items()},
-        check=not update.is_new,
-        sync=recovered.durability == "power",
-    )
-    if newer and recovered.durability == "power":
-        folder.files.sync_folder(folder.segments)
-    recovered.unsynced |= bool(newer)
-    deleted, cut_bytes = 0, 0
-    for number, size in sizes.items():
-        segment = Segment(number, segment_path(folder.segments, number), named.get(number, 0))
-        known = image.entries.get(number, b"") if number in named else b""
-        records = next(found) if number in newer else ()
-        if records is not None:  # else it could not be read: another start may
-            segment.size = records[-1].end if records else segment.size
-            cut_bytes += size - segment.size
-            if not segment.size:
-                folder.files.unlink(segment.path)
-                deleted += 1
-            elif segment.size < size:
-                folder.files.truncate(segment.path, segment.size)
-        if not segment.size:
-            continue
-        adopted = _pack(catalogue, records or ())
-        catalogue.add(segment, known + adopted)
-        if adopted:
-            update.add(segment, len(known) // ENTRY.size, adopted, catalogue)
-            recovered.adopted_blocks += len(adopted) // ENTRY.size
-    if newer and not recovered.rebuilt:
-        log.warning(
-            "segments hold more than the index names; intact records adopted, the rest deleted",
-            segments=len(newer),
-            adopted_blocks=recovered.adopted_blocks,
-            deleted_segments=deleted,
-            deleted_bytes=cut_bytes,
-        )
-    for number, slot in image.dropped:
-        if number in catalogue.segments:
-            catalogue.mark_dead(number, slot)
-    update.finish(catalogue, _forget_missing(recovered, image, named))
-    recovered.index = update.index
-    recovered.next_segment = max([*sizes, *image.segments], default=0) + 1
-
-
-def _forget_missing(recovered: Recovered, image: IndexImage, named: Mapping[int, int]) -> IndexChange:
-    """Forgets blocks that the files do not hold any more; what the index must forget."""
-    catalogue = recovered.catalogue
-    cut = [catalogue.segments[number] for number, end in named.items() if end < image.segments[number] and end]
-    gone = [number for number in image.segments if not named.get(number)]
-    lost = [
-        (segment.number, slot)
-        for segment in cut
-        for slot in catalogue.live_slots(segment)
-        if segment.offset(slot) + segment.nbytes(slot) > segment.size
-    ]
-    for number, slot in lost:
-        catalogue.mark_dead(number, slot)
-    recovered.lost_blocks = len(lost) + sum(len(image.entries.get(number, b"")) // ENTRY.size for number in gone)
-    if cut or gone:
-        log.warning(
-            "segments are missing or cut off; their blocks are dropped",
-            blocks=recovered.lost_blocks,
-            segments=len(gone),
-        )
-    return IndexChange(gone, lost, segments={segment.number: segment.size for segment in cut})
-
-
-def _scan(
-    folder: DataFolder, parts: Mapping[int, tuple[int, int]], *, check: bool, sync: bool
-) -> Iterator[Sequence[Found] | None]:
-    """The records between two offsets of each segment, segment by segment; several are read at once.
-
-    None for a segment that cannot be read. With `check`, records whose data are damaged are left out. With `sync`,
-    records are on the device when they are returned: the process that wrote them may have ended before its own sync.
-    """
-
-    def read(number: int) -> list[Found] | None:
-        path, (start, end) = segment_path(folder.segments, number), parts[number]
+    def _load(self, *, is_first_start: bool) -> IndexImage:
+        """What the index holds; where it cannot be used, nothing, and what there is of it is deleted."""
         try:
-            found = scan(folder.files, path, end, start)
-            records = [one for one in found if not check or _is_whole(folder.files, path, one)]
-            if records and sync:
-                folder.files.sync(path)
+            self.index = self._open_index()
+            return self.index.load()
+        except (OSError, lmdb.Error, IndexLostError) as error:
+            if not isinstance(error, IndexLostError) and not is_full(error):  # opening what is whole needs no room
+                raise
+            if not is_first_start:
+                log.warning("rebuilding the index from the segments", reason=str(error))
+        self._discard()
+        return IndexImage()
+
+    def _discard(self) -> None:
+        self.close()
+        self.index = None
+        self.folder.files.remove_folder(self.folder.index)
+
+    def _fill(self, sizes: Mapping[int, int], image: IndexImage) -> dict[Slot, bytes]:
+        """Fills the catalogue, and makes the files agree with it; entries of what the index does not name."""
+        folder = self.folder
+        named = {number: min(size, sizes.get(number, 0)) for number, size in image.segments.items()}
+        newer = {number: (named.get(number, 0), size) for number, size in sizes.items() if size > named.get(number, 0)}
+        scanned = self._scan(newer)
+        entries, deleted_bytes = dict[Slot, bytes](), 0
+        for number, size in sizes.items():
+            segment = Segment(number, segment_path(folder.segments, number), named.get(number, 0))
+            known = image.entries.get(number, b"") if segment.size else b""
+            records = next(scanned) if number in newer else ()
+            if records is not None:  # else it could not be read: another start may
+                deleted_bytes += _trim(folder.files, segment, size, records)
+            if segment.size:
+                adopted = _pack(self.catalogue, records or ())
+                self.catalogue.add(segment, known + adopted)
+                if adopted:
+                    entries[number, len(known) // ENTRY.size] = adopted
+        for number, slot in image.dropped:
+            self.catalogue.mark_dead(number, slot)
+        if newer and self._sync:
+            folder.files.sync_folder(folder.segments)
+        if newer and not self.rebuilt:
+            log.warning(
+                "segments hold more than the index names; intact records adopted, the rest deleted",
+                segments=len(newer),
+                adopted_blocks=sum(map(len, entries.values())) // ENTRY.size,
+                deleted_bytes=deleted_bytes,
+            )
+        return entries
+
+    def _scan(self, parts: Mapping[int, tuple[int, int]]) -> Iterator[Sequence[Found] | None]:
+        """The records between two offsets of each segment, segment by segment; several are read at once.
+
+        None for a segment that cannot be read.
+        """
+        blocks, step = 0, max(1, len(parts) // _PROGRESS_STEPS)
+        waiting, ahead = iter(parts.items()), collections.deque[Future[list[Found] | None]]()
+        with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="kvstore-scan") as pool:
+            for done in range(1, len(parts) + 1):
+                for number, part in itertools.islice(waiting, 2 * _SCAN_THREADS - len(ahead)):  # they take memory
+                    ahead.append(pool.submit(self._read, segment_path(self.folder.segments, number), *part))
+                found = ahead.popleft().result()
+                blocks += len(found or ())
+                if done % step == 0 or done == len(parts):
+                    log.info("segments read", segments=done, of=len(parts), blocks=blocks)
+                yield found
+
+    def _read(self, path: Path, start: int, end: int) -> list[Found] | None:
+        """Records in a part of a segment; where there is an index, only those whose data are whole too.
+
+        With syncs, they are on the device: the process that wrote them may have ended before its own sync.
+        """
+        files = self.folder.files
+        try:
+            found = scan(files, path, end, start)
+            records = [one for one in found if self.index is None or _is_whole(files, path, one)]
+            if records and self._sync:
+                files.sync(path)
             return records
         except OSError as error:
             log.error("a segment cannot be read; it is left as it is", path=str(path), error=str(error))
             return None
         finally:
-            folder.files.close(path)
+            files.close(path)
 
-    blocks, step = 0, max(1, len(parts) // _PROGRESS_STEPS)
-    waiting, ahead = iter(parts), collections.deque[Future[list[Found] | None]]()
-    with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="kvstore-scan") as pool:
-        for done in range(1, len(parts) + 1):
-            for number in itertools.islice(waiting, 2 * _SCAN_THREADS - len(ahead)):  # what is found takes memory
-                ahead.append(pool.submit(read, number))
-            found = ahead.popleft().result()
-            blocks += len(found or ())
-            if done % step == 0 or done == len(parts):
-                log.info("segments read", segments=done, of=len(parts), blocks=blocks)
-            yield found
+    def _difference(self, image: IndexImage, adopted: Mapping[Slot, bytes]) -> IndexChange:
+        """What the index must learn. Forgets blocks that it names and that the files do not hold any more."""
+        catalogue = self.catalogue
+        changed = [one for number, one in catalogue.segments.items() if one.size != image.segments.get(number)]
+        gone = [number for number in image.segments if number not in catalogue.segments]
+        lost = [
+            (segment.number, slot)
+            for segment in changed
+            for slot in catalogue.live_slots(segment)
+            if segment.offset(slot) + segment.nbytes(slot) > segment.size
+        ]
+        for number, slot in lost:
+            catalogue.mark_dead(number, slot)
+        if lost or gone:
+            blocks = len(lost) + sum(len(image.entries.get(one, b"")) // ENTRY.size for one in gone)
+            log.warning("segments are missing or cut off; their blocks are dropped", blocks=blocks, segments=len(gone))
+        sizes = {segment.number: segment.size for segment in changed}
+        return IndexChange(gone, lost, adopted, sizes, catalogue.formats.change(), catalogue.tenants.change())
+
+    def _tell(self, change: IndexChange) -> None:
+        """Tells the index what it must learn, in one transaction; makes a lost one anew.
+
+        A full device is no reason not to start: a new index is given up and its room with it, an old one stays as it
+        is.
+        """
+        is_new, written = self.index is None, True
+        try:
+            if self.index is None:
+                self.index = self._open_index()
+            if is_new or change.segments or change.removed_segments:
+                self.index.commit(change)
+        except (OSError, lmdb.Error) as error:
+            if not is_full(error) or (is_new and not self.rebuilt):
+                raise
+            if is_new:
+                self._discard()
+                log.error(
+                    "the device is too full for an index: all that the segments hold is served, but every start reads "
+                    "them anew; free some room and start again",
+                    path=str(self.folder.index),
+                    needed_bytes=len(self.catalogue) * ENTRY.size + _SPARE_BYTES,
+                    error=str(error),
+                )
+            else:
+                written = False
+                log.warning("the device is too full to update the index; the next start does", error=str(error))
+        self.catalogue.formats.settle(written=written)
+        self.catalogue.tenants.settle(written=written)
+
+
+def _trim(files: Files, segment: Segment, size: int, records: Sequence[Found]) -> int:
+    """Cuts a file of `size` bytes behind its last record, or deletes it when it has none; the bytes that went."""
+    segment.size = records[-1].end if records else segment.size
+    if not segment.size:
+        files.unlink(segment.path)
+    elif segment.size < size:
+        files.truncate(segment.path, segment.size)
+    return size - segment.size
 
 
 def _is_whole(files: Files, path: Path, found: Found) -> bool:
     try:
-        read_record(files, path, found.key, found.offset, found.kind.record_bytes)
+        read_record(files, path, found.info.key, found.offset, found.nbytes)
     except BadRecordError:
         return False
     return True
@@ -381,10 +296,8 @@ def _is_whole(files: Files, path: Path, found: Found) -> bool:
 
 def _pack(catalogue: Catalogue, found: Sequence[Found]) -> bytes:
     """Entries of records."""
-
-    @functools.cache
-    def rest(kind: RecordKind) -> tuple[int, int, int]:
-        ids = catalogue.formats.id_of(kind.format), catalogue.tenants.id_of(kind.tenant)
-        return kind.record_bytes // ALIGN, *ids
-
-    return b"".join(ENTRY.pack(key, offset // ALIGN, *rest(kind)) for offset, key, kind in found)
+    formats, tenants = catalogue.formats, catalogue.tenants
+    return b"".join(
+        ENTRY.pack(info.key, at // ALIGN, nbytes // ALIGN, formats.id_of(info.format), tenants.id_of(info.tenant))
+        for at, nbytes, info in found
+    )

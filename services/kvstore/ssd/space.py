@@ -2,12 +2,10 @@
 
 Oldest first, with a second chance: a block that was used since it was written is written anew once, into the newest
 segment, and must be used again to be spared again; at most half a segment is spared so. Blocks that `keeps` names are
-always carried. On the conversation trace this beats dropping whole segments by 0.024 (10,000 blocks) and 0.030 (30,000
-blocks) of hit share for 1.17 and 1.24 times the writing; choosing the segment with the fewest used blocks instead loses
-half of the hits, because such a segment is a young one (docs/adr/0004-ssd-tier.md).
+always carried. What this gains over dropping whole segments, and over other choices: docs/adr/0004-ssd-tier.md.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 
 from moonpool.kv.keys import BlockKey
@@ -20,7 +18,7 @@ Keeps = Callable[[BlockKey, str, int], bool]
 """Whether a block (key, tenant, bytes of its record) must stay."""
 
 MIN_SEGMENTS = 8  # from so many on, the budget leaves room for what is carried over before its old file is deleted
-MAX_VICTIMS = 16  # of one plan: a store full of kept blocks must not be rewritten for one block
+MAX_VICTIMS = 16  # of one plan, unless more of them pay: a store full of kept blocks must not be rewritten for one
 SPARED_SHARE = 2  # of what could become free, one part in so many at most is carried over for having been used
 LOOK_AT = 8  # segments that are asked about for one choice, once one that may go was found
 MAX_LOOKED_AT = 64  # the same, while there was none
@@ -42,7 +40,7 @@ class Space:
         capacity_bytes: int,
         segment_bytes: int,
         next_segment: int,
-        keeps: Keeps | None,
+        keeps: Keeps,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.active: Segment | None = None
@@ -67,20 +65,21 @@ class Space:
         return bool(self._thin) or self.used_bytes > self.capacity_bytes
 
     def compact(self, min_live_share: float) -> int:
-        """Has `compact_one` rewrite all segments of which less than this share of a full one is live; how many."""
+        """Has the next plans rewrite segments that are live to less than this share of a full one; how many."""
         self._thin = [
             segment.number
             for segment in self._catalogue.segments.values()
             if segment is not self.active
-            and segment.live_bytes < min_live_share * max(segment.size, self._segment_bytes)
+            and segment.live.total_bytes < min_live_share * max(segment.size, self._segment_bytes)
         ]
         return len(self._thin)
 
     def make_room(self, nbytes: int, victims: list[Victim]) -> bool:
         """Reclaims segments until so many bytes fit; False when they cannot. Adds to `victims`."""
-        if nbytes > self.capacity_bytes - self._reserve:
+        limit = self.capacity_bytes - self._reserve
+        if nbytes > limit:
             return False
-        while self.used_bytes + nbytes > self.capacity_bytes - self._reserve and len(victims) < MAX_VICTIMS:
+        while self.used_bytes + nbytes > limit and _may_take_more(nbytes, victims):
             spare = self.capacity_bytes - self.used_bytes - sum(victim.segment.size for victim in victims)
             must = self.used_bytes + nbytes > self.capacity_bytes
             if not self._reclaim(victims, max(0, spare), cheaply=not must):
@@ -89,10 +88,8 @@ class Space:
 
     def give_up(self, nbytes: int, victims: list[Victim]) -> None:
         """Reclaims at least one segment, and as many as it takes to free so many bytes, whatever the budget says."""
-        freed = 0
         while len(victims) < MAX_VICTIMS and self._reclaim(victims, 0):
-            freed += victims[-1].freed_bytes
-            if freed >= nbytes:
+            if sum(victim.freed_bytes for victim in victims) >= nbytes:
                 break
 
     def compact_one(self, victims: list[Victim]) -> None:
@@ -100,29 +97,32 @@ class Space:
         while self._thin and not victims:
             segment = self._catalogue.segments.get(self._thin.pop(0))
             if segment is not None and segment is not self.active and not segment.going and not segment.readers:
-                self._take(segment, lambda *_: True, segment.live_bytes, 0, victims)
+                victims.append(self._take(segment, range(len(segment.keys))))
 
     def pass_over(self, segment: Segment) -> None:
         """A segment cannot be read: others are reclaimed for a while."""
-        segment.kept_bytes, segment.asked_at = segment.size, self._plans
+        segment.kept_share, segment.asked_at = 1.0, self._plans
 
     def _reclaim(self, victims: list[Victim], spare_bytes: int, *, cheaply: bool = False) -> bool:
         """Empties the next segment without readers into `victims`; False if there is none. The active one comes last.
 
         At most `spare_bytes` are carried over for having been used; `cheaply`: not if most of it must be carried over.
+        Blocks are judged one after the other, each after the last has left the catalogue, so that a tenant's guarantee
+        holds for all together. Beside what must stay some of a segment always goes.
         """
         segments = self._catalogue.segments.values()
         idle = [segment for segment in segments if not segment.readers and not segment.going and segment.size]
         segment = self._choose(one for one in idle if one is not self.active)
         if segment is None and self.active in idle:
             segment = self._choose([self.active])
-        if segment is None or (cheaply and 2 * segment.kept_bytes > segment.size):
+        if segment is None or (cheaply and segment.kept_share > 0.5):
             return False
-        self._take(segment, self._keeps, segment.kept_bytes, spare_bytes, victims)
+        free_bytes = round(segment.size * (1 - segment.kept_share))
+        victims.append(self._take(segment, self._spared(segment, min(spare_bytes, free_bytes // SPARED_SHARE))))
         return True
 
     def _choose(self, segments: Iterable[Segment]) -> Segment | None:
-        """The first of `segments` (oldest first, none empty) that may go; its `kept_bytes` are up to date.
+        """The first of `segments` (oldest first, none empty) that may go; its `kept_share` is up to date.
 
         Among the first few, it is the first of which at least half would become free; failing that, the one of which
         most would; None when nothing would. A segment is asked about once in `ASK_AGAIN` plans, but always before it
@@ -131,53 +131,47 @@ class Space:
         best: Segment | None = None
         looked = 0
         for segment in segments:
-            if not 0 <= self._plans - segment.asked_at < ASK_AGAIN:
+            if self._plans - segment.asked_at >= ASK_AGAIN:
                 if looked >= (MAX_LOOKED_AT if best is None else LOOK_AT):
                     break
                 looked += 1
                 self._ask(segment)
-            if segment.asked_at != self._plans and 2 * segment.kept_bytes <= segment.size:
+            if segment.asked_at != self._plans and segment.kept_share <= 0.5:
                 self._ask(segment)
-            if 2 * segment.kept_bytes <= segment.size:
+            if segment.kept_share <= 0.5:
                 return segment
-            if segment.kept_bytes < segment.size and (best is None or _kept_share(segment) < _kept_share(best)):
+            if segment.kept_share < (1 if best is None else best.kept_share):
                 best = segment
         if best is not None:
             self._ask(best)
-        return best if best is not None and best.kept_bytes < best.size else None
+        return best if best is not None and best.kept_share < 1 else None
 
     def _ask(self, segment: Segment) -> None:
         """Finds out how much of a segment must stay."""
-        slots = self._catalogue.live_slots(segment) if self._keeps is not None else ()
-        segment.kept_bytes = sum(segment.nbytes(slot) for slot in slots if self._is_kept(segment, slot, self._keeps))
+        slots = self._catalogue.live_slots(segment)
+        kept_bytes = sum(segment.nbytes(slot) for slot in slots if self._is_kept(segment, slot))
+        segment.kept_share = kept_bytes / segment.size
         segment.asked_at = self._plans
 
-    def _is_kept(self, segment: Segment, slot: int, keeps: Keeps | None) -> bool:
+    def _is_kept(self, segment: Segment, slot: int) -> bool:
         tenant = self._catalogue.tenants[segment.tenants[slot]]
-        return keeps is not None and keeps(segment.keys[slot], tenant, segment.nbytes(slot))
+        return self._keeps(segment.keys[slot], tenant, segment.nbytes(slot))
 
-    def _take(
-        self, segment: Segment, keeps: Keeps | None, kept_bytes: int, spare_bytes: int, victims: list[Victim]
-    ) -> None:
-        """Decides about every block of a segment, and forgets those that go; carried ones keep their place for now.
-
-        Blocks are judged one after the other, each after the last has left the catalogue, so that a tenant's guarantee
-        holds for all together. Beside `kept_bytes` some of it always goes.
-        """
+    def _take(self, segment: Segment, spared: Container[int]) -> Victim:
+        """Carries the blocks that must stay and `spared` slots, which keep their place for now; forgets the others."""
         victim = Victim(segment, [], 0, [])
-        spared = self._spared(segment, min(spare_bytes, (segment.size - kept_bytes) // SPARED_SHARE))
         for slot in self._catalogue.live_slots(segment):
-            if slot in spared or self._is_kept(segment, slot, keeps):
+            if slot in spared or self._is_kept(segment, slot):
                 victim.carried.append(slot)
                 victim.carried_bytes += segment.nbytes(slot)
             else:
                 self._catalogue.forget(segment.keys[slot])
-                victim.removed.append((slot, segment.keys[slot]))
+                victim.removed.append(slot)
         segment.going = True
         if segment is self.active:
             self.active = None
         self.used_bytes -= victim.freed_bytes
-        victims.append(victim)
+        return victim
 
     def _spared(self, segment: Segment, nbytes: int) -> set[int]:
         """Slots of used blocks, the youngest ones, together at most `nbytes`."""
@@ -205,5 +199,8 @@ class Space:
         return segment, start // ALIGN
 
 
-def _kept_share(segment: Segment) -> float:
-    return segment.kept_bytes / segment.size
+def _may_take_more(nbytes: int, victims: Sequence[Victim]) -> bool:
+    """Whether a plan may reclaim another segment: beyond the first few only for new records, and while it pays."""
+    freed = sum(victim.freed_bytes for victim in victims)
+    carried = sum(victim.carried_bytes for victim in victims)
+    return len(victims) < MAX_VICTIMS or carried <= freed < nbytes

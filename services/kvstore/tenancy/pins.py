@@ -8,12 +8,12 @@ import collections
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import MAX_TENANT_BYTES
 from moonpool.kv.keys import BlockKey
-from services.kvstore.tenancy.tenants import TenantBytes
+from services.kvstore.tenancy.tenants import Account, TenantBytes
 
 MAX_NAME_BYTES = 256
 """Longest name of a pin, as UTF-8."""
@@ -26,9 +26,9 @@ MAX_TTL_S = 7 * 86400.0
 
 
 class PinLimit(enum.Enum):
-    """Why a pin keeps fewer blocks than were asked for."""
+    """Why a pin keeps fewer blocks than were asked for; the names are those of the contract."""
 
-    NONE = "none"
+    UNSPECIFIED = "unspecified"
     ABSENT = "absent"
     TENANT_BUDGET = "tenant_budget"
     STORE_BUDGET = "store_budget"
@@ -62,31 +62,26 @@ class Pins:
 
     Args:
         budget_bytes: most bytes that all pins together keep.
-        tenant_bytes: budgets of tenants that have their own; None in it for the whole budget.
-        default_bytes: that of each other tenant; None for the whole budget.
+        account: what the pins of each tenant may keep, and do; kept up to date here.
 
     Attributes:
-        used: bytes that each tenant's pins keep.
         nbytes: bytes of all pinned blocks; one that several tenants pin counts once.
     """
 
     def __init__(
         self,
         budget_bytes: int = 0,
-        tenant_bytes: Mapping[str, int | None] | None = None,
-        default_bytes: int | None = None,
+        account: Account | None = None,
         *,
         max_pins: int = 1024,
         max_entries: int = MAX_ENTRIES,
     ) -> None:
         self.budget_bytes = budget_bytes
-        self._tenant_bytes = tenant_bytes or {}
-        self._default_bytes = default_bytes
+        self.account = account or Account()
         self._max_pins = max_pins
         self._max_entries = max_entries
         self._pins: dict[tuple[str, str], _Pin] = {}
         self._pinned: dict[BlockKey, _Pinned] = {}
-        self.used = TenantBytes()
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -101,9 +96,9 @@ class Pins:
         return len(self._pinned)
 
     @property
-    def next_expiry(self) -> float | None:
-        """When the next pin ends; None without pins."""
-        return min((pin.expires_at for pin in self._pins.values()), default=None)
+    def next_expiry(self) -> float:
+        """When the next pin ends; infinite without pins."""
+        return min((pin.expires_at for pin in self._pins.values()), default=math.inf)
 
     def pin(
         self,
@@ -127,75 +122,64 @@ class Pins:
             Overloaded: there are too many pins or keys in pins.
         """
         _check(tenant, name, keys, ttl_s)
-        new, old = (tenant, name) not in self._pins, self._pins.get((tenant, name), _Pin())
-        entries = sum(len(pin.keys) for pin in self._pins.values())
-        if (new and len(self) >= self._max_pins) or entries + len(keys) - len(old.keys) > self._max_entries:
-            expiry = self.next_expiry
-            raise Overloaded(
-                f"there are {len(self)} pins of {entries} blocks, which is the limit",
-                reason="kvstore_pins",
-                retry_after_s=0.0 if expiry is None else expiry - now,
-            )
-        self._drop(tenant, self._pins.pop((tenant, name), old))
+        others = [pin for place, pin in self._pins.items() if place != (tenant, name)]
+        entries = sum(len(pin.keys) for pin in others)
+        if len(others) >= self._max_pins or entries + len(keys) > self._max_entries:
+            message = f"there are {len(others)} other pins of {entries} blocks, and there may be no more"
+            raise Overloaded(message, reason="kvstore_pins", retry_after_s=self.next_expiry - now)
+        changed = {*keys, *self._end([(tenant, name)])}
         outcome = self._take(tenant, keys, size_of)
         if outcome.blocks:
             self._pins[tenant, name] = _Pin(keys[: outcome.blocks], now + ttl_s)
-        return outcome, {*keys, *old.keys}
+        return outcome, changed
 
     def _take(self, tenant: str, keys: Sequence[BlockKey], size_of: Callable[[BlockKey], int | None]) -> PinOutcome:
-        quota = self._tenant_bytes.get(tenant, self._default_bytes)
         nbytes = 0
         for count, key in enumerate(keys):
             pinned, size = self._pinned.get(key), size_of(key)
             if size is None:
                 return PinOutcome(count, nbytes, PinLimit.ABSENT)
             size = size if pinned is None else pinned.nbytes
-            paid = pinned is not None and tenant in pinned.pins
-            if not paid and quota is not None and self.used[tenant] + size > quota:
+            owed = 0 if pinned is not None and tenant in pinned.pins else size
+            if self.account.over_quota(tenant, owed):
                 return PinOutcome(count, nbytes, PinLimit.TENANT_BUDGET)
             if pinned is None:
                 if self.nbytes + size > self.budget_bytes:
                     return PinOutcome(count, nbytes, PinLimit.STORE_BUDGET)
                 pinned = self._pinned[key] = _Pinned(size)
                 self.nbytes += size
-            self.used.add(tenant, 0 if paid else size)
+            self.account.used.add(tenant, owed)
             pinned.pins[tenant] += 1
             nbytes += size
-        return PinOutcome(len(keys), nbytes, PinLimit.NONE)
-
-    def _drop(self, tenant: str, pin: _Pin) -> None:
-        for key in pin.keys:
-            pinned = self._pinned[key]
-            pinned.pins[tenant] -= 1
-            if not pinned.pins[tenant]:
-                del pinned.pins[tenant]
-                self.used.add(tenant, -pinned.nbytes)
-            if not pinned.pins:
-                del self._pinned[key]
-                self.nbytes -= pinned.nbytes
+        return PinOutcome(len(keys), nbytes, PinLimit.UNSPECIFIED)
 
     def unpin(self, tenant: str, name: str) -> set[BlockKey]:
         """Ends a pin; returns its keys, none when there is no such pin."""
-        return self._end([(tenant, name)] if (tenant, name) in self._pins else [])
+        return self._end([(tenant, name)])
 
     def expire(self, now: float) -> set[BlockKey]:
         """Ends the pins whose time is over; returns their keys."""
         return self._end([place for place, pin in self._pins.items() if pin.expires_at <= now])
 
     def _end(self, places: Sequence[tuple[str, str]]) -> set[BlockKey]:
-        keys: set[BlockKey] = set()
-        for tenant, name in places:
-            pin = self._pins.pop((tenant, name))
-            self._drop(tenant, pin)
-            keys.update(pin.keys)
-        return keys
+        keys = [(tenant, key) for tenant, name in places for key in self._pins.pop((tenant, name), _Pin()).keys]
+        for tenant, key in keys:
+            pinned = self._pinned[key]
+            pinned.pins[tenant] -= 1
+            if not pinned.pins[tenant]:
+                del pinned.pins[tenant]
+                self.account.used.add(tenant, -pinned.nbytes)
+            if not pinned.pins:
+                del self._pinned[key]
+                self.nbytes -= pinned.nbytes
+        return {key for _, key in keys}
 
     def check_invariants(self) -> None:
         """Checks that the pinned blocks and bytes are those of the pins, within the limits."""
         counts = collections.Counter((key, tenant) for (tenant, _), pin in self._pins.items() for key in pin.keys)
         assert {(key, tenant): n for key, kept in self._pinned.items() for tenant, n in kept.pins.items()} == counts
         assert all(pinned.pins for pinned in self._pinned.values())
-        assert self.used == TenantBytes.of((tenant, self._pinned[key].nbytes) for key, tenant in counts)
+        assert self.account.used == TenantBytes.of((tenant, self._pinned[key].nbytes) for key, tenant in counts)
         assert self.nbytes == sum(pinned.nbytes for pinned in self._pinned.values()) <= self.budget_bytes
         assert len(self) <= self._max_pins
         assert counts.total() <= self._max_entries

@@ -3,10 +3,10 @@
 import collections
 import dataclasses
 from collections.abc import Container, Iterable, Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from moonpool.errors import ConfigError
 from moonpool.kv.blocks import MAX_TENANT_BYTES
@@ -19,6 +19,8 @@ MAX_TENANT_ROWS = 64
 """Rows at most; each is a set of gauges."""
 
 Bytes = Annotated[int, Field(ge=0)]
+What = Literal["dram", "ssd", "pins"]
+"""That in which a tenant has bytes: one of the tiers, or the blocks that its pins keep in either."""
 
 
 class TenantRow(BaseModel):
@@ -40,20 +42,15 @@ class TenantRow(BaseModel):
     ssd_quota_bytes: Bytes | None = None
     pin_bytes: Bytes | None = None
 
-    def guarantee(self, tier: str) -> int:
-        return self.dram_guarantee_bytes if tier == "dram" else self.ssd_guarantee_bytes
+    def guarantee(self, what: What) -> int:
+        return {"dram": self.dram_guarantee_bytes, "ssd": self.ssd_guarantee_bytes, "pins": 0}[what]
 
-    def quota(self, tier: str) -> int | None:
-        return self.dram_quota_bytes if tier == "dram" else self.ssd_quota_bytes
+    def quota(self, what: What) -> int | None:
+        return {"dram": self.dram_quota_bytes, "ssd": self.ssd_quota_bytes, "pins": self.pin_bytes}[what]
 
 
 def read_rows(value: object) -> object:
-    """Parses rows from a flag (YAML or JSON) or from a file's mapping.
-
-    Raises:
-        ValueError: it is not a mapping of names to rows.
-        ConfigError: naming the row and the field that is wrong.
-    """
+    """A mapping of rows by name, from a flag (YAML or JSON) or a file; raises ValueError when it is none."""
     if isinstance(value, str):
         try:
             value = yaml.safe_load(value) if value.strip() else {}
@@ -61,11 +58,7 @@ def read_rows(value: object) -> object:
             raise ValueError(f"is no YAML: {error}") from None
     if not isinstance(value, Mapping):
         raise ValueError("must be a mapping of tenant to row")
-    try:
-        return TypeAdapter(dict[str, TenantRow]).validate_python({str(name): row for name, row in value.items()})
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise ConfigError(".".join(["tenants", *map(str, first["loc"])]), first["msg"]) from None
+    return {str(name): row for name, row in value.items()}
 
 
 def check_rows(rows: Mapping[str, TenantRow], dram_bytes: int, ssd_bytes: int) -> None:
@@ -74,7 +67,8 @@ def check_rows(rows: Mapping[str, TenantRow], dram_bytes: int, ssd_bytes: int) -
         raise ConfigError("tenants", f"at most {MAX_TENANT_ROWS} rows, not {len(rows)}")
     if any(len(name.encode()) > MAX_TENANT_BYTES for name in rows):
         raise ConfigError("tenants", f"a name has more than {MAX_TENANT_BYTES} bytes")
-    for tier, capacity in (("dram", dram_bytes), ("ssd", ssd_bytes)):
+    capacities: dict[What, int] = {"dram": dram_bytes, "ssd": ssd_bytes}
+    for tier, capacity in capacities.items():
         for name, row in rows.items():
             guarantee, quota = row.guarantee(tier), row.quota(tier)
             field = f"tenants.{name}.{tier}_guarantee_bytes"
@@ -124,33 +118,27 @@ class TenantBytes(collections.Counter[str]):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Account:
-    """What tenants are granted in one tier, and what they have there.
+    """What tenants are granted in one tier or for their pins, and what they have of it.
 
     Attributes:
         guarantees: bytes, of tenants that have a guarantee.
-        quotas: bytes, of tenants with a row; None for no limit.
-        default_quota: that of each other tenant.
-        used: bytes of the tier's blocks, kept up to date by the tier.
+        quotas: bytes, of tenants with a row, and under "*" of each other one; None for no limit.
+        used: bytes of blocks, kept up to date by the tier or the pins.
     """
 
     guarantees: Mapping[str, int] = dataclasses.field(default_factory=dict)
     quotas: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
-    default_quota: int | None = None
     used: TenantBytes = dataclasses.field(default_factory=TenantBytes, init=False)
 
     @staticmethod
-    def of(rows: Mapping[str, TenantRow], tier: str) -> "Account":
-        """An empty account of the tier "dram" or "ssd"."""
-        named = {name: row for name, row in rows.items() if name != DEFAULT_ROW}
-        return Account(
-            {name: row.guarantee(tier) for name, row in named.items() if row.guarantee(tier)},
-            {name: row.quota(tier) for name, row in named.items()},
-            rows.get(DEFAULT_ROW, TenantRow()).quota(tier),
-        )
+    def of(rows: Mapping[str, TenantRow], what: What) -> "Account":
+        """An empty account."""
+        guarantees = {name: row.guarantee(what) for name, row in rows.items() if row.guarantee(what)}
+        return Account(guarantees, {name: row.quota(what) for name, row in rows.items()})
 
     def quota(self, tenant: str) -> int | None:
         """Most bytes that a tenant may have; None for no limit."""
-        return self.quotas.get(tenant, self.default_quota)
+        return self.quotas.get(tenant, self.quotas.get(DEFAULT_ROW))
 
     def over_quota(self, tenant: str, coming: int = 0) -> int:
         """By how many bytes a tenant exceeds its quota with `coming` more; 0 when it does not."""
@@ -181,6 +169,6 @@ class Protection:
     pins: Container[BlockKey]
     account: Account
 
-    def keeps(self, key: BlockKey, tenant: str, nbytes: int = 1) -> bool:
-        """Whether a tenant's block must stay. Without `nbytes` the tenant may fall below its guarantee by one block."""
+    def keeps(self, key: BlockKey, tenant: str, nbytes: int) -> bool:
+        """Whether a tenant's block must stay."""
         return key in self.pins or self.account.guards(tenant, nbytes)

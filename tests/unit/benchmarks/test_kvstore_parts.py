@@ -233,9 +233,9 @@ def test_a_made_data_folder_is_one_that_the_store_opens(tmp_path: Path) -> None:
     assert build(tmp_path / "data", 9) == 9 * CHAIN_BLOCKS  # two segments
     tier = open_tier(tmp_path / "data", 1 << 40, 1 << 30)
     assert (tier.lost_blocks, tier.indexed, tier.has_housekeeping) == (0, True, False)
-    assert len(tier) == 9 * CHAIN_BLOCKS
-    assert all(key in tier for key in chain_keys(8))
-    assert tier.live_bytes == 9 * CHAIN_BLOCKS * record_bytes()
+    assert len(tier.catalogue) == 9 * CHAIN_BLOCKS
+    assert all(key in tier.catalogue for key in chain_keys(8))
+    assert tier.catalogue.live.total_bytes == 9 * CHAIN_BLOCKS * record_bytes()
     tier.check_invariants()
     tier.close()
 

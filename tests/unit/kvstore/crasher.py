@@ -62,9 +62,9 @@ def main() -> None:
     keys = keys_of(20_000, str(life))
     for start in itertools.count(step=BATCH):
         write(ssd, keys[start : start + BATCH])
-        ssd.touch(keys[max(0, start - 90) : start : 3])
+        ssd.catalogue.touch(keys[max(0, start - 90) : start : 3])
         if start % (40 * BATCH) == 0:
-            ssd.compact(0.9)
+            ssd.space.compact(0.9)
 
 
 if __name__ == "__main__":

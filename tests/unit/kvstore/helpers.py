@@ -16,8 +16,10 @@ from services.kvstore.core.assembly import PutSession, PutSpec
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.operate.writer import WorkSignal, WriteBehind
-from services.kvstore.policies.policy import LRU, EvictionPolicy
+from services.kvstore.operate.pin_keeper import PinKeeper
+from services.kvstore.operate.writer import WriteBehind
+from services.kvstore.policies.base import EvictionPolicy
+from services.kvstore.policies.queues import LRU
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.ssd.tier import SsdTier, open_tier
@@ -102,7 +104,7 @@ def open_ssd(
 async def writing(driven: "Driven", **settings: Any) -> AsyncIterator[WriteBehind]:
     """Runs the writer thread of a store; settings are those of `WriteBehind`."""
     assert driven.store.tiers.ssd is not None
-    writer = WriteBehind(driven.store.writes, driven.store.tiers.ssd, driven.signal, **settings)
+    writer = driven.writer = WriteBehind(driven.store.writes, driven.store.tiers.ssd, **settings)
     task = asyncio.ensure_future(writer.run())
     try:
         yield writer
@@ -117,6 +119,9 @@ class Driven(StoreListener):
 
     Args:
         listener: is told of everything too.
+
+    Attributes:
+        now: the time of its pins.
     """
 
     def __init__(
@@ -125,7 +130,6 @@ class Driven(StoreListener):
         dram_bytes: int = 64 * BLOCK,
         pins: Pins | None = None,
         account: Account | None = None,
-        ssd_account: Account | None = None,
         policy: EvictionPolicy | None = None,
         max_sessions: int = 4,
         batch_bytes: int = 32 << 20,
@@ -133,9 +137,8 @@ class Driven(StoreListener):
         listener: StoreListener | None = None,
     ) -> None:
         dram = DramTier(dram_bytes, LRU() if policy is None else policy, pins=pins, account=account)
-        self.ssd_account = ssd_account or Account()
         self.listener = listener or StoreListener()
-        self.signal = WorkSignal()
+        self.writer: WriteBehind | None = None
         self.store = BlockStore(
             dram,
             ssd,
@@ -143,8 +146,9 @@ class Driven(StoreListener):
             max_sessions=max_sessions,
             batch_bytes=batch_bytes,
             lease_bytes=lease_bytes,
-            ssd_account=self.ssd_account,
         )
+        self.now = 0.0
+        self.pins = PinKeeper(self.store.tiers, lambda: self.now)
         self.stored: list[BlockKey] = []
         self.removed: list[BlockKey] = []
         self.visible: list[tuple[BlockKey, ...]] = []
@@ -161,7 +165,8 @@ class Driven(StoreListener):
         self.listener.room()
 
     def work(self) -> None:
-        self.signal.notify()
+        if self.writer is not None:
+            self.writer.wake()
 
     def sessions_changed(self) -> None:
         self.listener.sessions_changed()

@@ -22,7 +22,7 @@ from moonpool.telemetry.gauges import restless
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from services.kvstore.config import KVStoreConfig
-from services.kvstore.service import KVStoreService, Tiers
+from services.kvstore.service import KVStoreService, open_tiers
 from tests.slices import hashed, slice_to_send
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, keys_of, slice_of
 
@@ -117,7 +117,7 @@ async def rig(
     settings = {"dram_bytes": 64 * BLOCK, "ssd_bytes": 1 << 20, "drain_s": 5} | settings
     config = KVStoreConfig(data_dir=data_dir, **{"lease_bytes": settings["dram_bytes"]} | settings)
     instance = kv_pb2.Instance(id="kvstore-0", incarnation=9, kind=kv_pb2.INSTANCE_KIND_KVSTORE)
-    service = KVStoreService(config, Tiers(config), instance, together_bytes=together_bytes)
+    service = KVStoreService(config, open_tiers(config), instance, together_bytes=together_bytes)
     async with (
         service.running(),
         serving("127.0.0.1:0", [service.contract], grace_s=0) as server,

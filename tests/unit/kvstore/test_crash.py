@@ -59,12 +59,12 @@ class Lives:
         ssd = open_tier(self.folder, CAPACITY, SEGMENT, durability=self.durability)
         try:
             ssd.check_invariants()
-            here = set(ssd)
+            here = set(ssd.catalogue)
             assert self.durable <= here
             assert kept_keys(self.lives) & self.durable <= here
             written = {key for life in range(self.lives) for key in keys_of(self.written + 100, str(life))}
             assert here - self.durable - self.gone <= written
-            assert ssd.used_bytes <= CAPACITY
+            assert ssd.space.used_bytes <= CAPACITY
             for key in here:
                 self.check_block(ssd, key)
             self.durable, self.gone = here, set()
@@ -80,7 +80,7 @@ class Lives:
         reader.read_layers(0, outs)
         reader.release()
         assert [bytes(out) for out in outs] == [slice_of(key, layer) for layer in range(LAYOUT.layers)]
-        assert ssd.tenant_of(key) == tenant_of(key)
+        assert ssd.catalogue.tenant_of(key) == tenant_of(key)
 
 
 @pytest.mark.parametrize("durability", ["power", "process"])

@@ -6,6 +6,7 @@ from tests.unit.kvstore.helpers import (
     BLOCK,
     FORMAT,
     LAYOUT,
+    RECORD,
     Driven,
     data_of,
     keys_of,
@@ -122,7 +123,7 @@ def test_a_block_that_failed_to_become_durable_is_queued_again_when_it_is_put_ag
     driven.store.writes.close(again)
     ssd.close()
     ssd = open_ssd(tmp_path)
-    assert set(ssd) == {A}
+    assert set(ssd.catalogue) == {A}
     ssd.close()
 
 
@@ -142,8 +143,8 @@ def test_blocks_that_failed_are_tried_again_batch_by_batch_while_they_stay_in_dr
     writes.close(driven.put([KEYS[5]]))  # evicts one of them
     writes.retry()
     driven.flush()
-    assert set(ssd) == set(driven.store.tiers.dram)
-    assert (len(ssd), len(writes.unsaved)) == (5, 0)
+    assert set(ssd.catalogue) == set(driven.store.tiers.dram)
+    assert (len(ssd.catalogue), len(writes.unsaved)) == (5, 0)
     ssd.close()
 
 
@@ -156,3 +157,14 @@ def test_a_session_awaits_what_is_not_durable(tmp_path: Path) -> None:
     assert not driven.store.writes.awaits(session)
     ssd.close()
     assert not Driven().store.writes.awaits(session)
+
+
+def test_all_of_a_sustained_put_becomes_durable_however_small_the_tier(tmp_path: Path) -> None:
+    """A batch is larger than the tier, and takes many of its segments."""
+    ssd = open_ssd(tmp_path, 40 * RECORD, RECORD)
+    driven = Driven(ssd, dram_bytes=128 * BLOCK, batch_bytes=1 << 30)
+    for chain in range(3):
+        driven.flush(keys_of(100, f"sustained-{chain}"))
+    assert (driven.store.writes.blocks_durable, driven.store.writes.blocks_not_durable) == (300, 0)
+    assert len(ssd.catalogue) >= 39
+    ssd.close()

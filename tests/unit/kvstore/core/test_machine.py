@@ -85,17 +85,18 @@ class StoreMachine(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        pins = Pins(PIN_BLOCKS * BLOCK, {name: row.pin_bytes for name, row in ROWS.items()})
-        ssd_account = Account.of(ROWS, "ssd")
-        self.ssd = open_ssd(self.folder, capacity=6 * RECORD, segment=RECORD, pins=pins, account=ssd_account)
+        pins = Pins(PIN_BLOCKS * BLOCK, Account.of(ROWS, "pins"))
+        self.ssd = open_ssd(
+            self.folder, capacity=6 * RECORD, segment=RECORD, pins=pins, account=Account.of(ROWS, "ssd")
+        )
         self.driven = Driven(
             self.ssd,
             dram_bytes=DRAM_BLOCKS * BLOCK,
             pins=pins,
             account=Account.of(ROWS, "dram"),
-            ssd_account=ssd_account,
             listener=_Announced(self),
         )
+        self.driven.now = self.now
         self.store = self.driven.store
         self.sessions: list[_Session] = []
         self.leases: list[ReadLease] = []
@@ -149,7 +150,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.actor = OWNER[chain[0]]
         if self.store.tiers.dram.can_reserve(len(chain) * BLOCK, self.actor):
             self.driven.flush(chain, self.actor)
-            self.ever_durable |= set(self.ssd)
+            self.ever_durable |= set(self.ssd.catalogue)
 
     @precondition(lambda self: self.sessions)
     @rule(pick=st.integers(0, 2), count=st.integers(1, 9))
@@ -232,7 +233,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(chain=CHAIN, name=st.sampled_from("xy"), ttl=st.integers(1, 4))
     def pin(self, chain: Sequence[BlockKey], name: str, ttl: int) -> None:
         tenant = OWNER[chain[0]]
-        outcome = self.store.pin(tenant, name, chain, now=self.now, ttl_s=ttl)
+        outcome = self.driven.pins.pin(tenant, name, chain, ttl)
         assert outcome.blocks <= self.store.tiers.match(chain)
         self.pinned[tenant, name] = chain[: outcome.blocks], self.now + ttl
 
@@ -241,19 +242,20 @@ class StoreMachine(RuleBasedStateMachine):
     def unpin(self, pick: int) -> None:
         place = sorted(self.pinned)[pick % len(self.pinned)]
         del self.pinned[place]
-        self.store.unpin(*place)
+        self.driven.pins.unpin(*place)
 
     @rule(seconds=st.integers(1, 2))
     def wait(self, seconds: int) -> None:
         self.now += seconds
-        self.store.expire_pins(self.now)
+        self.driven.now = self.now
+        self.driven.pins.expire()
 
     # The device
 
     @rule()
     def commit(self) -> None:
         self.driven.flush()
-        self.ever_durable |= set(self.ssd)
+        self.ever_durable |= set(self.ssd.catalogue)
 
     @rule()
     def try_again(self) -> None:
@@ -263,18 +265,18 @@ class StoreMachine(RuleBasedStateMachine):
     def commit_fails(self) -> None:
         plan = self.store.writes.next_plan()
         if plan is not None:
-            before = set(self.ssd)
+            before = set(self.ssd.catalogue)
             self.store.writes.plan_done(OSError(5, "Input/output error"))
-            assert set(self.ssd) <= before
+            assert set(self.ssd.catalogue) <= before
 
     @precondition(lambda self: not self.leases)
     @rule()
     def crash(self) -> None:
         """Everything in memory is gone, pins too; what was durable is not."""
-        here = set(self.ssd)
+        here = set(self.ssd.catalogue)
         self.ssd.close()
         self.start()
-        assert here <= set(self.ssd) <= self.ever_durable
+        assert here <= set(self.ssd.catalogue) <= self.ever_durable
 
     # What always holds
 
@@ -282,12 +284,12 @@ class StoreMachine(RuleBasedStateMachine):
     def sound(self) -> None:
         self.store.check_invariants()
         assert self.announced == set(self.store.tiers)
-        assert +self.driven.ssd_account.used == self.ssd.tenant_bytes
+        assert self.ssd.account.used is self.ssd.catalogue.live
         self.ssd.check_invariants()
 
     @invariant()
     def pins_keep(self) -> None:
-        assert {key for key in OWNER if key in self.store.pins} == self.kept
+        assert {key for key in OWNER if key in self.store.tiers.dram.pins} == self.kept
         assert self.kept <= self.announced | self.lost
 
     @invariant()

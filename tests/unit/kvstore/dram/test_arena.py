@@ -1,7 +1,10 @@
 """Memory of blocks: reuse, giving back, and that nobody's bytes change while somebody can see them."""
 
 import os
+import platform
 import random
+import re
+import sys
 import threading
 from pathlib import Path
 
@@ -9,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.kvstore.dram.arena import PAGE, RESERVE_SHARE, SMALL_BYTES, Arena, slot_bytes
+from services.kvstore.dram.arena import AHEAD_BYTES, PAGE, RESERVE_SHARE, SMALL_BYTES, Arena, slot_bytes
 
 MIB = 1 << 20
+KERNEL = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) if sys.platform == "linux" else (0, 0)
 
 
 def test_sizes_are_rounded_little() -> None:
@@ -102,16 +106,43 @@ def test_a_use_may_end_in_another_thread() -> None:
     arena.check_invariants()
 
 
+@pytest.mark.skipif(KERNEL < (5, 14), reason="needs MADV_POPULATE_WRITE")
+def test_memory_is_there_before_it_is_written() -> None:
+    arena, before = Arena(256 * MIB, ahead=True), resident_bytes()
+    first = arena.allocate(MIB)
+    first[:3] = b"abc"
+    arena.close()
+    assert bytes(first[:3]) == b"abc"
+    assert arena.free_bytes == AHEAD_BYTES, "a bounded part of the budget"
+    assert resident_bytes() - before > AHEAD_BYTES
+    blocks = [arena.allocate(MIB) for _ in range(AHEAD_BYTES // MIB)]
+    assert arena.resident_bytes == MIB * (1 + len(blocks)), "none of them is new"
+    arena.check_invariants()
+
+
+def test_no_memory_beyond_the_budget_is_brought_in() -> None:
+    arena = Arena(8 * MIB, ahead=True)
+    blocks = [arena.allocate(3 * MIB)]
+    arena.close()
+    assert (arena.free_bytes, arena.resident_bytes) == (3 * MIB, 6 * MIB)
+    del blocks
+    small = Arena(MIB, ahead=True)
+    block = small.allocate(SMALL_BYTES - PAGE)
+    small.close()
+    assert small.resident_bytes == len(block)
+
+
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     st.lists(
         st.tuples(st.sampled_from([64, 3000, 40_000, 65_536, 70_000, 262_144]), st.integers(0, 9)),
         max_size=60,
-    )
+    ),
+    st.booleans(),
 )
-def test_any_order_of_use(steps: list[tuple[int, int]]) -> None:
+def test_any_order_of_use(steps: list[tuple[int, int]], ahead: bool) -> None:
     """`size` is allocated, and what lies at `victim` goes; everybody's bytes stay what they were."""
-    arena = Arena(MIB)
+    arena = Arena(MIB, ahead=ahead)
     views: dict[int, tuple[memoryview, int]] = {}
     for number, (size, victim) in enumerate(steps):
         views.pop(victim, None)
@@ -119,8 +150,11 @@ def test_any_order_of_use(steps: list[tuple[int, int]]) -> None:
             view = arena.allocate(size)
             view[:] = bytes([number]) * size
             views[number % 10] = view, number
-        arena.check_invariants()
+        if not ahead:  # else slots come back while they are counted
+            arena.check_invariants()
         assert all(set(bytes(view)) == {mark} for view, mark in views.values())
+    arena.close()
+    arena.check_invariants()
 
 
 def resident_bytes() -> int:

@@ -13,9 +13,10 @@ from typer.testing import CliRunner, Result
 
 from moonpool.cli.kvstore import app
 from moonpool.errors import ConfigError, InvalidRequest, Unsupported
+from moonpool.streams.credits import ByteCredits
 from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.reuse import ReuseSample
-from tests.unit.kvstore.helpers import data_of, keys_of
+from tests.unit.kvstore.helpers import Driven, data_of, keys_of
 from tests.unit.kvstore.test_process import durable, put, read, running
 
 KEYS = keys_of(4)
@@ -105,7 +106,7 @@ async def test_what_cannot_be_done_is_said() -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
 def test_no_such_share(share: float) -> None:
-    operations = Operations(Any, None, Any, ReuseSample(), 0)  # type: ignore[arg-type]
+    operations = Operations(Driven().store, Any, ByteCredits(1), ReuseSample(), 0)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="min_live_share"):
         operations.compact(share)
 

@@ -1,14 +1,12 @@
-"""The sampled hit curve beside LRU itself, and the picture of it."""
-
-import xml.etree.ElementTree as ET
+"""The sampled hit curve beside LRU itself."""
 
 import pytest
 
 from benchmarks.eviction import SHIPPED, read_chains
+from moonpool.cli.hit_curve import hit_share
 from moonpool.kv.keys import BlockKey
-from services.kvstore.operate.reuse import ReuseSample, hit_share
-from services.kvstore.operate.reuse_picture import answer, picture, size_text
-from services.kvstore.policies.policy import LRU
+from services.kvstore.operate.reuse import ReuseSample
+from services.kvstore.policies.queues import LRU
 from simulator.policy_pool import Pool
 from tests.unit.kvstore.helpers import keys_of
 
@@ -82,41 +80,3 @@ def test_the_sample_is_bounded_whatever_comes() -> None:
         sample.check_invariants()
         assert len(sample.last_uses) <= 16, turn
     assert sample.curve()[-1][1] == pytest.approx(2 / 3, abs=0.05)
-
-
-def test_the_hit_share_between_two_points_is_that_of_the_smaller() -> None:
-    curve = [(10, 0.1), (20, 0.3), (40, 0.35)]
-    assert [hit_share(curve, size) for size in (9, 10, 19.9, 20, 1000)] == [0, 0.1, 0.1, 0.3, 0.35]
-
-
-def test_sizes_in_words() -> None:
-    assert [size_text(size) for size in (0, 1, 999, 1500, 2e9, 100e9, 3.5e12, 1e19)] == [
-        "0 B",
-        "1 B",
-        "999 B",
-        "1.5 KB",
-        "2 GB",
-        "100 GB",
-        "3.5 TB",
-        "1e+04 PB",
-    ]
-
-
-def test_the_picture_answers_the_question() -> None:
-    curve = [(10**9, 0.1), (2 * 10**9, 0.3), (40 * 10**9, 0.35)]
-    text = answer(curve, 10**9, 10**9)
-    assert text == "1 GB hit 10.0 %; another 1 GB would add 20.0 points; no size hits more than 35.0 %"
-    drawing = ET.fromstring(picture(curve, 10**9, 10**9))  # our own
-    texts = [element.text for element in drawing.iter("{http://www.w3.org/2000/svg}text")]
-    assert text in texts
-    assert "now" in texts
-    assert "+1 GB" in texts
-    line = next(drawing.iter("{http://www.w3.org/2000/svg}polyline")).attrib["points"].split()
-    heights = [float(point.split(",")[1]) for point in line]
-    assert heights == sorted(heights, reverse=True)
-    assert len(line) == 7
-
-
-@pytest.mark.parametrize("curve", [[], [(5, 0.0)], [(5, 0.5)]])
-def test_a_picture_of_little_is_drawn_too(curve: list[tuple[int, float]]) -> None:
-    ET.fromstring(picture(curve, 5, 1))  # our own

@@ -10,7 +10,8 @@ import pytest
 
 from moonpool.kv.keys import BlockKey
 from moonpool.streams.credits import ByteCredits
-from services.kvstore.operate.operations import Warmed, Warmer
+from services.kvstore.operate.operations import Operations
+from services.kvstore.operate.reuse import ReuseSample
 from services.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.helpers import BLOCK, OTHER_FORMAT, RECORD, Driven, block_of, data_of, keys_of, open_ssd
 
@@ -42,9 +43,9 @@ LIVE = [key for number, key in enumerate(KEYS) if number % 3]
 
 
 @contextmanager
-def warming(driven: Driven) -> Iterator[Warmer]:
+def warming(driven: Driven) -> Iterator[Operations]:
     pool = ThreadPoolExecutor(2)
-    yield Warmer(driven.store, pool, ByteCredits(1 << 20), STEP)
+    yield Operations(driven.store, pool, ByteCredits(1 << 20), ReuseSample(), 0, STEP)
     pool.shutdown()
     driven.store.check_invariants()
 
@@ -52,7 +53,7 @@ def warming(driven: Driven) -> Iterator[Warmer]:
 @pytest.mark.parametrize("step", [1, 5, 8, 1000])
 def test_a_step_looks_at_no_more_blocks_than_asked(tmp_path: Path, step: int) -> None:
     with filled(tmp_path) as ssd:
-        steps = [list(keys) for keys in ssd.newest_first(step)]
+        steps = [list(keys) for keys in ssd.catalogue.newest_first(step)]
         assert [key for keys in steps for key in keys] == LIVE[::-1]
         assert max(map(len, steps)) <= step
         assert len(steps) * step >= len(KEYS), "dead blocks count as looked at"
@@ -60,7 +61,7 @@ def test_a_step_looks_at_no_more_blocks_than_asked(tmp_path: Path, step: int) ->
 
 def test_blocks_may_come_and_go_between_steps(tmp_path: Path) -> None:
     with filled(tmp_path) as ssd:
-        steps = ssd.newest_first(8)
+        steps = ssd.catalogue.newest_first(8)
         found = list(next(steps))
         put(ssd, KEYS[:1])
         reader = ssd.reader(LIVE[0])
@@ -82,10 +83,10 @@ async def test_other_tasks_run_after_each_step(tmp_path: Path) -> None:
                 turns += 1
                 await asyncio.sleep(0)
 
-        with warming(driven) as warmer:
-            assert await warmer.warm(0) == Warmed(len(LIVE), len(LIVE) * BLOCK)
+        with warming(driven) as store:
+            assert await store.warm(0) == (len(LIVE), len(LIVE) * BLOCK)
             task = asyncio.ensure_future(others())
-            assert await warmer.warm(0) == Warmed(0, 0)  # all blocks are looked at, none is read
+            assert await store.warm(0) == (0, 0)  # all blocks are looked at, none is read
             task.cancel()
         assert turns >= len(KEYS) // STEP
         assert driven.read(LIVE) == [data_of(key) for key in LIVE]
@@ -95,9 +96,9 @@ async def test_the_newest_come_first_and_only_as_many_as_there_is_room_for(tmp_p
     with filled(tmp_path) as ssd:
         put(ssd, KEYS[:1], other=True)
         driven = Driven(ssd, dram_bytes=8 * BLOCK)
-        with warming(driven) as warmer:
-            assert await warmer.warm(3 * BLOCK) == Warmed(3, 3 * BLOCK)
+        with warming(driven) as store:
+            assert await store.warm(3 * BLOCK) == (3, 3 * BLOCK)
             assert set(driven.store.tiers.dram) == {KEYS[0], *LIVE[-2:]}
-            assert (await warmer.warm(0)).blocks == 5
+            assert (await store.warm(0))[0] == 5
             assert set(driven.store.tiers.dram) == {KEYS[0], *LIVE[-7:]}
             assert driven.removed == []

@@ -33,7 +33,7 @@ async def test_the_writer_makes_durable_what_is_visible(tmp_path: Path) -> None:
         assert {key for keys in driven.durable for key in keys} == set(KEYS)
         assert len(driven.store.writes.queued) == 0
     ssd = open_ssd(tmp_path)
-    assert set(ssd) == set(KEYS)
+    assert set(ssd.catalogue) == set(KEYS)
     ssd.close()
 
 

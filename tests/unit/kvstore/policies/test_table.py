@@ -14,7 +14,7 @@ from benchmarks import eviction
 from benchmarks.eviction import SHIPPED, read_chains, trace_file
 from benchmarks.frame import Skipped, run
 from services.kvstore.config import KVStoreConfig
-from services.kvstore.policies.policy import POLICIES
+from services.kvstore.policies import POLICIES
 from simulator.experiments.cache import BLOCKS, COMPARED, Chains, chains_in
 from simulator.policy_pool import Pool, optimum, replay
 from simulator.traces.mooncake import TraceRequest, read_trace, write_trace
@@ -53,7 +53,7 @@ def hits(name: str, chains: Chains, capacity: int) -> int:
     for chain in chains:
         pool.request(chain)
     pool.policy.check_invariants()
-    assert len(pool.policy) <= (capacity or pool.references)
+    assert len(list(pool.policy.candidates())) <= (capacity or pool.references)
     return pool.hits
 
 

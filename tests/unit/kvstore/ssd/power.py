@@ -139,9 +139,6 @@ class PowerFiles(Files):
         super().write(path, parts, offset)
         self._changed(path)
 
-    def start_writeback(self, path: Path, offset: int, nbytes: int) -> None:
-        """A hint, which promises nothing."""
-
     def flush(self, fd: int, path: Path) -> None:
         name = "sync_folder" if path.is_dir() else "sync"
         self._on_step(name)

@@ -1,18 +1,21 @@
+import contextlib
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from services.kvstore.ssd.catalogue import ENTRY, IdChange
-from services.kvstore.ssd.files import Files
+from services.kvstore.ssd.files import Files, open_lmdb
 from services.kvstore.ssd.index import Index, IndexChange, IndexLostError
+from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import FORMAT, keys_of
 
 KEYS = keys_of(200)
 
 
-def made(path: Path, version: bytes = b"2") -> Index:
-    index = Index(Files(), path, 1 << 16, version=version)
-    index.finish_rebuild()
+def made(path: Path) -> Index:
+    index = Index(Files(), path, 1 << 16)
+    index.commit(IndexChange())
     return index
 
 
@@ -70,11 +73,10 @@ def test_the_map_grows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", range(1700, 2101, 50))
-def test_the_map_grows_for_the_declaration_that_the_index_is_whole(tmp_path: Path, count: int) -> None:
-    """Some of these leave so few pages of the map that declaring the index whole needs a larger map."""
+def test_the_map_grows_for_what_is_written_last(tmp_path: Path, count: int) -> None:
+    """Some of these leave so few pages of the map that the commit itself needs a larger one."""
     index = Index(Files(), tmp_path / "i", 1 << 16)
     index.commit(IndexChange(entries={(1, 0): entries(0) * count}))
-    index.finish_rebuild()
     assert len(index.load().entries[1]) == count * ENTRY.size
     index.close()
 
@@ -87,18 +89,25 @@ def test_a_gap_in_the_slots_is_a_lost_index(tmp_path: Path) -> None:
     index.close()
 
 
-def test_an_unfinished_index_is_lost(tmp_path: Path) -> None:
-    index = Index(Files(), tmp_path / "i")
-    index.commit(IndexChange(segments={1: 1}))
+def test_an_index_whose_first_commit_failed_is_lost(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    files.fail("transaction", lmdb.DiskError("No space left on device"), 1, after=1)
+    index = Index(files, tmp_path / "i")
+    with pytest.raises(lmdb.DiskError):
+        index.commit(IndexChange(segments={1: 1}))
     with pytest.raises(IndexLostError, match="new"):
         index.load()
+    index.commit(IndexChange(segments={1: 2}))
+    assert index.load().segments == {1: 2}
     index.close()
 
 
 def test_an_index_of_another_version_is_lost(tmp_path: Path) -> None:
-    made(tmp_path / "i", b"1").close()
-    with pytest.raises(IndexLostError, match="version"):
-        Index(Files(), tmp_path / "i")
+    made(tmp_path / "i").close()
+    with open_lmdb(tmp_path / "i") as env, env.begin(write=True) as txn:
+        txn.put(b"version", b"1", db=env.open_db(b"meta", txn))
+    with contextlib.closing(Index(Files(), tmp_path / "i")) as index, pytest.raises(IndexLostError, match="b'1'"):
+        index.load()
 
 
 def test_a_look_changes_nothing(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class TierMachine(RuleBasedStateMachine):
     ) -> None:
         """With a `seed`, the crash is one of the machine, which loses power."""
         plan = self.begin(keys, "b")
-        if reading is not None and reading in self.ssd and len(self.readers) < 3:
+        if reading is not None and reading in self.ssd.catalogue and len(self.readers) < 3:
             self.readers.append(self.ssd.reader(reading))
         self.fuse, self.error = step, error
         try:
@@ -122,7 +122,7 @@ class TierMachine(RuleBasedStateMachine):
 
     def begin(self, keys: list[BlockKey], tenant: str) -> WritePlan:
         used = dict(self.account.used)
-        plan = self.ssd.plan([block_of(key, tenant) for key in keys if key not in self.ssd])
+        plan = self.ssd.plan([block_of(key, tenant) for key in keys if key not in self.ssd.catalogue])
         self.written.update(keys)
         for key in plan.removed:
             assert key not in self.pinned
@@ -154,7 +154,7 @@ class TierMachine(RuleBasedStateMachine):
         self.start()
         assert self.ssd.indexed
         self.check_found(coming | self.ghosts | self.tails if indexed else self.written)
-        self.found_anew = not indexed or self.ssd.used_bytes > self.ssd.capacity_bytes
+        self.found_anew = not indexed or self.ssd.space.used_bytes > self.ssd.space.capacity_bytes
 
     @rule(seed=st.integers(0, 99))
     def lose_power(self, seed: int) -> None:
@@ -164,13 +164,13 @@ class TierMachine(RuleBasedStateMachine):
         self.files.boot += "1"
         self.start()
         self.found_anew = True
-        assert set(self.ssd) <= self.written
-        whole = {key for key in list(self.ssd) if self.is_whole(key)}
+        assert set(self.ssd.catalogue) <= self.written
+        whole = {key for key in list(self.ssd.catalogue) if self.is_whole(key)}
         lost = set(self.model) - whole
         type(self).lost += len(lost)
         assert not lost or self.durability == "process", "a durable block is lost"
         self.ghosts = self.written - whole
-        self.model = {key: self.ssd.tenant_of(key) or "" for key in whole}
+        self.model = {key: self.ssd.catalogue.tenant_of(key) or "" for key in whole}
 
     def is_whole(self, key: BlockKey) -> bool:
         """Whether a block can be read, and then is what was written; a bad one is dropped."""
@@ -191,11 +191,11 @@ class TierMachine(RuleBasedStateMachine):
 
     def check_found(self, more: set[BlockKey]) -> None:
         """All that must be here is, and intact; of what else may be, some."""
-        here = set(self.ssd)
+        here = set(self.ssd.catalogue)
         whole = {key for key in here if self.is_whole(key)}
         assert set(self.model) <= whole
         assert here <= set(self.model) | more
-        self.model = {key: self.ssd.tenant_of(key) or "" for key in whole}
+        self.model = {key: self.ssd.catalogue.tenant_of(key) or "" for key in whole}
         self.ghosts = here - whole
         self.tails.clear()
 
@@ -225,11 +225,11 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(keys=st.lists(KEY, max_size=3))
     def touch(self, keys: list[BlockKey]) -> None:
-        self.ssd.touch(keys)
+        self.ssd.catalogue.touch(keys)
 
     @rule(share=st.sampled_from([0.5, 1.0]))
     def compact(self, share: float) -> None:
-        self.ssd.compact(share)
+        self.ssd.space.compact(share)
         self.finish(self.begin([], "b"), None)
 
     @precondition(lambda self: self.model)
@@ -253,9 +253,9 @@ class TierMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         self.ssd.check_invariants()
-        assert self.account.used == self.ssd.tenant_bytes
-        assert {key: self.ssd.tenant_of(key) for key in self.ssd} == self.model
-        assert self.ssd.used_bytes <= self.ssd.capacity_bytes or self.found_anew
+        assert self.account.used is self.ssd.catalogue.live
+        assert {key: self.ssd.catalogue.tenant_of(key) for key in self.ssd.catalogue} == self.model
+        assert self.ssd.space.used_bytes <= self.ssd.space.capacity_bytes or self.found_anew
         assert self.ssd.readers == len(self.readers)
 
     def teardown(self) -> None:
@@ -302,7 +302,7 @@ def test_no_sync_can_be_left_out(missing: str, tmp_path: Path) -> None:
         ssd.abandon()
         files.lose_power(random.Random(seed))
         ssd = open_tier(folder, 16 * RECORD, 2 * RECORD, files=files, map_bytes=1 << 16)
-        lost += len(set(KEYS[:4]) - set(ssd))
+        lost += len(set(KEYS[:4]) - set(ssd.catalogue))
         ssd.abandon()
     assert (lost > 0) == (missing != "index_sync")
 
@@ -328,7 +328,7 @@ def test_an_adopted_record_survives_the_next_loss_of_power(seed: int, tmp_path: 
     dead = False
     for _ in range(2):
         ssd = open_tier(tmp_path / "data", 16 * RECORD, 4 * RECORD, files=files, map_bytes=1 << 16)
-        assert set(ssd) == set(KEYS[:3])
+        assert set(ssd.catalogue) == set(KEYS[:3])
         assert Driven(ssd).read(KEYS[:3]) == [data_of(key) for key in KEYS[:3]]
         ssd.abandon()
         files.lose_power(random.Random(seed))

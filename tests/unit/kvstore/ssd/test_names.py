@@ -35,25 +35,22 @@ def put(ssd: SsdTier, number: int, *, fail: bool = False) -> None:
     ssd.check_invariants()
 
 
-def settle(names: IdTable[str]) -> set[str]:
-    return names.settle(names.change(), written=True)
-
-
 def test_an_id_is_given_once_and_a_name_is_forgotten_with_its_last_use() -> None:
     names = IdTable({3: "a", 7: "b"})
     names.use([3, 3])
-    assert settle(names) == {"b"}
-    assert names.change().unused == {7}
+    names.settle(written=True)
+    assert (names.by_id, names.change().unused) == ({3: "a"}, frozenset({7}))
     assert (names.id_of("b"), names.id_of("a")) == (8, 3)
     names.use([8])
     names.unuse([3])
-    assert settle(names) == set()
+    names.settle(written=True)
+    assert names.by_id == {3: "a", 8: "b"}
     names.unuse([3, 8])
-    assert settle(names) == {"a", "b"}
-    assert names.change().unused == {3, 8}
+    names.settle(written=True)
+    assert (names.by_id, names.change().unused) == ({}, frozenset({3, 8}))
     assert names.id_of("c") == 9
     names.check_invariants([])
-    assert settle(names) == {"c"}
+    names.settle(written=True)
     assert names.by_id == {}
 
 
@@ -73,11 +70,11 @@ def test_the_disk_bounds_the_names_that_clients_invent(tmp_path: Path) -> None:
         put(ssd, number)
         assert len(names_of(tmp_path).tenants) <= SLOTS + 1  # what this commit has freed the next one forgets
         assert len(names_of(tmp_path).formats) <= SLOTS + 1
-    left = {ssd.tenant_of(key) for key in ssd}
+    left = {ssd.catalogue.tenant_of(key) for key in ssd.catalogue}
     assert left < set(names_of(tmp_path).tenants.values())
     ssd.close()
     ssd = open_ssd(tmp_path, SLOTS * RECORD, RECORD)
-    assert {ssd.tenant_of(key) for key in ssd} == left
+    assert {ssd.catalogue.tenant_of(key) for key in ssd.catalogue} == left
     put(ssd, 0)
     assert tenant(0) in names_of(tmp_path).tenants.values()
     assert len(names_of(tmp_path).tenants) <= SLOTS + 1
@@ -129,7 +126,9 @@ def test_names_written_by_half_a_plan_are_forgotten_too(tmp_path: Path) -> None:
     assert tenant(20) not in names_of(tmp_path).tenants.values()
     ssd.close()
     ssd = open_ssd(tmp_path, SLOTS * RECORD, RECORD)
-    assert {ssd.tenant_of(key) for key in ssd} == {tenant(number) for number in (*range(2, SLOTS), 21)}
+    assert {ssd.catalogue.tenant_of(key) for key in ssd.catalogue} == {
+        tenant(number) for number in (*range(2, SLOTS), 21)
+    }
     ssd.close()
 
 
@@ -153,13 +152,13 @@ def test_a_batch_looks_at_its_own_names_only(failures: int) -> None:
     table.use(range(1, 101))
     for number in range(failures):
         table.id_of(f"failed-{number}")
-        table.settle(table.change(), written=False)
+        table.settle(written=False)
     names = table.by_id = Unwalked(table.by_id)
     assert table.id_of("new") == table.id_of("new") == 101 + failures
     change = table.change()
     assert change == IdChange({101 + failures: "new"}, frozenset())
     table.use([101 + failures])
-    table.settle(change, written=True)
+    table.settle(written=True)
     assert names.looked <= 3
     assert table.change() == IdChange({}, frozenset())
     assert names.looked <= 3
@@ -169,7 +168,7 @@ def test_a_name_may_have_two_ids_in_an_index_and_the_unused_one_goes() -> None:
     """It was forgotten and came again, and the process ended before the index forgot the first id."""
     table = IdTable({1: "a", 3: "a"})
     table.use([3])
-    assert settle(table) == {"a"}
+    table.settle(written=True)
     assert (table.by_id, table.id_of("a"), table.change().unused) == ({3: "a"}, 3, frozenset({1}))
     table.check_invariants([3])
 
@@ -178,16 +177,16 @@ def test_names_that_the_index_could_not_learn_are_told_again() -> None:
     table = IdTable[str]({})
     table.use([table.id_of("a")])
     change = table.change()
-    assert table.settle(change, written=False) == set()
+    table.settle(written=False)
     assert table.change() == change == IdChange({1: "a"}, frozenset())
-    table.settle(change, written=True)
+    table.settle(written=True)
     assert table.change() == IdChange({}, frozenset())
 
 
 def test_a_tenant_that_is_gone_leaves_nothing_anywhere(tmp_path: Path) -> None:
     account = Account.of({"*": TenantRow(ssd_quota_bytes=RECORD)}, "ssd")
     ssd = open_ssd(tmp_path, SLOTS * RECORD, RECORD, account=account)
-    driven = Driven(ssd, dram_bytes=4 * info_of(KEYS[0]).nbytes, ssd_account=account)
+    driven = Driven(ssd, dram_bytes=4 * info_of(KEYS[0]).nbytes)
     for number in range(0, len(KEYS), 2):
         for key in KEYS[number : number + 2]:  # the second pushes the first out: its tenant is at its quota
             driven.flush([key], tenant(number))

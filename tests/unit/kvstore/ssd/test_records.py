@@ -103,7 +103,7 @@ def test_a_long_tenant_makes_a_longer_header() -> None:
 
 def test_a_scan_finds_all_records(tmp_path: Path) -> None:
     write_segment(tmp_path / "s").close_all()
-    assert [(found.offset, found.key) for found in found_in(tmp_path / "s")] == [
+    assert [(found.offset, found.info.key) for found in found_in(tmp_path / "s")] == [
         (0, KEYS[0]),
         (RECORD, KEYS[1]),
         (2 * RECORD, KEYS[2]),
@@ -114,9 +114,9 @@ def test_a_scan_tolerates_a_cut_tail_and_goes_on_behind_a_broken_header(tmp_path
     path = tmp_path / "s"
     files = write_segment(path)
     files.truncate(path, 3 * RECORD - 1)
-    assert [found.key for found in found_in(path)] == KEYS[:2]
+    assert [found.info.key for found in found_in(path)] == KEYS[:2]
     files.write(path, [b"\xff"], 50)
-    assert [(found.offset, found.key) for found in found_in(path)] == [(RECORD, KEYS[1])]
+    assert [(found.offset, found.info.key) for found in found_in(path)] == [(RECORD, KEYS[1])]
     files.write(path, [bytes(4096)], RECORD)
     assert found_in(path) == []
     files.close_all()
@@ -146,8 +146,8 @@ def test_a_scan_finds_what_looking_everywhere_finds(tmp_path: Path, seed: int, p
             expected.append((len(data), key, block_format, tenant, len(record)))
         data += record + bytes(4096 * dice.choice([0, 0, 0, 1, 3]))
     (tmp_path / "s").write_bytes(data)
-    records = found_in(tmp_path / "s", piece_bytes=piece, small_bytes=12 << 10)
-    found = [(*record[:2], record.kind.format, record.kind.tenant, record.kind.record_bytes) for record in records]
+    records = found_in(tmp_path / "s", piece_bytes=piece)
+    found = [(at, info.key, info.format, info.tenant, nbytes) for at, nbytes, info in records]
     assert (found, broken > 3) == (expected, True)
 
 
@@ -170,7 +170,7 @@ def test_a_scan_reads_small_records_together_and_of_large_ones_the_headers(tmp_p
     (tmp_path / "s").write_bytes(data + b"".join(record_of(key, large, "") for key in keys[64:]))
     files = CountedFiles()
     size = (tmp_path / "s").stat().st_size
-    assert [found.key for found in scan(files, tmp_path / "s", size, piece_bytes=16 * RECORD)] == keys
+    assert [found.info.key for found in scan(files, tmp_path / "s", size, piece_bytes=16 * RECORD)] == keys
     files.close_all()
     assert files.peeks == [16 * RECORD] * 5 + [4096] * 15
 

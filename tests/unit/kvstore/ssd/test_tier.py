@@ -54,13 +54,13 @@ def test_durable_blocks_are_there_after_a_restart_byte_for_byte(tmp_path: Path) 
     with store(tmp_path) as (driven, ssd):
         driven.flush(KEYS[:3])
         assert driven.durable == [tuple(KEYS[:3])]
-        assert ssd.used_bytes == 3 * RECORD
+        assert ssd.space.used_bytes == 3 * RECORD
     with store(tmp_path) as (driven, ssd):
         assert set(driven.store.tiers) == set(KEYS[:3])
         assert driven.store.tiers.match(KEYS) == 3
         assert driven.read(KEYS) == [data_of(key) for key in KEYS[:3]]
         assert (driven.stored, driven.removed) == ([], [])
-        assert (ssd.segments, ssd.used_bytes) == (1, 3 * RECORD)
+        assert (len(ssd.catalogue.segments), ssd.space.used_bytes) == (1, 3 * RECORD)
         driven.flush([KEYS[3]])
         assert segment_files(tmp_path) == ["0000000000000001.seg", "0000000000000002.seg"]
 
@@ -77,7 +77,7 @@ def test_what_was_not_committed_is_not_there_and_takes_no_room(tmp_path: Path) -
             file.write(b"half a record")
     with store(tmp_path) as (driven, ssd):
         assert list(driven.store.tiers) == [KEYS[0]]
-        assert (tmp_path / "segments" / segment_files(tmp_path)[0]).stat().st_size == RECORD == ssd.used_bytes
+        assert (tmp_path / "segments" / segment_files(tmp_path)[0]).stat().st_size == RECORD == ssd.space.used_bytes
 
 
 def test_a_segment_that_holds_no_record_is_removed(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_lost_index_is_rebuilt_from_the_segments(tmp_path: Path, how: str) -> 
         with store(tmp_path, segment=2 * RECORD) as (driven, ssd):
             assert set(driven.store.tiers) == set(KEYS[:5])
             assert driven.read(KEYS) == [data_of(key) for key in KEYS[:5]]
-            assert (ssd.segments, ssd.used_bytes) == (3, 5 * RECORD)
+            assert (len(ssd.catalogue.segments), ssd.space.used_bytes) == (3, 5 * RECORD)
 
 
 def test_a_rebuild_drops_a_cut_tail(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_rebuild_drops_a_cut_tail(tmp_path: Path) -> None:
     (tmp_path / "index" / "data.mdb").unlink()
     with store(tmp_path) as (driven, ssd):
         assert set(driven.store.tiers) == set(KEYS[:2])
-        assert ssd.used_bytes == 2 * RECORD
+        assert ssd.space.used_bytes == 2 * RECORD
         assert driven.read(KEYS) == [data_of(key) for key in KEYS[:2]]
 
 
@@ -170,9 +170,9 @@ def test_the_budget_is_kept_by_dropping_the_oldest_segment(tmp_path: Path) -> No
         for key in KEYS[:4]:
             driven.store.tiers.dram.discard(key)
         driven.flush([KEYS[4]])
-        assert set(ssd) == {KEYS[2], KEYS[3], KEYS[4]}
+        assert set(ssd.catalogue) == {KEYS[2], KEYS[3], KEYS[4]}
         assert driven.removed == KEYS[:2]
-        assert ssd.used_bytes == 3 * RECORD
+        assert ssd.space.used_bytes == 3 * RECORD
         assert segment_files(tmp_path) == ["0000000000000002.seg", "0000000000000003.seg"]
     with store(tmp_path, capacity=4 * RECORD, segment=2 * RECORD) as (driven, ssd):
         assert set(driven.store.tiers) == {KEYS[2], KEYS[3], KEYS[4]}
@@ -182,7 +182,7 @@ def test_a_block_that_is_still_in_dram_is_not_announced_as_removed(tmp_path: Pat
     with store(tmp_path, capacity=2 * RECORD, segment=RECORD) as (driven, ssd):
         driven.flush(KEYS[:2])
         driven.flush([KEYS[2]])
-        assert set(ssd) == {KEYS[1], KEYS[2]}
+        assert set(ssd.catalogue) == {KEYS[1], KEYS[2]}
         assert driven.removed == []
         assert driven.read([KEYS[0]]) == [data_of(KEYS[0])]
 
@@ -204,7 +204,7 @@ def test_nothing_is_reclaimed_under_a_reader(tmp_path: Path) -> None:
     with store(tmp_path, capacity=2 * RECORD, segment=RECORD) as (driven, ssd):
         lease = driven.store.reads.open([KEYS[0]], FORMAT, promote=False)
         driven.flush([KEYS[2]])
-        assert set(ssd) == {KEYS[0], KEYS[2]}
+        assert set(ssd.catalogue) == {KEYS[0], KEYS[2]}
         both = driven.store.reads.open([KEYS[0]], FORMAT, promote=False), ssd.reader(KEYS[2])
         driven.flush([KEYS[3]])
         assert driven.store.writes.blocks_not_durable == 1
@@ -214,13 +214,13 @@ def test_nothing_is_reclaimed_under_a_reader(tmp_path: Path) -> None:
             driven.store.reads.close(open_lease)
         both[1].release()
         driven.flush([KEYS[4]])
-        assert set(ssd) == {KEYS[2], KEYS[4]}
+        assert set(ssd.catalogue) == {KEYS[2], KEYS[4]}
 
 
 def test_a_block_larger_than_the_budget_stays_in_dram(tmp_path: Path) -> None:
     with store(tmp_path, capacity=RECORD - 1, segment=RECORD) as (driven, ssd):
         driven.flush([KEYS[0]])
-        assert (len(ssd), driven.store.writes.blocks_not_durable) == (0, 1)
+        assert (len(ssd.catalogue), driven.store.writes.blocks_not_durable) == (0, 1)
         assert driven.durable == []
         assert driven.read([KEYS[0]]) == [data_of(KEYS[0])]
 
@@ -235,9 +235,9 @@ def test_a_full_device_gives_up_its_oldest_segment(tmp_path: Path) -> None:
         assert driven.store.writes.failed_batches == 1
         assert not driven.store.tiers.durable(KEYS[3])
         assert KEYS[3] in driven.store.tiers
-        assert ssd.used_bytes == 2 * RECORD
+        assert ssd.space.used_bytes == 2 * RECORD
         driven.flush([KEYS[4]])
-        assert set(ssd) == {KEYS[1], KEYS[2], KEYS[4]}
+        assert set(ssd.catalogue) == {KEYS[1], KEYS[2], KEYS[4]}
         assert driven.durable[1:] == [(KEYS[4],)]
     with store(tmp_path, segment=RECORD) as (driven, ssd):
         assert set(driven.store.tiers) == {KEYS[1], KEYS[2], KEYS[4]}
@@ -251,7 +251,7 @@ def test_a_failed_index_transaction_names_nothing(tmp_path: Path) -> None:
         driven.flush([KEYS[1]])
         files.mend()
         assert driven.durable == [(KEYS[0],)]
-        assert set(ssd) == {KEYS[0]}
+        assert set(ssd.catalogue) == {KEYS[0]}
         driven.flush([KEYS[2]])
         assert driven.read(KEYS[2:3]) == [data_of(KEYS[2])]
     with store(tmp_path) as (driven, ssd):
@@ -320,5 +320,5 @@ def test_a_block_held_in_no_format_twice(tmp_path: Path) -> None:
         ssd.commit(plan)
         ssd.committed(plan)
     with store(tmp_path) as (driven, ssd):
-        assert (ssd.format_of(block), ssd.format_of(KEYS[1])) == (FORMAT, OTHER_FORMAT)
-        assert ssd.format_of(KEYS[2]) is None
+        assert (ssd.catalogue.format_of(block), ssd.catalogue.format_of(KEYS[1])) == (FORMAT, OTHER_FORMAT)
+        assert ssd.catalogue.format_of(KEYS[2]) is None

@@ -32,6 +32,7 @@ class FakeReader:
 
     format = FORMAT
     info: BlockInfo | None = None
+    hashes = range(SHAPE.layers)
 
     def __init__(
         self, index: int, bad: int | None, asked: list[tuple[int, int, int]], error: Exception | None = None
@@ -46,9 +47,6 @@ class FakeReader:
             if layer == self._bad:
                 raise self._error
             out[:] = slice_of(self.key, layer, SHAPE)
-
-    def hash_of(self, layer: int) -> int:
-        return layer
 
     def release(self) -> None:
         pass

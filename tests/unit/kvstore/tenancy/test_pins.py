@@ -1,5 +1,6 @@
 """Pins: what they keep, for how long, at whose cost, and that a store full of them says so."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.keys import BlockKey
 from services.kvstore.tenancy.pins import MAX_TTL_S, PinLimit, PinOutcome, Pins
+from services.kvstore.tenancy.tenants import Account
 from tests.unit.kvstore.helpers import BLOCK, Driven, data_of, keys_of, open_ssd, spec_of
 
 KEYS = keys_of(8)
@@ -51,7 +53,8 @@ def test_overlapping_pins_count_references_and_cost_once() -> None:
     assert pin_told(pins, "one", [A, B])[1] == {A, B}
     assert pin_told(pins, "two", [A, C])[1] == {A, C}
     assert pin_told(pins, "other", [A], tenant="u")[1] == {A}
-    assert (pins.used["t"], pins.used["u"], pins.nbytes) == (30, 10, 30)
+    used = pins.account.used
+    assert (used["t"], used["u"], pins.nbytes) == (30, 10, 30)
     assert pins.unpin("t", "one") == {A, B}
     assert pins.unpin("t", "one") == set()
     pins.check_invariants()
@@ -59,7 +62,7 @@ def test_overlapping_pins_count_references_and_cost_once() -> None:
     assert pins.unpin("t", "two") == {A, C}
     assert (A in pins, C in pins) == (True, False)
     assert pins.unpin("u", "other") == {A}
-    assert (pins.nbytes, pins.keys, pins.used["t"], pins.next_expiry) == (0, 0, 0, None)
+    assert (pins.nbytes, pins.keys, used["t"], pins.next_expiry) == (0, 0, 0, math.inf)
     pins.check_invariants()
 
 
@@ -67,7 +70,7 @@ def test_the_same_name_renews_and_replaces() -> None:
     pins = Pins(30)
     pin(pins, "ctx", [A, B, C], ttl_s=5)
     outcome, changed = pin_told(pins, "ctx", [B, C, D], now=3, ttl_s=5)
-    assert (outcome, changed) == (PinOutcome(3, 30, PinLimit.NONE), {A, B, C, D})
+    assert (outcome, changed) == (PinOutcome(3, 30, PinLimit.UNSPECIFIED), {A, B, C, D})
     assert ([key in pins for key in (A, B, C, D)], pins.next_expiry) == ([False, True, True, True], 8)
     assert pin(pins, "ctx", [D], now=3, here=[]).blocks == 0
     assert (len(pins), pins.nbytes) == (0, 0)
@@ -86,12 +89,13 @@ def test_pins_end_with_their_time() -> None:
 
 
 def test_budgets_of_tenants_and_of_the_store() -> None:
-    pins = Pins(40, {"small": 20}, default_bytes=30)
+    pins = Pins(40, Account(quotas={"small": 20, "*": 30}))
     assert pin(pins, "a", KEYS, tenant="small") == PinOutcome(2, 20, PinLimit.TENANT_BUDGET)
     assert pin(pins, "b", [A], tenant="small").blocks == 1  # costs nothing more
     assert pin(pins, "a", KEYS[4:], tenant="else") == PinOutcome(2, 20, PinLimit.STORE_BUDGET)
     assert pin(pins, "a", [A, *KEYS[4:]], tenant="else") == PinOutcome(3, 30, PinLimit.TENANT_BUDGET)
-    assert (pins.used.of_row("small", ["small"]), pins.used.of_row("*", ["small"]), pins.nbytes) == (20, 30, 40)
+    used = pins.account.used
+    assert (used.of_row("small", ["small"]), used.of_row("*", ["small"]), pins.nbytes) == (20, 30, 40)
 
 
 def test_wrong_pins_name_their_field() -> None:
@@ -128,13 +132,14 @@ def test_pinned_blocks_are_not_evicted_and_come_back_as_young_ones() -> None:
     driven = pinning(3)
     driven.put([A])
     driven.put([B])
-    assert driven.store.pin("", "ctx", [A, B, C], now=0, ttl_s=9).blocks == 2
+    assert driven.pins.pin("", "ctx", [A, B, C], 9).blocks == 2
     driven.put([C])
     driven.put([D])
     assert driven.removed == [C]
     driven.store.check_invariants()
     assert driven.store.tiers.dram.pinned.total_bytes == 2 * BLOCK
-    driven.store.expire_pins(9)
+    driven.now = 9
+    driven.pins.expire()
     driven.store.check_invariants()
     driven.put([KEYS[4]])
     assert driven.removed == [C, D]
@@ -145,7 +150,7 @@ def test_pinned_blocks_are_not_evicted_and_come_back_as_young_ones() -> None:
 def test_a_put_into_a_store_full_of_pins_is_refused_at_once_and_told_when_to_come_back() -> None:
     driven = pinning(3)
     driven.put([A, B])
-    driven.store.pin("", "ctx", [A, B], now=0, ttl_s=9)
+    driven.pins.pin("", "ctx", [A, B], 9)
     with pytest.raises(Overloaded) as refusal:
         driven.store.writes.open(spec_of([C, D]), lambda _: None, lambda _: None, now=2)
     assert (refusal.value.reason, refusal.value.retry_after_s) == ("kvstore_pinned", 7.0)
@@ -159,10 +164,10 @@ def test_a_put_into_a_store_full_of_pins_is_refused_at_once_and_told_when_to_com
 def test_the_end_of_a_pin_lets_those_in_who_wait() -> None:
     driven = pinning(2)
     driven.put([A])
-    driven.store.pin("", "ctx", [A], now=0, ttl_s=9)
+    driven.pins.pin("", "ctx", [A], 9)
     lease = driven.store.reads.open([A], driven.store.tiers.format_of(A), promote=False)  # type: ignore[arg-type]
     rooms = driven.rooms
-    assert driven.store.unpin("", "ctx")
+    assert driven.pins.unpin("", "ctx")
     assert driven.rooms == rooms + 1
     driven.store.check_invariants()
     driven.store.reads.close(lease)
@@ -172,11 +177,11 @@ def test_the_end_of_a_pin_lets_those_in_who_wait() -> None:
 def test_a_block_that_only_the_durable_tier_has_can_be_pinned_and_stays_when_it_comes_back(tmp_path: Path) -> None:
     ssd = open_ssd(tmp_path)
     driven = Driven(ssd, dram_bytes=2 * BLOCK)
-    driven.store.pins.budget_bytes = 10 * BLOCK
+    driven.store.tiers.dram.pins.budget_bytes = 10 * BLOCK
     driven.flush([A])
     driven.flush([B, C])
     assert A not in driven.store.tiers.dram
-    assert driven.store.pin("", "ctx", [A], now=0, ttl_s=9).blocks == 1
+    assert driven.pins.pin("", "ctx", [A], 9).blocks == 1
     assert driven.read([A], promote=True) == [data_of(A)]
     assert driven.store.tiers.dram.pinned.total_bytes == BLOCK
     driven.flush([D])
@@ -190,7 +195,7 @@ class PinMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pins = Pins(5 * 10, {"t": 40})
+        self.pins = Pins(5 * 10, Account(quotas={"t": 40}))
         self.model: dict[tuple[str, str], tuple[list[BlockKey], float]] = {}
         self.now = 0.0
         self.kept: set[BlockKey] = set()
@@ -222,7 +227,7 @@ class PinMachine(RuleBasedStateMachine):
                 break
             expected.append(key)
         assert outcome.blocks == len(expected)
-        assert (outcome.limit is PinLimit.NONE) == (outcome.blocks == count)
+        assert (outcome.limit is PinLimit.UNSPECIFIED) == (outcome.blocks == count)
         if expected:
             self.model[tenant, name] = expected, self.now + ttl
 

@@ -10,7 +10,7 @@ from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from services.kvstore.config import KVStoreConfig
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.policies.policy import LRU
+from services.kvstore.policies.queues import LRU
 from services.kvstore.tenancy.pins import Pins
 from services.kvstore.tenancy.tenants import MAX_TENANT_ROWS, Account, TenantRow
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, RECORD, Driven, block_of, data_of, keys_of, open_ssd
@@ -171,50 +171,51 @@ def ssd_account(**rows: TenantRow) -> Account:
 def test_a_tenant_over_its_ssd_quota_gives_up_its_oldest(tmp_path: Path) -> None:
     account = ssd_account(x=TenantRow(ssd_quota_bytes=3 * RECORD))
     ssd = open_ssd(tmp_path, segment=2 * RECORD, account=account)
-    driven = Driven(ssd, dram_bytes=3 * BLOCK, ssd_account=account)
+    driven = Driven(ssd, dram_bytes=3 * BLOCK)
     driven.flush([A, B], "x")
     driven.flush([C], "y")
     driven.flush([D], "x")
-    assert set(ssd) == {A, B, C, D}
+    assert set(ssd.catalogue) == {A, B, C, D}
     driven.flush([E, F], "x")
-    assert set(ssd) == {C, D, E, F}
+    assert set(ssd.catalogue) == {C, D, E, F}
     assert set(driven.removed) == {A, B}
-    assert driven.ssd_account.used == {"x": 3 * RECORD, "y": RECORD}
+    assert ssd.account.used == {"x": 3 * RECORD, "y": RECORD}
     driven.flush(KEYS[6:8], "x")
-    assert set(ssd) == {C, F, KEYS[6], KEYS[7]}
+    assert set(ssd.catalogue) == {C, F, KEYS[6], KEYS[7]}
     assert driven.read([C]) == [data_of(C)]
     ssd.close()
     again = open_ssd(tmp_path)
-    assert set(again) == {C, F, KEYS[6], KEYS[7]}
+    assert set(again.catalogue) == {C, F, KEYS[6], KEYS[7]}
     again.close()
 
 
 def test_pinned_blocks_are_not_given_up_and_what_finds_no_room_stays_in_dram(tmp_path: Path) -> None:
     pins, account = Pins(9 * BLOCK), ssd_account(others=TenantRow(ssd_quota_bytes=2 * RECORD))
     ssd = open_ssd(tmp_path, pins=pins, account=account)
-    driven = Driven(ssd, pins=pins, ssd_account=account)
+    driven = Driven(ssd, pins=pins)
     driven.flush([A, B], "x")
-    driven.store.pin("x", "p", [A, B], now=0, ttl_s=9)
+    driven.pins.pin("x", "p", [A, B], 9)
     driven.flush([C, D], "x")
     driven.flush([E], "y")
-    assert set(ssd) == {A, B, E}
+    assert set(ssd.catalogue) == {A, B, E}
     assert driven.store.writes.blocks_not_durable == 2
     assert driven.read([C, D]) == [data_of(C), data_of(D)]
-    driven.store.expire_pins(9)
+    driven.now = 9
+    driven.pins.expire()
     driven.flush([F], "x")
-    assert set(ssd) == {B, E, F}
+    assert set(ssd.catalogue) == {B, E, F}
     ssd.close()
 
 
 def test_others_do_not_take_a_tenants_share_of_the_ssd(tmp_path: Path) -> None:
     account = ssd_account(a=TenantRow(ssd_guarantee_bytes=2 * RECORD))
     ssd = open_ssd(tmp_path, capacity=8 * RECORD, segment=RECORD, account=account)
-    driven = Driven(ssd, dram_bytes=2 * BLOCK, ssd_account=account)
+    driven = Driven(ssd, dram_bytes=2 * BLOCK)
     driven.flush([A, B], "a")
     for key in KEYS[2:]:
         driven.flush([key], "x")
     for key in keys_of(8, "more"):
         driven.flush([key], "x")
-    assert {A, B} <= set(ssd)
+    assert {A, B} <= set(ssd.catalogue)
     assert driven.read([A, B]) == [data_of(A), data_of(B)]
     ssd.close()
