@@ -5,6 +5,8 @@ kvstores is told of a million KV blocks in chains of 2,000, each chain held by a
 instances, and by a part at a decode instance. Then requests for those chains are placed, 2,000 of them in flight, with
 reports and releases in between. A decision is the plan and both claims; hashing the prompt comes before and is the
 reference beside it. Each run is a process of its own; times are its processor's, so that other processes do not count.
+
+Then requests go through a whole conductor (conductor_proxy.py), unless `--requests 0`.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import statistics
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
+from benchmarks.conductor_proxy import measure_proxy
 from benchmarks.conductor_world import SEED, ConductorWorld, Size, Told, chain_keys, hashing_seconds
 from benchmarks.frame import Progress, Row, paired, run
 from benchmarks.kvstore_match import percentile
@@ -71,6 +74,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
         beside_hashing("first decision on a chain, p50", [statistics.median(done.first) for done in runs]),
         paired(f"key events, one core, {where}", "1/s", events, "wanted", target=1.0),
         paired(f"memory of a block, {where}", "B", memory, "its key", less_is_better=True),
+        *(measure_proxy(options.runs, options.requests, progress) if options.requests else ()),
     ]
 
 
@@ -81,6 +85,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--decodes", type=int, default=1000, help="decode instances (default 1,000)")
     add("--blocks", type=int, default=1_000_000, help="KV blocks in the index (default 1,000,000)")
     add("--decisions", type=int, default=5000, help="requests placed in each run (default 5,000)")
+    add("--requests", type=int, default=400, help="sent through a conductor in each run (default 400; 0 = none)")
 
 
 if __name__ == "__main__":

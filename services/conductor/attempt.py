@@ -168,7 +168,7 @@ class Attempt:
         try:
             async for response in call:
                 if response.HasField("accepted"):
-                    self._claim.known()
+                    self._claim.known(response.accepted.number)
                 if response.HasField("first_token") and not self._prefilled:
                     self._first_token(response.first_token)
             if not self._prefilled:

@@ -40,6 +40,7 @@ def load_facts(load: conductor_pb2.LoadReport) -> LoadFacts:
         drain_s=sane(load.drain_s) if load.HasField("drain_s") else None,
         speeds=speeds_from_proto(load.speed) if load.HasField("speed") else None,
         draining=load.draining,
+        taken=load.taken,
     )
 
 

@@ -59,9 +59,9 @@ class Claim:
         """Count the prompt from now on, so that the next one placed sees it."""
         return cls(picture, member, picture.claim_prefill(choice.id, choice.busy_s, now, choice.kvstore))
 
-    def known(self) -> None:
-        """The instance has the prompt: its next report includes it."""
-        self.picture.known(self.number)
+    def known(self, taken: int) -> None:
+        """The instance has the prompt, as its `taken`-th."""
+        self.picture.known(self.number, taken)
 
     def release(self, now: float) -> None:
         """Stop counting it; may be called again."""
@@ -131,20 +131,21 @@ async def _ask(
     sequence_id = request.sequence.request_id
     claim = cluster.picture.claim_decode(member.id, demand.prompt_tokens, demand.total_blocks)
     try:
-        target = await _call(cluster, background, member, request, timeout_s)
+        promised = await _call(cluster, background, member, request, timeout_s)
+        target = promised.target
         if target.decode.incarnation != member.instance.incarnation:
             cluster.steps.get(target.decode).cancel(sequence_id, target)
             raise Unavailable(f"{member.id} was restarted")
     except BaseException:
         cluster.picture.release(claim, time.monotonic())
         raise
-    cluster.picture.known(claim)
+    cluster.picture.known(claim, promised.number)
     return Promise(cluster.picture, member, target, claim)
 
 
 async def _call(
     cluster: Cluster, background: BackgroundTasks, member: Member, request: decode_pb2.ReserveRequest, timeout_s: float
-) -> kv_pb2.TransferTarget:
+) -> decode_pb2.ReserveResponse:
     stub = DecodeServiceStub(cluster.channels.get(member.instance.address))
 
     async def call() -> decode_pb2.ReserveResponse:
@@ -152,7 +153,7 @@ async def _call(
 
     asked = asyncio.create_task(call())
     try:
-        return (await asyncio.shield(asked)).target
+        return await asyncio.shield(asked)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from None
     except asyncio.CancelledError:

@@ -59,6 +59,8 @@ class DecodeInstance:
         self.receivers: set[Receiver] = set()
         self.closing = asyncio.Event()
         self.draining = False
+        self.taken = 0
+        """Promises given so far."""
         self._notify = context.notify
         self._link = context.link
         self._engine_gauges = context.engine_gauges()
@@ -87,6 +89,7 @@ class DecodeInstance:
         except Overloaded:
             self._notify()
             raise
+        self.taken += 1
         self._lease.set()
         self.loop.added()
         return request
@@ -141,6 +144,7 @@ class DecodeInstance:
             context_tokens=self.scheduler.context_tokens,
             speed=speeds_to_proto(self.loop.tracker.speeds),
             draining=self.draining,
+            taken=self.taken,
         )
 
     def gauges(self) -> Gauges:

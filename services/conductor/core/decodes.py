@@ -22,14 +22,15 @@ TRANSFER_BYTES = 1 << 28
 
 @dataclass(slots=True)
 class Answer:
-    """An answer that we have placed: its context, its blocks, and whether the instance has promised them (`known`).
+    """An answer that we have placed: its context and its blocks.
 
-    `covered`: a report that came since includes it, so its blocks are not counted any more.
+    `number` is the instance's own of the promise, 0 if it gives none, None while we have not heard of one. `covered`:
+    the last report includes it, so its blocks are not counted any more.
     """
 
     context_tokens: int
     blocks: int
-    known: bool = False
+    number: int | None = None
     covered: bool = False
 
 
@@ -71,23 +72,30 @@ class Decode:
         self.unreported_blocks += blocks
         self.own_context_tokens += context_tokens
 
+    def known(self, claim: int, number: int) -> None:
+        """Notes that the instance has promised room, as its how many-th; the last report may include it already."""
+        answer = self.answers[claim]
+        answer.number = number
+        if 0 < number <= self.load.taken and not answer.covered:
+            self._cover(answer)
+
     def release(self, number: int) -> None:
         """Stops counting an answer."""
         answer = self.answers.pop(number)
         self.own_context_tokens -= answer.context_tokens
         if not answer.covered:
-            self._report(answer)
+            self._cover(answer)
 
     def report(self, load: LoadFacts) -> None:
         """Takes a report, which includes the answers that the instance has promised room for."""
         self.load = load
         if self.unreported:
             for answer in self.answers.values():
-                if answer.known and not answer.covered:
-                    answer.covered = True
-                    self._report(answer)
+                if not answer.covered and answer.number is not None and answer.number <= load.taken:
+                    self._cover(answer)
 
-    def _report(self, answer: Answer) -> None:
+    def _cover(self, answer: Answer) -> None:
+        answer.covered = True
         self.unreported -= 1
         self.unreported_blocks -= answer.blocks
 
@@ -117,6 +125,7 @@ class Decodes(Pool[Decode]):
             instance.tracker.speeds,
             lambda speeds: step_load_s(speeds, sequences, context),
             instance.turn,
+            instance.facts.id,
         )
 
     def choose(
@@ -162,11 +171,11 @@ class Decodes(Pool[Decode]):
             choices.append((one, model.choice(one.facts.id, speeds, one.sequences, one.context_tokens, blocks)))
         best_s = min((choice.finish_s for _, choice in choices), default=0.0)
 
-        def order(pair: tuple[Decode, DecodeChoice]) -> tuple[int, float, int, int]:
+        def order(pair: tuple[Decode, DecodeChoice]) -> tuple[int, float, int, str]:
             one, choice = pair
             noise = SPEED_NOISE if one.turn else UNPROVEN_NOISE
             near = choice.finish_s <= noise * best_s
-            return one.sequences if near else sys.maxsize, choice.finish_s, one.turn, one.slot
+            return one.sequences if near else sys.maxsize, choice.finish_s, one.turn, one.facts.id
 
         return [choice for _, choice in sorted(choices, key=order)]
 

@@ -66,6 +66,7 @@ class LoadFacts:
         drain_s: predicted seconds until all prompts that are there are computed (prefill); None = not told.
         speeds: measured; None = as before.
         draining: takes no new requests.
+        taken: prompts or promises so far: those numbered up to it are included (`Picture.known`).
     """
 
     running: int = 0
@@ -77,6 +78,7 @@ class LoadFacts:
     drain_s: float | None = None
     speeds: Speeds | None = None
     draining: bool = False
+    taken: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,19 +8,17 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moonpool.core.digest import digest_of
-from moonpool.cost import SpeedTracker
 from moonpool.errors import InvalidRequest, Unavailable
 from services.conductor.core.cost import DecodeChoice, DecodeModel, PrefillChoice, PrefillModel
 from services.conductor.core.decodes import Decode, Decodes
-from services.conductor.core.facts import Demand, InstanceFacts, Kind, LoadFacts, Shape
+from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts, Shape
 from services.conductor.core.index import Applied, PrefixIndex
+from services.conductor.core.instances import Instance, instance_of
 from services.conductor.core.prefills import Prefill, Prefills
 from services.conductor.core.stores import Store, Stores, StoreView, by_reading, sources
 
 EXPECTED_ANSWER_TOKENS = 256
 """Answers are mostly shorter than their limit; decode instances are compared for at most so many tokens."""
-
-Instance = Prefill | Decode | Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,7 @@ class Picture:
             self._take_out(earlier)
         self.index.add_instance(facts.id)
         same = earlier if earlier is not None and earlier.facts.incarnation == facts.incarnation else None
-        instance = same or _seat(facts, now)
+        instance = same or instance_of(facts, now)
         instance.slot = self.index.slot(facts.id)
         self._put_in(instance)
 
@@ -106,7 +104,7 @@ class Picture:
             self.index.remove_instance(instance_id)
 
     def report(self, instance_id: str, load: LoadFacts, now: float) -> None:
-        """Takes a load report; it includes the claims that were `known` before. Unknown ids are fine."""
+        """Takes a load report; it includes the claims that the instance knew (`known`). Unknown ids are fine."""
         self.index.sweep()
         instance = self._instances.get(instance_id)
         match instance:
@@ -196,14 +194,20 @@ class Picture:
             instances.append(instance)
         return number
 
-    def known(self, claim: int) -> None:
-        """Notes that the instance has said that it has the request: its next report includes it."""
+    def known(self, claim: int, number: int = 0) -> None:
+        """Notes that the instance has said that it has the request.
+
+        Args:
+            claim: of the request there.
+            number: how many requests the instance has taken with it; reports say how many they include. 0 = not told:
+                the next report includes it.
+        """
         for instance in self._claims.get(claim, ()):
-            match instance:
-                case Prefill():
-                    instance.prompts[claim].known = True
-                case Decode():
-                    instance.answers[claim].known = True
+            if isinstance(instance, Store):
+                continue
+            instance.known(claim, number)
+            if self._instances.get(instance.facts.id) is instance:
+                self._changed(instance)
 
     def release(self, claim: int, now: float) -> None:
         """Stops counting a claim: its prompt has its first token, its answer has ended, or neither will be.
@@ -386,14 +390,3 @@ class Picture:
         held += [number for one in self._decodes for number in one.answers]
         assert len(set(held)) == len(held)
         assert set(held) <= set(self._claims)
-
-
-def _seat(facts: InstanceFacts, now: float) -> Instance:
-    match facts.kind:
-        case Kind.PREFILL:
-            return Prefill(facts, -1, SpeedTracker(facts.speeds), facts.speeds, now)
-        case Kind.DECODE:
-            load = LoadFacts(free_blocks=facts.total_blocks)
-            return Decode(facts, -1, SpeedTracker(facts.speeds), facts.speeds, load)
-        case Kind.KVSTORE:
-            return Store(facts, -1)

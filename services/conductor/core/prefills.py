@@ -19,13 +19,14 @@ LOAD_BYTES = 1 << 28
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt that we have placed: how long it keeps the instance busy, and whether the instance has it (`known`).
+    """A prompt that we have placed, and how long it keeps the instance busy.
 
-    `covered`: a report that came since includes it, so it is not counted any more.
+    `number` is the instance's own of it, 0 if it gives none, None while we have not heard that it has the prompt.
+    `covered`: the last report includes it, so it is not counted any more.
     """
 
     busy_s: float
-    known: bool = False
+    number: int | None = None
     covered: bool = False
 
 
@@ -51,6 +52,14 @@ class Prefill:
         self.prompts[number] = Prompt(busy_s)
         self.free_at = max(self.free_at, now) + busy_s
 
+    def known(self, claim: int, number: int) -> None:
+        """Notes that the instance has a prompt, and as its how many-th; the last report may include it already."""
+        prompt = self.prompts[claim]
+        prompt.number = number
+        if 0 < number <= self.load.taken and not prompt.covered and self.load.drain_s is not None:
+            prompt.covered = True
+            self.free_at -= prompt.busy_s
+
     def release(self, number: int, now: float) -> None:
         """Stops counting a prompt."""
         prompt = self.prompts.pop(number)
@@ -60,12 +69,12 @@ class Prefill:
             self.free_at -= prompt.busy_s
 
     def report(self, load: LoadFacts, now: float) -> None:
-        """Takes a report, which includes the prompts that the instance has."""
+        """Takes a report, which includes the prompts that the instance had taken."""
         self.load = load
         if load.drain_s is None:
             return
         for prompt in self.prompts.values():
-            prompt.covered = prompt.covered or prompt.known
+            prompt.covered = prompt.covered or (prompt.number is not None and prompt.number <= load.taken)
         ahead_s = load.drain_s + self._uncovered_s()
         # An idle one keeps the time since when it is: the one that was idle longest is chosen first.
         self.free_at = now + ahead_s if ahead_s > 0 else min(self.free_at, now)
@@ -95,7 +104,13 @@ class Prefills(Pool[Prefill]):
         """Ranks an instance anew, after its load or speeds have changed."""
         facts, free_at = instance.facts, instance.free_at
         self.ranks.put(
-            instance.slot, instance.tracker.speeds, lambda _: free_at, instance.turn, facts.stages, facts.step_tokens
+            instance.slot,
+            instance.tracker.speeds,
+            lambda _: free_at,
+            instance.turn,
+            facts.id,
+            facts.stages,
+            facts.step_tokens,
         )
 
     def choose(

@@ -45,10 +45,11 @@ class RankClass:
 
 
 class Place(NamedTuple):
-    """An instance's rank in its class: the least load first, then who was chosen least recently."""
+    """An instance's rank in its class: the least load first, then who was chosen least recently, then by name."""
 
     load: float
     turn: int
+    name: str
     slot: int
 
 
@@ -86,6 +87,7 @@ class Ranks:
         speeds: Speeds,
         load: Callable[[Speeds], float],
         turn: int,
+        name: str = "",
         stages: int = 1,
         step_tokens: int = 0,
     ) -> None:
@@ -103,7 +105,7 @@ class Ranks:
                 found = self._classes[key] = RankClass(key, speeds)
             found.mask |= 1 << slot
             self.mask |= 1 << slot
-            place = Place(load(found.speeds), turn, slot)
+            place = Place(load(found.speeds), turn, name, slot)
             insort(found.order, place)
             self._of[slot] = found, place
         else:
@@ -113,7 +115,7 @@ class Ranks:
     def move(self, slot: int, load: Callable[[Speeds], float], turn: int) -> None:
         """Ranks an instance anew after its load has changed."""
         found, before = self._of[slot]
-        place = Place(load(found.speeds), turn, slot)
+        place = Place(load(found.speeds), turn, before.name, slot)
         if place != before:
             del found.order[bisect_left(found.order, before)]
             insort(found.order, place)

@@ -77,9 +77,7 @@ class TestPrefill:
         ]
 
     def test_who_was_idle_longest_comes_first(self) -> None:
-        world = World(DECODE)
-        for number in range(3):
-            world.join(facts(f"prefill-{number}", speeds=SECOND_PER_TOKEN), now=10.0 - number)
+        world = prefills("prefill-2", "prefill-0", "prefill-1")
         chosen = []
         for number in range(6):
             now = 20.0 + 100 * number
@@ -89,7 +87,7 @@ class TestPrefill:
             for name in ("prefill-0", "prefill-1", "prefill-2"):
                 world.report(name, now=now + 65, drain_s=0.0)
             chosen.append(plan.prefill.id)
-        assert chosen == ["prefill-2", "prefill-1", "prefill-0"] * 2
+        assert chosen == ["prefill-0", "prefill-1", "prefill-2"] * 2
 
     def test_one_token_needs_no_decode(self) -> None:
         world = prefills("prefill-0")
@@ -148,6 +146,35 @@ class TestClaims:
         picture.release(claim, 3.0)
         assert world.plan(now=3.0).prefill.queue_s == 12.0
         assert picture.prompts_in_flight == 0
+
+    def test_a_report_says_how_many_prompts_it_includes(self) -> None:
+        """It comes on another stream than the answers to requests, before or after them."""
+        world = prefills("prefill-0")
+        picture = world.picture
+        first, second = (picture.claim_prefill("prefill-0", 10.0, 0.0) for _ in range(2))
+        world.report("prefill-0", drain_s=10.0, taken=8)
+        assert world.plan().prefill.queue_s == 30.0
+        picture.known(first, 8)  # the report was quicker
+        assert world.plan().prefill.queue_s == 20.0
+        picture.known(second, 9)
+        world.report("prefill-0", drain_s=10.0, taken=8)  # and this one slower: it was made before
+        assert world.plan().prefill.queue_s == 20.0
+        world.report("prefill-0", drain_s=20.0, taken=9)
+        assert world.plan().prefill.queue_s == 20.0
+
+    def test_a_report_says_how_many_promises_it_includes(self) -> None:
+        world = World(facts("prefill-0"), facts("decode-0"))
+        picture = world.picture
+        first, second = (picture.claim_decode("decode-0", 16, 1) for _ in range(2))
+        world.report("decode-0", free_blocks=9, promised_blocks=1, taken=8, waiting=1)
+        picture.known(first, 8)
+        picture.known(second, 9)
+        assert picture.blocks_unreported == 1
+        world.report("decode-0", free_blocks=9, promised_blocks=1, taken=8, waiting=1)
+        assert picture.blocks_unreported == 1
+        world.report("decode-0", free_blocks=9, promised_blocks=2, taken=9, waiting=2)
+        assert picture.blocks_unreported == 0
+        picture.check_invariants()
 
     def test_a_prompt_that_never_came_leaves_nothing(self) -> None:
         world = prefills("prefill-0")
