@@ -6,6 +6,7 @@ compared is simulated.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from moonpool.errors import MoonpoolError
 from simulator.cluster.config import ClusterConfig, Slo
@@ -111,17 +112,17 @@ class Search:
         config = replace(base, prefill=mix.prefill, decode=mix.decode, kvstore=mix.kvstore)
         return simulate(config, self._source.read())[0]
 
-    def _good(self, prefill: int, decode: int, kvstore: int) -> bool:
+    def _good(self, prefill: int, decode: int, *, kvstore: int) -> bool:
         return self._run(Mix(prefill, decode, kvstore)).goodput_share >= self._goal
 
     def _frontier(self, kvstore: int) -> Iterator[Mix]:
         """Mixes with so many kvstores of which no instance can be spared."""
-        enough = next((n for n in _doubled(self._bound) if self._good(n, n, kvstore)), None)
+        enough = next((n for n in _doubled(self._bound) if self._good(n, n, kvstore=kvstore)), None)
         if enough is None:
             return
-        least = _least(range(1, enough + 1), lambda n: self._good(n, enough, kvstore))
+        least = _least(range(1, enough + 1), lambda n: self._good(n, enough, kvstore=kvstore))
         for prefill in range(least, min(least + _MORE_PREFILLS, enough) + 1):
-            yield Mix(prefill, _least(range(1, enough + 1), lambda n, p=prefill: self._good(p, n, kvstore)), kvstore)
+            yield Mix(prefill, _least(range(1, enough + 1), partial(self._good, prefill, kvstore=kvstore)), kvstore)
 
     def _sensitivity(self, best: Mix) -> dict[str, float]:
         found = {"as planned": self._run(best).goodput_share}
