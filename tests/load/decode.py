@@ -21,10 +21,10 @@ from moonpool.streams.transfer_client import TransferSender
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from services.conductor.steps import StepsPool
+from simulator.traces.mooncake import TraceRequest
 from tests.load import prompts
 from tests.load.frame import Outcome, Send
 from tests.load.instance import instance
-from tests.load.mooncake import TraceRequest
 from tests.load.program import Program
 from tests.load.program import main as run
 from tests.slices import slice_to_send

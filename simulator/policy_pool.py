@@ -2,7 +2,7 @@
 
 import collections
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from blake3 import blake3
 
@@ -28,18 +28,25 @@ class Pool:
     Args:
         policy: the order, empty.
         capacity: blocks; 0 for no bound.
+        evicted: called with each block that leaves; None = nobody is told.
 
     Attributes:
         hits: references to blocks that were there, up to each request's first miss.
         references: all references.
     """
 
-    def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
+    def __init__(
+        self, policy: EvictionPolicy, capacity: int, evicted: Callable[[BlockKey], None] | None = None
+    ) -> None:
         self.policy = policy
         self.hits = 0
         self.references = 0
         self._capacity = capacity
+        self._evicted = evicted
         self._held: set[BlockKey] = set()
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._held
 
     def request(self, chain: Sequence[BlockKey]) -> int:
         """Reads a chain and stores its missing blocks, head first, making room block by block; returns its hits."""
@@ -71,6 +78,8 @@ class Pool:
             victim = next(iter(self.policy.candidates()))
             self.policy.removed(victim)
             self._held.remove(victim)
+            if self._evicted is not None:
+                self._evicted(victim)
 
     @property
     def hit_share(self) -> float:
