@@ -174,6 +174,7 @@ def explanation(message: conductor_pb2.ExplainResponse) -> Explanation:
         placement=placement(message.placement) if message.HasField("placement") else None,
         candidates=tuple(_copy(Candidate, candidate) for candidate in message.candidates),
         measured_ttft_s=message.measured_ttft_s,
+        measured_tpot_s=message.measured_tpot_s,
         refused=message.refused,
     )
 

@@ -83,6 +83,8 @@ class Placement:
     predicted_ttft_s: float = 0.0
     emulated: bool = False
     """Compute was emulated: times are a profile's, tokens mean nothing."""
+    predicted_tbt_s: float = 0.0
+    """As decode predicted with its promise; 0 = it was not needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +166,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """How a request was placed; `placement` is None when it was refused, and `refused` says why."""
+    """How a request was placed; `placement` is None when it was refused, and `refused` says why.
+
+    Measured times are 0 as long as they are not known.
+    """
 
     placement: Placement | None
     candidates: tuple[Candidate, ...]
     measured_ttft_s: float
+    measured_tpot_s: float
     refused: str
 
 

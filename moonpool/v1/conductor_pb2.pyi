@@ -202,6 +202,7 @@ class Placement(_message.Message):
     PREDICTED_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     PREDICTED_TTFT_S_FIELD_NUMBER: _builtins.int
     EMULATED_FIELD_NUMBER: _builtins.int
+    PREDICTED_TBT_S_FIELD_NUMBER: _builtins.int
     prefill: _builtins.str
     """Id of the prefill instance."""
     decode: _builtins.str
@@ -214,6 +215,8 @@ class Placement(_message.Message):
     """Predicted time to first token, seconds."""
     emulated: _builtins.bool
     """Compute is emulated there: times are a profile's, tokens mean nothing."""
+    predicted_tbt_s: _builtins.float
+    """Predicted time between tokens, seconds, as the decode instance gave it with its promise; 0 = not predicted."""
     def __init__(
         self,
         *,
@@ -223,10 +226,11 @@ class Placement(_message.Message):
         predicted_cached_blocks: _builtins.int = ...,
         predicted_ttft_s: _builtins.float = ...,
         emulated: _builtins.bool = ...,
+        predicted_tbt_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "emulated", b"emulated", "kvstore", b"kvstore", "predicted_cached_blocks", b"predicted_cached_blocks", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "emulated", b"emulated", "kvstore", b"kvstore", "predicted_cached_blocks", b"predicted_cached_blocks", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -906,10 +910,13 @@ class ExplainResponse(_message.Message):
     CANDIDATES_FIELD_NUMBER: _builtins.int
     MEASURED_TTFT_S_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    MEASURED_TPOT_S_FIELD_NUMBER: _builtins.int
     measured_ttft_s: _builtins.float
     """Measured time to first token, seconds; 0 before it."""
     refused: _builtins.str
     """Why it was refused; empty when it was not."""
+    measured_tpot_s: _builtins.float
+    """Measured mean time between tokens, seconds; 0 before the answer's end and for answers of one token."""
     @_builtins.property
     def placement(self) -> Global___Placement:
         """The placement; unset when it was refused."""
@@ -925,10 +932,11 @@ class ExplainResponse(_message.Message):
         candidates: _abc.Iterable[Global___CandidateExplanation] | None = ...,
         measured_ttft_s: _builtins.float = ...,
         refused: _builtins.str = ...,
+        measured_tpot_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,6 +38,17 @@ class Answer:
         """Largest number of tokens still to come."""
         return self.request.max_tokens - len(self.tokens)
 
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from the arrival to the first token; 0 before it."""
+        return self.first_token_at - self.arrived if self.tokens else 0.0
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean seconds between two tokens; 0 before the second one."""
+        count = len(self.tokens)
+        return (self.last_token_at - self.first_token_at) / (count - 1) if count > 1 else 0.0
+
     def prefilled(self, first: prefill_pb2.FirstToken) -> None:
         """Note how the prompt was prefilled; only what came before the first token counts."""
         if not self.tokens:
@@ -79,16 +90,16 @@ class Answer:
 
     def finished(self, placement: conductor_pb2.Placement, now: float) -> conductor_pb2.Finished:
         """Return the last message of the stream."""
-        count = len(self.tokens)
-        between = (self.last_token_at - self.first_token_at) / (count - 1) if count > 1 else 0.0
         return conductor_pb2.Finished(
             reason=self.finish,
             usage=conductor_pb2.Usage(
-                prompt_tokens=len(self.request.prompt), cached_tokens=self.cached_tokens, completion_tokens=count
+                prompt_tokens=len(self.request.prompt),
+                cached_tokens=self.cached_tokens,
+                completion_tokens=len(self.tokens),
             ),
             timing=conductor_pb2.Timing(
-                ttft_s=self.first_token_at - self.arrived if count else 0.0,
-                tpot_s=between,
+                ttft_s=self.ttft_s,
+                tpot_s=self.tpot_s,
                 e2e_s=now - self.arrived,
                 queue_s=self.queue_s,
                 prefill_s=self.prefill_s,

@@ -96,14 +96,15 @@ class Calls:
         if stores:
             request.write_back.CopyFrom(stores[0])
             request.replicas.extend(stores[1:])
-        self._run(order.io, lambda: self._reserve(order, request))
+        self._run(order.io, lambda: self._reserve(order, request, serving))
 
-    async def _reserve(self, order: Reserve, request: decode_pb2.ReserveRequest) -> Result:
+    async def _reserve(self, order: Reserve, request: decode_pb2.ReserveRequest, serving: Serving) -> Result:
         decode = self._find(order.decode)
         if decode is None or decode.incarnation != order.incarnation:
             return Failure(Kind.UNAVAILABLE, f"{order.decode} has left")
         stub = DecodeServiceStub(self._channels.get(decode.address))
         response = await stub.Reserve(request, timeout=self._reserve_limit_s)
+        serving.promised_tbt_s[order.decode] = response.predicted_tbt_s
         return promised_of(response)
 
     def prefill(self, order: Prefill, serving: Serving) -> None:

@@ -55,6 +55,11 @@ class ConductorConfig(ServiceConfig):
         None, description="folder for a journal of all decisions, for `moonpool rerun`; default: none is kept"
     )
     journal_bytes: int = Field(64 << 20, ge=1 << 16, description="size of the journal's two files together")
+    record_trace: Path | None = Field(
+        None,
+        description="file for a trace of all requests that the simulator reads: times, lengths and keyed hashes of "
+        "blocks, no text; default: none is written",
+    )
     max_index_keys: int = Field(
         4_000_000, ge=1, description="KV blocks remembered of all instances together; about 250 bytes of memory each"
     )

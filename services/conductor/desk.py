@@ -17,6 +17,7 @@ from services.conductor.core.messages import (
     Drop,
     Event,
     Fail,
+    Finish,
     Prefill,
     Rehash,
     Rehashed,
@@ -28,6 +29,9 @@ from services.conductor.core.messages import (
     Undo,
 )
 from services.conductor.explain import Decisions, placement
+from services.conductor.predictions import Predictions
+from services.conductor.recording import Opened, Recording
+from services.conductor.request import Request
 from services.conductor.serving import Serving
 from services.conductor.translate import error_of
 
@@ -40,15 +44,25 @@ class Desk:
     Args:
         calls: does what is to be done at instances.
         decisions: remembers placements.
+        predictions: compares them with what is measured.
+        recording: of the requests, if there is one.
         resync: orders a snapshot of an instance's keys.
         post: hands an event to the core.
     """
 
     def __init__(
-        self, calls: Calls, decisions: Decisions, resync: Callable[[str], None], post: Callable[[Event], None]
+        self,
+        calls: Calls,
+        decisions: Decisions,
+        predictions: Predictions,
+        recording: Recording | None,
+        resync: Callable[[str], None],
+        post: Callable[[Event], None],
     ) -> None:
         self._calls = calls
         self._decisions = decisions
+        self._predictions = predictions
+        self._recording = recording
         self._resync = resync
         self._post = post
         self._serving: dict[int, Serving] = {}
@@ -70,8 +84,10 @@ class Desk:
             arrived=answer.arrived,
             deadline=deadline,
         )
-        serving = Serving(ask, answer, self._decisions.first_token, list(request.prompt_keys))
+        serving = Serving(ask, answer, self._first_token, list(request.prompt_keys))
         self._serving[ask.number] = serving
+        if self._recording is not None:
+            self._recording.opened(opened(ask, request))
         self._post(Arrived(ask, request.prompt_keys))
         return serving
 
@@ -110,7 +126,7 @@ class Desk:
     def _tell(self, action: Announce | Rehash | Complete | Fail | Drop, serving: Serving) -> None:
         match action:
             case Announce(_, plan, decode):
-                placed = placement(plan, decode)
+                placed = placement(plan, decode, serving.promised_tbt_s.get(decode, 0.0))
                 self._decisions.placed(serving.ask.id, placed, plan.candidates)
                 serving.placed(placed)
                 return
@@ -118,12 +134,23 @@ class Desk:
                 self._rehash(action, serving)
                 return
             case Complete(_, finish):
-                serving.complete(finish)
+                self._complete(finish, serving)
             case Fail():
                 self._fail(action, serving)
             case Drop():
                 serving.outgoing.end()
         del self._serving[action.request]
+        if self._recording is not None:
+            self._recording.ended(action.request, len(serving.answer.tokens))
+
+    def _first_token(self, serving: Serving) -> None:
+        self._decisions.first_token(serving.ask.id, serving.answer.ttft_s)
+        self._predictions.first_token(serving)
+
+    def _complete(self, finish: Finish, serving: Serving) -> None:
+        serving.complete(finish)
+        self._decisions.complete(serving.ask.id, serving.answer.tpot_s)
+        self._predictions.complete(serving)
 
     def _rehash(self, action: Rehash, serving: Serving) -> None:
         log.warning("placing anew", request=serving.ask.id, failures=action.failures, error=str(action.failure))
@@ -134,3 +161,10 @@ class Desk:
         if action.refused:
             self._decisions.refused(serving.ask.id, str(action.failure), action.candidates)
         serving.outgoing.end(error_of(action.failure))
+
+
+def opened(ask: Ask, request: Request) -> Opened:
+    """What a recording takes of a request."""
+    return Opened(
+        ask.number, ask.arrived, ask.prompt_tokens, request.block_tokens, request.prompt_keys, request.prompt_key
+    )

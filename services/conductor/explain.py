@@ -43,6 +43,12 @@ class Decisions:
         if record is not None and not record.measured_ttft_s:
             record.measured_ttft_s = ttft_s
 
+    def complete(self, request_id: str, tpot_s: float) -> None:
+        """Note the measured mean time between tokens."""
+        record = self._records.get(request_id)
+        if record is not None:
+            record.measured_tpot_s = tpot_s
+
     def get(self, request_id: str) -> conductor_pb2.ExplainResponse:
         """Return a decision.
 
@@ -61,8 +67,8 @@ class Decisions:
             self._records.popitem(last=False)
 
 
-def placement(plan: Plan, decode: str) -> conductor_pb2.Placement:
-    """The contract's form of a plan, with the decode instance that gave its promise."""
+def placement(plan: Plan, decode: str, tbt_s: float) -> conductor_pb2.Placement:
+    """The contract's form of a plan, with the decode instance that gave its promise and the time that it predicts."""
     return conductor_pb2.Placement(
         prefill=plan.prefill.id,
         decode=decode,
@@ -70,6 +76,7 @@ def placement(plan: Plan, decode: str) -> conductor_pb2.Placement:
         predicted_cached_blocks=plan.prefill.used_blocks,
         predicted_ttft_s=plan.prefill.ttft_s,
         emulated=plan.emulated,
+        predicted_tbt_s=tbt_s,
     )
 
 

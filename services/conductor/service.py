@@ -26,6 +26,8 @@ from services.conductor.core.picture import Picture
 from services.conductor.core.placing import Limits
 from services.conductor.desk import Desk
 from services.conductor.explain import Decisions
+from services.conductor.predictions import Predictions
+from services.conductor.recording import Recording
 from services.conductor.servicer import ConductorServicer
 
 log = get_logger(__name__)
@@ -46,6 +48,7 @@ async def conductor(
     async with AsyncExitStack() as stack:
         tokenizing = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "tokenize"))
         channels = await stack.enter_async_context(Channels())
+        recording = await _recording(config, stack)
         core = _core(config)
         driver: Driver[Event, Action] = Driver(core, lambda action: desk.perform(action), journal=_journal(config))
         cluster = Cluster(checkpoint.served(), channels, driver.post)
@@ -54,9 +57,9 @@ async def conductor(
         calls = Calls(channels, cluster.steps, cluster.find, driver.post, RESERVE_LIMIT * config.reserve_timeout_s)
         stack.push_async_callback(calls.aclose)
         decisions = Decisions(config.explain_history)
-        desk = Desk(calls, decisions, cluster.resync, driver.post)
-        servicer = ConductorServicer(config, checkpoint, cluster, core, desk, decisions, tokenizing, spans)
         metrics = Metrics(config.service())
+        desk = Desk(calls, decisions, Predictions(metrics), recording, cluster.resync, driver.post)
+        servicer = ConductorServicer(config, checkpoint, cluster, core, desk, decisions, tokenizing, spans)
         metrics.watch(servicer.gauges)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         server = await stack.enter_async_context(serving(config.listen, [(DESCRIPTOR, servicer)], grace_s=GRACE_S))
@@ -70,6 +73,14 @@ async def conductor(
 def _core(config: ConductorConfig) -> ConductorCore:
     limits = Limits(config.retries, config.recovery_s, config.room_wait_s, config.reserve_timeout_s)
     return ConductorCore(limits, Picture(config.max_index_keys, config.balancing_threshold, config.kvstore_replicas))
+
+
+async def _recording(config: ConductorConfig, stack: AsyncExitStack) -> Recording | None:
+    if config.record_trace is None:
+        return None
+    recording = await asyncio.to_thread(Recording, config.record_trace)
+    stack.push_async_callback(asyncio.to_thread, recording.close)
+    return recording
 
 
 def _journal(config: ConductorConfig) -> JournalWriter | None:

@@ -19,19 +19,22 @@ class Serving:
     Attributes:
         ask: what the core knows of it.
         answer: the tokens and the text so far.
-        first_seen: is told the seconds to the first token.
+        first_seen: is told of the first token.
         outgoing: what its client is to be told.
         keys: of all full blocks of the prompt and the tokens at the last placement.
-        placement: the last one.
+        placement: the last one; `placements` how many there were.
+        promised_tbt_s: predicted seconds between tokens, by the decode instance that has promised room.
         started: decode was told to start there.
     """
 
     ask: Ask
     answer: Answer
-    first_seen: Callable[[str, float], None]
+    first_seen: Callable[["Serving"], None]
     keys: list[BlockKey]
     outgoing: Outgoing = field(default_factory=Outgoing)
     placement: conductor_pb2.Placement = field(default_factory=conductor_pb2.Placement)
+    placements: int = 0
+    promised_tbt_s: dict[str, float] = field(default_factory=dict)
     started: bool = False
     _hashed: int = 0
     _spec: kv_pb2.SequenceSpec | None = None
@@ -58,6 +61,7 @@ class Serving:
         """Tells the client where its request goes."""
         request = self.answer.request
         self.placement, self.started = placement, False
+        self.placements += 1
         self.outgoing.placed(
             conductor_pb2.Placed(
                 request_id=request.id,
@@ -80,7 +84,7 @@ class Serving:
         if reason:
             self.outgoing.delta(answer.end(reason))
         if not before and answer.tokens:
-            self.first_seen(answer.request.id, answer.first_token_at - answer.arrived)
+            self.first_seen(self)
         return len(answer.tokens) - before
 
     def complete(self, finish: Finish) -> None:
