@@ -28,7 +28,6 @@ NUMBER_BYTES = 8
 MAX_UNHASHED = 1024
 """Requests that the thread has not looked at yet; more are left out."""
 MAX_BLOCKS = 1 << 22
-"""Blocks of requests that wait for their line, 8 bytes each; beyond it the oldest request is left out."""
 
 log = get_logger(__name__)
 
@@ -78,14 +77,15 @@ class Recording:
 
     Args:
         path: the file.
+        max_blocks: blocks of requests that wait for their line, 8 bytes each; beyond it the oldest request is left out.
 
     Raises:
         ConfigError: naming `record_trace`: the file cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_blocks: int = MAX_BLOCKS) -> None:
         try:
-            if path.exists():
+            if path.is_file():
                 path.replace(path.with_name(f"{path.name}.old"))
             file = path.open("wb", buffering=0)  # each line is one write, so a crash cuts none
         except OSError as error:
@@ -93,7 +93,7 @@ class Recording:
         self._queue: SimpleQueue[Opened | tuple[int, int] | None] = SimpleQueue()
         self._known: set[int] = set()
         self._overrun = 0
-        self._writer = _Writer(file)
+        self._writer = _Writer(file, max_blocks)
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
         self._thread.start()
 
@@ -135,9 +135,10 @@ class Recording:
 class _Writer:
     """What the thread knows: lines in order of arrival, those that wait among them."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, max_blocks: int) -> None:
         self.left_out = 0
         self._file = file
+        self._max_blocks = max_blocks
         self._broken = False
         self._key = secrets.token_bytes(KEY_BYTES)
         self._lines: OrderedDict[int, _Line] = OrderedDict()
@@ -156,7 +157,7 @@ class _Writer:
         line = _Line(self._timestamp(request.at), request.prompt_tokens, self._numbers(request))
         self._lines[request.number] = line
         self._blocks += len(line.numbers)
-        while self._blocks > MAX_BLOCKS:
+        while self._blocks > self._max_blocks:
             self._take(next(iter(self._lines)))
             self.left_out += 1
             self._write_ended()

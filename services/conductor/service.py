@@ -42,7 +42,7 @@ RESERVE_LIMIT = 2.0
 
 @asynccontextmanager
 async def conductor(
-    config: ConductorConfig, checkpoint: Checkpoint, incarnation: int, spans: Recorder
+    config: ConductorConfig, checkpoint: Checkpoint, incarnation: int, spans: Recorder, metrics: Metrics
 ) -> AsyncIterator[tuple[ConductorServicer, str]]:
     """Run a conductor while the body runs; yields its servicer and the address it advertises."""
     async with AsyncExitStack() as stack:
@@ -57,7 +57,6 @@ async def conductor(
         calls = Calls(channels, cluster.steps, cluster.find, driver.post, RESERVE_LIMIT * config.reserve_timeout_s)
         stack.push_async_callback(calls.aclose)
         decisions = Decisions(config.explain_history)
-        metrics = Metrics(config.service())
         desk = Desk(calls, decisions, Predictions(metrics), recording, cluster.resync, driver.post)
         servicer = ConductorServicer(config, checkpoint, cluster, core, desk, decisions, tokenizing, spans)
         metrics.watch(servicer.gauges)
@@ -97,7 +96,8 @@ async def serve(context: ProcessContext, config: ConductorConfig) -> None:
         CheckpointError: the checkpoint cannot be used.
     """
     checkpoint = await asyncio.to_thread(Checkpoint.load, config.model)
-    async with conductor(config, checkpoint, context.incarnation, context.spans) as (servicer, address):
+    metrics = Metrics(config.service())
+    async with conductor(config, checkpoint, context.incarnation, context.spans, metrics) as (servicer, address):
         log.info("serving", address=address, model=checkpoint.name)
         context.announce(address)
         await context.stopping.wait()

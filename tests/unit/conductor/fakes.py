@@ -131,6 +131,7 @@ class ScriptedDecode(FakeMember):
     refusals: list[MoonpoolError] = field(default_factory=list)
     slow: list[asyncio.Event] = field(default_factory=list)  # promises are told after these, first come first used
     lease_s: float = 5.0
+    predicted_tbt_s: float = 0.0
     fail_at: list[int] = field(default_factory=list)  # output positions at which a sequence fails, once each
     hold_at: int = -1  # position at which sequences wait for `go`
     break_at: list[int] = field(default_factory=list)  # positions at which the whole stream breaks, once each
@@ -155,7 +156,7 @@ class ScriptedDecode(FakeMember):
         if self.slow:
             await self.slow.pop(0).wait()
         target = kv_pb2.TransferTarget(decode=self.instance, transfer_id=next(self.ids), generation=1)
-        return decode_pb2.ReserveResponse(target=target, lease_s=self.lease_s)
+        return decode_pb2.ReserveResponse(target=target, lease_s=self.lease_s, predicted_tbt_s=self.predicted_tbt_s)
 
     async def Steps(self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Any) -> None:
         self.streams += 1

@@ -14,6 +14,7 @@ from moonpool.client import AsyncClient
 from moonpool.cluster import HeldKeys, JoinAgent
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.server import serving
+from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
@@ -44,6 +45,7 @@ class Stack:
     client: AsyncClient
     checkpoint: Checkpoint
     exit: AsyncExitStack
+    metrics: Metrics
 
     @property
     def cluster(self) -> Cluster:
@@ -120,13 +122,14 @@ async def stack(*members: FakeMember, **settings: Any) -> AsyncIterator[Stack]:
     config = ConductorConfig(
         **{"listen": "127.0.0.1:0", "id": "conductor-0", "model": str(TINY), "heartbeat_s": 1.0, **settings}
     )
+    metrics = Metrics(config.service())
     async with AsyncExitStack() as exit_stack:
         servicer, address = await exit_stack.enter_async_context(
-            conductor(config, checkpoint, 7, Recorder("conductor-0", None))
+            conductor(config, checkpoint, 7, Recorder("conductor-0", None), metrics)
         )
         exit_stack.push_async_callback(servicer.drain, 0.0)
         client = await exit_stack.enter_async_context(AsyncClient(address, timeout_s=WAIT_S))
-        running = Stack(servicer, address, client, checkpoint, exit_stack)
+        running = Stack(servicer, address, client, checkpoint, exit_stack, metrics)
         for member in members:
             await running.join(member)
             await running.joined(member)  # one after the other: of equals, the first to join is the first to be chosen

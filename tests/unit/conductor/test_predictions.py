@@ -1,0 +1,79 @@
+"""Predicted times are kept beside the measured ones: in histograms, in placements, for `explain`."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from moonpool.client import SamplingParams
+from moonpool.cluster.speeds import speeds_to_proto
+from moonpool.cost import Speeds
+from moonpool.errors import Unavailable
+from moonpool.telemetry.metrics import Metrics
+
+from .fakes import ScriptedPrefill, decode, prefill
+from .stack import Stack, stack
+
+PROMPT = list(range(30, 70))
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+ONE = SamplingParams(max_tokens=1)
+TTFT, TPOT = "moonpool_conductor_ttft_over_predicted", "moonpool_conductor_tpot_over_predicted"
+
+
+@asynccontextmanager
+async def slow_stack(*prefills: ScriptedPrefill) -> AsyncIterator[Stack]:
+    """A cluster that knows how slow its members are."""
+    for member in prefills:
+        member.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=0.01)))
+    async with stack(*prefills, decode(predicted_tbt_s=0.25)) as s:
+        registry = s.cluster.registry
+        await s.until(lambda: sum(m.load.speed.prefill_per_token_s > 0 for m in registry) == len(prefills))
+        yield s
+
+
+async def samples(metrics: Metrics) -> dict[str, float]:
+    """Everything that is exported, by name and the labels' values; read on a thread, as by a scrape."""
+    families = await asyncio.to_thread(lambda: list(metrics.registry.collect()))
+    return {
+        " ".join((sample.name, *sample.labels.values())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+async def counts(metrics: Metrics) -> tuple[float, float]:
+    """Requests observed, of TTFT and of TPOT."""
+    found = await samples(metrics)
+    return found[f"{TTFT}_count"], found[f"{TPOT}_count"]
+
+
+async def test_each_request_is_observed_once_with_its_ratio() -> None:
+    async with slow_stack(prefill()) as s:
+        result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id="r")
+        assert result.placement.predicted_tbt_s == 0.25
+        assert await counts(s.metrics) == (1.0, 1.0)
+        found = await samples(s.metrics)
+        assert found[f"{TTFT}_sum"] * result.placement.predicted_ttft_s == pytest.approx(result.timing.ttft_s)
+        assert found[f"{TPOT}_sum"] * 0.25 == pytest.approx(result.timing.tpot_s)
+        assert found[f"{TPOT}_bucket +Inf"] == 1.0
+
+        explanation = await s.client.explain("r")
+        assert explanation.measured_tpot_s == result.timing.tpot_s > 0
+        assert explanation.placement is not None
+        assert explanation.placement.predicted_tbt_s == 0.25
+
+
+async def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
+    async with slow_stack(prefill()) as s:
+        result = await s.client.generate(token_ids=PROMPT, sampling=ONE, request_id="r")
+        assert result.placement.predicted_tbt_s == 0.0
+        assert await counts(s.metrics) == (1.0, 0.0)
+        assert (await s.client.explain("r")).measured_tpot_s == 0.0
+
+
+async def test_a_request_that_was_placed_again_is_not_observed() -> None:
+    async with slow_stack(prefill(0, before=[Unavailable("gone")]), prefill(1)) as s:
+        result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        assert len(result.placements) == 2
+        assert await counts(s.metrics) == (0.0, 0.0)
