@@ -51,7 +51,7 @@ class _Panel:
         yield f'<text x="{self._left}" y="{_TOP - 10}">{html.escape(name)}: measured, seconds</text>'
         yield (f'<text x="{self._left + _SIDE // 2}" y="{bottom + 32}" text-anchor="middle">predicted, seconds</text>')
         yield from self._ticks(bottom)
-        for factor, dash in ((1.0, ""), (1 - error, "4 3"), (1 + error, "4 3")):
+        for factor, dash in ((1.0, "none"), (1 - error, "4 3"), (1 + error, "4 3")):
             yield self._line(factor, dash)
         for colour, points in zip(_COLOURS, self._dots.values(), strict=False):
             for predicted, measured in points:

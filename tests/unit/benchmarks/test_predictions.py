@@ -1,0 +1,49 @@
+"""The benchmark of predictions: its load, its errors, its picture."""
+
+import itertools
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.predictions import EMULATED, REAL, Load, Pair, Requests, median_error, rows
+from benchmarks.predictions_picture import picture
+
+
+@pytest.mark.parametrize("load", [REAL, EMULATED])
+def test_equal_seeds_give_equal_requests_within_the_loads_bounds(load: Load) -> None:
+    asked, same, other = (list(Requests(load, seed).take(200, 2.0)) for seed in (1, 1, 2))
+    assert asked == same != other
+    assert all(16 <= len(it.prompt) <= load.most_tokens for it in asked)
+    assert all(load.answer_tokens[0] <= it.answer <= load.answer_tokens[1] for it in asked)
+    assert asked[0].at == 0.0
+    assert all(earlier.at < later.at for earlier, later in itertools.pairwise(asked))
+    assert 200 / asked[-1].at == pytest.approx(2.0, rel=0.4)
+    openings = [tuple(it.prompt[:16]) for it in asked]
+    assert 0.1 < 1 - len(set(openings)) / len(openings) < 0.5, "some prompts begin with an earlier one"
+
+
+def test_a_row_is_the_median_of_the_rounds_medians() -> None:
+    def of(*errors: float) -> list[Pair]:
+        return [Pair(1.0 + error, 1.0) for error in errors]
+
+    rounds = [{"TTFT": of(0.1, -0.3, 0.2), "TPOT": of(0.5)}, {"TTFT": of(0.4), "TPOT": of(-0.1)}]
+    assert median_error(rounds[0]["TTFT"]) == pytest.approx(0.2)
+    ttft, tpot = rows({"light": rounds}, 0.3)
+    assert (ttft.value, ttft.unit, ttft.limit_value, ttft.met) == (pytest.approx(30.0), "%", 30.0, True)
+    assert tpot.value == pytest.approx(30.0)
+    assert ttft.spread == pytest.approx(20 / 30)
+    assert [row.met for row in rows({"light": rounds}, 0.2)] == [False, False]
+
+
+def test_the_picture_has_a_dot_per_request_with_equal_times_on_the_diagonal() -> None:
+    times = [(0.1, 0.1), (1.0, 1.0), (0.5, 0.05), (0.0, 1.0)]
+    svg = picture(
+        "both & more", {"TTFT": {"light": times[:2], "heavy": times[2:]}, "TPOT": {"light": [(1.0, 2.0)]}}, 0.1
+    )
+    ElementTree.fromstring(svg)
+    dots = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="2.5"', svg)
+    assert len(dots) == 4, "a time of 0 has no place on a logarithmic scale"
+    (x1, y1), (x2, y2) = ((float(x), float(y)) for x, y in dots[:2])
+    assert math.isclose(x2 - x1, y1 - y2, abs_tol=0.2)
