@@ -39,7 +39,7 @@ from services.kvstore.streams.put_stream import PutResources
 from services.kvstore.streams.rooms import RoomQueue
 from services.kvstore.streams.watch import Journal, Unreported
 from services.kvstore.tenancy.pins import Pins
-from services.kvstore.tenancy.tenants import Account, Protection
+from services.kvstore.tenancy.tenants import Account
 
 log = get_logger(__name__)
 
@@ -63,9 +63,8 @@ def open_tiers(config: KVStoreConfig) -> tuple[DramTier, SsdTier | None]:
     )
     if config.data_dir is None or not config.ssd_bytes:
         return dram, None
-    account, size = Account.of(config.tenants, "ssd"), config.segment_size
-    keeps, durability = Protection(pins, account).keeps, config.durability
-    ssd = open_tier(config.data_dir, config.ssd_bytes, size, durability=durability, keeps=keeps, account=account)
+    account, size, durability = Account.of(config.tenants, "ssd"), config.segment_size, config.durability
+    ssd = open_tier(config.data_dir, config.ssd_bytes, size, durability=durability, pins=pins, account=account)
     return dram, ssd
 
 

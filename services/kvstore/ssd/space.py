@@ -1,11 +1,11 @@
 """Segments as room: where the next record goes, which segment makes room for it, and what is carried over.
 
 Oldest first, with a second chance: a block that was used since it was written is written anew once, into the newest
-segment, and must be used again to be spared again; at most half a segment is spared so. Blocks that `keeps` names are
-always carried. What this gains over dropping whole segments, and over other choices: docs/adr/0004-ssd-tier.md.
+segment, and must be used again to be spared again; at most half a segment is spared so. Blocks that are pinned, or that
+a guarantee covers, are always carried. What this gains over dropping whole segments, and over other choices: docs/adr/0004-ssd-tier.md.
 """
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 from moonpool.kv.keys import BlockKey
@@ -13,9 +13,7 @@ from services.kvstore.ssd.catalogue import MAX_SEGMENT_BYTES, Catalogue, Segment
 from services.kvstore.ssd.commit import Victim
 from services.kvstore.ssd.reader import segment_path
 from services.kvstore.ssd.records import ALIGN
-
-Keeps = Callable[[BlockKey, str, int], bool]
-"""Whether a block (key, tenant, bytes of its record) must stay."""
+from services.kvstore.tenancy.tenants import Account
 
 MIN_SEGMENTS = 8  # from so many on, the budget leaves room for what is carried over before its old file is deleted
 MAX_VICTIMS = 16  # of one plan, unless more of them pay: a store full of kept blocks must not be rewritten for one
@@ -26,11 +24,9 @@ ASK_AGAIN = 64  # plans in which a segment is passed over after too much of it h
 
 
 class Space:
-    """Room for records, together at most `capacity_bytes`. Used while a plan is made; `keeps` says what must stay.
+    """Room for records, together at most `capacity_bytes`. Used while a plan is made.
 
-    Attributes:
-        used_bytes: of all segments, live or dead, as they will be after the plan under way.
-        active: the segment that is appended to. A file of an earlier life never is.
+    `used_bytes` are those of all segments, live or dead, as they will be after the plan under way.
     """
 
     def __init__(
@@ -40,13 +36,15 @@ class Space:
         capacity_bytes: int,
         segment_bytes: int,
         next_segment: int,
-        keeps: Keeps,
+        pins: Container[BlockKey],
+        account: Account,
     ) -> None:
         self.capacity_bytes = capacity_bytes
-        self.active: Segment | None = None
+        self.active: Segment | None = None  # is appended to; a file of an earlier life never is
         self._segment_bytes = min(segment_bytes, MAX_SEGMENT_BYTES // 2)
         self._next_segment = next_segment
-        self._keeps = keeps
+        self._pins = pins
+        self._account = account
         self._catalogue = catalogue
         self._folder = folder
         self._reserve = segment_bytes // 2 if capacity_bytes >= MIN_SEGMENTS * segment_bytes else 0
@@ -155,7 +153,7 @@ class Space:
 
     def _is_kept(self, segment: Segment, slot: int) -> bool:
         tenant = self._catalogue.tenants[segment.tenants[slot]]
-        return self._keeps(segment.keys[slot], tenant, segment.nbytes(slot))
+        return segment.keys[slot] in self._pins or self._account.guards(tenant, segment.nbytes(slot))
 
     def _take(self, segment: Segment, spared: Container[int]) -> Victim:
         """Carries the blocks that must stay and `spared` slots, which keep their place for now; forgets the others."""

@@ -5,7 +5,7 @@ Methods belong to the event loop, are quick and touch no device, but for those t
 stays readable until the plan is done: what is carried over has its place there till then.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 import lmdb
@@ -20,7 +20,7 @@ from services.kvstore.ssd.index import MAP_BYTES
 from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.ssd.records import ALIGN, record_size
 from services.kvstore.ssd.recovery import DataFolder, Durability, Recovery
-from services.kvstore.ssd.space import Keeps, Space
+from services.kvstore.ssd.space import Space
 from services.kvstore.tenancy.tenants import Account
 
 log = get_logger(__name__)
@@ -43,7 +43,7 @@ class SsdTier:
     """
 
     def __init__(
-        self, found: Recovery, capacity_bytes: int, segment_bytes: int, keeps: Keeps, account: Account
+        self, found: Recovery, capacity_bytes: int, segment_bytes: int, pins: Container[BlockKey], account: Account
     ) -> None:
         self.account = account
         self.catalogue = found.catalogue
@@ -54,7 +54,7 @@ class SsdTier:
         self._files = folder.files
         self._index = found.index
         first = found.next_segment
-        self.space = Space(self.catalogue, folder.segments, capacity_bytes, segment_bytes, first, keeps)
+        self.space = Space(self.catalogue, folder.segments, capacity_bytes, segment_bytes, first, pins, account)
         self.commit = Committer(self._files, found.index, folder.segments, sync=self.durability == "power").run
         self._dead: list[Slot] = []  # the index does not know it
         self._nameless: list[Segment] = []  # forgotten by the index; the file is not deleted yet
@@ -245,16 +245,16 @@ def open_tier(
     segment_bytes: int,
     *,
     durability: Durability = "power",
-    keeps: Keeps = lambda *_: False,
+    pins: Container[BlockKey] = (),
     account: Account | None = None,
     files: Files | None = None,
     map_bytes: int = MAP_BYTES,
 ) -> SsdTier:
     """Blocking. Locks the data folder `path`, made if need be, finds out what it holds, and opens the tier on it.
 
-    At `segment_bytes` a segment is closed and the next begun; a larger record gets one of its own. `keeps` says which
-    blocks must stay. `account` is told of every record that comes or goes, and of those that are here at once;
-    `map_bytes` is the size of the index's memory map to begin with.
+    At `segment_bytes` a segment is closed and the next begun; a larger record gets one of its own. Blocks in `pins` stay,
+    and those that `account` guarantees; it is told of every record that comes or goes, and of those that are here at
+    once. `map_bytes` is the size of the index's memory map to begin with.
 
     Raises:
         ConfigError: naming `data_dir`: the folder cannot be used.
@@ -267,7 +267,7 @@ def open_tier(
         folder.close()
         files.close_all()
         raise
-    tier = SsdTier(found, capacity_bytes, segment_bytes, keeps, account)
+    tier = SsdTier(found, capacity_bytes, segment_bytes, pins, account)
     blocks, nbytes = len(tier.catalogue), tier.space.used_bytes
     log.info("ssd tier open", path=str(path), blocks=blocks, bytes=nbytes, rebuilt=found.rebuilt)
     return tier

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from moonpool.errors import ConfigError
 from moonpool.kv.blocks import MAX_TENANT_BYTES
-from moonpool.kv.keys import BlockKey
 
 DEFAULT_ROW = "*"
 """Name of the row for tenants without a row of their own; each of them gets what it grants."""
@@ -157,18 +156,3 @@ class Account:
             for other, guarantee in self.guarantees.items()
             if other != tenant
         )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Protection:
-    """Decides which blocks a tier must keep: pinned ones, and those that a guarantee covers.
-
-    The tier updates the account with every block that leaves, so that each removal is judged after those before it.
-    """
-
-    pins: Container[BlockKey]
-    account: Account
-
-    def keeps(self, key: BlockKey, tenant: str, nbytes: int) -> bool:
-        """Whether a tenant's block must stay."""
-        return key in self.pins or self.account.guards(tenant, nbytes)

@@ -57,7 +57,7 @@ def main() -> None:
         CAPACITY,
         SEGMENT,
         durability="power" if durability == "power" else "process",
-        keeps=lambda key, tenant, nbytes: key in kept,
+        pins=kept,
     )
     keys = keys_of(20_000, str(life))
     for start in itertools.count(step=BATCH):
