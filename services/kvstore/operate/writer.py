@@ -24,18 +24,12 @@ log = get_logger(__name__)
 
 RETRY_AFTER_S = (0.0, 0.1, 1.0)
 """Seconds before a failed batch is tried again: the first time, the second and so on; then its blocks are unsaved."""
-
 UNSAVED_AFTER_S = (1.0, 2.0, 5.0, 15.0, 60.0)
 """Seconds before unsaved blocks, which are in DRAM only, are tried again: the first time, the second and so on."""
 
-REPEAT_S = 60.0
-"""The same kind of error is logged at most once in this time, unless blocks became durable meanwhile."""
-
-_Kind = tuple[str, type[Exception], int | None]
-"""Of a message: its text, and the type and errno of the error, without the file that it happened with."""
-
-_MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""Errors that may pass at once. So may a full device: the next plan makes room."""
+REPEAT_S = 60.0  # the same kind of error is logged once in this time, unless blocks became durable meanwhile
+_Kind = tuple[str, type[Exception], int | None]  # message, type and errno of the error; not the file it happened with
+_MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # as a full device does: by a plan
 
 
 async def within(timeout_s: float, event: asyncio.Event) -> bool:
@@ -49,14 +43,7 @@ async def within(timeout_s: float, event: asyncio.Event) -> bool:
 class WriteBehind:
     """Commits the batches of `writes` to `ssd`, when woken. `run` once; `drain` before ending it.
 
-    Args:
-        on_committed: told the seconds that a batch took.
-        retry_after_s: see `RETRY_AFTER_S`.
-        unsaved_after_s: see `UNSAVED_AFTER_S`.
-        clock: seconds; times the log messages.
-
-    Attributes:
-        retries: batches that were tried again.
+    `on_committed` is told the seconds that a batch took; `clock` times the log messages.
     """
 
     def __init__(
@@ -82,7 +69,7 @@ class WriteBehind:
         self._retry_at = math.inf
         self._told: dict[_Kind, float] = {}  # when a message was logged last
         self._failing = False  # blocks were given up since one became durable
-        self.retries = 0
+        self.retries = 0  # batches that were tried again
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvstore-writer")
 
     def wake(self) -> None:

@@ -24,8 +24,7 @@ from services.kvstore.ssd.records import ALIGN, BadRecordError, pack_header
 
 log = get_logger(__name__)
 
-WRITE_BYTES = 4 << 20
-"""Most bytes of one write; the device begins with it while the next is being prepared."""
+WRITE_BYTES = 4 << 20  # of one write at most; the device begins with it while the next is being prepared
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,6 +35,7 @@ class Append:
     row: Row
     block: DramBlock | None = None
     source: tuple[Segment, int] | None = None
+    bad: bool = False  # what is at the source is not what was written
 
     @property
     def key(self) -> BlockKey:
@@ -65,18 +65,12 @@ def pack(appends: Iterable[Append]) -> dict[Segment, bytes]:
 
 @dataclasses.dataclass(slots=True)
 class Victim:
-    """A segment that is reclaimed.
-
-    Attributes:
-        carried: slots of blocks that are written anew, oldest first.
-        carried_bytes: of their records.
-        removed: slots of blocks that are not here any more.
-    """
+    """A segment that is reclaimed."""
 
     segment: Segment
-    carried: list[int]
-    carried_bytes: int
-    removed: list[int]
+    carried: list[int] = dataclasses.field(default_factory=list)  # slots of blocks that are written anew, oldest first
+    carried_bytes: int = 0  # of their records
+    removed: list[int] = dataclasses.field(default_factory=list)  # slots of blocks that are not here any more
 
     @property
     def freed_bytes(self) -> int:
@@ -87,38 +81,25 @@ class Victim:
 class WritePlan:
     """One batch. Made by `SsdTier.plan`, done by `SsdTier.commit`, ended by `committed` or `failed`.
 
-    Attributes:
-        blocks: what is durable once the batch is committed.
-        rejected: blocks that find no room; they are not written.
-        forgotten: segments whose file may be deleted already, to be forgotten by the index.
-        nameless: segments that the index has forgotten, and whose file could not be deleted.
-        dead: slots that the index does not know to be dead.
-        full: the device is full: segments without anything to carry are deleted first, since the index may need their
-            room to forget them.
-        cleared: the first transaction was committed: victims are forgotten, what was carried has its new place.
-        named: the index has learnt the ids.
-        bad: carried records that are not what was written.
-        unreadable: a segment that could not be read, for which the plan failed.
-        lost: keys of bad records; known after `committed` or `failed`.
+    `full`: segments without anything to carry are deleted first, since the index may need their room to forget them.
     """
 
-    blocks: list[DramBlock]
-    rejected: list[DramBlock]
+    blocks: list[DramBlock]  # durable once the batch is committed
+    rejected: list[DramBlock]  # find no room; not written
     victims: list[Victim]
-    forgotten: list[Segment]
-    nameless: list[Segment]
-    dead: list[Slot]
+    forgotten: list[Segment]  # to be forgotten by the index; their files may be deleted already
+    nameless: list[Segment]  # the index has forgotten them; their files could not be deleted
+    dead: list[Slot]  # the index does not know that they are
     formats: IdChange[BlockFormat]
     tenants: IdChange[str]
-    full: bool = False
-    carry: list[Append] = dataclasses.field(default_factory=list)
-    store: list[Append] = dataclasses.field(default_factory=list)
-    cleared: bool = False
-    named: bool = False
-    bad: list[Append] = dataclasses.field(default_factory=list)
-    unreadable: Segment | None = None
+    full: bool
+    carry: list[Append]
+    store: list[Append]
+    cleared: bool = False  # first transaction committed: victims are forgotten, what was carried has its new place
+    named: bool = False  # the index has learnt the ids
+    unreadable: Segment | None = None  # the plan failed for it
     undeleted: list[Segment] = dataclasses.field(default_factory=list)
-    lost: list[BlockKey] = dataclasses.field(default_factory=list)
+    lost: list[BlockKey] = dataclasses.field(default_factory=list)  # of bad records, once the plan has ended
 
     @property
     def removed(self) -> list[BlockKey]:
@@ -136,8 +117,7 @@ class WritePlan:
     @property
     def carried(self) -> list[Append]:
         """What was carried over, once `cleared`."""
-        bad = {id(append) for append in self.bad}
-        return [append for append in self.carry if id(append) not in bad]
+        return [append for append in self.carry if not append.bad]
 
 
 class Committer:
@@ -192,7 +172,7 @@ class Committer:
             record = read_record(self._files, segment.path, append.key, segment.offset(slot), segment.nbytes(slot))
         except BadRecordError as error:
             log.warning("a stored block is bad", key=append.key.hex()[:16], error=str(error))
-            plan.bad.append(append)
+            append.bad = True
             return
         except OSError as error:
             plan.unreadable = segment

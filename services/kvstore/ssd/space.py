@@ -2,7 +2,8 @@
 
 Oldest first, with a second chance: a block that was used since it was written is written anew once, into the newest
 segment, and must be used again to be spared again; at most half a segment is spared so. Blocks that are pinned, or that
-a guarantee covers, are always carried. What this gains over dropping whole segments, and over other choices: docs/adr/0004-ssd-tier.md.
+a guarantee covers, are always carried. What this gains over dropping whole segments, and over other choices:
+docs/adr/0004-ssd-tier.md.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -157,7 +158,7 @@ class Space:
 
     def _take(self, segment: Segment, spared: Container[int]) -> Victim:
         """Carries the blocks that must stay and `spared` slots, which keep their place for now; forgets the others."""
-        victim = Victim(segment, [], 0, [])
+        victim = Victim(segment)
         for slot in self._catalogue.live_slots(segment):
             if slot in spared or self._is_kept(segment, slot):
                 victim.carried.append(slot)

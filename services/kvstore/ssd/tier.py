@@ -29,17 +29,9 @@ log = get_logger(__name__)
 class SsdTier:
     """A bounded, durable set of blocks. Made by `open_tier`.
 
-    While a segment of which much must stay is rewritten, the segment files may exceed the budget by what is carried.
-
-    Attributes:
-        catalogue: which blocks are here.
-        space: how much room they take.
-        account: what tenants are granted and have here.
-        commit: does a plan, blocking, in the writer thread; its blocks are as durable as `durability` says then.
-        indexed: there is an index; else there was no room for one, and the next start reads all segments.
-        written_bytes: records written in this process' life, headers, padding and carried ones included.
-        user_bytes: of new blocks in them.
-        lost_blocks: blocks that were found bad when they were to be carried over.
+    While a segment of which much must stay is rewritten, the segment files may exceed the budget by what is carried; so
+    they may after a start, if the process ended meanwhile, until the next plan. `commit` does a plan, blocking, in the
+    writer thread; then its blocks are as durable as `durability` says.
     """
 
     def __init__(
@@ -48,8 +40,11 @@ class SsdTier:
         self.account = account
         self.catalogue = found.catalogue
         self.durability = found.folder.durability
-        self.indexed = found.index is not None
-        self.written_bytes = self.user_bytes = self.carried_bytes = self.dropped_segments = self.lost_blocks = 0
+        self.indexed = found.index is not None  # else there was no room for one: the next start reads all segments
+        self.written_bytes = 0  # of records in this process' life, headers, padding and carried ones included
+        self.user_bytes = 0  # of new blocks in them
+        self.carried_bytes = self.dropped_segments = 0
+        self.lost_blocks = 0  # found bad when they were to be carried over
         self._folder = folder = found.folder
         self._files = folder.files
         self._index = found.index
@@ -174,8 +169,8 @@ class SsdTier:
         removed = plan.removed_segments
         numbers = {segment.number for segment in removed}
         self._dead = [slot for slot in self._dead if slot[0] not in numbers]
-        for append in plan.bad:
-            if self.catalogue.find(append.key) == append.source:
+        for append in plan.carry:
+            if append.bad and self.catalogue.find(append.key) == append.source:
                 self.catalogue.forget(append.key)
                 self.lost_blocks += 1
                 plan.lost.append(append.key)
@@ -252,9 +247,9 @@ def open_tier(
 ) -> SsdTier:
     """Blocking. Locks the data folder `path`, made if need be, finds out what it holds, and opens the tier on it.
 
-    At `segment_bytes` a segment is closed and the next begun; a larger record gets one of its own. Blocks in `pins` stay,
-    and those that `account` guarantees; it is told of every record that comes or goes, and of those that are here at
-    once. `map_bytes` is the size of the index's memory map to begin with.
+    At `segment_bytes` a segment is closed and the next begun; a larger record gets one of its own. Blocks in `pins`
+    stay, and those that `account` guarantees; it is told of every record that comes or goes, and of those that are here
+    at once. `map_bytes` is the size of the index's memory map to begin with.
 
     Raises:
         ConfigError: naming `data_dir`: the folder cannot be used.

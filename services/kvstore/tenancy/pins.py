@@ -15,23 +15,18 @@ from moonpool.kv.blocks import MAX_TENANT_BYTES
 from moonpool.kv.keys import BlockKey
 from services.kvstore.tenancy.tenants import Account, TenantBytes
 
-MAX_NAME_BYTES = 256
-"""Longest name of a pin, as UTF-8."""
-
-MAX_ENTRIES = 1 << 18
-"""Most keys of all pins together; a key in several pins counts for each."""
-
-MAX_TTL_S = 7 * 86400.0
-"""Longest life of a pin that is not renewed."""
+MAX_NAME_BYTES = 256  # of a pin, as UTF-8
+MAX_ENTRIES = 1 << 18  # keys of all pins together; a key in several pins counts for each
+MAX_TTL_S = 7 * 86400.0  # of a pin that is not renewed
 
 
 class PinLimit(enum.Enum):
     """Why a pin keeps fewer blocks than were asked for; the names are those of the contract."""
 
-    UNSPECIFIED = "unspecified"
-    ABSENT = "absent"
-    TENANT_BUDGET = "tenant_budget"
-    STORE_BUDGET = "store_budget"
+    UNSPECIFIED = enum.auto()
+    ABSENT = enum.auto()
+    TENANT_BUDGET = enum.auto()
+    STORE_BUDGET = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,12 +55,7 @@ class _Pinned:
 class Pins:
     """All pins of a store. Times are arguments, in seconds of one clock.
 
-    Args:
-        budget_bytes: most bytes that all pins together keep.
-        account: what the pins of each tenant may keep, and do; kept up to date here.
-
-    Attributes:
-        nbytes: bytes of all pinned blocks; one that several tenants pin counts once.
+    All together keep at most `budget_bytes`. The account of what those of each tenant keep is kept up to date here.
     """
 
     def __init__(
@@ -82,7 +72,7 @@ class Pins:
         self._max_entries = max_entries
         self._pins: dict[tuple[str, str], _Pin] = {}
         self._pinned: dict[BlockKey, _Pinned] = {}
-        self.nbytes = 0
+        self.nbytes = 0  # of all pinned blocks; one that several tenants pin counts once
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -112,10 +102,8 @@ class Pins:
     ) -> tuple[PinOutcome, set[BlockKey]]:
         """Keeps the leading keys that are here and fit the budgets; replaces the tenant's pin of that name.
 
-        Call `expire` first: a pin whose time is over still counts here.
-
-        `size_of` gives the bytes of a block, None when it is not here. Also returns the keys that may be pinned or no
-        longer pinned by this.
+        Call `expire` first: a pin whose time is over still counts here. `size_of` gives the bytes of a block, None when
+        it is not here. Also returns the keys that may be pinned or no longer pinned by this.
 
         Raises:
             InvalidRequest: naming the field of the request.

@@ -44,6 +44,7 @@ def write(ssd: SsdTier, keys: list[BlockKey]) -> None:
     ssd.commit(plan)
     ssd.committed(plan)
     assert not plan.lost
+    assert ssd.space.used_bytes <= CAPACITY
     tell("+", (block.info.key for block in plan.blocks))
 
 

@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 from moonpool.kv.keys import BlockKey
 from services.kvstore.operate.writer import WriteBehind
-from services.kvstore.ssd.files import Files, raise_open_files_limit
+from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import RECORD, Driven, data_of, keys_of, open_ssd, store, writing
@@ -225,16 +224,6 @@ def test_a_tier_of_many_segments_keeps_few_of_them_open(tmp_path: Path) -> None:
         for key in keys:
             assert driven.read([key]) == [data_of(key)]
             assert open_segments(tmp_path) <= 4
-
-
-def test_the_process_may_have_as_many_open_files_as_the_system_permits() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[0]), before[1]))
-        raise_open_files_limit()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 class SlowClosing(Files):

@@ -304,6 +304,26 @@ def test_a_tier_of_kept_blocks_is_not_rewritten_for_one_batch(tmp_path: Path) ->
         assert kept <= set(ssd.catalogue)
 
 
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_what_was_carried_may_be_there_twice_after_a_kill_until_the_next_plan(tmp_path: Path) -> None:
+    files, pins = FaultyFiles(), set(KEYS) - set(KEYS[::4])
+    with tier(tmp_path, 32 * RECORD, 4 * RECORD, pins=pins, files=files) as ssd:
+        put(ssd, KEYS[:16])
+        put(ssd, KEYS[16:32])
+        plan = ssd.plan([block_of(KEYS[32])])
+        files.fail("unlink", Killed())
+        with pytest.raises(Killed):
+            ssd.commit(plan)
+    with tier(tmp_path, 32 * RECORD, 4 * RECORD, pins=pins) as ssd:
+        assert (ssd.space.used_bytes, ssd.catalogue.live.total_bytes) == ((32 + 3) * RECORD, 32 * RECORD)
+        assert ssd.has_housekeeping
+        assert put(ssd, []).removed == KEYS[:1]
+        assert pins & set(KEYS[:32]) == pins & set(ssd.catalogue)
+
+
 def test_many_wholly_kept_segments_do_not_hide_the_others(tmp_path: Path) -> None:
     asked: list[object] = []
 
