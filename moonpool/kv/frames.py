@@ -19,9 +19,6 @@ FRAME_BYTES = 1 << 20
 MAX_FRAME_SLICES = 1024
 """Most slices in a frame, so that opening one is quick whatever their size."""
 
-_HEADER = struct.Struct("<QI")
-_RUN = struct.Struct("<6I")
-
 
 class Run(NamedTuple):
     """Consecutive blocks of one layer, heads `[head_begin, head_end)`.
@@ -81,8 +78,9 @@ def checksum(header: kv_pb2.FrameHeader) -> int:
 
 
 def _checksum(session: int, generation: int, runs: Iterable[Sequence[int]], hashes: Sequence[int]) -> int:
-    packed = b"".join([_HEADER.pack(session, generation), *[_RUN.pack(*run) for run in runs]])
-    return xxhash.xxh3_64_intdigest(packed + struct.pack(f"<{len(hashes)}Q", *hashes))
+    fields = [number for run in runs for number in run]
+    packed = struct.pack(f"<QI{len(fields)}I{len(hashes)}Q", session, generation, *fields, *hashes)
+    return xxhash.xxh3_64_intdigest(packed)
 
 
 def _run_of(message: kv_pb2.SliceRun) -> Run:
@@ -139,6 +137,9 @@ class FrameOpener:
     """Opens the frames of one session, in their order.
 
     What is larger than a frame of a slice comes in several pieces, one behind the other, and is handed out whole.
+
+    Attributes:
+        unfinished_bytes: kept of a slice of which only the first pieces have come.
     """
 
     def __init__(self, layout: KVLayout, heads: range | None = None, keys: Sequence[bytes] | None = None) -> None:
@@ -155,11 +156,7 @@ class FrameOpener:
         whole = len(self._heads) == layout.kv_heads
         self._bytes = layout.slice_bytes if whole else part_bytes(self._heads, layout)
         self._piece: tuple[Run, bytearray] | None = None  # the beginning of a slice that comes in pieces
-
-    @property
-    def unfinished_bytes(self) -> int:
-        """Bytes kept of a slice of which only the first pieces have come."""
-        return 0 if self._piece is None else len(self._piece[1])
+        self.unfinished_bytes = 0
 
     def open(self, header: kv_pb2.FrameHeader, payload: memoryview) -> list[OpenRun]:
         """Verifies a frame; returns its whole runs with their bytes, not copied but for slices in pieces.
@@ -168,40 +165,28 @@ class FrameOpener:
             DamagedSliceError: A slice's bytes are not what was sent.
             FrameError: Checksum, sizes or ranges are wrong; nothing of the frame may be used.
         """
-        runs, sizes = self._runs(header, payload)
-        all_hashes = header.slice_hashes[:]
-        if _checksum(header.session, header.generation, runs, all_hashes) != header.checksum:
+        hashes, size, position, number = header.slice_hashes[:], payload.nbytes, 0, 0
+        if not 0 < len(header.runs) <= len(hashes) <= MAX_FRAME_SLICES:
+            raise FrameError(f"frame of session {header.session}: {len(header.runs)} runs, {len(hashes)} slices")
+        runs = [_run_of(message) for message in header.runs]
+        if _checksum(header.session, header.generation, runs, hashes) != header.checksum:
             raise FrameError(f"frame of session {header.session}: wrong checksum")
-        heads = (self._heads.start, self._heads.stop)
         opened: list[OpenRun] = []
-        position = number = 0
-        for run, nbytes in zip(runs, sizes, strict=True):
-            end, count = position + nbytes, number + run.block_count
-            data, hashes = payload[position:end], all_hashes[number:count]
+        for run in runs:
+            end, count = position + run_bytes(run, self._layout), number + run.block_count
+            last = run is runs[-1]
+            if end > size or count > len(hashes) or (last and (end < size or count < len(hashes))):
+                raise FrameError(f"frame of session {header.session}: {size} bytes, its runs need {end}")
+            data, expected = payload[position:end], hashes[number:count]
             position, number = end, count
-            if (run.head_begin, run.head_end) != heads:
+            if run.head_begin != self._heads.start or run.head_end != self._heads.stop:
                 whole = self._pieced(run, data)
                 if whole is None:
                     continue
                 run, data = whole
-            self._verify(run, data, hashes)
-            opened.append(OpenRun(run, data, hashes))
+            self._verify(run, data, expected)
+            opened.append(OpenRun(run, data, expected))
         return opened
-
-    def _runs(self, header: kv_pb2.FrameHeader, payload: memoryview) -> tuple[list[Run], list[int]]:
-        """The runs and the bytes of each, which are together those of the payload."""
-        slices = len(header.slice_hashes)
-        if not 0 < len(header.runs) <= slices <= MAX_FRAME_SLICES:
-            raise FrameError(f"frame of session {header.session}: {len(header.runs)} runs, {slices} slices")
-        layout, runs, sizes = self._layout, [], []
-        for message in header.runs:
-            run = _run_of(message)
-            runs.append(run)
-            sizes.append(run_bytes(run, layout))
-            slices -= run.block_count
-        if sum(sizes) != payload.nbytes or slices:
-            raise FrameError(f"frame of session {header.session}: {payload.nbytes} bytes, its runs need {sum(sizes)}")
-        return runs, sizes
 
     def _pieced(self, run: Run, data: memoryview) -> tuple[Run, memoryview] | None:
         """Takes a piece of a slice; returns the slice when it is whole."""
@@ -211,20 +196,20 @@ class FrameOpener:
             raise FrameError(f"{run}: not expected (heads {self._heads}, behind {before})")
         buffer += data
         before = start._replace(head_end=run.head_end)
-        self._piece = (before, buffer) if run.head_end < self._heads.stop else None
-        return None if self._piece else (before, memoryview(buffer))
+        whole = run.head_end == self._heads.stop
+        self._piece = None if whole else (before, buffer)
+        self.unfinished_bytes = 0 if whole else len(buffer)
+        return (before, memoryview(buffer)) if whole else None
 
     def _verify(self, run: Run, data: memoryview, hashes: list[int]) -> None:
-        size, first = self._bytes, run.first_block
-        found = [slice_hash(data[at : at + size]) for at in range(0, data.nbytes, size)]
-        if self._bindings is not None:
-            bindings, layer = self._bindings[first : first + len(found)], layer_binding(run.layer)
-            if len(bindings) < len(found):
-                raise FrameError(f"{run}: the session has {len(self._bindings)} blocks")
-            found = [value ^ key ^ layer for value, key in zip(found, bindings, strict=True)]
-        if found != hashes:
-            bad = next(index for index, value in enumerate(found) if value != hashes[index])
-            raise DamagedSliceError(run.layer, first + bad)
+        size, at, bindings, layer = self._bytes, 0, self._bindings, layer_binding(run.layer)
+        if bindings is not None and run.first_block + len(hashes) > len(bindings):
+            raise FrameError(f"{run}: the session has {len(bindings)} blocks")
+        for block, value in enumerate(hashes, run.first_block):
+            found = slice_hash(data[at : at + size])
+            if value != (found if bindings is None else found ^ bindings[block] ^ layer):
+                raise DamagedSliceError(run.layer, block)
+            at += size
 
 
 def run_bytes(run: Run, layout: KVLayout) -> int:
@@ -233,18 +218,18 @@ def run_bytes(run: Run, layout: KVLayout) -> int:
     Raises:
         FrameError: The run does not fit the layout.
     """
-    if not (0 <= run.layer < layout.layers and run.block_count >= 1 and run.first_block >= 0):
+    layer, first_block, block_count, head_begin, head_end, valid_tokens = run
+    if not (0 <= layer < layout.layers and block_count >= 1 and first_block >= 0):
         raise FrameError(f"{run}: no such layer or no blocks")
-    if not 0 <= run.head_begin < run.head_end <= layout.kv_heads:
+    if not 0 <= head_begin < head_end <= layout.kv_heads:
         raise FrameError(f"{run}: no such heads")
-    if not 1 <= run.valid_tokens <= layout.block_tokens:
+    if not 1 <= valid_tokens <= layout.block_tokens:
         raise FrameError(f"{run}: no such number of valid tokens")
-    heads = run.head_end - run.head_begin
-    if heads == layout.kv_heads:
-        return run.block_count * layout.slice_bytes
+    if head_end - head_begin == layout.kv_heads:
+        return block_count * layout.slice_bytes
     if layout.scale_bytes:
         raise FrameError(f"{run}: slices with scales travel whole")
-    return run.block_count * heads * layout.head_bytes
+    return block_count * (head_end - head_begin) * layout.head_bytes
 
 
 def split_run(run: Run, data: memoryview, layout: KVLayout) -> Iterator[tuple[int, int, memoryview]]:

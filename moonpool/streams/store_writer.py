@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed
+from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed
 from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, Slice
 from moonpool.kv.hashes import bind
 from moonpool.kv.keys import pack_keys
@@ -44,6 +44,8 @@ def _refusal(message: kvstore_pb2.PutRefused) -> MoonpoolError:
     text = f"the store refused blocks: {message.reason or 'no reason given'}"
     if message.code == "invalid_request":
         return InvalidRequest("", text)
+    if message.code == "bad_frame":
+        return FrameError(text)
     if message.code:
         return Overloaded(text, reason=message.code, retry_after_s=message.retry_after_s)
     return TransferFailed(text)
@@ -147,6 +149,7 @@ class StoreWriter:
         Raises:
             InvalidRequest: The store will never take these blocks.
             Overloaded: The store has no room for them; says why and when to try again.
+            FrameError: What was sent came damaged, or was not what had been declared.
             TransferFailed: The store gave up what had been sent, or it took too long.
             StreamBroken: The stream has ended, or the store cannot be reached.
             Mismatch: The store does not take this KV.

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded
+from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloaded
 from moonpool.kv.keys import BlockKey
 from moonpool.streams.credits import Traffic
 from moonpool.streams.peers import KVClient, Peers
@@ -218,7 +218,7 @@ class WriteBack:
 
     def _failed(self, job: _Job, error: Exception) -> None:
         self.blocks_dropped += len(job.blocks)
-        if isinstance(error, InvalidRequest) or getattr(error, "reason", "") == "kvstore_guaranteed":
+        if isinstance(error, InvalidRequest | FrameError) or getattr(error, "reason", "") == "kvstore_guaranteed":
             return  # what is wrong with this job, or what its tenant may have, must not keep others' blocks back
         pause_s = self._limits.pause_s
         if isinstance(error, Overloaded):

@@ -93,10 +93,13 @@ class ReserveResponse(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     PREDICTED_TBT_S_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
     """The promise ends when nothing is heard of the transfer for so long, seconds."""
     predicted_tbt_s: _builtins.float
     """Predicted time between tokens with this request in the batch, seconds."""
+    number: _builtins.int
+    """How many promises this instance has given since its start, this one included (`LoadReport.taken`); 0 = not told."""
     @_builtins.property
     def target(self) -> _kv_pb2.TransferTarget:
         """The transfer, with this instance's incarnation and what it holds already."""
@@ -107,10 +110,11 @@ class ReserveResponse(_message.Message):
         target: _kv_pb2.TransferTarget | None = ...,
         lease_s: _builtins.float = ...,
         predicted_tbt_s: _builtins.float = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "predicted_tbt_s", b"predicted_tbt_s", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "number", b"number", "predicted_tbt_s", b"predicted_tbt_s", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

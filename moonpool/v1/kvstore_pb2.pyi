@@ -274,8 +274,9 @@ class PutRefused(_message.Message):
     reason: _builtins.str
     """Why, for a person."""
     code: _builtins.str
-    """Why, for a program: "invalid_request" when another try will be refused too; for want of room "kvstore_pinned",
-    "kvstore_guaranteed", "kvstore_sessions", "kvstore_memory"; else empty.
+    """Why, for a program: "invalid_request" when another try will be refused too; "bad_frame" when a frame came damaged
+    or was not what had been declared; for want of room "kvstore_pinned", "kvstore_guaranteed", "kvstore_sessions",
+    "kvstore_memory"; else empty.
     """
     retry_after_s: _builtins.float
     """Seconds after which another try may succeed; 0 when that is not known."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moonpool.errors import Overloaded
-from services.conductor.placement import PrefillChoice
+from services.conductor.core.cost import PrefillChoice
 
 NO_DECODE_ROOM = "no_decode_room"
 """Reason of a refusal for want of room at decode."""
@@ -56,7 +56,7 @@ def check_ttft(slo: Slo, best: PrefillChoice, elapsed_s: float = 0.0) -> None:
     if slo.ttft_s is None or predicted <= slo.ttft_s:
         return
     excess = predicted - slo.ttft_s
-    retry = max(excess, MIN_RETRY_S) if best.busy_s <= slo.ttft_s else HOPELESS_RETRY_S
+    retry = max(excess, MIN_RETRY_S) if best.alone_s <= slo.ttft_s else HOPELESS_RETRY_S
     raise Overloaded(
         f"predicted time to first token {predicted:.3f} s exceeds the limit of {slo.ttft_s:.3f} s",
         reason="ttft_slo",

@@ -23,10 +23,10 @@ from moonpool.v1 import kv_pb2, prefill_pb2
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
 from services.conductor.answer import Answer
 from services.conductor.cluster import BackgroundTasks, Cluster
+from services.conductor.core.picture import Plan
+from services.conductor.core.stores import StoreView
 from services.conductor.inbox import Inbox
-from services.conductor.planner import Plan
 from services.conductor.reserve import Claim, Promise
-from services.conductor.stores import StoreView
 
 log = get_logger(__name__)
 
@@ -123,7 +123,7 @@ class Attempt:
     def _release_promise(self, promise: Promise) -> None:
         steps = self._cluster.steps.get(promise.decode)
         steps.unsubscribe(self._spec.request_id)
-        promise.release()
+        promise.release(self._clock())
         if not self._decode_knows:
             steps.cancel(self._spec.request_id, promise.target)
         self._cluster.released()
@@ -167,6 +167,8 @@ class Attempt:
         """Read the prefill's events; its first token goes to the inbox at once."""
         try:
             async for response in call:
+                if response.HasField("accepted"):
+                    self._claim.known(response.accepted.number)
                 if response.HasField("first_token") and not self._prefilled:
                     self._first_token(response.first_token)
             if not self._prefilled:
@@ -181,11 +183,11 @@ class Attempt:
         self._prefilled = True
         self._release_claim()
         if not first.loaded_tokens:
-            tracker = self._claim.member.tracker
-            tracker.observe_prefill(first.computed_tokens, first.local_tokens, first.prefill_s)
+            picture, prefill = self._cluster.picture, self._claim.member.id
+            picture.observe_prefill(prefill, first.computed_tokens, first.local_tokens, first.prefill_s)
         for miss in first.misses:
             key = self._spec.block_keys[miss.block * KEY_BYTES : (miss.block + 1) * KEY_BYTES]
-            self._cluster.index.forget(miss.store.id, [key], self._plan.index_version)
+            self._cluster.picture.forget(miss.store.id, [key], self._plan.index_version)
         self._answer.prefilled(first)
         self.inbox.tokens(self._start, [first.token_id])
         if self._promise is not None and not self._answer.request.ends_with(first.token_id, self._start + 1):

@@ -1,4 +1,4 @@
-"""The conductor's state: registry, index, planner, decisions and the streams to decode instances.
+"""The conductor's state: registry, picture, decisions and the streams to decode instances.
 
 Wakes requests that wait for a change, and fails those whose instance is lost.
 """
@@ -16,10 +16,10 @@ from moonpool.rpc.channels import Channels
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.config import ConductorConfig
+from services.conductor.core.picture import Picture
 from services.conductor.explain import Decisions
+from services.conductor.facts import instance_facts, load_facts
 from services.conductor.inbox import Inbox
-from services.conductor.index import Applied, PrefixIndex
-from services.conductor.planner import Planner
 from services.conductor.registry import Member, Registry, ServedModel
 from services.conductor.steps import StepsPool
 
@@ -35,8 +35,7 @@ class Cluster:
     def __init__(self, config: ConductorConfig, served: ServedModel, channels: Channels) -> None:
         self.channels = channels
         self.registry = Registry(served)
-        self.index = PrefixIndex(config.max_index_keys)
-        self.planner = Planner(self.registry, self.index, config.balancing_threshold, config.kvstore_replicas)
+        self.picture = Picture(config.max_index_keys, config.balancing_threshold, config.kvstore_replicas)
         self.decisions = Decisions(config.explain_history)
         self.steps = StepsPool(channels)
         self.room_queue = asyncio.Lock()
@@ -52,21 +51,18 @@ class Cluster:
     def join(self, hello: conductor_pb2.JoinHello, now: float) -> Member:
         """Take an instance in (see `Registry.join`)."""
         earlier = self.registry.get(hello.instance.id)
-        member = self.registry.join(hello, now)
+        member = self.registry.join(hello)
         if earlier is not None and earlier.instance.incarnation != member.instance.incarnation:
             self._fail_requests(earlier, "was restarted")
             self.steps.lost(earlier.instance)
-        elif earlier is not None:  # the same process came back: its requests go on
-            member.prefills, member.decodes, member.placed = earlier.prefills, earlier.decodes, earlier.placed
-            member.loads = earlier.loads
-        self.index.add_instance(member.id)
+        self.picture.join(instance_facts(hello), now)
         self._note_change()
         return member
 
     def leave(self, member: Member, *, lost: bool) -> None:
         """Remove a member; with `lost` its requests fail now instead of with their streams."""
         if self.registry.leave(member):
-            self.index.remove_instance(member.id)
+            self.picture.leave(member.id)
         if lost:
             self._fail_requests(member, "is lost")
             self.steps.lost(member.instance)
@@ -79,13 +75,14 @@ class Cluster:
         return self.registry.get(member.id) is member
 
     def report(self, member: Member, load: conductor_pb2.LoadReport, now: float) -> None:
-        self.registry.report(member, load, now)
+        member.load = load
+        self.picture.report(member.id, load_facts(load), now)
         self._note_change()
 
     def events(self, member: Member, events: kv_pb2.KVEvents) -> bool:
         """Take KV events; True when a resync is wanted."""
         self._note_change()
-        applied = self.index.apply(
+        return self.picture.events(
             member.id,
             events.sequence,
             unpack_keys(events.stored_keys, "events.stored_keys", max_keys=MAX_EVENT_KEYS),
@@ -93,7 +90,6 @@ class Cluster:
             snapshot_begin=events.snapshot_begin,
             snapshot_end=events.snapshot_end,
         )
-        return applied is Applied.RESYNC
 
     @contextmanager
     def watching(self, instance: kv_pb2.Instance, inbox: Inbox) -> Iterator[None]:

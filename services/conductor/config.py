@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from moonpool.config import ListenAddress, ServiceConfig
-from services.conductor.stores import MAX_REPLICAS
+from services.conductor.core.stores import MAX_REPLICAS
 
 
 class ConductorConfig(ServiceConfig):
@@ -50,7 +50,7 @@ class ConductorConfig(ServiceConfig):
         description="seconds a request may wait for room at decode, within its TTFT limit, before it is refused",
     )
     max_index_keys: int = Field(
-        4_000_000, ge=1, description="KV blocks remembered per instance; about 200 bytes of memory each"
+        4_000_000, ge=1, description="KV blocks remembered of all instances together; about 250 bytes of memory each"
     )
     explain_history: int = Field(4096, ge=1, description="requests whose placement `Explain` remembers")
     tokenizer_threads: int = Field(2, ge=1, description="threads that tokenise prompts")

@@ -30,7 +30,8 @@ from services.conductor.answer import LENGTH, STOP, Answer
 from services.conductor.attempt import Attempt, Placed
 from services.conductor.cluster import BackgroundTasks, Cluster
 from services.conductor.config import ConductorConfig
-from services.conductor.planner import Plan
+from services.conductor.core.picture import Plan
+from services.conductor.explain import placement
 from services.conductor.request import ATTEMPT_MARK
 from services.conductor.reserve import Claim, reserve
 
@@ -101,7 +102,7 @@ class Generation:
         failures = 0
         while not self._answer.finish:
             placed = await self._place(failures)
-            self._placement = placed.plan.placement(placed.promise.decode.id if placed.promise else "")
+            self._placement = placement(placed.plan, placed.promise.decode.id if placed.promise else "")
             self._cluster.decisions.placed(self._request.id, self._placement, placed.plan.candidates)
             try:
                 await self._attempt_at(placed)
@@ -218,7 +219,7 @@ class Generation:
 
     async def _try_place(self, keys: Sequence[bytes], spec: kv_pb2.SequenceSpec, *, recovering: bool) -> Placed:
         now = self._clock()
-        plan = self._cluster.planner.plan(
+        plan = self._cluster.picture.plan(
             tokens=len(self._request.prompt) + len(self._answer.tokens),
             answer_tokens=self._answer.remaining,
             keys=keys,
@@ -230,9 +231,7 @@ class Generation:
             self._admit(plan, now)
         member = self._cluster.registry.get(plan.prefill.id)
         assert member is not None, "planned an instance that is not there"
-        self._cluster.registry.placed(member)
-        source = self._cluster.registry.get(plan.prefill.kvstore) if plan.prefill.kvstore else None
-        claim = Claim.take(member, spec.request_id, plan.prefill.busy_s, now, source)
+        claim = Claim.take(self._cluster.picture, member, plan.prefill, now)
         if not plan.decodes:
             return Placed(plan, spec, claim, None)
         tbt_s = None if recovering else self._request.slo.tbt_s

@@ -7,6 +7,7 @@ under way.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 import grpc
@@ -18,8 +19,9 @@ from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from services.conductor.admission import NO_DECODE_ROOM, NO_ROOM_RETRY_S
 from services.conductor.cluster import BackgroundTasks, Cluster
-from services.conductor.placement import Demand
-from services.conductor.planner import Plan
+from services.conductor.core.cost import PrefillChoice
+from services.conductor.core.facts import Demand
+from services.conductor.core.picture import Picture, Plan
 from services.conductor.registry import Member
 
 log = get_logger(__name__)
@@ -27,46 +29,43 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Room that a decode instance promised to a sequence; counted on its member until `release`."""
+    """Room that a decode instance promised to a sequence; counted in the picture until `release`."""
 
+    picture: Picture
     member: Member
     target: kv_pb2.TransferTarget
-    sequence_id: str
+    claim: int
 
     @property
     def decode(self) -> kv_pb2.Instance:
         """The instance that promised."""
         return self.member.instance
 
-    def release(self) -> None:
+    def release(self, now: float) -> None:
         """Stop counting it; may be called again. `StepsStream.cancel` tells decode."""
-        self.member.decodes.end(self.sequence_id)
+        self.picture.release(self.claim, now)
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A prompt's place in a prefill instance's queue, counted on its member until `release`.
+    """A prompt's place in a prefill instance's queue, counted in the picture until `release`."""
 
-    It also counts on `source`, the kvstore that it loads a prefix from.
-    """
-
+    picture: Picture
     member: Member
-    sequence_id: str
-    source: Member | None = None
+    number: int
 
     @classmethod
-    def take(cls, member: Member, sequence_id: str, busy_s: float, now: float, source: Member | None = None) -> Claim:
+    def take(cls, picture: Picture, member: Member, choice: PrefillChoice, now: float) -> Claim:
         """Count the prompt from now on, so that the next one placed sees it."""
-        member.prefills.begin(sequence_id, busy_s, now)
-        if source is not None:
-            source.loads.add(sequence_id)
-        return cls(member, sequence_id, source)
+        return cls(picture, member, picture.claim_prefill(choice.id, choice.busy_s, now, choice.kvstore))
+
+    def known(self, taken: int) -> None:
+        """The instance has the prompt, as its `taken`-th."""
+        self.picture.known(self.number, taken)
 
     def release(self, now: float) -> None:
         """Stop counting it; may be called again."""
-        self.member.prefills.end(self.sequence_id, now)
-        if self.source is not None:
-            self.source.loads.discard(self.sequence_id)
+        self.picture.release(self.number, now)
 
 
 async def reserve(
@@ -130,22 +129,23 @@ async def _ask(
     timeout_s: float,
 ) -> Promise:
     sequence_id = request.sequence.request_id
-    member.decodes.begin(sequence_id, demand.prompt_tokens, demand.total_blocks)
-    cluster.registry.placed(member)
+    claim = cluster.picture.claim_decode(member.id, demand.prompt_tokens, demand.total_blocks)
     try:
-        target = await _call(cluster, background, member, request, timeout_s)
+        promised = await _call(cluster, background, member, request, timeout_s)
+        target = promised.target
         if target.decode.incarnation != member.instance.incarnation:
             cluster.steps.get(target.decode).cancel(sequence_id, target)
             raise Unavailable(f"{member.id} was restarted")
     except BaseException:
-        member.decodes.end(sequence_id)
+        cluster.picture.release(claim, time.monotonic())
         raise
-    return Promise(member, target, sequence_id)
+    cluster.picture.known(claim, promised.number)
+    return Promise(cluster.picture, member, target, claim)
 
 
 async def _call(
     cluster: Cluster, background: BackgroundTasks, member: Member, request: decode_pb2.ReserveRequest, timeout_s: float
-) -> kv_pb2.TransferTarget:
+) -> decode_pb2.ReserveResponse:
     stub = DecodeServiceStub(cluster.channels.get(member.instance.address))
 
     async def call() -> decode_pb2.ReserveResponse:
@@ -153,7 +153,7 @@ async def _call(
 
     asked = asyncio.create_task(call())
     try:
-        return (await asyncio.shield(asked)).target
+        return await asyncio.shield(asked)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from None
     except asyncio.CancelledError:

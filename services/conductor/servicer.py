@@ -23,7 +23,6 @@ from services.conductor.cluster import BackgroundTasks, Cluster
 from services.conductor.config import ConductorConfig
 from services.conductor.generate import Generation
 from services.conductor.join import JoinServer
-from services.conductor.registry import DECODE, KVSTORE, PREFILL
 from services.conductor.request import Served, read_request
 
 _GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, conductor_pb2.GenerateResponse]
@@ -134,7 +133,7 @@ class ConductorServicer:
             conductor_pb2.InstanceState(
                 instance=member.instance,
                 load=member.load,
-                indexed_blocks=self.cluster.index.held(member.id),
+                indexed_blocks=self.cluster.picture.index.held(member.id),
                 total_blocks=member.total_blocks,
             )
             for member in registry
@@ -166,21 +165,18 @@ class ConductorServicer:
                 ("requests_running", lambda: len(self._running), 0),
                 ("requests_served", lambda: self._served, None),
                 ("steps_sequences", lambda: cluster.steps.sequences, 0),
-                ("prefills_in_flight", lambda: sum([len(m.prefills) for m in cluster.registry.of_kind(PREFILL)]), 0),
-                ("decodes_in_flight", lambda: sum([len(m.decodes) for m in cluster.registry.of_kind(DECODE)]), 0),
-                ("loads_in_flight", lambda: sum([len(m.loads) for m in cluster.registry.of_kind(KVSTORE)]), 0),
+                ("prefills_in_flight", lambda: cluster.picture.prompts_in_flight, 0),
+                ("decodes_in_flight", lambda: cluster.picture.answers_in_flight, 0),
+                ("loads_in_flight", lambda: cluster.picture.reads_in_flight, 0),
                 ("watched_instances", lambda: cluster.watched, 0),
                 ("background_tasks", lambda: len(self._background), 0),
                 ("steps_messages_unsent", lambda: cluster.steps.unsent, 0),
                 ("looking_for_room", cluster.room_queue.locked, 0),
-                ("decode_blocks_unreported", lambda: self._unreported_blocks(), 0),
+                ("decode_blocks_unreported", lambda: cluster.picture.blocks_unreported, 0),
                 ("emulated", lambda: cluster.registry.emulated, None),
                 ("instances", lambda: len(cluster.registry), None),
-                ("index_keys", lambda: len(cluster.index), None),
+                ("index_keys", lambda: len(cluster.picture.index), None),
                 ("decisions", lambda: len(cluster.decisions), None),
                 *process_entries(),
             ]
         )
-
-    def _unreported_blocks(self) -> int:
-        return sum(member.decodes.total_unreported_blocks() for member in self.cluster.registry.of_kind(DECODE))

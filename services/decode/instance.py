@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
 from moonpool.errors import Overloaded, Unavailable
@@ -58,6 +59,8 @@ class DecodeInstance:
         self.receivers: set[Receiver] = set()
         self.closing = asyncio.Event()
         self.draining = False
+        self.taken = 0
+        """Promises given so far."""
         self._notify = context.notify
         self._link = context.link
         self._engine_gauges = context.engine_gauges()
@@ -86,6 +89,7 @@ class DecodeInstance:
         except Overloaded:
             self._notify()
             raise
+        self.taken += 1
         self._lease.set()
         self.loop.added()
         return request
@@ -138,8 +142,9 @@ class DecodeInstance:
             cached_blocks=self.manager.num_cached,
             promised_blocks=self.scheduler.promised_blocks,
             context_tokens=self.scheduler.context_tokens,
-            speed=self.loop.tracker.speeds.to_proto(),
+            speed=speeds_to_proto(self.loop.tracker.speeds),
             draining=self.draining,
+            taken=self.taken,
         )
 
     def gauges(self) -> Gauges:

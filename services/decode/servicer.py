@@ -54,7 +54,10 @@ class DecodeServicer:
             )
         promised = instance.reserve(incoming, stores, time.monotonic())
         return decode_pb2.ReserveResponse(
-            target=self._target(promised), lease_s=instance.requests.lease_s, predicted_tbt_s=predicted
+            target=self._target(promised),
+            lease_s=instance.requests.lease_s,
+            predicted_tbt_s=predicted,
+            number=instance.taken,
         )
 
     async def ReceiveKV(  # noqa: N802

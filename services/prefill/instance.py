@@ -1,10 +1,10 @@
 """A prefill instance: its parts put together, and its states open, draining and closing. Free of gRPC."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import Sequence
 
+from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.cost import SpeedTracker
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
 from moonpool.errors import Overloaded, Unavailable
@@ -37,6 +37,7 @@ class PrefillInstance:
         loader: loads prefixes from kvstores.
         write_back: stores new full blocks.
         runner: runs the jobs.
+        taken: prompts accepted so far.
     """
 
     def __init__(self, context: InstanceContext, config: PrefillConfig) -> None:
@@ -44,7 +45,7 @@ class PrefillInstance:
         self.identity, self.layout = context.instance, layout
         self._context, self._max_queue = context, config.max_queue
         self.tracker = SpeedTracker(engine.speeds)
-        self._numbers = itertools.count(1)
+        self.taken = 0
         self.draining = False
         self.manager = BlockManager(engine.blocks)
         self.scheduler = PrefillScheduler(
@@ -98,10 +99,10 @@ class PrefillInstance:
         if self.draining:
             raise Unavailable(f"{self.identity.id} is draining")
         if self.runner.jobs >= self._max_queue:
-            predicted = self.runner.predicted_start_s()
+            predicted = self.runner.drain_s()
             raise Overloaded(f"{self.runner.jobs} prompts wait", reason="queue_full", retry_after_s=max(0.1, predicted))
-        key = str(next(self._numbers))
-        job = Job.from_proto(request, self._context.setup.incoming(request.sequence), key, time.monotonic())
+        incoming = self._context.setup.incoming(request.sequence)
+        job = Job.from_proto(request, incoming, str(self.taken + 1), time.monotonic())
         if job.target is not None:
             sequence = job.sequence
             job.sender = KVSender(
@@ -116,6 +117,7 @@ class PrefillInstance:
                 self._context.spans,
             )
         self.runner.submit(job)
+        self.taken += 1
         return job
 
     async def run(self) -> None:
@@ -153,8 +155,10 @@ class PrefillInstance:
             queued_tokens=self.scheduler.queued_tokens,
             free_blocks=self.manager.num_free,
             cached_blocks=self.manager.num_cached,
-            speed=self.tracker.speeds.to_proto(),
+            speed=speeds_to_proto(self.tracker.speeds),
             draining=self.draining,
+            drain_s=self.runner.drain_s(),
+            taken=self.taken,
         )
 
     def gauges(self) -> Gauges:

@@ -42,6 +42,7 @@ class Job:
         sources: kvstores to load a prefix from, the best first.
         stores: kvstores to write blocks to.
         sender: sends the KV to `target`.
+        expected_tokens: leading tokens that need not be computed, as it looked when the job came.
         load_blocks: pool blocks that a prefix is loaded into; empty when nothing is loaded.
         layers_ready: leading layers of that prefix that are in the pool.
         misses: blocks that a source was believed to hold and did not.
@@ -58,6 +59,7 @@ class Job:
     sources: list[prefill_pb2.PrefixSource]
     stores: list[Target]
     sender: KVSender | None = None
+    expected_tokens: int = 0
     load_blocks: list[int] = dataclasses.field(default_factory=list)
     layers_ready: int = 0
     misses: list[prefill_pb2.StoreMiss] = dataclasses.field(default_factory=list)

@@ -76,9 +76,18 @@ class Runner:
         """Jobs of a request."""
         return [job for job in self._jobs.values() if job.request_id == request_id]
 
-    def predicted_start_s(self) -> float:
-        """Seconds until a job that comes now would begin."""
-        return prefill_seconds(self._tracker.speeds, self._scheduler.queued_tokens, 0)
+    def drain_s(self) -> float:
+        """Predicted seconds until all prompts that are here now are computed: when one that comes now would begin."""
+        waiting = [job for job in self._jobs.values() if not job.computed.is_set()]
+        return sum([self._remaining_s(job) for job in waiting]) / self._scheduler.stages
+
+    def _remaining_s(self, job: Job) -> float:
+        """Seconds of a prompt's steps that are left, without those of what it finds in the pool or loads."""
+        sequence, begins = job.sequence, not job.started.is_set()
+        done = max(sequence.num_computed, job.expected_tokens)
+        new = sequence.num_tokens - done
+        steps = -(-new // self._scheduler.step_tokens)
+        return prefill_seconds(self._tracker.speeds, new, done, steps=steps, begins=begins)
 
     def submit(self, job: Job) -> None:
         """Takes a job.
@@ -90,12 +99,19 @@ class Runner:
         if self._group is None or self.dead:
             raise Unavailable(self.dead)
         self._scheduler.add(job.sequence)
+        job.expected_tokens = self._expected_blocks(job) * self._layout.block_tokens
         self._jobs[job.key] = job
         self.empty.clear()
         job.task = self._group.create_task(self._run_job(job))
         # Not a `finally` in the task: a task that is cancelled before its first step never reaches it.
         job.task.add_done_callback(lambda _: self._ended(job))
         self.wake()
+
+    def _expected_blocks(self, job: Job) -> int:
+        """Leading blocks that the pool has now, or a kvstore by what the conductor says."""
+        reusable = self._scheduler.reusable_blocks(job.sequence)
+        held = len(self._scheduler.blocks.match(job.sequence.keys[:reusable]))
+        return min(max([held, *(source.blocks for source in job.sources[:1])]), reusable)
 
     def cancel(self, job: Job) -> None:
         """Cancels a job and frees all it holds. Without effect on one that has ended."""

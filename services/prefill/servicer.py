@@ -24,10 +24,10 @@ class PrefillServicer:
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """Computes one prompt; leaving the call cancels it."""
         runner = self._instance.runner
-        predicted = runner.predicted_start_s()
+        predicted = runner.drain_s()
         job = self._instance.submit(request)
         try:
-            accepted = prefill_pb2.PrefillAccepted(predicted_start_s=predicted)
+            accepted = prefill_pb2.PrefillAccepted(predicted_start_s=predicted, number=int(job.key))
             yield prefill_pb2.PrefillResponse(accepted=accepted)
             while (event := await job.next()) is not None:
                 yield event

@@ -1,25 +1,32 @@
 """Blocks while they are being written: which bytes have come, from which session, and when a block is whole.
 
 Several sessions may write one block, each its own layers and heads or the same ones. A slice that comes twice has the
-same bytes both times. A block stays here while a session is open that may bring more of it.
+same bytes both times.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from moonpool.errors import FrameError, InvalidRequest
 from moonpool.kv.blocks import MAX_TENANT_BYTES, NO_PARENT, BlockFormat, BlockInfo, DramBlock
-from moonpool.kv.frames import FrameOpener, OpenRun, Run, split_run
+from moonpool.kv.frames import FrameOpener, OpenRun, Run
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.streams.ledger import SliceLedger
-from services.kvstore.tenancy.tenants import TenantBytes
 
 MAX_SESSION_BLOCKS = 16384
 """Most keys in one session."""
 
+PORTION_BLOCKS = 128
+PORTION_BYTES = 4 << 20
+"""Blocks and bytes that are written without letting others have the event loop."""
+
+AHEAD_BYTES = 4 << 20
+"""Most DRAM that is reserved for the next blocks of a session with that of a frame's."""
+
 _NO_DATA = memoryview(b"")
 Indices = Callable[[Sequence[int]], None]
+Allocate = Callable[[int], memoryview]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +63,10 @@ class PutSpec:
         if layout.scale_bytes and len(self.heads) != layout.kv_heads:
             raise InvalidRequest("head_end", "slices with scales are written whole")
 
+    @property
+    def all_heads(self) -> bool:
+        return len(self.heads) == self.format.layout.kv_heads
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Assembly:
@@ -64,20 +75,18 @@ class Assembly:
     Attributes:
         spec: of the session that opened it first, which gives tenant and parent.
         index: of the block in that session.
-        missing: number of (layer, head) pairs whose bytes have not come.
         data: memory of the DRAM tier from its first bytes on.
-        hashes: by layer, of layers that came whole.
-        heads: layer -> one bit per head whose bytes are in `data`.
+        hashes: by layer, of layers that are whole.
+        parts: layer -> one bit per head that has come, of the other layers.
         reserved: its bytes are reserved in DRAM.
         writers: session -> index of the block in that session.
     """
 
     spec: PutSpec
     index: int
-    missing: int
     data: memoryview = _NO_DATA
     hashes: dict[int, int] = dataclasses.field(init=False)
-    heads: dict[int, int] = dataclasses.field(init=False)
+    parts: dict[int, int] = dataclasses.field(init=False)
     reserved: bool = False
     writers: dict["PutSession", int] = dataclasses.field(default_factory=dict)
 
@@ -90,31 +99,35 @@ class Assembly:
         """Size of the whole block."""
         return self.spec.format.layout.block_bytes
 
-    def put(self, run: Run, offset: int, data: memoryview, value: int, allocate: Callable[[int], memoryview]) -> None:
-        """Takes the bytes of one layer's heads and their hash, unless all of them have come already."""
-        layout = self.spec.format.layout
-        if not self.data:
-            self.data, self.hashes, self.heads = allocate(layout.block_bytes), {}, {}
-        have = self.heads.get(run.layer, 0)
-        new = ((1 << run.head_end - run.head_begin) - 1 << run.head_begin) & ~have
-        if not new:
-            return
-        begin = run.layer * layout.slice_bytes + offset
-        self.data[begin : begin + len(data)] = data
-        if run.head_end - run.head_begin == layout.kv_heads:
-            self.hashes[run.layer] = value
-        self.heads[run.layer] = have | new
-        self.missing -= new.bit_count()
+    def put(self, run: Run, data: memoryview, value: int | None, allocate: Allocate) -> bool:
+        """Takes the bytes of a layer's heads, unless they have come; whether the block is whole with them.
 
-    def block(self) -> DramBlock:
-        """The whole block. Computes the hashes of layers that several writers brought in parts."""
-        spec, size, hashes = self.spec, self.spec.format.layout.slice_bytes, []
-        for layer in range(spec.format.layout.layers):
-            value = self.hashes.get(layer)
+        `value` is the hash of the whole layer; without it the hash is made here when the layer is whole.
+        """
+        layout, layer = self.spec.format.layout, run.layer
+        if not self.data:
+            self.data, self.hashes, self.parts = allocate(layout.block_bytes), {}, {}
+        elif layer in self.hashes:
+            return False
+        size = layout.slice_bytes
+        begin = layer * size + run.head_begin * layout.head_bytes
+        self.data[begin : begin + len(data)] = data
+        if run.head_end - run.head_begin < layout.kv_heads:
+            have = self.parts.pop(layer, 0) | (1 << run.head_end) - (1 << run.head_begin)
+            if have.bit_count() < layout.kv_heads:
+                self.parts[layer] = have
+                return False
             if value is None:
                 value = bind(slice_hash(self.data[layer * size : (layer + 1) * size]), self.key, layer)
-            hashes.append(value)
+        assert value is not None
+        self.hashes[layer] = value
+        return len(self.hashes) == layout.layers
+
+    def block(self) -> DramBlock:
+        """The whole block."""
+        spec = self.spec
         parent = spec.parents[self.index] if spec.parents else NO_PARENT
+        hashes = [self.hashes[layer] for layer in range(spec.format.layout.layers)]
         return DramBlock(BlockInfo(self.key, parent, spec.tenant, spec.format), self.data, hashes)
 
 
@@ -126,6 +139,7 @@ class PutSession:
         on_visible: told indices of blocks that became readable.
         on_durable: told indices of blocks that became durable.
         unfinished: index -> block that is not whole yet.
+        reserved_bytes: DRAM that was reserved for its blocks since it was opened.
         opener: opens its frames, in their order.
         ledger: slices that have come.
     """
@@ -136,6 +150,7 @@ class PutSession:
         self.on_visible = on_visible
         self.on_durable = on_durable
         self.unfinished: dict[int, Assembly] = {}
+        self.reserved_bytes = 0
         self.closed = False
         self.opener = FrameOpener(spec.format.layout, spec.heads, spec.keys)
         self.ledger = SliceLedger(spec.layers, len(spec.keys), spec.heads)
@@ -148,119 +163,88 @@ class PutSession:
     @property
     def covers_whole_blocks(self) -> bool:
         """Whether it has declared all layers and heads of its blocks."""
-        layout = self.spec.format.layout
-        return len(self.spec.layers) == layout.layers and len(self.spec.heads) == layout.kv_heads
+        return len(self.spec.layers) == self.spec.format.layout.layers and self.spec.all_heads
 
-
-class Assembler:
-    """All unfinished blocks, and the sessions that write them.
-
-    Args:
-        allocate: memory for a whole block.
-
-    Attributes:
-        keys: number of keys of all open sessions together.
-    """
-
-    def __init__(self, allocate: Callable[[int], memoryview]) -> None:
-        self._allocate = allocate
-        self.blocks: dict[BlockKey, Assembly] = {}
-        self.sessions: set[PutSession] = set()
-        self.keys = 0
-
-    def check_formats(self, spec: PutSpec) -> None:
-        """Raises InvalidRequest when a block of a session is being written in another format."""
-        for block in filter(None, map(self.blocks.get, spec.keys)):
-            if block.spec.format != spec.format:
-                raise InvalidRequest("keys", "a key is being written in another format")
-
-    def open(self, session: PutSession) -> None:
-        """Takes a session; its blocks that are not present are expected from now on."""
-        spec, present = session.spec, set(session.present)
-        missing = spec.format.layout.layers * spec.format.layout.kv_heads
-        for index, key in enumerate(spec.keys):
-            if index in present:
-                continue
-            block = self.blocks.get(key)
-            if block is None:
-                block = self.blocks[key] = Assembly(spec, index, missing)
-            block.writers[session] = index
-            session.unfinished[index] = block
-        self.sessions.add(session)
-        self.keys += len(spec.keys)
-
-    def begun_by(self, session: PutSession, runs: Sequence[OpenRun]) -> list[Assembly]:
-        """Blocks whose first bytes a frame brings, so that no DRAM is reserved for them yet."""
-        begun: dict[int, Assembly] = {}
-        for run, _, _ in runs:
-            for index in range(run.first_block, run.first_block + run.block_count):
-                block = session.unfinished.get(index)
-                if block is not None and not block.reserved:
-                    begun[index] = block
+    def begun_by(self, runs: Sequence[OpenRun]) -> list[Assembly]:
+        """Blocks for which a frame brings bytes and no DRAM is reserved yet."""
+        begun = {
+            index: block
+            for run, _, _ in runs
+            for index in range(run.first_block, run.first_block + run.block_count)
+            if (block := self.unfinished.get(index)) is not None and not block.reserved
+        }
         return list(begun.values())
 
-    def write(self, session: PutSession, runs: Sequence[OpenRun], whole: list[Assembly]) -> None:
-        """Takes an opened frame whose blocks are reserved in DRAM.
+    def next_blocks(self, first: int) -> list[Assembly]:
+        """Blocks from `first` on without DRAM, in all no more bytes than have been reserved so far."""
+        count = min(self.reserved_bytes, AHEAD_BYTES) // self.spec.format.layout.block_bytes
+        found = map(self.unfinished.get, range(first, first + count))
+        return [block for block in found if block is not None and not block.reserved]
 
-        Blocks that become whole leave the assembler and are appended to `whole`, also when this raises.
+    def take(self, runs: Sequence[OpenRun], allocate: Allocate) -> Iterator[Assembly]:
+        """Writes an opened frame into its blocks; yields those that are whole, which the caller must finish at once.
 
         Raises:
-            FrameError: it does not belong to the session, which must be closed.
-            Overloaded: there is no memory; the session must be closed.
+            FrameError: it does not belong to the session.
+            Overloaded: there is no memory.
         """
-        layout = session.spec.format.layout
+        spec, unfinished = self.spec, self.unfinished
+        block_tokens, all_heads = spec.format.layout.block_tokens, spec.all_heads
         for run, data, hashes in runs:
-            if run.valid_tokens != layout.block_tokens:
+            if run.valid_tokens != block_tokens:
                 raise FrameError(f"{run}: only full blocks are stored")
-            session.ledger.accept(run)
-            for (index, offset, part), value in zip(split_run(run, data, layout), hashes, strict=True):
-                block = session.unfinished.get(index)
-                if block is None:  # present, or finished by another session
-                    continue
-                block.put(run, offset, part, value, self._allocate)
-                if not block.missing:
-                    self._finish(block)
-                    whole.append(block)
+            self.ledger.accept(run)
+            at, size = 0, len(data) // run.block_count
+            for index, value in enumerate(hashes, run.first_block):
+                block = unfinished.get(index)  # None: present, or finished by another session
+                part = data[at : at + size]
+                at += size
+                if block is not None and block.put(run, part, value if all_heads else None, allocate):
+                    yield block
 
-    def _finish(self, block: Assembly) -> None:
-        del self.blocks[block.key]
-        for session, index in block.writers.items():
-            del session.unfinished[index]
 
-    def arrived(self, key: BlockKey) -> Assembly | None:
-        """Forgets and returns a block that came whole in another way; None when it was not expected."""
-        block = self.blocks.get(key)
-        if block is not None:
-            self._finish(block)
-        return block
+def bytes_by_tenant(blocks: Iterable[Assembly]) -> dict[str, int]:
+    """Sums up the sizes of blocks."""
+    needed: dict[str, int] = {}
+    for block in blocks:
+        needed[block.spec.tenant] = needed.get(block.spec.tenant, 0) + block.nbytes
+    return needed
 
-    def close(self, session: PutSession) -> TenantBytes:
-        """Ends a session and forgets blocks without another writer; returns the reserved bytes of those, by tenant."""
-        session.closed = True
-        self.sessions.remove(session)
-        self.keys -= len(session.spec.keys)
-        freed = TenantBytes()
-        for block in session.unfinished.values():
-            del block.writers[session]
-            if not block.writers:
-                del self.blocks[block.key]
-                freed.add(block.spec.tenant, block.nbytes * block.reserved)
-        session.unfinished.clear()
-        return freed
 
-    def check_invariants(self) -> None:
-        """Checks that blocks and their writers know each other, and that no block is whole."""
-        for key, block in self.blocks.items():
-            assert block.key == key
-            assert block.writers
-            assert block.missing
-            assert block.reserved or not block.data
-            for session, index in block.writers.items():
-                assert session in self.sessions
-                assert session.unfinished[index] is block
-                assert session.spec.keys[index] == key
-        assert self.keys == sum(len(session.spec.keys) for session in self.sessions)
-        for session in self.sessions:
-            assert not session.closed
-            for index, block in session.unfinished.items():
-                assert self.blocks[session.spec.keys[index]] is block
+def portions(runs: list[OpenRun], spec: PutSpec) -> list[list[OpenRun]]:
+    """Splits an opened frame into parts that hold the event loop for a moment only, whatever its slices are."""
+    if not runs or (len(runs) == 1 and len(runs[0].hashes) <= PORTION_BLOCKS and len(runs[0].data) <= PORTION_BYTES):
+        return [runs]
+    first = min(run.first_block for run, _, _ in runs)
+    last = max(run.first_block + run.block_count for run, _, _ in runs)
+    if last - first <= PORTION_BLOCKS and sum(len(data) for _, data, _ in runs) <= PORTION_BYTES:
+        return [runs]
+    cut = [part for run in runs for part in _cut(run, spec)]
+    parts: list[list[OpenRun]] = []
+    slices = nbytes = 0
+    for each in cut:
+        slices += each.run.block_count
+        nbytes += len(each.data)
+        if not parts or slices > PORTION_BLOCKS or nbytes > PORTION_BYTES:
+            parts.append([])
+            slices, nbytes = each.run.block_count, len(each.data)
+        parts[-1].append(each)
+    return parts
+
+
+def _cut(opened: OpenRun, spec: PutSpec) -> Iterator[OpenRun]:
+    """Splits a run between blocks; a single large slice between heads, each part with the hash of the whole slice."""
+    (run, data, hashes), head_bytes = opened, spec.format.layout.head_bytes
+    size = len(data) // run.block_count
+    if size > PORTION_BYTES and not spec.format.layout.scale_bytes:
+        count = PORTION_BYTES // head_bytes
+        for head in range(run.head_begin, run.head_end, count):
+            part = run._replace(head_begin=head, head_end=min(head + count, run.head_end))
+            at = (head - run.head_begin) * head_bytes
+            yield OpenRun(part, data[at : at + count * head_bytes], hashes)
+        return
+    count = max(1, min(PORTION_BLOCKS, PORTION_BYTES // size))
+    for at in range(0, run.block_count, count):
+        some = hashes[at : at + count]
+        part = run._replace(first_block=run.first_block + at, block_count=len(some))
+        yield OpenRun(part, data[at * size : (at + count) * size], some)

@@ -5,7 +5,6 @@ SSD tier are read into DRAM that was reserved for them, and stay there. All leas
 of DRAM; a lease that would need more gets fewer leading blocks. Reading the device is done elsewhere.
 """
 
-import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -18,6 +17,9 @@ from services.kvstore.core.writes import MAX_OPEN_KEYS, Writes
 from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.tenancy.tenants import TenantBytes
+
+PORTION_KEYS = 2048
+"""Keys that are leased without letting others have the event loop."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,11 +78,18 @@ class LeasedBlock:
 
 @dataclasses.dataclass(slots=True)
 class ReadLease:
-    """Blocks that stay until the lease is closed, in the order of the reader's keys."""
+    """Blocks that stay until the lease is closed, in the order of the reader's keys.
+
+    Attributes:
+        promote: the reader reads whole blocks, so that those of the SSD tier may stay in DRAM.
+        counted: among hits and misses.
+    """
 
     format: BlockFormat
     keys: Sequence[BlockKey]
-    sources: list[LeasedBlock]
+    sources: list[LeasedBlock] = dataclasses.field(default_factory=list)
+    promote: bool = False
+    counted: bool = True
     closed: bool = False
 
     @property
@@ -112,7 +121,7 @@ class Reads:
         self._writes = writes
         self._max_sessions = max_sessions
         self._lease_bytes = lease_bytes
-        self._leased: collections.Counter[BlockKey] = collections.Counter()  # leases of each block in DRAM
+        self._leased: dict[BlockKey, int] = {}  # leases of each block in DRAM
         self._keys = 0
         self.leased_bytes = 0
         self.leases = 0
@@ -125,61 +134,77 @@ class Reads:
     def open(
         self, keys: Sequence[BlockKey], block_format: BlockFormat, *, promote: bool, counted: bool = True
     ) -> ReadLease:
-        """Leases the leading blocks of a chain that are here in `block_format`; `counted` among hits and misses.
+        """`begin`, and all of `extend`."""
+        lease = self.begin(ReadLease(block_format, keys, promote=promote, counted=counted))
+        while self.extend(lease):
+            pass
+        return lease
 
-        `promote`: the reader reads whole blocks, so that those of the SSD tier may stay in DRAM.
+    def begin(self, lease: ReadLease) -> ReadLease:
+        """Opens a lease that holds nothing yet.
 
         Raises:
-            Overloaded: too many leases are open, or they keep so much DRAM that not even the first block can be leased.
+            Overloaded: too many are open.
         """
-        if self.leases >= self._max_sessions or self._keys + len(keys) > MAX_OPEN_KEYS:
+        if self.leases >= self._max_sessions or self._keys + len(lease.keys) > MAX_OPEN_KEYS:
             raise Overloaded("too many reading sessions", reason="kvstore_sessions", retry_after_s=RETRY_AFTER_S)
-        lease = ReadLease(block_format, keys, [])
-        for key in keys:
-            source = self._source(key, block_format, promote)
-            if source is None:
-                break
-            lease.sources.append(source)
-        if not lease.sources and keys and self._in_dram(keys[0], block_format) is not None:
-            raise Overloaded(
-                f"leases keep {self.leased_bytes} bytes of DRAM", reason="kvstore_leases", retry_after_s=RETRY_AFTER_S
-            )
-        if counted:
-            self._count(keys, lease)
-        self._keys += lease.blocks
+        self._keys += len(lease.keys)
         self.leases += 1
         self.tiers.listener.sessions_changed()
         return lease
 
-    def _count(self, keys: Sequence[BlockKey], lease: ReadLease) -> None:
-        self.tiers.touch(keys[: lease.blocks])
+    def extend(self, lease: ReadLease) -> bool:
+        """Leases a portion of the leading blocks of the chain that are here; whether there may be more.
+
+        Raises:
+            Overloaded: leases keep so much DRAM that not even the first block can be had. The lease is closed then.
+        """
+        end = min(lease.blocks + PORTION_KEYS, len(lease.keys))
+        for key in lease.keys[lease.blocks : end]:
+            source = self._source(key, lease)
+            if source is None:
+                break
+            lease.sources.append(source)
+        if lease.blocks == end < len(lease.keys):
+            return True
+        first = self.tiers.dram.get(lease.keys[0]) if lease.keys and not lease.sources else None
+        if first is not None and self._is_wanted(first, lease):
+            self.close(lease)
+            message = f"leases keep {self.leased_bytes} bytes of DRAM"
+            raise Overloaded(message, reason="kvstore_leases", retry_after_s=RETRY_AFTER_S)
+        if lease.counted:
+            self._count(lease)
+        return False
+
+    def _count(self, lease: ReadLease) -> None:
+        self.tiers.touch(lease.keys[: lease.blocks])
         cold = sum(source.reader is not None for source in lease.sources)
         self.ssd_hits += cold
         self.dram_hits += lease.blocks - cold
-        self.misses += len(keys) - lease.blocks
-        self.tiers.listener.asked(keys)
+        self.misses += len(lease.keys) - lease.blocks
+        self.tiers.listener.asked(lease.keys)
 
-    def _in_dram(self, key: BlockKey, block_format: BlockFormat) -> DramBlock | None:
-        block = self.tiers.dram.get(key)
-        if block is None or block.info.format != block_format or key in self.tiers.damaged:
-            return None
-        return block
+    def _is_wanted(self, block: DramBlock, lease: ReadLease) -> bool:
+        same = block.info.format is lease.format or block.info.format == lease.format
+        return same and block.info.key not in self.tiers.damaged
 
-    def _source(self, key: BlockKey, block_format: BlockFormat, promote: bool) -> LeasedBlock | None:
-        dram, ssd, size = self.tiers.dram, self.tiers.ssd, block_format.layout.block_bytes
+    def _source(self, key: BlockKey, lease: ReadLease) -> LeasedBlock | None:
+        """Leases one block; None when it is not here, or leases keep as much DRAM as they may."""
+        dram, ssd, size = self.tiers.dram, self.tiers.ssd, lease.format.layout.block_bytes
         fits = self.leased_bytes + size <= self._lease_bytes
-        if key in dram:
-            block = self._in_dram(key, block_format)
-            if block is None or not (self._leased[key] or fits):
+        block = dram.get(key)
+        if block is not None:
+            leases = self._leased.get(key, 0)
+            if not (leases or fits) or not self._is_wanted(block, lease):
                 return None
             dram.hold(block)
-            self.leased_bytes += 0 if self._leased[key] else size
-            self._leased[key] += 1
-            return LeasedBlock(block=block)
-        if ssd is None or ssd.catalogue.format_of(key) != block_format:
+            self.leased_bytes += 0 if leases else size
+            self._leased[key] = leases + 1
+            return LeasedBlock(block)
+        if ssd is None or ssd.catalogue.format_of(key) != lease.format:
             return None
         source = LeasedBlock(reader=ssd.reader(key), tenant=ssd.catalogue.tenant_of(key) or "")
-        if promote and fits and self.tiers.reserve(size, source.tenant):
+        if lease.promote and fits and self.tiers.reserve(size, source.tenant):
             self.leased_bytes += size
             source.allocate = dram.arena.allocate
         return source
@@ -199,24 +224,25 @@ class Reads:
             return
         lease.closed = True
         self.leases -= 1
-        self._keys -= lease.blocks
+        self._keys -= len(lease.keys)
         layout = lease.format.layout
+        held = [source.block for source in lease.sources if source.block is not None]
+        for block in held:
+            left = self._leased.pop(block.info.key) - 1
+            if left:
+                self._leased[block.info.key] = left
+            else:
+                self.leased_bytes -= layout.block_bytes
         promoted: dict[BlockKey, DramBlock] = {}
         unused = TenantBytes()
-        for source in lease.sources:
-            if source.block is not None:
-                key = source.block.info.key
-                self._leased[key] -= 1
-                if not self._leased[key]:
-                    del self._leased[key]
-                    self.leased_bytes -= layout.block_bytes
-            elif source.reader is not None:
+        for source in lease.sources if len(held) < lease.blocks else ():
+            if source.reader is not None:
                 source.reader.release()
             if not source.reserved:
                 continue
             self.leased_bytes -= layout.block_bytes
-            block = source.promoted(layout)
-            if block is None or promoted.setdefault(block.info.key, block) is not block:
+            read = source.promoted(layout)
+            if read is None or promoted.setdefault(read.info.key, read) is not read:
                 unused.add(source.tenant, layout.block_bytes)
             source.fill = None
         taken = self.tiers.insert(list(promoted.values()))
@@ -224,7 +250,7 @@ class Reads:
         self.tiers.dram.arrived(list(promoted))
         self.tiers.unreserve(unused)
         self._writes.arrived(taken)
-        self.tiers.release([source.block for source in lease.sources if source.block is not None])
+        self.tiers.release(held)
         self.tiers.listener.room()
         self.tiers.listener.sessions_changed()
 

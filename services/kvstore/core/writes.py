@@ -1,26 +1,30 @@
 """Writing sessions: they bring blocks, whole blocks become VISIBLE, blocks committed to the SSD tier DURABLE.
 
-DRAM for a block is reserved when its first bytes come. A block that waits for the SSD tier is held, so that writers
-wait for room when the device is slower than they are. A block that the device did not take stays in DRAM without a hold
-and is tried again: by `retry`, or when a writer offers it again. Commits are done elsewhere, between `next_plan` and
-`plan_done`.
+DRAM for a block is reserved when its first bytes come, or those of a block shortly before it. A block that waits for
+the SSD tier is held, so that writers wait for room when the device is slower than they are. A block that the device did
+not take stays in DRAM without a hold and is tried again: by `retry`, or when a writer offers it again. Commits are done
+elsewhere, between `next_plan` and `plan_done`.
 """
 
 import collections
-import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.frames import OpenRun
 from moonpool.kv.keys import BlockKey
-from services.kvstore.core.assembly import Assembler, Assembly, Indices, PutSession, PutSpec
+from services.kvstore.core.assembly import (
+    Assembly,
+    Indices,
+    PutSession,
+    PutSpec,
+    bytes_by_tenant,
+)
 from services.kvstore.core.tiered_store import TieredStore
 from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.ssd.commit import WritePlan
 from services.kvstore.ssd.records import record_size
 from services.kvstore.ssd.tier import SsdTier
-from services.kvstore.tenancy.tenants import TenantBytes
 
 MAX_OPEN_KEYS = 1 << 18
 """Most keys of all open writing sessions together."""
@@ -48,11 +52,11 @@ class Writes:
         self._max_sessions = max_sessions
         # A plan cannot reclaim what it stores itself: what it refused for that, the next one would have taken.
         self._batch_bytes = batch_bytes if tiers.ssd is None else min(batch_bytes, tiers.ssd.space.capacity_bytes // 2)
-        self._assembler = Assembler(tiers.dram.arena.allocate)
+        self._keys = 0  # of all open sessions
         self._queue: collections.deque[DramBlock] = collections.deque()
         self._committing: WritePlan | None = None
-        self.sessions: Collection[PutSession] = self._assembler.sessions
-        self.unfinished: Mapping[BlockKey, Assembly] = self._assembler.blocks
+        self.sessions: set[PutSession] = set()
+        self.unfinished: dict[BlockKey, Assembly] = {}
         self.queued: set[BlockKey] = set()
         self.unsaved: dict[BlockKey, None] = {}
         self.awaiting: dict[BlockKey, list[tuple[PutSession, int]]] = {}
@@ -76,32 +80,81 @@ class Writes:
             InvalidRequest: it can never be opened.
             Overloaded: too many sessions are open, or pins and guarantees of others leave too little.
         """
-        if len(self.sessions) >= self._max_sessions or self._assembler.keys + len(spec.keys) > MAX_OPEN_KEYS:
+        if len(self.sessions) >= self._max_sessions or self._keys + len(spec.keys) > MAX_OPEN_KEYS:
             raise Overloaded("too many writing sessions", reason="kvstore_sessions", retry_after_s=RETRY_AFTER_S)
         tiers, dram, size = self._tiers, self._tiers.dram, spec.format.layout.block_bytes
-        present = [index for index, key in enumerate(spec.keys) if key in dram or tiers.durable(key)]
-        if any(tiers.format_of(spec.keys[index]) != spec.format for index in present):
-            raise InvalidRequest("keys", "a key exists already in another format")
-        self._assembler.check_formats(spec)
+        present = [index for index, key in enumerate(spec.keys) if self._is_present(key, spec)]
         dram.check_possible((len(spec.keys) - len(present)) * size, spec.tenant, now)
         if len(present) < len(spec.keys) and not dram.can_reserve(size, spec.tenant):
             return None
         tiers.touch([spec.keys[index] for index in present])
         session = PutSession(spec, present, on_visible, on_durable)
-        self._assembler.open(session)
+        self._expect(session)
         for index in present:
             self._await_durable(session, index)
         self._make_durable(block for index in present if (block := dram.get(spec.keys[index])) is not None)
         tiers.listener.sessions_changed()
         return session
 
+    def _is_present(self, key: BlockKey, spec: PutSpec) -> bool:
+        """Whether a block is here; raises InvalidRequest when it is, or is being written, in another format."""
+        found = self._tiers.format_of(key)
+        unfinished = self.unfinished.get(key) if found is None else None
+        there = found if unfinished is None else unfinished.spec.format
+        if there is not None and there is not spec.format and there != spec.format:
+            raise InvalidRequest("keys", "a key exists already, or is being written, in another format")
+        return found is not None
+
+    def _expect(self, session: PutSession) -> None:
+        """Takes a session; its blocks that are not present are expected from now on."""
+        present = set(session.present)
+        for index, key in enumerate(session.spec.keys):
+            if index in present:
+                continue
+            block = self.unfinished.get(key)
+            if block is None:
+                block = self.unfinished[key] = Assembly(session.spec, index)
+            block.writers[session] = index
+            session.unfinished[index] = block
+        self.sessions.add(session)
+        self._keys += len(session.spec.keys)
+
     def durable_present(self, session: PutSession) -> list[int]:
         """Indices of those present blocks of a session that are durable."""
         return [index for index in session.present if self._tiers.durable(session.spec.keys[index])]
 
-    def needs_room(self, session: PutSession, runs: Sequence[OpenRun]) -> bool:
-        """Whether DRAM must be reserved before a frame can be written."""
-        return bool(self._assembler.begun_by(session, runs))
+    def reserve(self, session: PutSession, runs: Sequence[OpenRun], *, now: float = 0.0) -> bool:
+        """Reserves DRAM for those blocks of a frame whose first bytes it brings, all or (False) none.
+
+        Where there is room, the session's next blocks get theirs too: as much as it has had so far, to spare a
+        reservation for each block.
+
+        Raises:
+            Overloaded: pins and guarantees of others leave too little; the session must be closed.
+        """
+        begun = session.begun_by(runs)
+        if not begun:
+            return True
+        for tenant, nbytes in bytes_by_tenant(begun).items():
+            self._tiers.dram.check_possible(nbytes, tenant, now)
+        ahead = session.next_blocks(max(block.writers[session] for block in begun) + 1)
+        if ahead and self._reserve([*begun, *ahead]):
+            begun += ahead
+        elif not self._reserve(begun):
+            return False
+        for block in begun:
+            block.reserved = True
+            session.reserved_bytes += block.nbytes
+        return True
+
+    def _reserve(self, blocks: Sequence[Assembly]) -> bool:
+        taken: dict[str, int] = {}
+        for tenant, nbytes in bytes_by_tenant(blocks).items():
+            if not self._tiers.reserve(nbytes, tenant):
+                self._tiers.unreserve(taken)
+                return False
+            taken[tenant] = nbytes
+        return True
 
     def write(self, session: PutSession, runs: Sequence[OpenRun], *, now: float = 0.0) -> bool:
         """Takes an opened frame of a session and makes whole blocks visible; False, with no effect, without room.
@@ -111,12 +164,13 @@ class Writes:
             Overloaded: there is no memory, or pins and guarantees of others leave too little; close the session.
         """
         assert not session.closed
-        begun = self._assembler.begun_by(session, runs)
-        if begun and not self._reserve(begun, now):
+        if not self.reserve(session, runs, now=now):
             return False
         whole: list[Assembly] = []
         try:
-            self._assembler.write(session, runs, whole)
+            for block in session.take(runs, self._tiers.dram.arena.allocate):
+                self._finish(block)
+                whole.append(block)
         finally:
             if whole:
                 blocks = self._tiers.insert([assembly.block() for assembly in whole])
@@ -125,24 +179,18 @@ class Writes:
                 self._tell_visible(whole)
         return True
 
-    def _reserve(self, begun: Sequence[Assembly], now: float) -> bool:
-        needed = TenantBytes.of((block.spec.tenant, block.nbytes) for block in begun)
-        for tenant, nbytes in needed.items():
-            self._tiers.dram.check_possible(nbytes, tenant, now)
-        for count, (tenant, nbytes) in enumerate(needed.items()):
-            if not self._tiers.reserve(nbytes, tenant):
-                for other, freed in itertools.islice(needed.items(), count):
-                    self._tiers.dram.unreserve(freed, other)
-                return False
-        for block in begun:
-            block.reserved = True
-        return True
+    def _finish(self, block: Assembly) -> None:
+        del self.unfinished[block.key]
+        for session, index in block.writers.items():
+            del session.unfinished[index]
 
     def arrived(self, blocks: Sequence[DramBlock]) -> None:
         """Blocks came into DRAM in another way; tells the sessions that write them, which need not go on."""
         self._make_durable(blocks)
-        whole = [found for block in blocks if (found := self._assembler.arrived(block.info.key)) is not None]
-        self._tiers.unreserve(TenantBytes.of((each.spec.tenant, each.nbytes) for each in whole if each.reserved))
+        whole = [found for block in blocks if (found := self.unfinished.get(block.info.key)) is not None]
+        for assembly in whole:
+            self._finish(assembly)
+        self._tiers.unreserve(bytes_by_tenant(each for each in whole if each.reserved))
         self._tell_visible(whole)
 
     def _make_durable(self, blocks: Iterable[DramBlock]) -> None:
@@ -176,7 +224,17 @@ class Writes:
         """Ends a session and forgets its unfinished blocks. Idempotent."""
         if session.closed:
             return
-        self._tiers.unreserve(self._assembler.close(session))
+        session.closed = True
+        self.sessions.remove(session)
+        self._keys -= len(session.spec.keys)
+        left_alone: list[Assembly] = []
+        for block in session.unfinished.values():
+            del block.writers[session]
+            if not block.writers:
+                del self.unfinished[block.key]
+                left_alone.append(block)
+        session.unfinished.clear()
+        self._tiers.unreserve(bytes_by_tenant(block for block in left_alone if block.reserved))
         for key in self.awaiting.keys() & session.spec.keys:
             left = [entry for entry in self.awaiting.pop(key) if entry[0] is not session]
             if left:
@@ -299,8 +357,18 @@ class Writes:
             self.awaiting.setdefault(key, []).append((session, index))
 
     def check_invariants(self) -> None:
-        """Checks that waiting blocks are held, in DRAM and not durable, and that waiting sessions are open."""
-        self._assembler.check_invariants()
+        """Checks that sessions and their blocks know each other, and that waiting blocks are held and not durable."""
+        assert self._keys == sum(len(session.spec.keys) for session in self.sessions)
+        for key, block in self.unfinished.items():
+            assert block.key == key
+            assert block.writers
+            assert block.reserved or not block.data
+            assert not block.data or len(block.hashes) < block.spec.format.layout.layers
+            assert self.sessions.issuperset(block.writers)
+            assert all(session.unfinished[index] is block for session, index in block.writers.items())
+        for session in self.sessions:
+            assert not session.closed
+            assert all(self.unfinished[session.spec.keys[at]] is block for at, block in session.unfinished.items())
         reserved = sum(block.nbytes for block in self.unfinished.values() if block.reserved)
         assert self._tiers.dram.reserved.total_bytes >= reserved
         waiting = [*self._queue, *(self._committing.blocks if self._committing else ())]

@@ -141,8 +141,8 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
                 raise InvalidRequest("session", f"{message.session} was open already")
             keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
             wanted = _wanted(message, layout)
-            lease = self._resources.reads.open(keys, self.format, promote=len(wanted.layers) == layout.layers)
-            self._begin(message, lease, wanted)
+            lease = ReadLease(self.format, keys, promote=len(wanted.layers) == layout.layers)
+            self._begin(message, self._resources.reads.begin(lease), wanted)
         except MoonpoolError as error:
             # at level debug: a peer that asks too much must not fill the log
             log.debug("read answered as a miss", error=str(error))
@@ -154,14 +154,15 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         resources, number, begin = self._resources, message.session, time.monotonic()
         task = None
         try:
-            if message.takes_frame and self._sent_together(number, lease, wanted):
+            more = resources.reads.extend(lease)
+            if message.takes_frame and not more and self._sent_together(number, lease, wanted):
                 resources.on_read(False, time.monotonic() - begin)
                 return
             sent_bytes = part_bytes(wanted.heads, self.format.layout)
             reader = LayerReader(
                 resources.reads, lease, wanted.layers, resources.pool, resources.ahead, sent_bytes=sent_bytes
             )
-            task = self._sessions[number] = self.spawn(self._serve(number, reader, wanted, begin))
+            task = self._sessions[number] = self.spawn(self._serve(number, reader, wanted, begin, more))
             task.add_done_callback(lambda task: self._ended(number, task, reader))
         except DamagedSliceError as error:
             resources.reads.tiers.suspect(lease.keys[error.block])
@@ -196,10 +197,13 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
 
         return self._frames.offer(number, slices, wrap)
 
-    async def _serve(self, number: int, reader: LayerReader, wanted: _Wanted, begin: float) -> None:
+    async def _serve(self, number: int, reader: LayerReader, wanted: _Wanted, begin: float, more: bool) -> None:
         """One session from its opening to its end: layer by layer, each as soon as it is read."""
         resources, lease = self._resources, reader.lease
         try:
+            while more:
+                await asyncio.sleep(0)
+                more = resources.reads.extend(lease)
             self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=lease.blocks)))
             async with asyncio.timeout(resources.lease_timeout_s):
                 async for group in reader.groups():

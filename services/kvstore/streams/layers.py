@@ -108,7 +108,7 @@ class LayerReader:
         sent_bytes = self.sent_bytes or self._slice_bytes
         self._group_cells = max(1, self.group_bytes // sent_bytes)  # in a full group
         self._break_cells = min(self._group_cells, -(-self.layer_break_bytes // sent_bytes))  # at the end of a layer
-        self._limit = self._told = self.lease.blocks  # blocks that can be read, and what the walker knows of them
+        self._limit = self._told = 0  # blocks that can be read, and what the walker knows of them
         self._thickness = 1
         self._bands: collections.deque[_Band] = collections.deque()
         self._held = 0  # bytes taken from `ahead`
@@ -120,7 +120,7 @@ class LayerReader:
         self._loop = asyncio.get_running_loop()
 
     async def groups(self) -> AsyncIterator[list[Cell] | Lost]:
-        """Slices in order, in groups; after a `Lost` only of blocks before it. To be walked once.
+        """Slices in order, in groups; after a `Lost` only of blocks before it. To be walked once the lease is complete.
 
         The bytes of a group stay as they are until `close`.
 
@@ -128,6 +128,7 @@ class LayerReader:
             Overloaded: there is no memory to read into.
         """
         group: list[Cell] = []
+        self._limit = self._told = self.lease.blocks
         self._start_more()
         while self._bands:
             band = self._bands[0]

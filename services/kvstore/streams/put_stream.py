@@ -11,14 +11,13 @@ from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
-from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded
+from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloaded
 from moonpool.kv.frames import OpenRun
 from moonpool.kv.keys import unpack_keys
 from moonpool.kv.layout import MAX_SLICE_BYTES
-from moonpool.streams.credits import Traffic
-from moonpool.streams.receiving import FrameReceiver
+from moonpool.streams.credits import CreditReturn, Traffic
 from moonpool.v1 import kv_pb2, kvstore_pb2
-from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSession, PutSpec
+from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSession, PutSpec, portions
 from services.kvstore.core.writes import Writes
 from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.streams.open_calls import KVStream
@@ -54,7 +53,7 @@ class _Entry:
         progress_at: when something of it came or became durable, on the event loop's clock.
         session: None while it waits for room.
         task: waits for room, to open the session or to write its backlog.
-        backlog: opened frames that wait for room, and their payload bytes.
+        backlog: parts of opened frames that wait to be written, and the payload bytes that are dealt with then.
         close: the writer's close, once it has come.
         silent: the answer to its opening says all.
     """
@@ -77,17 +76,18 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self._writes = resources.writes
         self._rooms = resources.rooms
         self._resources = resources
-        self._receiver = FrameReceiver(resources.window_bytes)
+        self._credits = CreditReturn(resources.window_bytes)
         self._entries: dict[int, _Entry] = {}
-        self._unfinished_bytes = 0
+        self._turn = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
 
     @property
     def traffic(self) -> Traffic:
-        return super().traffic + Traffic(credits_kept=self._receiver.kept)
+        return super().traffic + Traffic(credits_kept=self._credits.pending)
 
     def welcome(self) -> Message:
-        return kvstore_pb2.PutResponse(welcome=self._receiver.welcome(self._resources.instance))
+        welcome = kv_pb2.StreamWelcome(receiver=self._resources.instance, credit_bytes=self._resources.window_bytes)
+        return kvstore_pb2.PutResponse(welcome=welcome)
 
     def on_message(self, message: kvstore_pb2.PutRequest, payload: memoryview) -> None:
         """What is wrong with a session ends that session only."""
@@ -101,37 +101,64 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             case other:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
-    def _open(self, message: kvstore_pb2.PutOpen, payload: memoryview) -> None:
-        credit = self._receiver.consumed(payload.nbytes, idle=not self._entries)
-        entry = self._entries.get(message.session)
-        try:
-            if entry is not None:
-                raise InvalidRequest("session", f"{message.session} is open already")
-            entry = self._entries[message.session] = _Entry(message.session, self._loop.time())
-            if self._open_now(entry, message, payload, credit):
-                return
-        except MoonpoolError as error:
-            assert entry is not None
-            self._refuse(entry, error)
-        self._give_back(credit)
+    def _settle(self, nbytes: int, answer: kvstore_pb2.PutResponse | None = None) -> None:
+        """Sends an answer, if there is one. Payload bytes are dealt with; hands credits back if it is time."""
+        credit = self._credits.consumed(nbytes, idle=not self._entries)
+        if answer is not None:
+            answer.credit_bytes = credit
+            self.post(answer)
+        elif credit:
+            self.post(kvstore_pb2.PutResponse(credit=kv_pb2.Credit(bytes=credit)))
 
-    def _open_now(
-        self, entry: _Entry, message: kvstore_pb2.PutOpen, payload: memoryview, credit: kv_pb2.Credit | None
-    ) -> bool:
-        """Opens a session, now or when there is room; whether the answer has given back the message's credit."""
+    def _open(self, message: kvstore_pb2.PutOpen, payload: memoryview) -> None:
+        answer = None
+        entry = self._entries.get(message.session)
+        if entry is not None:
+            self._refuse(entry, InvalidRequest("session", f"{message.session} is open already"))
+        else:
+            entry = self._entries[message.session] = _Entry(message.session, self._loop.time())
+            try:
+                answer = self._begin(entry, message, payload)
+            except MoonpoolError as error:
+                self._refuse(entry, error)
+        self._settle(payload.nbytes, answer)
+
+    def _begin(
+        self, entry: _Entry, message: kvstore_pb2.PutOpen, payload: memoryview
+    ) -> kvstore_pb2.PutResponse | None:
+        """Opens a session, now or when there is room; the answer, if all of it came along and is written.
+
+        Raises:
+            InvalidRequest, FrameError: the session or its frame is not what it should be.
+            Overloaded: there is no room for it.
+        """
         spec = self._spec(message)
         if self._waits(spec) or (session := self._attempt_open(entry, spec)) is None:
             entry.task = self.spawn(self._when_room(entry, spec))
-            return False
+            return None
         entry.session = session
-        whole = message.HasField("frame") and session.covers_whole_blocks
-        if whole and self._take_whole(entry, session, message.frame, payload):
-            self._remove(entry)
-            opened = kvstore_pb2.PutOpened(session=entry.number, present=session.present, taken=True)
-            self.post(kvstore_pb2.PutResponse(opened=opened, credit_bytes=credit.bytes if credit is not None else 0))
-            return True
+        if message.HasField("frame") and session.covers_whole_blocks:
+            if message.frame.session != entry.number:
+                raise InvalidRequest("frame.session", f"{message.frame.session} is not the session that is opened")
+            entry.silent = True
+            parts = self._open_frame(session, message.frame, payload)
+            if len(parts) > 1:
+                self._put_off(entry, parts, 0)
+                return None
+            if self._writes.write(session, parts[0], now=entry.progress_at):
+                return self._taken(entry)
+            entry.silent = False
         self._opened(entry, session)
-        return False
+        return None
+
+    def _taken(self, entry: _Entry) -> kvstore_pb2.PutResponse:
+        """Ends a session that came with its opening; the answer. Raises InvalidRequest unless it is complete."""
+        assert entry.session is not None
+        if not entry.session.complete:
+            raise InvalidRequest("frame", "is not all of the session")
+        self._remove(entry)
+        opened = kvstore_pb2.PutOpened(session=entry.number, present=entry.session.present, taken=True)
+        return kvstore_pb2.PutResponse(opened=opened)
 
     def _spec(self, message: kvstore_pb2.PutOpen) -> PutSpec:
         keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
@@ -141,7 +168,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         return PutSpec(self.format, keys, parents, message.tenant, layers, heads)
 
     def _waits(self, spec: PutSpec) -> bool:
-        return self._rooms.waits(self._writes.lane(spec.tenant))
+        return bool(self._rooms) and self._rooms.waits(self._writes.lane(spec.tenant))
 
     def _attempt_open(self, entry: _Entry, spec: PutSpec) -> PutSession | None:
         return self._writes.open(
@@ -151,15 +178,17 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             now=self._loop.time(),
         )
 
-    def _open_frame(self, session: PutSession, header: kv_pb2.FrameHeader, payload: memoryview) -> list[OpenRun]:
-        before = session.opener.unfinished_bytes
-        try:
-            runs = session.opener.open(header, payload)
-        finally:
-            self._unfinished_bytes += session.opener.unfinished_bytes - before
-        if self._unfinished_bytes > MAX_UNFINISHED_BYTES:
+    def _open_frame(self, session: PutSession, header: kv_pb2.FrameHeader, payload: memoryview) -> list[list[OpenRun]]:
+        """Verifies a frame; the parts in which it is written, nearly always one."""
+        runs = session.opener.open(header, payload)
+        if session.opener.unfinished_bytes:
+            self._check_unfinished()
+        return portions(runs, session.spec)
+
+    def _check_unfinished(self) -> None:
+        sessions = [entry.session for entry in self._entries.values() if entry.session is not None]
+        if sum(session.opener.unfinished_bytes for session in sessions) > MAX_UNFINISHED_BYTES:
             raise Overloaded("too many slices have come in part", reason="kvstore_memory", retry_after_s=RETRY_AFTER_S)
-        return runs
 
     async def _when_room(self, entry: _Entry, spec: PutSpec) -> None:
         """Opens a session that is not open, then writes its backlog, as there is room."""
@@ -172,13 +201,31 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
                 )
                 self._opened(entry, session)
             while entry.backlog:
-                await self._rooms.get(lambda: self._write_first(entry, session), lambda _: None, timeout_s, lane=lane)
+                await self._rooms.get(lambda: self._reserve_first(entry, session), lambda _: None, timeout_s, lane=lane)
+                async with self._turn:  # one part of one session, and others have a turn of the event loop
+                    await asyncio.sleep(0)
+                    self._write_first(entry, session)
+            entry.task = None
+            if entry.silent and not session.closed:
+                self._settle(0, self._taken(entry))
         except MoonpoolError as error:
             self._refuse(entry, error)
             return
-        entry.task = None
         if entry.close is not None:
             self._close_requested(entry.close)
+
+    def _reserve_first(self, entry: _Entry, session: PutSession) -> bool | None:
+        """Reserves room for the first of the backlog; None while there is none."""
+        entry.progress_at = self._loop.time()
+        return self._writes.reserve(session, entry.backlog[0][0], now=entry.progress_at) or None
+
+    def _write_first(self, entry: _Entry, session: PutSession) -> None:
+        runs, nbytes = entry.backlog[0]
+        entry.progress_at = self._loop.time()
+        written = self._writes.write(session, runs, now=entry.progress_at)
+        if written and entry.backlog:  # else there was no room after all, or the session has ended with this part
+            entry.backlog.popleft()
+            self._settle(nbytes)
 
     def _opened(self, entry: _Entry, session: PutSession) -> None:
         entry.session = session
@@ -189,21 +236,6 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self._durable(entry, durable)
         self._arm(entry)
 
-    def _take_whole(self, entry: _Entry, session: PutSession, header: kv_pb2.FrameHeader, payload: memoryview) -> bool:
-        """Writes a frame that came with its session's opening; False when there is no room for it.
-
-        Raises:
-            InvalidRequest, FrameError: the frame is not what it should be, or not all of the session.
-            Overloaded: there is no memory.
-        """
-        if header.session != entry.number:
-            raise InvalidRequest("frame.session", f"{header.session} is not the session that is opened")
-        entry.silent = True
-        entry.silent = self._writes.write(session, self._open_frame(session, header, payload), now=entry.progress_at)
-        if entry.silent and not session.complete:
-            raise InvalidRequest("frame", "is not all of the session")
-        return entry.silent
-
     def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
         entry = self._entries.get(header.session)
         try:
@@ -212,37 +244,29 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         except MoonpoolError as error:
             assert entry is not None
             self._refuse(entry, error)
-        self._give_back(self._receiver.consumed(payload.nbytes, idle=not self._entries))
+        self._settle(payload.nbytes)
 
     def _take_frame(self, entry: _Entry, header: kv_pb2.FrameHeader, payload: memoryview) -> bool:
-        """Writes a frame; False when it has to wait for room."""
+        """Writes a frame; False when it has to wait, for room or because it is large."""
         session = entry.session
         if session is None:
             raise InvalidRequest("session", f"{header.session} is not open yet")
         entry.progress_at = self._loop.time()
-        runs = self._open_frame(session, header, payload)
-        waits = entry.backlog or (self._waits(session.spec) and self._writes.needs_room(session, runs))
-        if not waits and self._writes.write(session, runs, now=entry.progress_at):
-            return True
-        entry.backlog.append((runs, payload.nbytes))
-        if entry.task is None:
-            entry.task = self.spawn(self._when_room(entry, session.spec))
+        parts = self._open_frame(session, header, payload)
+        if not (len(parts) > 1 or entry.backlog):
+            waits = self._waits(session.spec) and session.begun_by(parts[0])
+            if not waits and self._writes.write(session, parts[0], now=entry.progress_at):
+                return True
+        self._put_off(entry, parts, payload.nbytes)
         return False
 
-    def _write_first(self, entry: _Entry, session: PutSession) -> bool | None:
-        """Writes the first frame of the backlog; None while there is no room."""
-        runs, nbytes = entry.backlog[0]
-        entry.progress_at = self._loop.time()
-        if not self._writes.write(session, runs, now=entry.progress_at):
-            return None
-        if entry.backlog:  # else the session has ended with this frame
-            entry.backlog.popleft()
-            self._give_back(self._receiver.consumed(nbytes))
-        return True
-
-    def _give_back(self, credit: kv_pb2.Credit | None) -> None:
-        if credit is not None:
-            self.post(kvstore_pb2.PutResponse(credit=credit))
+    def _put_off(self, entry: _Entry, parts: list[list[OpenRun]], nbytes: int) -> None:
+        """Has the parts of a frame written by a task, and `nbytes` of credit handed back with the last."""
+        assert entry.session is not None
+        entry.backlog += [(runs, 0) for runs in parts[:-1]]
+        entry.backlog.append((parts[-1], nbytes))
+        if entry.task is None:
+            entry.task = self.spawn(self._when_room(entry, entry.session.spec))
 
     def _visible(self, entry: _Entry, blocks: Sequence[int]) -> None:
         self._ack(entry, blocks, kvstore_pb2.DURABILITY_VISIBLE)
@@ -254,10 +278,9 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self._ack(entry, blocks, kvstore_pb2.DURABILITY_DURABLE)
 
     def _ack(self, entry: _Entry, blocks: Sequence[int], durability: kvstore_pb2.Durability.ValueType) -> None:
-        if entry.silent:
-            return
-        ack = kvstore_pb2.PutAck(session=entry.number, blocks=blocks, durability=durability)
-        self.post(kvstore_pb2.PutResponse(ack=ack))
+        if not entry.silent:
+            ack = kvstore_pb2.PutAck(session=entry.number, blocks=blocks, durability=durability)
+            self.post(kvstore_pb2.PutResponse(ack=ack))
 
     def _close_requested(self, message: kvstore_pb2.PutClose) -> None:
         entry = self._entries.get(message.session)
@@ -291,19 +314,17 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
     def _refuse(self, entry: _Entry, reason: str | MoonpoolError) -> None:
         self._remove(entry)
         refused = kvstore_pb2.PutRefused(session=entry.number, reason=str(reason))
-        if isinstance(reason, InvalidRequest):
-            refused.code = "invalid_request"
-        elif isinstance(reason, Overloaded):
+        if isinstance(reason, Overloaded):
             refused.code = reason.reason
             refused.retry_after_s = reason.retry_after_s
+        elif isinstance(reason, InvalidRequest | FrameError):
+            refused.code = "invalid_request" if isinstance(reason, InvalidRequest) else "bad_frame"
         self.post(kvstore_pb2.PutResponse(refused=refused))
 
     def _remove(self, entry: _Entry) -> None:
         """Forgets a session and everything it left unfinished."""
         if self._entries.get(entry.number) is entry:
             del self._entries[entry.number]
-            if entry.session is not None:
-                self._unfinished_bytes -= entry.session.opener.unfinished_bytes
         if entry.timer is not None:
             entry.timer.cancel()
         if entry.task is not None and entry.task is not asyncio.current_task():
@@ -312,7 +333,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         entry.backlog.clear()
         if entry.session is not None:
             self._writes.close(entry.session)
-        self._give_back(self._receiver.consumed(unwritten, idle=not self._entries))
+        self._settle(unwritten)
 
     def end(self) -> None:
         for entry in list(self._entries.values()):

@@ -26,6 +26,9 @@ class RoomQueue:
     def __len__(self) -> int:
         return sum(map(len, self._lanes.values()))
 
+    def __bool__(self) -> bool:
+        return bool(self._lanes)
+
     def waits(self, lane: Hashable = None) -> bool:
         return lane in self._lanes
 

@@ -107,7 +107,7 @@ class Stack:
             while any(gauge.at_rest not in (None, gauge.value) for gauge in await self.client.stats()):
                 pass  # each question lets the conductor go on
         self.cluster.registry.check_invariants()
-        self.cluster.index.check_invariants()
+        self.cluster.picture.check_invariants()
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ from moonpool.client import (
     Slo,
     Unavailable,
 )
+from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.cost import Speeds
 
 from .fakes import decode, expected, no_room, prefill
@@ -59,7 +60,7 @@ async def test_requests_wait_for_room_in_turn_and_within_their_limit() -> None:
 
 async def test_overloaded_by_prediction_carries_its_reason() -> None:
     p, d = prefill(), decode()
-    p.load.speed.CopyFrom(Speeds(prefill_per_token_s=1.0).to_proto())
+    p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
     async with stack(p, d) as s:
         registry = s.cluster.registry
         await s.until(lambda: any(m.load.speed.prefill_per_token_s == 1.0 for m in registry))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed
+from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed
 from moonpool.streams.store_writer import PutOutcome, StoreWriter, missing_slices
 from moonpool.v1 import kvstore_pb2
 from tests.slices import hashed
@@ -89,7 +89,12 @@ def test_what_another_writer_finishes_meanwhile_is_not_read_any_more() -> None:
 
 @pytest.mark.parametrize(
     ("code", "kind"),
-    [("invalid_request", InvalidRequest), ("kvstore_pinned", Overloaded), ("", TransferFailed)],
+    [
+        ("invalid_request", InvalidRequest),
+        ("bad_frame", FrameError),
+        ("kvstore_pinned", Overloaded),
+        ("", TransferFailed),
+    ],
 )
 async def test_a_refusal_says_whether_to_come_again(code: str, kind: type[MoonpoolError]) -> None:
     store = FakeStore()

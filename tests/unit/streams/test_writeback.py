@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from moonpool.errors import InvalidRequest, Overloaded, StreamBroken
+from moonpool.errors import FrameError, InvalidRequest, Overloaded, StreamBroken
 from moonpool.kv.keys import BlockKey
 from moonpool.streams.credits import Traffic
 from moonpool.streams.store_writer import PutOutcome
@@ -176,6 +176,7 @@ async def test_a_refusal_is_not_tried_again_and_the_store_is_left_alone_as_long_
         bench.now += 1.0
         for error in (
             InvalidRequest("keys", "more than the tenant may have"),
+            FrameError("layer 0 of block 0: wrong hash"),
             Overloaded("others are guaranteed it", reason="kvstore_guaranteed", retry_after_s=9.0),
         ):
             writer.error = error

@@ -5,14 +5,17 @@ from typing import Any
 
 import pytest
 
-from moonpool.kv.frames import checksum
+from moonpool.kv.frames import MAX_FRAME_SLICES, checksum, pack_frames
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import MAX_SLICE_BYTES, KVLayout
 from moonpool.rpc.limits import MESSAGE_BYTES
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
+from services.kvstore.core.assembly import PORTION_BLOCKS
+from services.kvstore.core.reads import PORTION_KEYS
 from services.kvstore.streams.put_stream import MAX_UNFINISHED_BYTES
-from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, data_of, keys_of
+from tests.slices import hashed, slice_to_send
+from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, data_of, keys_of, slice_of
 from tests.unit.kvstore.rig import Rig, answer, frames_of, opened_put, put_open, rig
 
 KEYS = keys_of(8)
@@ -98,6 +101,73 @@ async def test_a_large_message_of_nothing_useful_is_refused() -> None:
         large = memoryview(bytes(MESSAGE_BYTES - 1024))
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), large))
         assert "its runs need" in (await answer(call)).refused.reason
+        call.cancel()
+        await all_back(store)
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_a_frame_that_completes_many_blocks_lets_others_have_turns(together: bool) -> None:
+    """Blocks become visible in portions, whether the frame comes with its session's opening or later."""
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="bfloat16")
+    many = keys_of(MAX_FRAME_SLICES, "many")
+    slices = [slice_to_send(layout, 0, index, bytes(layout.slice_bytes), key=key) for index, key in enumerate(many)]
+    [(header, pieces)] = pack_frames(1, 0, slices, layout)
+    async with rig() as store:
+        call = store.open_stream("Put")
+        hello = kv_pb2.StreamHello(namespace=FORMAT.namespace, layout=layout.to_proto())
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(hello=hello)))
+        assert (await call.read()).HasField("welcome")
+        opening = kvstore_pb2.PutOpen(session=1, keys=pack_keys(many), layer_end=1, head_end=1)
+        if together:
+            opening.frame.CopyFrom(header)
+            await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening), pieces))
+            assert (await answer(call)).opened == kvstore_pb2.PutOpened(session=1, taken=True)
+        else:
+            await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening)))
+            assert (await answer(call)).HasField("opened")
+            await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
+            await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=1))))
+            acks = [list((await answer(call)).ack.blocks) for _ in range(len(many) // PORTION_BLOCKS)]
+            assert [len(blocks) for blocks in acks] == [PORTION_BLOCKS] * len(acks)
+            assert [block for blocks in acks for block in blocks] == list(range(len(many)))
+        assert store.service.store.tiers.match(many) == len(many)
+        call.cancel()
+        await all_back(store)
+
+
+async def test_a_session_that_ends_between_the_parts_of_its_frame_leaves_nothing() -> None:
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="bfloat16")
+    many = keys_of(MAX_FRAME_SLICES, "many")
+    slices = [slice_to_send(layout, 0, index, bytes(layout.slice_bytes), key=key) for index, key in enumerate(many)]
+    [(header, pieces)] = pack_frames(1, 0, slices, layout)
+    async with rig() as store:
+        call = store.open_stream("Put")
+        hello = kv_pb2.StreamHello(namespace=FORMAT.namespace, layout=layout.to_proto())
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(hello=hello)))
+        opening = kvstore_pb2.PutOpen(session=1, keys=pack_keys(many), layer_end=1, head_end=1)
+        close = kvstore_pb2.PutClose(session=1, aborted=True)
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening)))
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=close)))
+        credits_back = 0
+        while credits_back < sum(piece.nbytes for piece in pieces):
+            credits_back += (await call.read()).credit.bytes
+        call.cancel()
+        await all_back(store)
+
+
+async def test_a_read_of_many_blocks_is_opened_in_portions() -> None:
+    many = keys_of(PORTION_KEYS + 2, "many")
+    async with rig(dram_bytes=len(many) * BLOCK) as store:
+        writer = store.writer()
+        await writer.put(many, many, "", hashed(lambda layer, index: slice_of(many[index], layer)), timeout_s=30)
+        await writer.aclose()
+        assert await store.read(many) == [data_of(key) for key in many]
+        call = store.open_stream("Get")
+        await call.write(kvstore_pb2.GetRequest(hello=store.hello()))
+        opening = kv_pb2.ReadOpen(session=1, keys=pack_keys(many), layer_end=3, head_end=2)
+        await call.write(kvstore_pb2.GetRequest(open=opening))
+        await call.write(kvstore_pb2.GetRequest(close=kv_pb2.ReadClose(session=1)))
         call.cancel()
         await all_back(store)
 
