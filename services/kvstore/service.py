@@ -54,13 +54,8 @@ def open_tiers(config: KVStoreConfig) -> tuple[DramTier, SsdTier | None]:
         ConfigError: naming `data_dir`.
     """
     pins = Pins(config.pin_budget_bytes, Account.of(config.tenants, "pins"), max_pins=config.max_pins)
-    dram = DramTier(
-        config.dram_bytes,
-        POLICIES[config.eviction](),
-        pins=pins,
-        account=Account.of(config.tenants, "dram"),
-        arena=Arena(config.dram_bytes, ahead=True),
-    )
+    account, arena = Account.of(config.tenants, "dram"), Arena(config.dram_bytes, ahead=True)
+    dram = DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account, arena=arena)
     if config.data_dir is None or not config.ssd_bytes:
         return dram, None
     account, size, durability = Account.of(config.tenants, "ssd"), config.segment_size, config.durability

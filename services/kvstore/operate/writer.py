@@ -5,6 +5,7 @@ While one batch is being committed, the next one gathers.
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import math
 import time
@@ -40,36 +41,29 @@ async def within(timeout_s: float, event: asyncio.Event) -> bool:
     return False
 
 
+@dataclasses.dataclass(eq=False)
 class WriteBehind:
     """Commits the batches of `writes` to `ssd`, when woken. `run` once; `drain` before ending it.
 
     `on_committed` is told the seconds that a batch took; `clock` times the log messages.
     """
 
-    def __init__(
-        self,
-        writes: Writes,
-        ssd: SsdTier,
-        on_committed: Callable[[float], None] = lambda seconds: None,
-        *,
-        retry_after_s: Sequence[float] = RETRY_AFTER_S,
-        unsaved_after_s: Sequence[float] = UNSAVED_AFTER_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._writes = writes
-        self._ssd = ssd
-        self._on_committed = on_committed
-        self._retry_after_s = retry_after_s
-        self._unsaved_after_s = unsaved_after_s
-        self._clock = clock
+    writes: Writes
+    ssd: SsdTier
+    on_committed: Callable[[float], None] = lambda seconds: None
+    retry_after_s: Sequence[float] = RETRY_AFTER_S
+    unsaved_after_s: Sequence[float] = UNSAVED_AFTER_S
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.retries = 0  # batches that were tried again
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
-        self._delays = iter(retry_after_s)
+        self._delays = iter(self.retry_after_s)
         self._unsaved_tries = 0
         self._retry_at = math.inf
         self._told: dict[_Kind, float] = {}  # when a message was logged last
         self._failing = False  # blocks were given up since one became durable
-        self.retries = 0  # batches that were tried again
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvstore-writer")
 
     def wake(self) -> None:
@@ -82,11 +76,11 @@ class WriteBehind:
         self.wake()
         while True:
             await self._wait()
-            while (plan := self._writes.next_plan()) is not None:
+            while (plan := self.writes.next_plan()) is not None:
                 error = await self._commit(plan)
                 again = self._again(plan, error)
                 self._report(plan, error, again)
-                self._writes.plan_done(error, again=again is not None)
+                self.writes.plan_done(error, again=again is not None)
                 if again is not None:
                     await asyncio.sleep(again)
                 elif not plan.blocks and (plan.idle or error is not None):
@@ -97,30 +91,30 @@ class WriteBehind:
     async def _wait(self) -> None:
         """Waits for work, or until unsaved blocks are due to be tried again, which it begins."""
         now = asyncio.get_running_loop().time
-        if not self._writes.unsaved:
+        if not self.writes.unsaved:
             self._unsaved_tries, self._retry_at = 0, math.inf
         elif self._retry_at == math.inf:
-            self._retry_at = now() + self._unsaved_after_s[min(self._unsaved_tries, len(self._unsaved_after_s) - 1)]
+            self._retry_at = now() + self.unsaved_after_s[min(self._unsaved_tries, len(self.unsaved_after_s) - 1)]
         await within(max(0.0, self._retry_at - now()), self._work)
         self._work.clear()
         if self._retry_at <= now():
             self._unsaved_tries, self._retry_at = self._unsaved_tries + 1, math.inf
-            self._writes.retry()
+            self.writes.retry()
 
     async def _commit(self, plan: WritePlan) -> Exception | None:
         begin = time.monotonic()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._ssd.commit, plan)
+            await asyncio.get_running_loop().run_in_executor(self._executor, self.ssd.commit, plan)
         except (OSError, lmdb.Error, MoonpoolError) as error:
             return error
-        self._on_committed(time.monotonic() - begin)
+        self.on_committed(time.monotonic() - begin)
         return None
 
     def _again(self, plan: WritePlan, error: Exception | None) -> float | None:
         """Seconds until a failed batch is tried again; None when it is not."""
         if error is None:
             if plan.blocks:  # housekeeping may be no more than deleting a file
-                self._delays = iter(self._retry_after_s)
+                self._delays = iter(self.retry_after_s)
             return None
         passing = is_full(error) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
         again = next(self._delays, None) if passing else None
@@ -137,7 +131,7 @@ class WriteBehind:
             return
         self._failing = self._failing or again is None
         what = "blocks could not be made durable" if again is None else "batches are tried again"
-        kind, now = (what, type(error), error.errno if isinstance(error, OSError) else None), self._clock()
+        kind, now = (what, type(error), error.errno if isinstance(error, OSError) else None), self.clock()
         if now - self._told.get(kind, -math.inf) >= REPEAT_S:
             self._told[kind] = now
             (log.error if again is None else log.warning)(what, blocks=len(plan.blocks), error=str(error))

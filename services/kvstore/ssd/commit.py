@@ -120,17 +120,14 @@ class WritePlan:
         return [append for append in self.carry if not append.bad]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Committer:
-    """Does plans, one at a time. Changes nothing of the event loop's but the plan.
+    """Does plans, one at a time. Changes nothing of the event loop's but the plan."""
 
-    With `sync` a commit survives a loss of power; `index` is None when there was no room for one.
-    """
-
-    def __init__(self, files: Files, index: Index | None, folder: Path, *, sync: bool) -> None:
-        self._files = files
-        self._index = index
-        self._folder = folder
-        self._sync = sync
+    files: Files
+    index: Index | None  # None when there was no room for one
+    folder: Path
+    sync: bool  # a commit survives a loss of power
 
     def run(self, plan: WritePlan) -> None:
         """Does a plan. On an error `plan.cleared` tells how far it came."""
@@ -148,7 +145,7 @@ class Committer:
         if plan.full:
             for segment in plan.removed_segments:
                 if not segment.live:
-                    self._files.unlink(segment.path)
+                    self.files.unlink(segment.path)
         if plan.carry or plan.dead or plan.removed_segments:
             for append in plan.carry:
                 self._carry(append, plan)
@@ -159,7 +156,7 @@ class Committer:
         read = {victim.segment for victim in plan.victims if victim.carried}
         for segment in (*plan.nameless, *plan.removed_segments):
             try:
-                self._files.unlink(segment.path, readable=segment in read or segment.readers > 0)
+                self.files.unlink(segment.path, readable=segment in read or segment.readers > 0)
             except OSError as error:
                 log.error("a segment could not be deleted", path=str(segment.path), error=str(error))
                 plan.undeleted.append(segment)
@@ -169,7 +166,7 @@ class Committer:
         assert append.source is not None
         segment, slot = append.source
         try:
-            record = read_record(self._files, segment.path, append.key, segment.offset(slot), segment.nbytes(slot))
+            record = read_record(self.files, segment.path, append.key, segment.offset(slot), segment.nbytes(slot))
         except BadRecordError as error:
             log.warning("a stored block is bad", key=append.key.hex()[:16], error=str(error))
             append.bad = True
@@ -177,7 +174,7 @@ class Committer:
         except OSError as error:
             plan.unreadable = segment
             raise OSError(errno.EAGAIN, f"a segment cannot be read: {error}", str(segment.path)) from error
-        self._files.write(append.segment.path, [record], append.offset)
+        self.files.write(append.segment.path, [record], append.offset)
 
     def _write(self, appends: Sequence[Append]) -> None:
         """Writes new blocks, those that lie one behind the other together."""
@@ -189,7 +186,7 @@ class Committer:
             data = memoryview(append.block.data)
             parts += pack_header(append.block.info, append.block.hashes), data, bytes(-len(data) % ALIGN)
             if after is None or after.segment is not append.segment or append.end - first.offset >= WRITE_BYTES:
-                self._files.write(append.segment.path, parts, first.offset)
+                self.files.write(append.segment.path, parts, first.offset)
                 parts.clear()
 
     def _commit(
@@ -197,16 +194,16 @@ class Committer:
     ) -> None:
         """Syncs what was written, and names it in the index."""
         sizes = ends(appends)
-        if self._sync:
+        if self.sync:
             for segment in sizes:
-                self._files.sync(segment.path)
+                self.files.sync(segment.path)
             if not all(segment.size for segment in sizes):
-                self._files.sync_folder(self._folder)
-        if self._index is not None:
+                self.files.sync_folder(self.folder)
+        if self.index is not None:
             before = collections.Counter(append.segment for append in (plan.carried if plan.cleared else ()))
             entries = {(one.number, len(one.keys) + before[one]): packed for one, packed in pack(appends).items()}
             committed = {segment.number: size for segment, size in sizes.items()}
-            self._index.commit(IndexChange(going, dropped, entries, committed, plan.formats, plan.tenants))
+            self.index.commit(IndexChange(going, dropped, entries, committed, plan.formats, plan.tenants))
         plan.named = True
 
     def _cut(self, plan: WritePlan) -> None:
@@ -214,4 +211,4 @@ class Committer:
         committed = ends(plan.carried) if plan.cleared else {}
         for segment in ends((*plan.carry, *plan.store)):
             with contextlib.suppress(OSError):
-                self._files.truncate(segment.path, committed.get(segment, segment.size))
+                self.files.truncate(segment.path, committed.get(segment, segment.size))

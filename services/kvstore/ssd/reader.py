@@ -10,14 +10,7 @@ from moonpool.kv.blocks import BlockFormat, BlockInfo
 from moonpool.kv.keys import BlockKey
 from services.kvstore.ssd.catalogue import Segment
 from services.kvstore.ssd.files import Files, header_memory
-from services.kvstore.ssd.records import (
-    ALIGN,
-    BadRecordError,
-    RecordHeader,
-    data_size,
-    header_bytes_of,
-    unpack_header,
-)
+from services.kvstore.ssd.records import ALIGN, BadRecordError, RecordHeader, data_size, header_bytes_of, unpack_header
 
 
 class SsdReader:

@@ -120,12 +120,10 @@ class SsdTier:
         """Gives every record its place. Sizes of segments change only when the plan is done."""
         carry, store = [], []
         sizes: dict[Segment, int] = {}
-        for victim in victims:
-            for slot in victim.carried:
-                key, _, length, format_id, tenant_id = victim.segment.row(slot)
-                segment, start = self.space.place(length, sizes)
-                row = key, start, length, format_id, tenant_id
-                carry.append(Append(segment, row, source=(victim.segment, slot)))
+        for source in ((victim.segment, slot) for victim in victims for slot in victim.carried):
+            key, _, length, format_id, tenant_id = source[0].row(source[1])
+            segment, start = self.space.place(length, sizes)
+            carry.append(Append(segment, (key, start, length, format_id, tenant_id), source=source))
         formats, tenants = self.catalogue.formats, self.catalogue.tenants
         for block in blocks:
             info, length = block.info, record_size(block.info) // ALIGN

@@ -20,6 +20,10 @@ MAX_ENTRIES = 1 << 18  # keys of all pins together; a key in several pins counts
 MAX_TTL_S = 7 * 86400.0  # of a pin that is not renewed
 
 
+SizeOf = Callable[[BlockKey], int | None]
+"""Bytes of a block; None when it is not here."""
+
+
 class PinLimit(enum.Enum):
     """Why a pin keeps fewer blocks than were asked for; the names are those of the contract."""
 
@@ -91,19 +95,12 @@ class Pins:
         return min((pin.expires_at for pin in self._pins.values()), default=math.inf)
 
     def pin(
-        self,
-        tenant: str,
-        name: str,
-        keys: Sequence[BlockKey],
-        size_of: Callable[[BlockKey], int | None],
-        *,
-        now: float,
-        ttl_s: float,
+        self, tenant: str, name: str, keys: Sequence[BlockKey], size_of: SizeOf, *, now: float, ttl_s: float
     ) -> tuple[PinOutcome, set[BlockKey]]:
         """Keeps the leading keys that are here and fit the budgets; replaces the tenant's pin of that name.
 
-        Call `expire` first: a pin whose time is over still counts here. `size_of` gives the bytes of a block, None when
-        it is not here. Also returns the keys that may be pinned or no longer pinned by this.
+        Call `expire` first: a pin whose time is over still counts here. Also returns the keys that may be pinned or no
+        longer pinned by this.
 
         Raises:
             InvalidRequest: naming the field of the request.
@@ -121,7 +118,7 @@ class Pins:
             self._pins[tenant, name] = _Pin(keys[: outcome.blocks], now + ttl_s)
         return outcome, changed
 
-    def _take(self, tenant: str, keys: Sequence[BlockKey], size_of: Callable[[BlockKey], int | None]) -> PinOutcome:
+    def _take(self, tenant: str, keys: Sequence[BlockKey], size_of: SizeOf) -> PinOutcome:
         nbytes = 0
         for count, key in enumerate(keys):
             pinned, size = self._pinned.get(key), size_of(key)
