@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from moonpool.errors import NotFound
 from moonpool.v1 import conductor_pb2
 from services.conductor.core.cost import PrefillChoice
-from services.conductor.core.picture import Plan
+from services.conductor.core.plan import Plan
 
 
 class Decisions:

@@ -115,7 +115,7 @@ class Decodes(Pool[Decode]):
     """All decode instances, ranked by what runs on them."""
 
     def __init__(self) -> None:
-        super().__init__(Ranks(SPEED_NOISE, typical_seconds))
+        super().__init__(Ranks(SPEED_NOISE, TypicalSeconds()))
 
     def rank(self, instance: Decode) -> None:
         """Ranks an instance anew, after its load or speeds have changed."""
@@ -184,7 +184,13 @@ def _cost(model: DecodeModel, found: RankClass, blocks: int) -> float:
     return model.fixed_s(found.speeds, blocks)
 
 
-def typical_seconds(speeds: Speeds) -> tuple[float, float, float]:
-    """Seconds by which decode instances are compared: a small step, a large one, and a transfer."""
-    send_s = TRANSFER_BYTES / speeds.transfer_bytes_per_s if speeds.transfer_bytes_per_s else 0.0
-    return decode_step_seconds(speeds, 1, 2048), decode_step_seconds(speeds, 64, 131072), send_s
+@dataclass(frozen=True, slots=True)
+class TypicalSeconds:
+    """Seconds by which decode instances are compared: a small step, a large one, and a transfer.
+
+    A class and not a function, so that a journal can hold it.
+    """
+
+    def __call__(self, speeds: Speeds) -> tuple[float, float, float]:
+        send_s = TRANSFER_BYTES / speeds.transfer_bytes_per_s if speeds.transfer_bytes_per_s else 0.0
+        return decode_step_seconds(speeds, 1, 2048), decode_step_seconds(speeds, 64, 131072), send_s

@@ -5,7 +5,6 @@ request counts from the moment its place is chosen (a *claim*), so that a burst 
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from moonpool.core.digest import digest_of
 from moonpool.errors import InvalidRequest, Unavailable
@@ -14,36 +13,12 @@ from services.conductor.core.decodes import Decode, Decodes
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts, Shape
 from services.conductor.core.index import Applied, PrefixIndex
 from services.conductor.core.instances import Instance, instance_of
+from services.conductor.core.plan import Plan
 from services.conductor.core.prefills import Prefill, Prefills
 from services.conductor.core.stores import Store, Stores, StoreView, by_reading, sources
 
 EXPECTED_ANSWER_TOKENS = 256
 """Answers are mostly shorter than their limit; decode instances are compared for at most so many tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Where a request could go, best first.
-
-    Attributes:
-        prefill: the best of `candidates`.
-        decodes: a few, best first; empty when decode is not wanted.
-        sources: the prefix is loaded from the first of them that answers.
-        write_back: kvstores that shall hold the chain.
-        candidates: the best prefill instances, then some that cannot be used.
-        demand: what was asked for.
-        index_version: state of the index behind the plan, for `Picture.forget`.
-        emulated: compute is emulated.
-    """
-
-    prefill: PrefillChoice
-    decodes: tuple[DecodeChoice, ...]
-    sources: tuple[StoreView, ...]
-    write_back: tuple[StoreView, ...]
-    candidates: tuple[PrefillChoice, ...]
-    demand: Demand
-    index_version: int
-    emulated: bool = False
 
 
 class Picture:
@@ -80,6 +55,23 @@ class Picture:
     def ready(self) -> bool:
         """Whether at least one prefill and one decode instance take requests."""
         return all(pool.mask & ~pool.draining for pool in (self._prefills, self._decodes))
+
+    def incarnation(self, instance_id: str) -> int:
+        """Which life of an instance is here; 0 = it is not here."""
+        instance = self._instances.get(instance_id)
+        return instance.facts.incarnation if instance is not None else 0
+
+    def room_of(self, decode: str) -> tuple[int, int]:
+        """Blocks that a decode instance could promise now, and all its blocks; (0, 0) when it takes no requests."""
+        instance = self._decodes.get(decode)
+        if instance is None or instance.load.draining:
+            return 0, 0
+        return instance.room_blocks, instance.facts.total_blocks
+
+    def only(self, suspects: Collection[str]) -> bool:
+        """Whether all prefill instances, or all decode instances, are among the suspects."""
+        pools = [one.facts.id for one in self._prefills], [one.facts.id for one in self._decodes]
+        return any(all(name in suspects for name in pool) for pool in pools)
 
     def join(self, facts: InstanceFacts, now: float) -> None:
         """Takes an instance in, with a full pool of free blocks until it reports.
@@ -225,6 +217,11 @@ class Picture:
                     continue
             if self._instances.get(instance.facts.id) is instance:
                 self._changed(instance)
+
+    @property
+    def claims(self) -> list[int]:
+        """Those that were not released."""
+        return sorted(self._claims)
 
     @property
     def prompts_in_flight(self) -> int:

@@ -98,7 +98,7 @@ class Prefills(Pool[Prefill]):
     """All prefill instances, ranked by when they will be free."""
 
     def __init__(self) -> None:
-        super().__init__(Ranks(CLASS_WIDTH, typical_seconds))
+        super().__init__(Ranks(CLASS_WIDTH, TypicalSeconds()))
 
     def rank(self, instance: Prefill) -> None:
         """Ranks an instance anew, after its load or speeds have changed."""
@@ -171,7 +171,13 @@ class Prefills(Pool[Prefill]):
         return self._choice(model, slot, blocks_at(prefixes, slot), now, why)
 
 
-def typical_seconds(speeds: Speeds) -> tuple[float, float, float]:
-    """Seconds by which prefill instances are compared: a prompt, the end of a long one, and a load."""
-    load_s = LOAD_BYTES / speeds.load_bytes_per_s if speeds.load_bytes_per_s else 0.0
-    return prefill_seconds(speeds, 2048, 0), prefill_seconds(speeds, 512, 16384), load_s
+@dataclass(frozen=True, slots=True)
+class TypicalSeconds:
+    """Seconds by which prefill instances are compared: a prompt, the end of a long one, and a load.
+
+    A class and not a function, so that a journal can hold it.
+    """
+
+    def __call__(self, speeds: Speeds) -> tuple[float, float, float]:
+        load_s = LOAD_BYTES / speeds.load_bytes_per_s if speeds.load_bytes_per_s else 0.0
+        return prefill_seconds(speeds, 2048, 0), prefill_seconds(speeds, 512, 16384), load_s

@@ -8,7 +8,7 @@ import pytest
 
 from moonpool.cost import Speeds
 from moonpool.kv.keys import BlockKey, block_keys
-from services.conductor.core.picture import Plan
+from services.conductor.core.plan import Plan
 from services.conductor.core.stores import SHARED_BY, Forks, StoreView, by_reading, choose_write_back, weights
 
 from .worlds import BLOCK_TOKENS, facts

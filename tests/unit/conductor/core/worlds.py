@@ -6,7 +6,8 @@ from typing import Any
 from moonpool.cost import Speeds, SpeedTracker
 from services.conductor.core.decodes import Decode
 from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts, Shape
-from services.conductor.core.picture import Picture, Plan
+from services.conductor.core.picture import Picture
+from services.conductor.core.plan import Plan
 from services.conductor.core.prefills import Prefill
 
 BLOCK_TOKENS = 16
