@@ -23,7 +23,7 @@ from moonpool.bundled import model_dir
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, GenerateResult, SamplingParams
 
-LEVELS = {"light load": 0.2, "middle load": 0.5, "heavy load": 0.8}
+LEVELS = {"light load": 0.3, "middle load": 0.5, "heavy load": 0.8}
 """Requests per second as a share of the closed loop's."""
 LEAST_REQUESTS = 4
 """Of a round."""
