@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from moonpool.drive.driver import Driver
-from moonpool.drive.journal import JournalWriter
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import serving
@@ -47,7 +46,7 @@ async def conductor(
         tokenizing = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "tokenize"))
         channels = await stack.enter_async_context(Channels())
         core = _core(config)
-        driver: Driver[Event, Action] = Driver(core, lambda action: desk.perform(action), journal=_journal(config))
+        driver: Driver[Event, Action] = Driver(core, lambda action: desk.perform(action), journal=config.journal())
         cluster = Cluster(checkpoint.served(), channels, driver.post)
         stack.callback(driver.close)
         stack.push_async_callback(cluster.steps.aclose)
@@ -70,12 +69,6 @@ async def conductor(
 def _core(config: ConductorConfig) -> ConductorCore:
     limits = Limits(config.retries, config.recovery_s, config.room_wait_s, config.reserve_timeout_s)
     return ConductorCore(limits, Picture(config.max_index_keys, config.balancing_threshold, config.kvstore_replicas))
-
-
-def _journal(config: ConductorConfig) -> JournalWriter | None:
-    if config.journal_dir is None:
-        return None
-    return JournalWriter(config.journal_dir, config.id, config.journal_bytes)
 
 
 async def serve(context: ProcessContext, config: ConductorConfig) -> None:
