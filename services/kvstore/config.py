@@ -10,8 +10,6 @@ from moonpool.errors import ConfigError
 from services.kvstore.policies import POLICIES
 from services.kvstore.tenancy.tenants import TenantRow, check_rows, read_rows
 
-_AUTO_SEGMENT_BYTES = (1 << 20, 1 << 30)
-
 
 def _policy_known(name: str) -> str:
     if name not in POLICIES:
@@ -83,8 +81,7 @@ class KVStoreConfig(ServiceConfig):
 
     @property
     def segment_size(self) -> int:
-        least, most = _AUTO_SEGMENT_BYTES
-        return self.segment_bytes or max(least, min(self.ssd_bytes // 64, most))
+        return self.segment_bytes or max(1 << 20, min(self.ssd_bytes // 64, 1 << 30))
 
     @property
     def pin_budget_bytes(self) -> int:

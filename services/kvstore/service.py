@@ -15,6 +15,7 @@ from moonpool.kv.parts import PARTS
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service, serving
+from moonpool.rpc.tuning import raise_open_files_limit
 from moonpool.streams.credits import ByteCredits
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
@@ -31,7 +32,6 @@ from services.kvstore.operate.pin_keeper import PinKeeper
 from services.kvstore.operate.writer import WriteBehind, within
 from services.kvstore.policies import POLICIES
 from services.kvstore.servicer import KVStoreServicer
-from services.kvstore.ssd.files import raise_open_files_limit
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.streams.get_stream import GetResources
 from services.kvstore.streams.open_calls import OpenCalls
@@ -39,7 +39,7 @@ from services.kvstore.streams.put_stream import PutResources
 from services.kvstore.streams.rooms import RoomQueue
 from services.kvstore.streams.watch import Journal, Unreported
 from services.kvstore.tenancy.pins import Pins
-from services.kvstore.tenancy.tenants import Account, Protection
+from services.kvstore.tenancy.tenants import Account
 
 log = get_logger(__name__)
 
@@ -54,33 +54,20 @@ def open_tiers(config: KVStoreConfig) -> tuple[DramTier, SsdTier | None]:
         ConfigError: naming `data_dir`.
     """
     pins = Pins(config.pin_budget_bytes, Account.of(config.tenants, "pins"), max_pins=config.max_pins)
-    dram = DramTier(
-        config.dram_bytes,
-        POLICIES[config.eviction](),
-        pins=pins,
-        account=Account.of(config.tenants, "dram"),
-        arena=Arena(config.dram_bytes, ahead=True),
-    )
+    account, arena = Account.of(config.tenants, "dram"), Arena(config.dram_bytes, ahead=True)
+    dram = DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account, arena=arena)
     if config.data_dir is None or not config.ssd_bytes:
         return dram, None
-    account, size = Account.of(config.tenants, "ssd"), config.segment_size
-    keeps, durability = Protection(pins, account).keeps, config.durability
-    ssd = open_tier(config.data_dir, config.ssd_bytes, size, durability=durability, keeps=keeps, account=account)
+    account, size, durability = Account.of(config.tenants, "ssd"), config.segment_size, config.durability
+    ssd = open_tier(config.data_dir, config.ssd_bytes, size, durability=durability, pins=pins, account=account)
     return dram, ssd
 
 
 class KVStoreService(StoreListener):
     """The store with its threads and its servicer; use `running`.
 
-    Args:
-        instance: its address is set before it joins.
-        channels: to the conductor; None to run alone.
-        on_drain: called when the conductor orders this store to drain.
-        together_bytes: largest read that is answered in one message.
-
-    Attributes:
-        agent: keeps it joined; None when it runs alone.
-        idle: set while no session is open.
+    Without `channels` to the conductor, it runs alone; else `on_drain` is called when the conductor orders it to drain,
+    and the address of `instance` is set before it joins. A read of up to `together_bytes` is answered in one message.
     """
 
     def __init__(
@@ -94,7 +81,7 @@ class KVStoreService(StoreListener):
     ) -> None:
         self.config = config
         self.rooms = RoomQueue(MAX_WAITING_FOR_ROOM)
-        self.idle = asyncio.Event()
+        self.idle = asyncio.Event()  # no session is open
         self.idle.set()
         self.calls = OpenCalls(config.max_calls_per_host)
         self.metrics = Metrics(config.service())

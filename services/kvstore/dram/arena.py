@@ -17,18 +17,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from moonpool.errors import Overloaded
 
 PAGE = mmap.PAGESIZE
-SLAB_BYTES = 64 << 20
-"""Address space of one slab, about; memory is taken only for slots that were used."""
-
-SMALL_BYTES = 16 * PAGE
-"""Smaller slots share pages; their memory goes back a whole slab at a time."""
-
-RESERVE_SHARE = 128
-"""Free slots may take memory beyond the budget: the budget divided by this."""
-
-AHEAD_BYTES, AHEAD_SLOTS = 32 << 20, 64
-"""Slots of one size that get their memory before they are needed: as many as both bounds allow, but at least one."""
-
+SLAB_BYTES = 64 << 20  # address space of one slab, about; memory is taken only for slots that were used
+SMALL_BYTES = 16 * PAGE  # smaller slots share pages; their memory goes back a whole slab at a time
+RESERVE_SHARE = 128  # free slots may take memory beyond the budget: the budget divided by this
+AHEAD_BYTES, AHEAD_SLOTS = 32 << 20, 64  # of one size get their memory before they are needed, but at least one slot
 RETRY_AFTER_S = 1.0
 _HUGE_PAGE = 2 << 20
 _CACHE_LINE = 64
@@ -51,18 +43,12 @@ def _rounded(nbytes: int, unit: int) -> int:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Slab:
-    """One mapping.
-
-    Attributes:
-        slots: how many fit.
-        free: free slots that may have memory; the last was used last.
-        bare: free slots without memory.
-    """
+    """One mapping, for so many `slots`."""
 
     memory: mmap.mmap
     slots: int
-    free: list[int] = dataclasses.field(default_factory=list)
-    bare: list[int] = dataclasses.field(init=False)
+    free: list[int] = dataclasses.field(default_factory=list)  # they may have memory; the last was used last
+    bare: list[int] = dataclasses.field(init=False)  # free slots without memory
 
     def __post_init__(self) -> None:
         self.bare = list(range(self.slots))[::-1]
@@ -123,16 +109,9 @@ _Place = tuple[_SizeClass, _Slab, int]
 class Arena:
     """Memory for blocks of any size.
 
-    Args:
-        budget_bytes: the owner hands out no more than this; free slots keep memory only while all slots together take
-            little more.
-        ahead: a thread brings memory to slots before they are needed, within the budget, so that the first bytes
-            written to them cost the caller no page faults. Such slots count as handed out meanwhile.
-
-    Attributes:
-        live_bytes: slots that are handed out.
-        resident_bytes: most memory that is taken: handed out, and free but kept for reuse.
-        returned_bytes: given back to the operating system since the start.
+    The owner hands out no more than `budget_bytes`; free slots keep memory only while all slots together take little
+    more. With `ahead` a thread brings memory to slots before they are needed, within the budget, so that the first
+    bytes written to them cost the caller no page faults. Such slots count as handed out meanwhile.
     """
 
     def __init__(self, budget_bytes: int, *, ahead: bool = False) -> None:
@@ -143,9 +122,9 @@ class Arena:
         self._ended: collections.deque[_Place] = collections.deque()
         self._thread = ThreadPoolExecutor(1, "kvstore-arena") if ahead and sys.platform == "linux" else None
         self._populating: Future[None] | None = None
-        self.live_bytes = 0
-        self.resident_bytes = 0
-        self.returned_bytes = 0
+        self.live_bytes = 0  # of slots that are handed out
+        self.resident_bytes = 0  # most memory that is taken: handed out, and free but kept for reuse
+        self.returned_bytes = 0  # to the operating system since the start
 
     @property
     def free_bytes(self) -> int:

@@ -3,7 +3,7 @@
 A block that is in use is held. Held blocks and pinned blocks are never evicted, nor those that a guarantee covers.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
@@ -15,22 +15,11 @@ from services.kvstore.tenancy.pins import Pins
 from services.kvstore.tenancy.tenants import Account, TenantBytes
 
 
-class DramTier:
+class DramTier(PartTable[DramBlock]):
     """Blocks in memory, evicted in the order of `policy` when bytes are needed.
 
-    Args:
-        capacity_bytes: budget; blocks and reservations together never exceed it.
-        policy: order of eviction. It holds all blocks but pinned ones, which count as new when they are released.
-        pins: which blocks are pinned.
-        account: what tenants are granted and have; kept up to date here.
-        arena: memory of the blocks.
-
-    Attributes:
-        reserved: bytes that are reserved.
-        pinned: bytes of pinned blocks.
-        fixed: bytes of blocks that are held or pinned.
-        held_bytes: bytes of blocks that are held.
-        evictions: blocks evicted since the start.
+    Blocks and reservations together never exceed `capacity_bytes`. The policy holds all blocks but pinned ones, which
+    count as new when they are released. The account of what tenants are granted and have is kept up to date here.
     """
 
     def __init__(
@@ -42,34 +31,21 @@ class DramTier:
         account: Account | None = None,
         arena: Arena | None = None,
     ) -> None:
+        super().__init__()
         self.capacity_bytes = capacity_bytes
         self.pins = Pins() if pins is None else pins
         self.account = account or Account()
         self.arena = arena or Arena(capacity_bytes)
         self._policy = policy
-        self._blocks = PartTable[DramBlock]()
         self.reserved = TenantBytes()
         self.pinned = TenantBytes()
-        self.fixed = TenantBytes()
+        self.fixed = TenantBytes()  # of blocks that are held or pinned
         self.held_bytes = 0
-        self.evictions = 0
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._blocks.parts[key[0]]
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __iter__(self) -> Iterator[BlockKey]:
-        return iter(self._blocks)
+        self.evictions = 0  # blocks, since the start
 
     def part(self, number: int) -> Collection[BlockKey]:
         """Keys of one part of all blocks."""
-        return self._blocks.parts[number].keys()
-
-    def get(self, key: BlockKey) -> DramBlock | None:
-        """The block, without counting it as used."""
-        return self._blocks.parts[key[0]].get(key)
+        return self.parts[number].keys()
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
         """Counts those of `chain` (head first) that are here as used now."""
@@ -81,8 +57,7 @@ class DramTier:
 
     def _ordered(self, chain: Sequence[BlockKey]) -> list[BlockKey]:
         """Those that the policy holds."""
-        here = (self._blocks.get(key) for key in chain)
-        return [block.info.key for block in here if block is not None and not block.pinned]
+        return [block.info.key for block in filter(None, map(self.get, chain)) if not block.pinned]
 
     # Room
 
@@ -157,7 +132,7 @@ class DramTier:
 
         for own_only in (True, False):
             for key in () if enough(own_only) else self._policy.candidates():
-                block = self._blocks[key]
+                block = self[key]
                 owner, size = block.info.tenant, block.info.nbytes
                 if block.holds or key in victims:
                     continue
@@ -177,18 +152,18 @@ class DramTier:
     def insert(self, block: DramBlock) -> None:
         """Takes a whole block in, in the place of as many bytes that were reserved for its tenant."""
         key, size, tenant = block.info.key, block.info.nbytes, block.info.tenant
-        assert key not in self._blocks
+        assert key not in self
         assert block.holds == 0
         self.reserved.add(tenant, -size)
         self.account.used.add(tenant, size)
-        self._blocks[key] = block
+        self[key] = block
         self._policy.added(block.info)
         if key in self.pins:
             self._set_pinned(block, True)
 
     def discard(self, key: BlockKey) -> None:
         """Drops a block that is neither held nor pinned."""
-        block = self._blocks.pop(key)
+        block = self.pop(key)
         assert block.holds == 0
         assert not block.pinned
         self._policy.removed(key)
@@ -238,12 +213,12 @@ class DramTier:
 
     def check_invariants(self) -> None:
         """Checks the counts against the blocks, the budget and the quotas, and that the policy knows the same keys."""
-        blocks = list(self._blocks.values())
+        blocks = list(self.values())
         assert self.held_bytes == sum(block.info.nbytes for block in blocks if block.holds)
         assert self.free_bytes >= 0
-        assert set(self._policy.candidates()) == {key for key, block in self._blocks.items() if not block.pinned}
-        assert all(block.info.key == key and block.holds >= 0 for key, block in self._blocks.items())
-        assert all(block.pinned == (key in self.pins) for key, block in self._blocks.items())
+        assert set(self._policy.candidates()) == {key for key, block in self.items() if not block.pinned}
+        assert all(block.info.key == key and block.holds >= 0 for key, block in self.items())
+        assert all(block.pinned == (key in self.pins) for key, block in self.items())
         assert self.account.used == _by_tenant(blocks)
         assert self.fixed == _by_tenant(block for block in blocks if block.holds or block.pinned)
         assert self.pinned == _by_tenant(block for block in blocks if block.pinned)

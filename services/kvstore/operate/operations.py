@@ -16,32 +16,22 @@ from services.kvstore.operate.reuse import Curve, ReuseSample
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.streams.layers import LayerReader
 
-PORTION_BLOCKS = 64
-"""Blocks read together at most."""
-STEP_BLOCKS = 1024
-"""Blocks of the SSD tier looked at before other tasks run; there may be millions."""
-MIN_LIVE_SHARE = 0.5
-"""Share of a segment that must be live, for `compact`, unless told otherwise."""
+PORTION_BLOCKS = 64  # read together at most
+STEP_BLOCKS = 1024  # of the SSD tier looked at before other tasks run; there may be millions
+MIN_LIVE_SHARE = 0.5  # of a segment that must be live, for `compact`, unless told otherwise
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operations:
-    """The operations of one store.
-
-    Attributes:
-        pool: threads that read.
-        ahead: bounds the bytes read and not taken yet.
-        capacity_bytes: of both tiers.
-        turn: calls of `warm` run one after the other.
-    """
+    """The operations of one store."""
 
     store: BlockStore
-    pool: ThreadPoolExecutor
-    ahead: ByteCredits
+    pool: ThreadPoolExecutor  # reads
+    ahead: ByteCredits  # bounds the bytes read and not taken yet
     reuse: ReuseSample
-    capacity_bytes: int
+    capacity_bytes: int  # of both tiers
     step_blocks: int = STEP_BLOCKS
-    turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)
+    turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)  # of calls of `warm`
 
     @property
     def ssd(self) -> SsdTier:
@@ -54,8 +44,7 @@ class Operations:
     async def warm(self, max_bytes: int) -> tuple[int, int]:
         """Fills free DRAM from the SSD tier, the most recently written blocks first; evicts nothing.
 
-        Returns:
-            Blocks and bytes read into DRAM until `max_bytes` (0 = no bound) or free DRAM was used up.
+        Returns blocks and bytes read into DRAM until `max_bytes` (0 = no bound) or free DRAM was used up.
 
         Raises:
             Overloaded: too many reading sessions are open.

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from moonpool.kv.keys import BlockKey
 from services.kvstore.policies.sample import KeySample
 
-SAMPLE_KEYS = 16384
-"""Keys in the sample at most, about 250 bytes each."""
-_STEPS_PER_OCTAVE = 32
-"""Distances are counted to within 1/32 of a power of two, that is 2.2 %."""
+SAMPLE_KEYS = 16384  # at most, about 250 bytes each
+_STEPS_PER_OCTAVE = 32  # distances are counted to within 1/32 of a power of two, that is 2.2 %
 
 Curve = Sequence[tuple[int, float]]
 """(size, share of block uses that would be hits), ascending in both."""

@@ -27,11 +27,10 @@ COUNTS = ("segments", "records", "blocks", "dead", "bytes_read")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """One difference between the folder and a consistent store."""
+    """One difference between the folder and a consistent store; `offset` and `key` are None for a whole segment."""
 
     segment: int
     offset: int | None
-    """Of the record in the segment, in bytes; None for the segment as a whole."""
     key: BlockKey | None
     what: str
 
@@ -42,17 +41,12 @@ class VerifyReport:
 
     segments: int = 0
     records: int = 0
-    blocks: int = 0
-    """Intact records that the index names."""
-    dead: int = 0
-    """Records that the index does not name: replaced, dropped, or never committed."""
-    bytes_read: int = 0
-    """Of records whose checksums were computed."""
-    faults: list[Fault] = dataclasses.field(default_factory=list)
-    """Blocks that a store would answer with a miss; the first thousand."""
+    blocks: int = 0  # intact records that the index names
+    dead: int = 0  # records that the index does not name: replaced, dropped, or never committed
+    bytes_read: int = 0  # of records whose checksums were computed
+    faults: list[Fault] = dataclasses.field(default_factory=list)  # the first thousand: a store would answer a miss
     fault_count: int = 0
-    index_error: str | None = None
-    """Why the index cannot be used, None when it can; a store would rebuild it from the segments."""
+    index_error: str | None = None  # why the index cannot be used; a store would rebuild it from the segments
 
     @property
     def ok(self) -> bool:

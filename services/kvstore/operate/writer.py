@@ -5,6 +5,7 @@ While one batch is being committed, the next one gathers.
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import math
 import time
@@ -24,18 +25,12 @@ log = get_logger(__name__)
 
 RETRY_AFTER_S = (0.0, 0.1, 1.0)
 """Seconds before a failed batch is tried again: the first time, the second and so on; then its blocks are unsaved."""
-
 UNSAVED_AFTER_S = (1.0, 2.0, 5.0, 15.0, 60.0)
 """Seconds before unsaved blocks, which are in DRAM only, are tried again: the first time, the second and so on."""
 
-REPEAT_S = 60.0
-"""The same kind of error is logged at most once in this time, unless blocks became durable meanwhile."""
-
-_Kind = tuple[str, type[Exception], int | None]
-"""Of a message: its text, and the type and errno of the error, without the file that it happened with."""
-
-_MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""Errors that may pass at once. So may a full device: the next plan makes room."""
+REPEAT_S = 60.0  # the same kind of error is logged once in this time, unless blocks became durable meanwhile
+_Kind = tuple[str, type[Exception], int | None]  # message, type and errno of the error; not the file it happened with
+_MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # as a full device does: by a plan
 
 
 async def within(timeout_s: float, event: asyncio.Event) -> bool:
@@ -46,43 +41,29 @@ async def within(timeout_s: float, event: asyncio.Event) -> bool:
     return False
 
 
+@dataclasses.dataclass(eq=False)
 class WriteBehind:
     """Commits the batches of `writes` to `ssd`, when woken. `run` once; `drain` before ending it.
 
-    Args:
-        on_committed: told the seconds that a batch took.
-        retry_after_s: see `RETRY_AFTER_S`.
-        unsaved_after_s: see `UNSAVED_AFTER_S`.
-        clock: seconds; times the log messages.
-
-    Attributes:
-        retries: batches that were tried again.
+    `on_committed` is told the seconds that a batch took; `clock` times the log messages.
     """
 
-    def __init__(
-        self,
-        writes: Writes,
-        ssd: SsdTier,
-        on_committed: Callable[[float], None] = lambda seconds: None,
-        *,
-        retry_after_s: Sequence[float] = RETRY_AFTER_S,
-        unsaved_after_s: Sequence[float] = UNSAVED_AFTER_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._writes = writes
-        self._ssd = ssd
-        self._on_committed = on_committed
-        self._retry_after_s = retry_after_s
-        self._unsaved_after_s = unsaved_after_s
-        self._clock = clock
+    writes: Writes
+    ssd: SsdTier
+    on_committed: Callable[[float], None] = lambda seconds: None
+    retry_after_s: Sequence[float] = RETRY_AFTER_S
+    unsaved_after_s: Sequence[float] = UNSAVED_AFTER_S
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.retries = 0  # batches that were tried again
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
-        self._delays = iter(retry_after_s)
+        self._delays = iter(self.retry_after_s)
         self._unsaved_tries = 0
         self._retry_at = math.inf
         self._told: dict[_Kind, float] = {}  # when a message was logged last
         self._failing = False  # blocks were given up since one became durable
-        self.retries = 0
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvstore-writer")
 
     def wake(self) -> None:
@@ -95,11 +76,11 @@ class WriteBehind:
         self.wake()
         while True:
             await self._wait()
-            while (plan := self._writes.next_plan()) is not None:
+            while (plan := self.writes.next_plan()) is not None:
                 error = await self._commit(plan)
                 again = self._again(plan, error)
                 self._report(plan, error, again)
-                self._writes.plan_done(error, again=again is not None)
+                self.writes.plan_done(error, again=again is not None)
                 if again is not None:
                     await asyncio.sleep(again)
                 elif not plan.blocks and (plan.idle or error is not None):
@@ -110,30 +91,30 @@ class WriteBehind:
     async def _wait(self) -> None:
         """Waits for work, or until unsaved blocks are due to be tried again, which it begins."""
         now = asyncio.get_running_loop().time
-        if not self._writes.unsaved:
+        if not self.writes.unsaved:
             self._unsaved_tries, self._retry_at = 0, math.inf
         elif self._retry_at == math.inf:
-            self._retry_at = now() + self._unsaved_after_s[min(self._unsaved_tries, len(self._unsaved_after_s) - 1)]
+            self._retry_at = now() + self.unsaved_after_s[min(self._unsaved_tries, len(self.unsaved_after_s) - 1)]
         await within(max(0.0, self._retry_at - now()), self._work)
         self._work.clear()
         if self._retry_at <= now():
             self._unsaved_tries, self._retry_at = self._unsaved_tries + 1, math.inf
-            self._writes.retry()
+            self.writes.retry()
 
     async def _commit(self, plan: WritePlan) -> Exception | None:
         begin = time.monotonic()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._ssd.commit, plan)
+            await asyncio.get_running_loop().run_in_executor(self._executor, self.ssd.commit, plan)
         except (OSError, lmdb.Error, MoonpoolError) as error:
             return error
-        self._on_committed(time.monotonic() - begin)
+        self.on_committed(time.monotonic() - begin)
         return None
 
     def _again(self, plan: WritePlan, error: Exception | None) -> float | None:
         """Seconds until a failed batch is tried again; None when it is not."""
         if error is None:
             if plan.blocks:  # housekeeping may be no more than deleting a file
-                self._delays = iter(self._retry_after_s)
+                self._delays = iter(self.retry_after_s)
             return None
         passing = is_full(error) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
         again = next(self._delays, None) if passing else None
@@ -150,7 +131,7 @@ class WriteBehind:
             return
         self._failing = self._failing or again is None
         what = "blocks could not be made durable" if again is None else "batches are tried again"
-        kind, now = (what, type(error), error.errno if isinstance(error, OSError) else None), self._clock()
+        kind, now = (what, type(error), error.errno if isinstance(error, OSError) else None), self.clock()
         if now - self._told.get(kind, -math.inf) >= REPEAT_S:
             self._told[kind] = now
             (log.error if again is None else log.warning)(what, blocks=len(plan.blocks), error=str(error))

@@ -13,4 +13,3 @@ POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {
     "s3-fifo": S3FIFO,
     "kv-aware": KVAware,
 }
-"""Policies by the name that the configuration uses."""

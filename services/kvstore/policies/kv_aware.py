@@ -11,16 +11,11 @@ from moonpool.kv.keys import BlockKey
 from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.policies.returns import ReturnRates
 
-MEMORY = 8
-"""What was seen loses half its weight after this many times as many references as blocks are held."""
-HORIZON = 16
-"""A sampled key is followed for this many times as many references as blocks are held."""
-POPULAR_USES = 4
-"""A block used so often since it came is shared by many requests; its latest chain says little about it."""
-MAX_GROWTH = 12
-"""Classes by growth: 1, 2-3, 4-7, ... blocks; all from 2^11 on are one."""
-REFIT_LEAST = 1024
-"""References between two estimates at least; half the number of held blocks if that is more."""
+MEMORY = 8  # what was seen loses half its weight after this many times as many references as blocks are held
+HORIZON = 16  # a sampled key is followed for this many times as many references as blocks are held
+POPULAR_USES = 4  # a block used so often since it came is shared by many requests; its latest chain says little of it
+MAX_GROWTH = 12  # classes by growth: 1, 2-3, 4-7, ... blocks; all from 2^11 on are one
+REFIT_LEAST = 1024  # references between two estimates at least; half the number of held blocks if that is more
 
 FRESH, POPULAR, FIRST_GROWTH = 0, 1, 2
 KINDS = TAIL = FIRST_GROWTH + 2 * MAX_GROWTH
@@ -58,8 +53,7 @@ class Node:
         return self.growth is not None
 
 
-_Entry = tuple[int, int, Node]
-"""Time of the last use, number, leaf."""
+_Entry = tuple[int, int, Node]  # time of the last use, number, leaf
 _Place = tuple[float, int, int, Node, int, int]
 """Worth, time of the last use, number, node; class and index of its entry in that class's heap, or -1 for none."""
 

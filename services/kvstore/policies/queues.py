@@ -9,11 +9,9 @@ from moonpool.kv.blocks import BlockInfo
 from moonpool.kv.keys import BlockKey
 from services.kvstore.policies.base import EvictionPolicy
 
-SMALL_SHARE = 10
-"""S3-FIFO's small queue may be 1 / `SMALL_SHARE` of all keys."""
-GHOSTS_PER_MAIN = 2
-"""Keys remembered after they left the small queue, per key that fits the main queue."""
-MOST_USES = 3
+SMALL_SHARE = 10  # S3-FIFO's small queue may be 1 / `SMALL_SHARE` of all keys
+GHOSTS_PER_MAIN = 2  # keys remembered after they left the small queue, per key that fits the main queue
+MOST_USES = 3  # that count
 
 _Queue = collections.OrderedDict[BlockKey, None]
 _Rank = tuple[int, int]  # (uses, -position)

@@ -16,8 +16,7 @@ from moonpool.kv.keys import BlockKey
 from services.kvstore.policies.sample import KeySample
 
 SAMPLE_KEYS = 16384
-EVIDENCE = 16.0
-"""Weight, in returns, of the assumption that a class is like all others and a rate is zero."""
+EVIDENCE = 16.0  # weight, in returns, of the assumption that a class is like all others and a rate is zero
 _AGES = 49
 _EDGES = [0.0] + [2.0 ** (8 + step / 2) for step in range(_AGES)]  # ages below 256 references share one interval
 

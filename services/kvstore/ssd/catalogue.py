@@ -105,12 +105,8 @@ class IdTable(Generic[Name]):
 ENTRY = struct.Struct("<32sIIII")
 """One record in an index: key, offset and length in units of `ALIGN`, id of the format, id of the tenant."""
 
-Row = tuple[BlockKey, int, int, int, int]
-"""The same, unpacked."""
-
-Slot = tuple[int, int]
-"""Number of a segment, and index of a record within it."""
-
+Row = tuple[BlockKey, int, int, int, int]  # the same, unpacked
+Slot = tuple[int, int]  # number of a segment, and index of a record within it
 MAX_SEGMENT_BYTES = ALIGN << 32
 _SLOT_BITS = 24
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
@@ -122,35 +118,23 @@ def _column() -> "array[int]":
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Segment:
-    """One segment as the event loop knows it. The columns, from `keys` on, have one item per slot.
+    """One segment as the event loop knows it. The columns, from `keys` on, have one item per slot."""
 
-    Attributes:
-        number: its id; ascending with age.
-        size: committed bytes.
-        live: bytes of records whose block has its place here.
-        readers: of its records; it is not reclaimed while there are any.
-        going: it is being reclaimed.
-        removed: the index has forgotten it and the file has no name; the last reader closes it.
-        kept_share, asked_at: what share of it must stay (0 to 1), as found for the plan with that number.
-        starts, lengths: where the records lie, in units of `ALIGN`.
-        used: 1 for blocks that were used since they were written here.
-    """
-
-    number: int
+    number: int  # ascending: older segments have lower ones
     path: Path
-    size: int = 0
-    live: TenantBytes = dataclasses.field(default_factory=TenantBytes)
-    readers: int = 0
-    going: bool = False
-    removed: bool = False
-    kept_share: float = 0.0
+    size: int = 0  # committed bytes
+    live: TenantBytes = dataclasses.field(default_factory=TenantBytes)  # of records whose block has its place here
+    readers: int = 0  # of its records; it is not reclaimed while there are any
+    going: bool = False  # it is being reclaimed
+    removed: bool = False  # the index has forgotten it and the file has no name; the last reader closes it
+    kept_share: float = 0.0  # of it must stay (0 to 1), as found for the plan number `asked_at`
     asked_at: int = -1 << 30
     keys: list[BlockKey] = dataclasses.field(default_factory=list)
-    starts: "array[int]" = dataclasses.field(default_factory=_column)
+    starts: "array[int]" = dataclasses.field(default_factory=_column)  # in units of `ALIGN`, as the lengths
     lengths: "array[int]" = dataclasses.field(default_factory=_column)
-    formats: "array[int]" = dataclasses.field(default_factory=_column)
+    formats: "array[int]" = dataclasses.field(default_factory=_column)  # ids, as the tenants
     tenants: "array[int]" = dataclasses.field(default_factory=_column)
-    used: bytearray = dataclasses.field(default_factory=bytearray)
+    used: bytearray = dataclasses.field(default_factory=bytearray)  # 1: the block was used since it was written here
 
     def offset(self, slot: int) -> int:
         return self.starts[slot] * ALIGN
@@ -163,11 +147,7 @@ class Segment:
 
 
 class Catalogue(PartTable[int]):
-    """All segments, by number and ascending, and the places of all blocks.
-
-    Attributes:
-        live: bytes of the records that are places of blocks; those that the `account` has as used.
-    """
+    """All segments, by number and ascending, and the places of all blocks."""
 
     def __init__(
         self, formats: Mapping[int, BlockFormat], tenants: Mapping[int, str], account: Account | None = None
@@ -176,7 +156,7 @@ class Catalogue(PartTable[int]):
         self.formats = IdTable(formats)
         self.tenants = IdTable(tenants)
         self.segments: dict[int, Segment] = {}
-        self.live = (account or Account()).used
+        self.live = (account or Account()).used  # bytes of the records that are places of blocks
 
     def format_of(self, key: BlockKey) -> BlockFormat | None:
         """A block's format; None when it is not here."""
@@ -217,10 +197,7 @@ class Catalogue(PartTable[int]):
                 yield [segment.keys[slot] for slot in slots if self.is_live(segment, slot)]
 
     def oldest_of(self, tenant: str, nbytes: int, stays: Callable[[BlockKey], bool]) -> list[BlockKey]:
-        """The oldest blocks of a tenant, together at least `nbytes` of records, without those that `stays`.
-
-        They are fewer when there are no more.
-        """
+        """The oldest blocks of a tenant but those that `stays`: `nbytes` of records at least, or all there are."""
         found: list[BlockKey] = []
         for segment in self.segments.values():
             for slot in self.live_slots(segment) if tenant in segment.live else ():
@@ -238,10 +215,7 @@ class Catalogue(PartTable[int]):
             segment.used[slot] = 1
 
     def add(self, segment: Segment, packed: bytes) -> None:
-        """Entries were appended to a segment; their blocks have their places there from now on.
-
-        Where a key was here before, or comes twice, the later record wins.
-        """
+        """Entries were appended to a segment; of a key that was here before, or comes twice, the later one wins."""
         self.segments[segment.number] = segment
         first = len(segment.keys)
         keys = [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), ENTRY.size)]
@@ -312,7 +286,7 @@ class Catalogue(PartTable[int]):
                 (self.tenants[segment.tenants[slot]], segment.nbytes(slot)) for slot in slots
             )
             columns = (segment.starts, segment.lengths, segment.formats, segment.tenants, segment.used)
-            assert all(len(column) == len(segment.keys) for column in columns)
+            assert {len(segment.keys)} == set(map(len, columns))
             for tenant, nbytes in segment.live.items():
                 live.add(tenant, nbytes)
         for key, place in self.items():

@@ -24,8 +24,7 @@ from services.kvstore.ssd.records import ALIGN, BadRecordError, pack_header
 
 log = get_logger(__name__)
 
-WRITE_BYTES = 4 << 20
-"""Most bytes of one write; the device begins with it while the next is being prepared."""
+WRITE_BYTES = 4 << 20  # of one write at most; the device begins with it while the next is being prepared
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,6 +35,7 @@ class Append:
     row: Row
     block: DramBlock | None = None
     source: tuple[Segment, int] | None = None
+    bad: bool = False  # what is at the source is not what was written
 
     @property
     def key(self) -> BlockKey:
@@ -65,18 +65,12 @@ def pack(appends: Iterable[Append]) -> dict[Segment, bytes]:
 
 @dataclasses.dataclass(slots=True)
 class Victim:
-    """A segment that is reclaimed.
-
-    Attributes:
-        carried: slots of blocks that are written anew, oldest first.
-        carried_bytes: of their records.
-        removed: slots of blocks that are not here any more.
-    """
+    """A segment that is reclaimed."""
 
     segment: Segment
-    carried: list[int]
-    carried_bytes: int
-    removed: list[int]
+    carried: list[int] = dataclasses.field(default_factory=list)  # slots of blocks that are written anew, oldest first
+    carried_bytes: int = 0  # of their records
+    removed: list[int] = dataclasses.field(default_factory=list)  # slots of blocks that are not here any more
 
     @property
     def freed_bytes(self) -> int:
@@ -87,38 +81,25 @@ class Victim:
 class WritePlan:
     """One batch. Made by `SsdTier.plan`, done by `SsdTier.commit`, ended by `committed` or `failed`.
 
-    Attributes:
-        blocks: what is durable once the batch is committed.
-        rejected: blocks that find no room; they are not written.
-        forgotten: segments whose file may be deleted already, to be forgotten by the index.
-        nameless: segments that the index has forgotten, and whose file could not be deleted.
-        dead: slots that the index does not know to be dead.
-        full: the device is full: segments without anything to carry are deleted first, since the index may need their
-            room to forget them.
-        cleared: the first transaction was committed: victims are forgotten, what was carried has its new place.
-        named: the index has learnt the ids.
-        bad: carried records that are not what was written.
-        unreadable: a segment that could not be read, for which the plan failed.
-        lost: keys of bad records; known after `committed` or `failed`.
+    `full`: segments without anything to carry are deleted first, since the index may need their room to forget them.
     """
 
-    blocks: list[DramBlock]
-    rejected: list[DramBlock]
+    blocks: list[DramBlock]  # durable once the batch is committed
+    rejected: list[DramBlock]  # find no room; not written
     victims: list[Victim]
-    forgotten: list[Segment]
-    nameless: list[Segment]
-    dead: list[Slot]
+    forgotten: list[Segment]  # to be forgotten by the index; their files may be deleted already
+    nameless: list[Segment]  # the index has forgotten them; their files could not be deleted
+    dead: list[Slot]  # the index does not know that they are
     formats: IdChange[BlockFormat]
     tenants: IdChange[str]
-    full: bool = False
-    carry: list[Append] = dataclasses.field(default_factory=list)
-    store: list[Append] = dataclasses.field(default_factory=list)
-    cleared: bool = False
-    named: bool = False
-    bad: list[Append] = dataclasses.field(default_factory=list)
-    unreadable: Segment | None = None
+    full: bool
+    carry: list[Append]
+    store: list[Append]
+    cleared: bool = False  # first transaction committed: victims are forgotten, what was carried has its new place
+    named: bool = False  # the index has learnt the ids
+    unreadable: Segment | None = None  # the plan failed for it
     undeleted: list[Segment] = dataclasses.field(default_factory=list)
-    lost: list[BlockKey] = dataclasses.field(default_factory=list)
+    lost: list[BlockKey] = dataclasses.field(default_factory=list)  # of bad records, once the plan has ended
 
     @property
     def removed(self) -> list[BlockKey]:
@@ -136,21 +117,17 @@ class WritePlan:
     @property
     def carried(self) -> list[Append]:
         """What was carried over, once `cleared`."""
-        bad = {id(append) for append in self.bad}
-        return [append for append in self.carry if id(append) not in bad]
+        return [append for append in self.carry if not append.bad]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Committer:
-    """Does plans, one at a time. Changes nothing of the event loop's but the plan.
+    """Does plans, one at a time. Changes nothing of the event loop's but the plan."""
 
-    With `sync` a commit survives a loss of power; `index` is None when there was no room for one.
-    """
-
-    def __init__(self, files: Files, index: Index | None, folder: Path, *, sync: bool) -> None:
-        self._files = files
-        self._index = index
-        self._folder = folder
-        self._sync = sync
+    files: Files
+    index: Index | None  # None when there was no room for one
+    folder: Path
+    sync: bool  # a commit survives a loss of power
 
     def run(self, plan: WritePlan) -> None:
         """Does a plan. On an error `plan.cleared` tells how far it came."""
@@ -168,7 +145,7 @@ class Committer:
         if plan.full:
             for segment in plan.removed_segments:
                 if not segment.live:
-                    self._files.unlink(segment.path)
+                    self.files.unlink(segment.path)
         if plan.carry or plan.dead or plan.removed_segments:
             for append in plan.carry:
                 self._carry(append, plan)
@@ -179,7 +156,7 @@ class Committer:
         read = {victim.segment for victim in plan.victims if victim.carried}
         for segment in (*plan.nameless, *plan.removed_segments):
             try:
-                self._files.unlink(segment.path, readable=segment in read or segment.readers > 0)
+                self.files.unlink(segment.path, readable=segment in read or segment.readers > 0)
             except OSError as error:
                 log.error("a segment could not be deleted", path=str(segment.path), error=str(error))
                 plan.undeleted.append(segment)
@@ -189,15 +166,15 @@ class Committer:
         assert append.source is not None
         segment, slot = append.source
         try:
-            record = read_record(self._files, segment.path, append.key, segment.offset(slot), segment.nbytes(slot))
+            record = read_record(self.files, segment.path, append.key, segment.offset(slot), segment.nbytes(slot))
         except BadRecordError as error:
             log.warning("a stored block is bad", key=append.key.hex()[:16], error=str(error))
-            plan.bad.append(append)
+            append.bad = True
             return
         except OSError as error:
             plan.unreadable = segment
             raise OSError(errno.EAGAIN, f"a segment cannot be read: {error}", str(segment.path)) from error
-        self._files.write(append.segment.path, [record], append.offset)
+        self.files.write(append.segment.path, [record], append.offset)
 
     def _write(self, appends: Sequence[Append]) -> None:
         """Writes new blocks, those that lie one behind the other together."""
@@ -209,7 +186,7 @@ class Committer:
             data = memoryview(append.block.data)
             parts += pack_header(append.block.info, append.block.hashes), data, bytes(-len(data) % ALIGN)
             if after is None or after.segment is not append.segment or append.end - first.offset >= WRITE_BYTES:
-                self._files.write(append.segment.path, parts, first.offset)
+                self.files.write(append.segment.path, parts, first.offset)
                 parts.clear()
 
     def _commit(
@@ -217,16 +194,16 @@ class Committer:
     ) -> None:
         """Syncs what was written, and names it in the index."""
         sizes = ends(appends)
-        if self._sync:
+        if self.sync:
             for segment in sizes:
-                self._files.sync(segment.path)
+                self.files.sync(segment.path)
             if not all(segment.size for segment in sizes):
-                self._files.sync_folder(self._folder)
-        if self._index is not None:
+                self.files.sync_folder(self.folder)
+        if self.index is not None:
             before = collections.Counter(append.segment for append in (plan.carried if plan.cleared else ()))
             entries = {(one.number, len(one.keys) + before[one]): packed for one, packed in pack(appends).items()}
             committed = {segment.number: size for segment, size in sizes.items()}
-            self._index.commit(IndexChange(going, dropped, entries, committed, plan.formats, plan.tenants))
+            self.index.commit(IndexChange(going, dropped, entries, committed, plan.formats, plan.tenants))
         plan.named = True
 
     def _cut(self, plan: WritePlan) -> None:
@@ -234,4 +211,4 @@ class Committer:
         committed = ends(plan.carried) if plan.cleared else {}
         for segment in ends((*plan.carry, *plan.store)):
             with contextlib.suppress(OSError):
-                self._files.truncate(segment.path, committed.get(segment, segment.size))
+                self.files.truncate(segment.path, committed.get(segment, segment.size))

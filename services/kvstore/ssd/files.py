@@ -10,7 +10,6 @@ import ctypes
 import errno
 import mmap
 import os
-import resource
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
@@ -299,11 +298,3 @@ def open_lmdb(path: Path, **settings: Any) -> lmdb.Environment:
     """Opens an LMDB database as the index needs it, with more settings for `lmdb.open`."""
     # lock=False: the data folder has its own lock, and a device may be too full to map a lock file.
     return lmdb.open(str(path), max_dbs=8, lock=False, readahead=False, **settings)
-
-
-def raise_open_files_limit() -> None:
-    """Lets this process have as many open files as the system permits."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):  # some systems do not permit what they name
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

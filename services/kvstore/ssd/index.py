@@ -60,35 +60,23 @@ class IndexLostError(MoonpoolError):
 
 @dataclasses.dataclass(slots=True)
 class IndexImage:
-    """Everything the index holds.
-
-    Attributes:
-        segments: number -> committed bytes.
-        entries: segment's number -> packed entries of all its slots.
-        dropped: dead slots.
-    """
+    """Everything the index holds."""
 
     formats: dict[int, BlockFormat] = dataclasses.field(default_factory=dict)
     tenants: dict[int, str] = dataclasses.field(default_factory=dict)
-    segments: dict[int, int] = dataclasses.field(default_factory=dict)
-    entries: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    segments: dict[int, int] = dataclasses.field(default_factory=dict)  # number -> committed bytes
+    entries: dict[int, bytes] = dataclasses.field(default_factory=dict)  # number -> packed entries of all its slots
     dropped: list[Slot] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IndexChange:
-    """What one transaction does; removals come first.
-
-    Attributes:
-        dropped: slots that are dead from now on; of segments that stay.
-        entries: segment and first slot -> packed entries.
-        segments: number -> committed bytes.
-    """
+    """What one transaction does; removals come first."""
 
     removed_segments: Iterable[int] = ()
-    dropped: Iterable[Slot] = ()
-    entries: Mapping[Slot, bytes] = dataclasses.field(default_factory=dict)
-    segments: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    dropped: Iterable[Slot] = ()  # dead from now on; of segments that stay
+    entries: Mapping[Slot, bytes] = dataclasses.field(default_factory=dict)  # packed, by the first one's slot
+    segments: Mapping[int, int] = dataclasses.field(default_factory=dict)  # number -> committed bytes
     formats: IdChange[BlockFormat] = NO_CHANGE
     tenants: IdChange[str] = NO_CHANGE
 
@@ -96,10 +84,8 @@ class IndexChange:
 class Index:
     """The LMDB database in a folder. It is whole with its first commit; `load` refuses it before.
 
-    Args:
-        files: opens it and commits its transactions; None for a look, which changes and makes nothing.
-        map_bytes: size of the memory map to begin with; doubled whenever it is full.
-        sync: a commit survives a loss of power; else only the death of this process.
+    Without `files` it is a look, which changes and makes nothing. The memory map of `map_bytes` is doubled whenever it
+    is full. With `sync` a commit survives a loss of power; else only the death of this process.
 
     Raises:
         IndexLostError: the files there are not a usable LMDB database.

@@ -10,23 +10,13 @@ from moonpool.kv.blocks import BlockFormat, BlockInfo
 from moonpool.kv.keys import BlockKey
 from services.kvstore.ssd.catalogue import Segment
 from services.kvstore.ssd.files import Files, header_memory
-from services.kvstore.ssd.records import (
-    ALIGN,
-    BadRecordError,
-    RecordHeader,
-    data_size,
-    header_bytes_of,
-    unpack_header,
-)
+from services.kvstore.ssd.records import ALIGN, BadRecordError, RecordHeader, data_size, header_bytes_of, unpack_header
 
 
 class SsdReader:
     """Reads one block's record; the segment is not reclaimed until `release`.
 
     The header is read and verified with the first slice, in one read where that is layer 0.
-
-    Attributes:
-        hashes: by layer, of layers that were read; bound to the block.
     """
 
     def __init__(self, files: Files, segment: Segment, slot: int, block_format: BlockFormat) -> None:
@@ -38,7 +28,7 @@ class SsdReader:
         self._offset = segment.offset(slot)
         self._header_bytes = segment.nbytes(slot) - data_size(block_format)
         self._header: RecordHeader | None = None
-        self.hashes: dict[int, int] = {}
+        self.hashes: dict[int, int] = {}  # of layers that were read, bound to the block
         self._released = False
         segment.readers += 1
 
@@ -105,9 +95,7 @@ def read_record(files: Files, path: Path, key: BlockKey, offset: int, nbytes: in
 
 
 PIECE_BYTES = 1 << 20
-SMALL_BYTES = 32 << 10
-"""Records up to this size are read whole: many in one piece cost the device less than each one's header alone."""
-
+SMALL_BYTES = 32 << 10  # records up to this size are read whole: many at once cost less than each one's header alone
 _NAME = re.compile(r"\d{16}\.seg")
 
 

@@ -37,10 +37,7 @@ Durability = Literal["power", "process"]
 
 
 class DataFolder:
-    """A locked data folder, made if need be.
-
-    Attributes:
-        durability: what commits survive from now on.
+    """A locked data folder, made if need be. `durability` is what commits survive from now on.
 
     Raises:
         ConfigError: naming `data_dir`: it cannot be made or written, or another process has it.
@@ -110,25 +107,20 @@ class DataFolder:
 class Recovery:
     """What a data folder holds. Blocking: reads it, and makes its index and its files agree.
 
-    Attributes:
-        index: None when there was no room to rebuild a lost one.
-        next_segment: a number that was never used.
-        rebuilt: the index was lost, and what is here was read from the segments.
-
     Raises:
         ConfigError: naming `data_dir`: the folder cannot be used.
     """
 
     def __init__(self, folder: DataFolder, account: Account | None = None, map_bytes: int = MAP_BYTES) -> None:
         self.folder = folder
-        self.index: Index | None = None
+        self.index: Index | None = None  # it stays None when there is no room to rebuild a lost one
         self._sync = folder.durability == "power"
         self._open_index = functools.partial(Index, folder.files, folder.index, map_bytes, sync=self._sync)
         try:
             sizes = list_segments(folder.segments)
             image = self._load(is_first_start=not sizes)
-            self.next_segment = max([0, *sizes, *image.segments]) + 1
-            self.rebuilt = bool(sizes) and self.index is None
+            self.next_segment = max([0, *sizes, *image.segments]) + 1  # was never used
+            self.rebuilt = bool(sizes) and self.index is None  # from the segments
             self.catalogue = Catalogue(image.formats, image.tenants, account)
             adopted = self._fill(sizes, image)
             self._tell(self._difference(image, adopted))
@@ -192,10 +184,7 @@ class Recovery:
         return entries
 
     def _scan(self, parts: Mapping[int, tuple[int, int]]) -> Iterator[Sequence[Found] | None]:
-        """The records between two offsets of each segment, segment by segment; several are read at once.
-
-        None for a segment that cannot be read.
-        """
+        """Of each segment the records between two offsets, None if it cannot be read; several are read at once."""
         blocks, step = 0, max(1, len(parts) // _PROGRESS_STEPS)
         waiting, ahead = iter(parts.items()), collections.deque[Future[list[Found] | None]]()
         with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="kvstore-scan") as pool:
@@ -248,8 +237,7 @@ class Recovery:
     def _tell(self, change: IndexChange) -> None:
         """Tells the index what it must learn, in one transaction; makes a lost one anew.
 
-        A full device is no reason not to start: a new index is given up and its room with it, an old one stays as it
-        is.
+        A full device is no reason not to start: a new index is given up with its room, an old one stays as it is.
         """
         is_new, written = self.index is None, True
         try:

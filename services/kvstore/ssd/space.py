@@ -1,11 +1,13 @@
 """Segments as room: where the next record goes, which segment makes room for it, and what is carried over.
 
 Oldest first, with a second chance: a block that was used since it was written is written anew once, into the newest
-segment, and must be used again to be spared again; at most half a segment is spared so. Blocks that `keeps` names are
-always carried. What this gains over dropping whole segments, and over other choices: docs/adr/0004-ssd-tier.md.
+segment, and must be used again to be spared again; at most half a segment is spared so. Blocks that are pinned, or that
+a guarantee covers, are always carried. What this gains over dropping whole segments, and over other choices:
+docs/adr/0004-ssd-tier.md.
 """
 
-from collections.abc import Callable, Container, Iterable, Sequence
+import dataclasses
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 from moonpool.kv.keys import BlockKey
@@ -13,9 +15,7 @@ from services.kvstore.ssd.catalogue import MAX_SEGMENT_BYTES, Catalogue, Segment
 from services.kvstore.ssd.commit import Victim
 from services.kvstore.ssd.reader import segment_path
 from services.kvstore.ssd.records import ALIGN
-
-Keeps = Callable[[BlockKey, str, int], bool]
-"""Whether a block (key, tenant, bytes of its record) must stay."""
+from services.kvstore.tenancy.tenants import Account
 
 MIN_SEGMENTS = 8  # from so many on, the budget leaves room for what is carried over before its old file is deleted
 MAX_VICTIMS = 16  # of one plan, unless more of them pay: a store full of kept blocks must not be rewritten for one
@@ -25,39 +25,35 @@ MAX_LOOKED_AT = 64  # the same, while there was none
 ASK_AGAIN = 64  # plans in which a segment is passed over after too much of it had to stay: asking walks all its blocks
 
 
+@dataclasses.dataclass(eq=False)
 class Space:
-    """Room for records, together at most `capacity_bytes`. Used while a plan is made; `keeps` says what must stay.
+    """Room for records, together at most `capacity_bytes`. Used while a plan is made.
 
-    Attributes:
-        used_bytes: of all segments, live or dead, as they will be after the plan under way.
-        active: the segment that is appended to. A file of an earlier life never is.
+    `used_bytes` are those of all segments, live or dead, as they will be after the plan under way.
     """
 
-    def __init__(
-        self,
-        catalogue: Catalogue,
-        folder: Path,
-        capacity_bytes: int,
-        segment_bytes: int,
-        next_segment: int,
-        keeps: Keeps,
-    ) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.active: Segment | None = None
-        self._segment_bytes = min(segment_bytes, MAX_SEGMENT_BYTES // 2)
-        self._next_segment = next_segment
-        self._keeps = keeps
-        self._catalogue = catalogue
-        self._folder = folder
-        self._reserve = segment_bytes // 2 if capacity_bytes >= MIN_SEGMENTS * segment_bytes else 0
-        self._thin: list[int] = []
-        self._plans = 0
+    catalogue: Catalogue
+    folder: Path
+    capacity_bytes: int
+    segment_bytes: int
+    next_segment: int
+    pins: Container[BlockKey]
+    account: Account
+    active: Segment | None = None  # is appended to; a file of an earlier life never is
+    used_bytes: int = 0
+    _thin: list[int] = dataclasses.field(default_factory=list)
+    _plans: int = 0
+
+    def __post_init__(self) -> None:
+        roomy = self.capacity_bytes >= MIN_SEGMENTS * self.segment_bytes
+        self._reserve = self.segment_bytes // 2 if roomy else 0
+        self.segment_bytes = min(self.segment_bytes, MAX_SEGMENT_BYTES // 2)
         self.recount()
 
     def recount(self) -> None:
         """Counts what is used, for the next plan."""
         self._plans += 1
-        self.used_bytes = sum(segment.size for segment in self._catalogue.segments.values())
+        self.used_bytes = sum(segment.size for segment in self.catalogue.segments.values())
 
     @property
     def has_work(self) -> bool:
@@ -68,9 +64,9 @@ class Space:
         """Has the next plans rewrite segments that are live to less than this share of a full one; how many."""
         self._thin = [
             segment.number
-            for segment in self._catalogue.segments.values()
+            for segment in self.catalogue.segments.values()
             if segment is not self.active
-            and segment.live.total_bytes < min_live_share * max(segment.size, self._segment_bytes)
+            and segment.live.total_bytes < min_live_share * max(segment.size, self.segment_bytes)
         ]
         return len(self._thin)
 
@@ -95,7 +91,7 @@ class Space:
     def compact_one(self, victims: list[Victim]) -> None:
         """Has the next thin segment rewritten, with all that lives in it."""
         while self._thin and not victims:
-            segment = self._catalogue.segments.get(self._thin.pop(0))
+            segment = self.catalogue.segments.get(self._thin.pop(0))
             if segment is not None and segment is not self.active and not segment.going and not segment.readers:
                 victims.append(self._take(segment, range(len(segment.keys))))
 
@@ -110,7 +106,7 @@ class Space:
         Blocks are judged one after the other, each after the last has left the catalogue, so that a tenant's guarantee
         holds for all together. Beside what must stay some of a segment always goes.
         """
-        segments = self._catalogue.segments.values()
+        segments = self.catalogue.segments.values()
         idle = [segment for segment in segments if not segment.readers and not segment.going and segment.size]
         segment = self._choose(one for one in idle if one is not self.active)
         if segment is None and self.active in idle:
@@ -148,24 +144,24 @@ class Space:
 
     def _ask(self, segment: Segment) -> None:
         """Finds out how much of a segment must stay."""
-        slots = self._catalogue.live_slots(segment)
+        slots = self.catalogue.live_slots(segment)
         kept_bytes = sum(segment.nbytes(slot) for slot in slots if self._is_kept(segment, slot))
         segment.kept_share = kept_bytes / segment.size
         segment.asked_at = self._plans
 
     def _is_kept(self, segment: Segment, slot: int) -> bool:
-        tenant = self._catalogue.tenants[segment.tenants[slot]]
-        return self._keeps(segment.keys[slot], tenant, segment.nbytes(slot))
+        tenant = self.catalogue.tenants[segment.tenants[slot]]
+        return segment.keys[slot] in self.pins or self.account.guards(tenant, segment.nbytes(slot))
 
     def _take(self, segment: Segment, spared: Container[int]) -> Victim:
         """Carries the blocks that must stay and `spared` slots, which keep their place for now; forgets the others."""
-        victim = Victim(segment, [], 0, [])
-        for slot in self._catalogue.live_slots(segment):
+        victim = Victim(segment)
+        for slot in self.catalogue.live_slots(segment):
             if slot in spared or self._is_kept(segment, slot):
                 victim.carried.append(slot)
                 victim.carried_bytes += segment.nbytes(slot)
             else:
-                self._catalogue.forget(segment.keys[slot])
+                self.catalogue.forget(segment.keys[slot])
                 victim.removed.append(slot)
         segment.going = True
         if segment is self.active:
@@ -179,7 +175,7 @@ class Space:
         if not nbytes or 1 not in segment.used:
             return spared
         for slot in range(len(segment.keys) - 1, -1, -1):
-            if segment.used[slot] and self._catalogue.is_live(segment, slot):
+            if segment.used[slot] and self.catalogue.is_live(segment, slot):
                 nbytes -= segment.nbytes(slot)
                 if nbytes < 0:
                     break
@@ -190,11 +186,11 @@ class Space:
         """A segment with room for a record, and where in it (in units of `ALIGN`); `sizes` are the ends so far."""
         segment = self.active
         start = sizes.get(segment, segment.size) if segment is not None else 0
-        if segment is None or (start and start + length * ALIGN > self._segment_bytes):
-            number, start = self._next_segment, 0
-            self._next_segment += 1
-            segment = self.active = Segment(number, segment_path(self._folder, number))
-            self._catalogue.segments[number] = segment
+        if segment is None or (start and start + length * ALIGN > self.segment_bytes):
+            number, start = self.next_segment, 0
+            self.next_segment += 1
+            segment = self.active = Segment(number, segment_path(self.folder, number))
+            self.catalogue.segments[number] = segment
         sizes[segment] = start + length * ALIGN
         return segment, start // ALIGN
 

@@ -5,7 +5,7 @@ Methods belong to the event loop, are quick and touch no device, but for those t
 stays readable until the plan is done: what is carried over has its place there till then.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 import lmdb
@@ -20,7 +20,7 @@ from services.kvstore.ssd.index import MAP_BYTES
 from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.ssd.records import ALIGN, record_size
 from services.kvstore.ssd.recovery import DataFolder, Durability, Recovery
-from services.kvstore.ssd.space import Keeps, Space
+from services.kvstore.ssd.space import Space
 from services.kvstore.tenancy.tenants import Account
 
 log = get_logger(__name__)
@@ -29,32 +29,27 @@ log = get_logger(__name__)
 class SsdTier:
     """A bounded, durable set of blocks. Made by `open_tier`.
 
-    While a segment of which much must stay is rewritten, the segment files may exceed the budget by what is carried.
-
-    Attributes:
-        catalogue: which blocks are here.
-        space: how much room they take.
-        account: what tenants are granted and have here.
-        commit: does a plan, blocking, in the writer thread; its blocks are as durable as `durability` says then.
-        indexed: there is an index; else there was no room for one, and the next start reads all segments.
-        written_bytes: records written in this process' life, headers, padding and carried ones included.
-        user_bytes: of new blocks in them.
-        lost_blocks: blocks that were found bad when they were to be carried over.
+    While a segment of which much must stay is rewritten, the segment files may exceed the budget by what is carried; so
+    they may after a start, if the process ended meanwhile, until the next plan. `commit` does a plan, blocking, in the
+    writer thread; then its blocks are as durable as `durability` says.
     """
 
     def __init__(
-        self, found: Recovery, capacity_bytes: int, segment_bytes: int, keeps: Keeps, account: Account
+        self, found: Recovery, capacity_bytes: int, segment_bytes: int, pins: Container[BlockKey], account: Account
     ) -> None:
         self.account = account
         self.catalogue = found.catalogue
         self.durability = found.folder.durability
-        self.indexed = found.index is not None
-        self.written_bytes = self.user_bytes = self.carried_bytes = self.dropped_segments = self.lost_blocks = 0
+        self.indexed = found.index is not None  # else there was no room for one: the next start reads all segments
+        self.written_bytes = 0  # of records in this process' life, headers, padding and carried ones included
+        self.user_bytes = 0  # of new blocks in them
+        self.carried_bytes = self.dropped_segments = 0
+        self.lost_blocks = 0  # found bad when they were to be carried over
         self._folder = folder = found.folder
         self._files = folder.files
         self._index = found.index
         first = found.next_segment
-        self.space = Space(self.catalogue, folder.segments, capacity_bytes, segment_bytes, first, keeps)
+        self.space = Space(self.catalogue, folder.segments, capacity_bytes, segment_bytes, first, pins, account)
         self.commit = Committer(self._files, found.index, folder.segments, sync=self.durability == "power").run
         self._dead: list[Slot] = []  # the index does not know it
         self._nameless: list[Segment] = []  # forgotten by the index; the file is not deleted yet
@@ -125,12 +120,10 @@ class SsdTier:
         """Gives every record its place. Sizes of segments change only when the plan is done."""
         carry, store = [], []
         sizes: dict[Segment, int] = {}
-        for victim in victims:
-            for slot in victim.carried:
-                key, _, length, format_id, tenant_id = victim.segment.row(slot)
-                segment, start = self.space.place(length, sizes)
-                row = key, start, length, format_id, tenant_id
-                carry.append(Append(segment, row, source=(victim.segment, slot)))
+        for source in ((victim.segment, slot) for victim in victims for slot in victim.carried):
+            key, _, length, format_id, tenant_id = source[0].row(source[1])
+            segment, start = self.space.place(length, sizes)
+            carry.append(Append(segment, (key, start, length, format_id, tenant_id), source=source))
         formats, tenants = self.catalogue.formats, self.catalogue.tenants
         for block in blocks:
             info, length = block.info, record_size(block.info) // ALIGN
@@ -174,8 +167,8 @@ class SsdTier:
         removed = plan.removed_segments
         numbers = {segment.number for segment in removed}
         self._dead = [slot for slot in self._dead if slot[0] not in numbers]
-        for append in plan.bad:
-            if self.catalogue.find(append.key) == append.source:
+        for append in plan.carry:
+            if append.bad and self.catalogue.find(append.key) == append.source:
                 self.catalogue.forget(append.key)
                 self.lost_blocks += 1
                 plan.lost.append(append.key)
@@ -245,16 +238,16 @@ def open_tier(
     segment_bytes: int,
     *,
     durability: Durability = "power",
-    keeps: Keeps = lambda *_: False,
+    pins: Container[BlockKey] = (),
     account: Account | None = None,
     files: Files | None = None,
     map_bytes: int = MAP_BYTES,
 ) -> SsdTier:
     """Blocking. Locks the data folder `path`, made if need be, finds out what it holds, and opens the tier on it.
 
-    At `segment_bytes` a segment is closed and the next begun; a larger record gets one of its own. `keeps` says which
-    blocks must stay. `account` is told of every record that comes or goes, and of those that are here at once;
-    `map_bytes` is the size of the index's memory map to begin with.
+    At `segment_bytes` a segment is closed and the next begun; a larger record gets one of its own. Blocks in `pins`
+    stay, and those that `account` guarantees; it is told of every record that comes or goes, and of those that are here
+    at once. `map_bytes` is the size of the index's memory map to begin with.
 
     Raises:
         ConfigError: naming `data_dir`: the folder cannot be used.
@@ -267,7 +260,7 @@ def open_tier(
         folder.close()
         files.close_all()
         raise
-    tier = SsdTier(found, capacity_bytes, segment_bytes, keeps, account)
+    tier = SsdTier(found, capacity_bytes, segment_bytes, pins, account)
     blocks, nbytes = len(tier.catalogue), tier.space.used_bytes
     log.info("ssd tier open", path=str(path), blocks=blocks, bytes=nbytes, rebuilt=found.rebuilt)
     return tier

@@ -15,23 +15,22 @@ from moonpool.kv.blocks import MAX_TENANT_BYTES
 from moonpool.kv.keys import BlockKey
 from services.kvstore.tenancy.tenants import Account, TenantBytes
 
-MAX_NAME_BYTES = 256
-"""Longest name of a pin, as UTF-8."""
+MAX_NAME_BYTES = 256  # of a pin, as UTF-8
+MAX_ENTRIES = 1 << 18  # keys of all pins together; a key in several pins counts for each
+MAX_TTL_S = 7 * 86400.0  # of a pin that is not renewed
 
-MAX_ENTRIES = 1 << 18
-"""Most keys of all pins together; a key in several pins counts for each."""
 
-MAX_TTL_S = 7 * 86400.0
-"""Longest life of a pin that is not renewed."""
+SizeOf = Callable[[BlockKey], int | None]
+"""Bytes of a block; None when it is not here."""
 
 
 class PinLimit(enum.Enum):
     """Why a pin keeps fewer blocks than were asked for; the names are those of the contract."""
 
-    UNSPECIFIED = "unspecified"
-    ABSENT = "absent"
-    TENANT_BUDGET = "tenant_budget"
-    STORE_BUDGET = "store_budget"
+    UNSPECIFIED = enum.auto()
+    ABSENT = enum.auto()
+    TENANT_BUDGET = enum.auto()
+    STORE_BUDGET = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,12 +59,7 @@ class _Pinned:
 class Pins:
     """All pins of a store. Times are arguments, in seconds of one clock.
 
-    Args:
-        budget_bytes: most bytes that all pins together keep.
-        account: what the pins of each tenant may keep, and do; kept up to date here.
-
-    Attributes:
-        nbytes: bytes of all pinned blocks; one that several tenants pin counts once.
+    All together keep at most `budget_bytes`. The account of what those of each tenant keep is kept up to date here.
     """
 
     def __init__(
@@ -82,7 +76,7 @@ class Pins:
         self._max_entries = max_entries
         self._pins: dict[tuple[str, str], _Pin] = {}
         self._pinned: dict[BlockKey, _Pinned] = {}
-        self.nbytes = 0
+        self.nbytes = 0  # of all pinned blocks; one that several tenants pin counts once
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -101,20 +95,11 @@ class Pins:
         return min((pin.expires_at for pin in self._pins.values()), default=math.inf)
 
     def pin(
-        self,
-        tenant: str,
-        name: str,
-        keys: Sequence[BlockKey],
-        size_of: Callable[[BlockKey], int | None],
-        *,
-        now: float,
-        ttl_s: float,
+        self, tenant: str, name: str, keys: Sequence[BlockKey], size_of: SizeOf, *, now: float, ttl_s: float
     ) -> tuple[PinOutcome, set[BlockKey]]:
         """Keeps the leading keys that are here and fit the budgets; replaces the tenant's pin of that name.
 
-        Call `expire` first: a pin whose time is over still counts here.
-
-        `size_of` gives the bytes of a block, None when it is not here. Also returns the keys that may be pinned or no
+        Call `expire` first: a pin whose time is over still counts here. Also returns the keys that may be pinned or no
         longer pinned by this.
 
         Raises:
@@ -133,7 +118,7 @@ class Pins:
             self._pins[tenant, name] = _Pin(keys[: outcome.blocks], now + ttl_s)
         return outcome, changed
 
-    def _take(self, tenant: str, keys: Sequence[BlockKey], size_of: Callable[[BlockKey], int | None]) -> PinOutcome:
+    def _take(self, tenant: str, keys: Sequence[BlockKey], size_of: SizeOf) -> PinOutcome:
         nbytes = 0
         for count, key in enumerate(keys):
             pinned, size = self._pinned.get(key), size_of(key)

@@ -10,28 +10,18 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from moonpool.errors import ConfigError
 from moonpool.kv.blocks import MAX_TENANT_BYTES
-from moonpool.kv.keys import BlockKey
 
-DEFAULT_ROW = "*"
-"""Name of the row for tenants without a row of their own; each of them gets what it grants."""
-
-MAX_TENANT_ROWS = 64
-"""Rows at most; each is a set of gauges."""
-
+DEFAULT_ROW = "*"  # names the row for tenants without a row of their own; each of them gets what it grants
+MAX_TENANT_ROWS = 64  # each is a set of gauges
 Bytes = Annotated[int, Field(ge=0)]
 What = Literal["dram", "ssd", "pins"]
 """That in which a tenant has bytes: one of the tiers, or the blocks that its pins keep in either."""
 
 
 class TenantRow(BaseModel):
-    """What one tenant is granted, in bytes.
+    """What one tenant is granted: bytes of blocks in DRAM and kept by its pins, of records on SSD.
 
     Other tenants cannot evict it below its guarantee. It never has more than its quota; None is no limit.
-
-    Attributes:
-        dram_guarantee_bytes, dram_quota_bytes: in the DRAM tier, sizes of blocks.
-        ssd_guarantee_bytes, ssd_quota_bytes: in the SSD tier, sizes of records.
-        pin_bytes: blocks that its pins keep; None for the budget of all pins.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -83,11 +73,7 @@ def check_rows(rows: Mapping[str, TenantRow], dram_bytes: int, ssd_bytes: int) -
 
 
 class TenantBytes(collections.Counter[str]):
-    """Bytes by tenant, without tenants that have none.
-
-    Attributes:
-        total_bytes: of all tenants.
-    """
+    """Bytes by tenant, without tenants that have none."""
 
     total_bytes = 0
 
@@ -118,16 +104,13 @@ class TenantBytes(collections.Counter[str]):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Account:
-    """What tenants are granted in one tier or for their pins, and what they have of it.
+    """What tenants are granted in one tier or for their pins, and what they have of it, in bytes.
 
-    Attributes:
-        guarantees: bytes, of tenants that have a guarantee.
-        quotas: bytes, of tenants with a row, and under "*" of each other one; None for no limit.
-        used: bytes of blocks, kept up to date by the tier or the pins.
+    The tier or the pins keep `used` up to date, with each block that leaves: so the next one is judged after it.
     """
 
-    guarantees: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    quotas: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
+    guarantees: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of tenants that have one
+    quotas: Mapping[str, int | None] = dataclasses.field(default_factory=dict)  # of those with a row; None: no limit
     used: TenantBytes = dataclasses.field(default_factory=TenantBytes, init=False)
 
     @staticmethod
@@ -157,18 +140,3 @@ class Account:
             for other, guarantee in self.guarantees.items()
             if other != tenant
         )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Protection:
-    """Decides which blocks a tier must keep: pinned ones, and those that a guarantee covers.
-
-    The tier updates the account with every block that leaves, so that each removal is judged after those before it.
-    """
-
-    pins: Container[BlockKey]
-    account: Account
-
-    def keeps(self, key: BlockKey, tenant: str, nbytes: int) -> bool:
-        """Whether a tenant's block must stay."""
-        return key in self.pins or self.account.guards(tenant, nbytes)

@@ -90,17 +90,19 @@ def test_attention_over_it(stored: torch.dtype, dtype: torch.dtype, mode: str, m
     monkeypatch.setenv("MOONPOOL_KERNELS", mode)
     _, values, scales = pool(stored, 12)
     total = 75
-    both = torch.randn(2, total, HEADS, SIZE).to(dtype)
+    generator = torch.Generator().manual_seed(total)
+    both = torch.randn(2, total, HEADS, SIZE, generator=generator).to(dtype)
     table = torch.tensor([7, 2, 11, 0, 5])
     position = torch.arange(total)
     write_kv(both[0], both[1], values, table[position // TOKENS], position % TOKENS, scales=scales)
-    q = torch.randn(4, 6, SIZE).to(dtype)
+    q = torch.randn(4, 6, SIZE, generator=generator).to(dtype)
     tables = table.int().expand(2, 5).contiguous()
     starts, lengths = torch.tensor([0, 1, 4], dtype=torch.int32), torch.tensor([70, total], dtype=torch.int32)
     stand_for = values[table].float() * scales[table][..., None, None]  # [blocks, heads, 2, tokens, size]
     dense = stand_for.permute(2, 0, 3, 1, 4).flatten(1, 2)
     case = Case(q, values, tables, starts, lengths, [dense[:, :70], dense[:, :total]], scale=0.2)
-    case.check(case.run(scales=scales))
+    rounds_twice = mode == "torch" and dtype is not torch.float32  # what is stored becomes `dtype` before it is used
+    case.check(case.run(scales=scales), times=2.0 if rounds_twice else 1.0)
 
 
 @pytest.mark.parametrize(("stored", "given_"), [(torch.int8, False), (torch.float32, True)])

@@ -44,6 +44,7 @@ def write(ssd: SsdTier, keys: list[BlockKey]) -> None:
     ssd.commit(plan)
     ssd.committed(plan)
     assert not plan.lost
+    assert ssd.space.used_bytes <= CAPACITY
     tell("+", (block.info.key for block in plan.blocks))
 
 
@@ -57,7 +58,7 @@ def main() -> None:
         CAPACITY,
         SEGMENT,
         durability="power" if durability == "power" else "process",
-        keeps=lambda key, tenant, nbytes: key in kept,
+        pins=kept,
     )
     keys = keys_of(20_000, str(life))
     for start in itertools.count(step=BATCH):

@@ -24,7 +24,7 @@ from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.tenancy.pins import Pins
-from services.kvstore.tenancy.tenants import Account, Protection
+from services.kvstore.tenancy.tenants import Account
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
 FORMAT = BlockFormat(b"n" * 32, LAYOUT)
@@ -96,8 +96,7 @@ def open_ssd(
     files: Files | None = None,
 ) -> SsdTier:
     """A tier that keeps what is in `pins` and what `account` guarantees."""
-    keeps = Protection(pins, account or Account()).keeps
-    return open_tier(path, capacity, segment, keeps=keeps, account=account, files=files, map_bytes=1 << 16)
+    return open_tier(path, capacity, segment, pins=pins, account=account, files=files, map_bytes=1 << 16)
 
 
 @asynccontextmanager

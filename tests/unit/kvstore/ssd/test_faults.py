@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 from moonpool.kv.keys import BlockKey
 from services.kvstore.operate.writer import WriteBehind
-from services.kvstore.ssd.files import Files, raise_open_files_limit
+from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import RECORD, Driven, data_of, keys_of, open_ssd, store, writing
@@ -155,7 +154,7 @@ async def test_a_broken_or_read_only_device_is_not_tried_again(
 async def test_a_plan_that_gets_nowhere_is_not_made_again_and_again(tmp_path: Path) -> None:
     with store(tmp_path) as driven:
         driven.flush(KEYS[:3])
-    ssd = open_tier(tmp_path, 2 * RECORD, RECORD, keeps=lambda *_: True)
+    ssd = open_tier(tmp_path, 2 * RECORD, RECORD, pins=KEYS)
     driven = Driven(ssd)
     await written(driven)
     assert ssd.has_housekeeping
@@ -225,16 +224,6 @@ def test_a_tier_of_many_segments_keeps_few_of_them_open(tmp_path: Path) -> None:
         for key in keys:
             assert driven.read([key]) == [data_of(key)]
             assert open_segments(tmp_path) <= 4
-
-
-def test_the_process_may_have_as_many_open_files_as_the_system_permits() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[0]), before[1]))
-        raise_open_files_limit()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 class SlowClosing(Files):

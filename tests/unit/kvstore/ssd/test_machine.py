@@ -24,7 +24,7 @@ from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.ssd.recovery import Durability
 from services.kvstore.ssd.tier import SsdTier, open_tier
-from services.kvstore.tenancy.tenants import Account, Protection
+from services.kvstore.tenancy.tenants import Account
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, data_of, keys_of, slice_of
 from tests.unit.kvstore.ssd.power import PowerFiles
 
@@ -80,7 +80,7 @@ class TierMachine(RuleBasedStateMachine):
             16 * RECORD,
             2 * RECORD,
             durability=self.durability,
-            keeps=Protection(self.pinned, self.account).keeps,
+            pins=self.pinned,
             account=self.account,
             files=self.files,
             map_bytes=1 << 16,

@@ -1,6 +1,6 @@
 """Making room on the SSD tier: what goes, what is carried over, and that nothing durable is lost on the way."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,9 +9,8 @@ import pytest
 from moonpool.kv.keys import BlockKey
 from services.kvstore.ssd.commit import WritePlan
 from services.kvstore.ssd.files import Files
-from services.kvstore.ssd.space import Keeps
 from services.kvstore.ssd.tier import SsdTier, open_tier
-from services.kvstore.tenancy.tenants import Account, Protection
+from services.kvstore.tenancy.tenants import Account
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, block_of, data_of, keys_of
 
@@ -26,11 +25,11 @@ def tier(
     capacity: int = CAPACITY,
     segment: int = SEGMENT,
     *,
-    keeps: Keeps = lambda *_: False,
+    pins: Container[BlockKey] = (),
     account: Account | None = None,
     files: Files | None = None,
 ) -> Iterator[SsdTier]:
-    ssd = open_tier(path, capacity, segment, keeps=keeps, account=account, files=files, map_bytes=1 << 16)
+    ssd = open_tier(path, capacity, segment, pins=pins, account=account, files=files, map_bytes=1 << 16)
     try:
         yield ssd
     finally:
@@ -99,7 +98,7 @@ def test_written_bytes_are_told_from_the_users(tmp_path: Path) -> None:
 
 def test_kept_blocks_stay_for_ever_and_are_there_after_a_restart(tmp_path: Path) -> None:
     kept = {KEYS[0], KEYS[5]}
-    with tier(tmp_path, keeps=lambda key, tenant, nbytes: key in kept) as ssd:
+    with tier(tmp_path, pins=kept) as ssd:
         for key in KEYS:
             put(ssd, [key])
         assert kept <= set(ssd.catalogue)
@@ -110,7 +109,7 @@ def test_kept_blocks_stay_for_ever_and_are_there_after_a_restart(tmp_path: Path)
 
 
 def test_where_all_is_kept_new_blocks_are_refused(tmp_path: Path) -> None:
-    with tier(tmp_path, keeps=lambda key, tenant, nbytes: True) as ssd:
+    with tier(tmp_path, pins=KEYS) as ssd:
         put(ssd, KEYS[:15])
         plan = put(ssd, KEYS[15:20])
         assert [block.info.key for block in plan.rejected] == KEYS[16:20]
@@ -120,9 +119,7 @@ def test_where_all_is_kept_new_blocks_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_mostly_kept_segment_goes_after_the_others(tmp_path: Path) -> None:
-    with tier(
-        tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD, keeps=lambda key, tenant, nbytes: key in KEYS[:3]
-    ) as ssd:
+    with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD, pins=KEYS[:3]) as ssd:
         put(ssd, KEYS[:30])
         assert put(ssd, KEYS[30:33]).removed == KEYS[4:8]
         assert ssd.carried_bytes == 0
@@ -130,8 +127,7 @@ def test_a_mostly_kept_segment_goes_after_the_others(tmp_path: Path) -> None:
 
 def test_a_guarantee_holds_for_all_of_a_segment_together(tmp_path: Path) -> None:
     account = Account(guarantees={"a": 3 * RECORD})
-    keeps = Protection((), account).keeps
-    with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD, keeps=keeps, account=account) as ssd:
+    with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD, account=account) as ssd:
         put(ssd, KEYS[:4], "a")
         put(ssd, KEYS[4:30], "b")
         assert account.used == {"a": 4 * RECORD, "b": 26 * RECORD}
@@ -149,7 +145,7 @@ def test_a_guarantee_holds_for_all_of_a_segment_together(tmp_path: Path) -> None
 
 
 def test_a_bad_block_is_not_carried_over_but_reported(tmp_path: Path) -> None:
-    with tier(tmp_path, keeps=lambda key, tenant, nbytes: key in KEYS[:1]) as ssd:
+    with tier(tmp_path, pins=KEYS[:1]) as ssd:
         put(ssd, KEYS[:15])
         file = tmp_path / "segments" / f"{1:016d}.seg"
         data = bytearray(file.read_bytes())
@@ -244,7 +240,7 @@ class BreakingFiles(FaultyFiles):
 def test_nothing_durable_is_lost_wherever_a_plan_breaks_off(tmp_path: Path, step: int, crash: bool) -> None:
     kept = {KEYS[1], KEYS[3]}
     files = BreakingFiles()
-    with tier(tmp_path, keeps=lambda key, tenant, nbytes: key in kept, files=files) as ssd:
+    with tier(tmp_path, pins=kept, files=files) as ssd:
         put(ssd, KEYS[:15])
         plan = ssd.plan([block_of(key) for key in KEYS[15:18]])
         files.left, files.ever = step, crash
@@ -300,7 +296,7 @@ def test_a_tier_of_kept_blocks_is_not_rewritten_for_one_batch(tmp_path: Path) ->
     """Where reclaiming writes more than it frees, a plan does a little of it."""
     keys = keys_of(160)
     kept = set(keys[:126]) - set(keys[:126:4])
-    with tier(tmp_path, 32 * 4 * RECORD, 4 * RECORD, keeps=lambda key, tenant, nbytes: key in kept) as ssd:
+    with tier(tmp_path, 32 * 4 * RECORD, 4 * RECORD, pins=kept) as ssd:
         put(ssd, keys[:126])
         plan = put(ssd, keys[126:150])
         assert (len(plan.victims), len(plan.blocks)) == (16, 2 + 16)
@@ -308,15 +304,36 @@ def test_a_tier_of_kept_blocks_is_not_rewritten_for_one_batch(tmp_path: Path) ->
         assert kept <= set(ssd.catalogue)
 
 
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_what_was_carried_may_be_there_twice_after_a_kill_until_the_next_plan(tmp_path: Path) -> None:
+    files, pins = FaultyFiles(), set(KEYS) - set(KEYS[::4])
+    with tier(tmp_path, 32 * RECORD, 4 * RECORD, pins=pins, files=files) as ssd:
+        put(ssd, KEYS[:16])
+        put(ssd, KEYS[16:32])
+        plan = ssd.plan([block_of(KEYS[32])])
+        files.fail("unlink", Killed())
+        with pytest.raises(Killed):
+            ssd.commit(plan)
+    with tier(tmp_path, 32 * RECORD, 4 * RECORD, pins=pins) as ssd:
+        assert (ssd.space.used_bytes, ssd.catalogue.live.total_bytes) == ((32 + 3) * RECORD, 32 * RECORD)
+        assert ssd.has_housekeeping
+        assert put(ssd, []).removed == KEYS[:1]
+        assert pins & set(KEYS[:32]) == pins & set(ssd.catalogue)
+
+
 def test_many_wholly_kept_segments_do_not_hide_the_others(tmp_path: Path) -> None:
-    kept = set(KEYS[:40])
-    asked: list[BlockKey] = []
+    asked: list[object] = []
 
-    def keeps(key: BlockKey, tenant: str, nbytes: int) -> bool:
-        asked.append(key)
-        return key in kept
+    class Kept(set[BlockKey]):
+        def __contains__(self, key: object) -> bool:
+            asked.append(key)
+            return super().__contains__(key)
 
-    with tier(tmp_path, capacity=50 * RECORD, segment=2 * RECORD, keeps=keeps) as ssd:
+    kept = Kept(KEYS[:40])
+    with tier(tmp_path, capacity=50 * RECORD, segment=2 * RECORD, pins=kept) as ssd:
         put(ssd, KEYS[:48])
         assert put(ssd, KEYS[48:50]).removed == KEYS[40:42]
         before = len(asked)
