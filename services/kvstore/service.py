@@ -34,7 +34,7 @@ from services.kvstore.servicer import KVStoreServicer
 from services.kvstore.ssd.files import raise_open_files_limit
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.streams.get_stream import GetResources
-from services.kvstore.streams.open_calls import OpenCalls
+from services.kvstore.streams.open_streams import OpenStreams
 from services.kvstore.streams.put_stream import PutResources
 from services.kvstore.streams.rooms import RoomQueue
 from services.kvstore.streams.watch import Journal, Unreported
@@ -96,7 +96,7 @@ class KVStoreService(StoreListener):
         self.rooms = RoomQueue(MAX_WAITING_FOR_ROOM)
         self.idle = asyncio.Event()
         self.idle.set()
-        self.calls = OpenCalls(config.max_calls_per_host)
+        self.streams = OpenStreams()
         self.metrics = Metrics(config.service())
         self._closing = asyncio.Event()
         self._draining = False
@@ -113,7 +113,7 @@ class KVStoreService(StoreListener):
         self._pins = PinKeeper(self.store.tiers, asyncio.get_running_loop().time)
         ahead = ByteCredits(config.read_ahead_bytes)
         rows = list(config.tenants)
-        self.gauges = gauges_of(self.store, self.calls, self.rooms, ahead, self._journal, self.writer, rows)
+        self.gauges = gauges_of(self.store, self.streams, self.rooms, ahead, self._journal, self.writer, rows)
         self.metrics.watch(self.gauges)
         self.servicer = self._make_servicer(instance, ahead, together_bytes)
         self.hello = conductor_pb2.JoinHello(instance=instance, capacity_bytes=config.capacity_bytes)
@@ -130,8 +130,8 @@ class KVStoreService(StoreListener):
             store.reads, pool, ahead, instance, timeout_s, config.lease_timeout_s, on_read, together_bytes
         )
         operations = Operations(store, pool, ahead, self._observer.reuse, config.capacity_bytes)
-        journal, closing, calls = self._journal, self._closing, self.calls
-        return KVStoreServicer(put, get, self._pins, operations, journal, self.gauges, closing, calls)
+        journal, closing, streams = self._journal, self._closing, self.streams
+        return KVStoreServicer(put, get, self._pins, operations, journal, self.gauges, closing, streams)
 
     @property
     def contract(self) -> Service:
@@ -203,7 +203,7 @@ class KVStoreService(StoreListener):
         await within(self.config.drain_s / 2, self.idle)
         self._closing.set()
         self._journal.close()
-        await within(END_STREAMS_S, self.calls.quiet)
+        await within(END_STREAMS_S, self.streams.quiet)
 
 
 async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:

@@ -103,7 +103,7 @@ class Rig:
     async def at_rest(self) -> None:
         """Waits until streams that clients have left are gone, then checks that nothing is held."""
         async with asyncio.timeout(10):
-            await self.service.calls.quiet.wait()
+            await self.service.streams.quiet.wait()
             await self.service.idle.wait()
         assert self.service.writer is None or await self.service.writer.drain(10)
         assert restless(self.service.gauges.read()) == {}
