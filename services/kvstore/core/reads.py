@@ -191,7 +191,7 @@ class Reads:
         if ssd is None or ssd.catalogue.format_of(key) != lease.format:
             return None
         source = LeasedBlock(reader=ssd.reader(key), tenant=ssd.catalogue.tenant_of(key) or "")
-        if lease.promote and fits and self.tiers.reserve(size, source.tenant):
+        if lease.promote and fits and self.tiers.reserve({source.tenant: size}):
             self.leased_bytes += size
             source.allocate = dram.arena.allocate
         return source
