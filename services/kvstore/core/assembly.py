@@ -167,12 +167,12 @@ class PutSession:
 
     def begun_by(self, runs: Sequence[OpenRun]) -> list[Assembly]:
         """Blocks for which a frame brings bytes and no DRAM is reserved yet."""
-        begun = {
-            index: block
-            for run, _, _ in runs
-            for index in range(run.first_block, run.first_block + run.block_count)
-            if (block := self.unfinished.get(index)) is not None and not block.reserved
-        }
+        begun: dict[int, Assembly] = {}
+        for run, _, _ in runs:
+            for index in range(run.first_block, run.first_block + run.block_count):
+                block = self.unfinished.get(index)
+                if block is not None and not block.reserved:
+                    begun[index] = block
         return list(begun.values())
 
     def next_blocks(self, first: int) -> list[Assembly]:
