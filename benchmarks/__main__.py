@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks import page
 from benchmarks.frame import run, today
 
-ALL = ("eviction", "kernels", "kv_stream", "kvstore", "serving")
+ALL = ("conductor", "eviction", "kernels", "kv_stream", "kvstore", "serving")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,17 +8,15 @@ others; with `--blocks all` the part-filled last block of each request is counte
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.frame import Absent, Progress, Row, Skipped, run
-from benchmarks.replay import chains_of, optimum, replay
-from benchmarks.workload import Workload
-from moonpool.kv.keys import BlockKey
-from services.kvstore.policies import POLICIES
-from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.policies.queues import LRU
-from tests.load.mooncake import BLOCK_TOKENS, TraceRequest, read_trace
+from simulator.experiments.cache import BLOCKS, COMPARED, UNBOUNDED, Chains, chains_in
+from simulator.policy_pool import optimum, replay
+from simulator.traces.mooncake import TraceError, read_trace
+from simulator.traces.workload import Workload
 
 TRACES_VARIABLE = "MOONPOOL_TRACES"
 PUBLIC = "conversation"
@@ -28,25 +26,6 @@ SHIPPED = Path(__file__).parent / "traces" / "generated.jsonl"
 SEEDS = (1, 2, 3)
 GENERATED_REQUESTS = 6000
 CAPACITIES = (0, 100_000, 50_000, 30_000, 10_000, 3_000, 1_000, 300)
-UNBOUNDED = "inf"
-BLOCKS = ("full", "all")
-
-Chains = list[list[BlockKey]]
-
-
-class HeadFirstLRU(LRU):
-    """The textbook's order, in which a chain's head leaves before its tail; for comparison."""
-
-    def touched(self, chain: Sequence[BlockKey]) -> None:
-        for key in chain:
-            super().touched([key])
-
-    def arrived(self, chain: Sequence[BlockKey]) -> None:
-        """Changes nothing: the head stays the oldest."""
-
-
-COMPARED: Mapping[str, Callable[[], EvictionPolicy]] = {**POLICIES, "lru-head-first": HeadFirstLRU}
-"""The policies of the store, and one for comparison."""
 
 
 def trace_file(given: Path | None) -> Path:
@@ -63,12 +42,6 @@ def trace_file(given: Path | None) -> Path:
     return Path(folder) / TRACE_NAME
 
 
-def chains_in(requests: Sequence[TraceRequest], blocks: str = "full") -> Chains:
-    """The block keys of each request, of its full blocks only or of all."""
-    full = [request.input_length // BLOCK_TOKENS if blocks == "full" else None for request in requests]
-    return chains_of([request.hash_ids[:count] for request, count in zip(requests, full, strict=True)])
-
-
 def read_chains(path: Path, blocks: str = "full") -> Chains:
     """A trace's requests as chains of block keys.
 
@@ -77,8 +50,8 @@ def read_chains(path: Path, blocks: str = "full") -> Chains:
     """
     try:
         return chains_in(read_trace(path), blocks)
-    except (OSError, ValueError, KeyError) as error:
-        raise Skipped(f"{path}: {error}") from error
+    except TraceError as error:
+        raise Skipped(str(error)) from error
 
 
 def rows_of(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SHIPPED = ("moonpool", "services", "kernels")
+SHIPPED = ("moonpool", "services", "simulator", "kernels")
 MAX_FILE_LINES = 400
 MAX_MEDIAN_FUNCTION = 8
 _GENERATED = ("_pb2.py", "_pb2_grpc.py")

@@ -157,6 +157,66 @@ def rerun_(
     raise typer.Exit(run_rerun(journal, events=events, check=check, as_json=as_json))
 
 
+@app.command("simulate", context_settings=PASS_THROUGH)
+def simulate_(context: typer.Context) -> None:
+    """Experiments in virtual time: simulate cache|scale|scheduling|ratio|transfer|memory|faults."""
+    from moonpool.cli import simulate
+
+    simulate.run(context.args)
+
+
+@app.command()
+def plan(
+    trace: Annotated[Path, typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE")],
+    model: Annotated[str, typer.Option(help="A model that the hardware's file names.")],
+    hardware: Annotated[str, typer.Option(help="Bundled hardware's name, or a path to a YAML file.")],
+    slo: Annotated[str, typer.Option(help="ttft=SECONDS,tbt=SECONDS.")],
+    goodput: Annotated[float, typer.Option(help="Share of requests that must keep both limits.")] = 0.9,
+    rate: Annotated[float, typer.Option(min=0.001, help="Times as quick as in the trace requests come.")] = 1.0,
+    requests: Annotated[int, typer.Option(min=0, help="First requests of the trace only; 0 = all.")] = 0,
+    bound: Annotated[int, typer.Option(min=1, help="Instances of a kind at most.")] = 64,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Find the least-cost mix of prefill, decode and kvstore instances that serves a trace within its limits."""
+    from moonpool.cli.plan import run_plan
+
+    run_plan(trace, model=model, hardware=hardware, slo=slo, goodput=goodput, rate=rate, requests=requests,
+             bound=bound, report=report, as_json=as_json)  # fmt: skip
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE")],
+    address: Address = "127.0.0.1:50051",
+    model: Model = "",
+    requests: Annotated[int, typer.Option(min=0, help="First requests of the trace only; 0 = all.")] = 0,
+    time_scale: Annotated[float, typer.Option(help="Seconds of the trace, and of the report, in one second.")] = 1.0,
+    prompt_tokens: Annotated[int, typer.Option(min=0, help="Of each prompt at most; 0 = all.")] = 0,
+    output_tokens: Annotated[int, typer.Option(min=0, help="Of each answer at most; 0 = all.")] = 0,
+    ttft_slo_s: Annotated[float, typer.Option(min=0.0, help="TTFT limit of goodput, seconds.")] = 30.0,
+    tbt_slo_s: Annotated[float, typer.Option(min=0.0, help="TBT limit of goodput, seconds.")] = 0.1,
+    simulate: Annotated[str, typer.Option(help="Also simulate, with this profile; empty = do not.")] = "",
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill instances of the simulation.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode instances of the simulation.")] = 1,
+    kvstore: Annotated[int, typer.Option(min=0, help="kvstores of the simulation.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Send a trace to a running stack; report latencies and predictions as the simulator does, and beside it.
+
+    Exit status: 0 when every request was answered, 1 when not.
+    """
+    from moonpool.cli.replay import run_replay
+    from simulator.cluster.config import Slo
+
+    status = run_replay(
+        trace, address, model=model or bundled_model(), requests=requests, time_scale=time_scale,
+        prompt_tokens=prompt_tokens, output_tokens=output_tokens, slo=Slo(ttft_slo_s, tbt_slo_s), profile=simulate,
+        instances=(prefill, decode, kvstore), as_json=as_json,
+    )  # fmt: skip
+    raise typer.Exit(status)
+
+
 @app.command()
 def health(
     address: Address = "127.0.0.1:50051",

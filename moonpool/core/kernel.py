@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from moonpool.core.digest import digest_of
+
 E_contra = TypeVar("E_contra", contravariant=True)
 A = TypeVar("A")
 T = TypeVar("T")
@@ -85,6 +87,10 @@ class Outstanding(Generic[T]):
     def get(self, io: int) -> T | None:
         """What the I/O holds; None when it has ended."""
         return self._open.get(io)
+
+    def digest(self) -> bytes:
+        """Hash of what is out, and of the next number."""
+        return digest_of(self._next, self._open)
 
     def end(self, io: int) -> T:
         """Note that the I/O has ended; returns what it held.

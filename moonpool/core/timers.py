@@ -4,6 +4,8 @@ from collections.abc import Hashable
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
+from moonpool.core.digest import digest_of
+
 K = TypeVar("K", bound=Hashable)
 
 _MIN_TO_SWEEP = 64
@@ -54,6 +56,10 @@ class Timers(Generic[K]):
         key = heappop(self._heap)[2]
         del self._valid[key]
         return key
+
+    def digest(self) -> bytes:
+        """Hash of all deadlines."""
+        return digest_of(self._valid)
 
     def _sweep(self) -> None:
         self._heap = [entry for entry in self._heap if self._valid.get(entry[2]) == entry[:2]]

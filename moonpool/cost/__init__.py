@@ -9,6 +9,7 @@ from moonpool.cost.predict import (
     load_is_cheaper,
     load_seconds,
     overlapped_seconds,
+    pipelined_seconds,
     prefill_seconds,
     transfer_seconds,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "load_is_cheaper",
     "load_seconds",
     "overlapped_seconds",
+    "pipelined_seconds",
     "prefill_seconds",
     "transfer_seconds",
 ]

@@ -64,6 +64,16 @@ def overlapped_seconds(load_s: float, compute_s: float, layers: int) -> float:
     return max(load_s, compute_s) + min(load_s, compute_s) / max(layers, 1)
 
 
+def pipelined_seconds(compute_s: float, *, steps: int, stages: int) -> float:
+    """Seconds of `steps` equal steps that take `compute_s` one after the other, when `stages` of them overlap.
+
+    The last step ends when it has been through all stages; the others only hold it up for a stage each. They keep the
+    pipeline busy for `compute_s / stages`.
+    """
+    steps = max(steps, 1)
+    return compute_s * (steps + stages - 1) / (steps * stages)
+
+
 def load_is_cheaper(
     speeds: Speeds, *, total_tokens: int, local_tokens: int, stored_tokens: int, token_bytes: int, layers: int = 1
 ) -> bool:

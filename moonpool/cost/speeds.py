@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-
-from moonpool.v1 import conductor_pb2
+from dataclasses import dataclass, replace
 
 DEFAULT_BYTES_PER_S = 1e9
 """Assumed rate of loading or sending KV where nothing was measured yet, bytes per second."""
@@ -14,9 +12,9 @@ DEFAULT_BYTES_PER_S = 1e9
 class Speeds:
     """Speeds of one instance, measured or given by a profile; field for field the contract's `SpeedReport`.
 
-    All times are seconds, all rates bytes per second. A rate of 0 means "not measured"; `DEFAULT_BYTES_PER_S` is
-    assumed for it. `prefill_base_s` is counted per engine step, `prefill_per_prompt_s` per prompt,
-    `prefill_per_cached_token_s` per prompt and token of its cached prefix.
+    `moonpool.cluster.speeds` translates. All times are seconds, all rates bytes per second. A rate of 0 means "not
+    measured"; `DEFAULT_BYTES_PER_S` is assumed for it. `prefill_base_s` is counted per engine step,
+    `prefill_per_prompt_s` per prompt, `prefill_per_cached_token_s` per prompt and token of its cached prefix.
     """
 
     prefill_base_s: float = 0.0
@@ -29,15 +27,6 @@ class Speeds:
     transfer_bytes_per_s: float = 0.0
     prefill_per_prompt_s: float = 0.0
     prefill_per_cached_token_s: float = 0.0
-
-    def to_proto(self) -> conductor_pb2.SpeedReport:
-        """Return the contract's message."""
-        return conductor_pb2.SpeedReport(**{field.name: getattr(self, field.name) for field in fields(self)})
-
-    @classmethod
-    def from_proto(cls, report: conductor_pb2.SpeedReport) -> Speeds:
-        """Read the contract's message; NaN, negative and infinite values become 0 (unknown)."""
-        return cls(**{field.name: _sane(getattr(report, field.name)) for field in fields(cls)})
 
     def slowed_prefill(self, factor: float) -> Speeds:
         """Return these speeds with all prefill seconds multiplied by `factor`."""
@@ -58,7 +47,3 @@ class Speeds:
             decode_per_sequence_s=self.decode_per_sequence_s * factor,
             decode_per_context_token_s=self.decode_per_context_token_s * factor,
         )
-
-
-def _sane(value: float) -> float:
-    return value if 0.0 <= value < float("inf") else 0.0

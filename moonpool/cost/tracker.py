@@ -26,6 +26,7 @@ class SpeedTracker:
         self._base = base
         self._prefill_factor = 1.0
         self._decode_factor = 1.0
+        self._speeds: Speeds | None = None  # computed when they are asked for
 
     @property
     def base(self) -> Speeds:
@@ -35,13 +36,13 @@ class SpeedTracker:
     @property
     def speeds(self) -> Speeds:
         """The corrected speeds."""
-        return self._base.slowed_prefill(self._prefill_factor).slowed_decode(self._decode_factor)
+        if self._speeds is None:
+            self._speeds = self._base.slowed_prefill(self._prefill_factor).slowed_decode(self._decode_factor)
+        return self._speeds
 
     def rebase(self, base: Speeds) -> None:
-        """Replace the base and forget all corrections, if `base` differs from the present one."""
-        if base != self._base:
-            self._base = base
-            self._prefill_factor = self._decode_factor = 1.0
+        """Replace the base. The factors stay: what was learnt over the old base is true until it is measured anew."""
+        self._base, self._speeds = base, None
 
     def observe_prefill(
         self, new_tokens: int, prefix_tokens: int, seconds: float, *, steps: int = 1, begins: bool = True
@@ -49,20 +50,23 @@ class SpeedTracker:
         """Learn that computing took `seconds`; arguments as in `prefill_seconds`."""
         predicted = prefill_seconds(self._base, new_tokens, prefix_tokens, steps=steps, begins=begins)
         self._prefill_factor = self._corrected(self._prefill_factor, predicted, seconds)
+        self._speeds = None
 
     def observe_decode(self, sequences: int, context_tokens: int, seconds: float) -> None:
         """Learn that one decode step took `seconds`."""
         predicted = decode_step_seconds(self._base, sequences, context_tokens)
         self._decode_factor = self._corrected(self._decode_factor, predicted, seconds)
+        self._speeds = None
 
     def observe_load(self, nbytes: int, seconds: float) -> None:
         """Learn that reading `nbytes` from the store took `seconds`."""
-        self._base = replace(self._base, load_bytes_per_s=self._rate(self._base.load_bytes_per_s, nbytes, seconds))
+        rate = self._rate(self._base.load_bytes_per_s, nbytes, seconds)
+        self.rebase(replace(self._base, load_bytes_per_s=rate))
 
     def observe_transfer(self, nbytes: int, seconds: float) -> None:
         """Learn that sending `nbytes` to decode took `seconds`."""
         rate = self._rate(self._base.transfer_bytes_per_s, nbytes, seconds)
-        self._base = replace(self._base, transfer_bytes_per_s=rate)
+        self.rebase(replace(self._base, transfer_bytes_per_s=rate))
 
     def _corrected(self, factor: float, predicted: float, measured: float) -> float:
         if predicted <= 0.0 or measured <= 0.0:

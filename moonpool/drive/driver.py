@@ -57,6 +57,13 @@ class Driver(Generic[E, A]):
         if not self._draining and self._turn is None:
             self._drain()
 
+    def settle(self) -> None:
+        """Handles what waits now, also when that takes longer than a turn. Without effect within `perform`."""
+        while self._events and not self._draining:
+            if self._turn is not None:
+                self._turn.cancel()
+            self._drain()
+
     def close(self) -> None:
         """Stops ticks and events; the core stays as it is."""
         self._closed = True

@@ -1,20 +1,21 @@
-"""Gates and aborts of steps in one engine process: set by the receiving thread, awaited by the computing one."""
+"""Gates of steps, dropped shares and aborts in an engine process: set by one thread, looked at by the computing one."""
 
 import threading
 
 
 class Gates:
-    """Open gates and aborts of steps that are not done yet. Steps are done in the order of their ids."""
+    """Open gates, dropped shares and aborts of steps that are not done. Steps are done in the order of their ids."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._open: dict[int, int] = {}  # step -> highest open layer
         self._aborted: set[int] = set()
+        self._dropped: dict[int, set[int]] = {}  # step -> indices of its sequences
         self._done: int | None = None  # all steps up to this one are done
 
     def __len__(self) -> int:
         """Steps that something is remembered of."""
-        return len(self._open.keys() | self._aborted)
+        return len(self._open.keys() | self._aborted | self._dropped.keys())
 
     def open(self, step_id: int, layer: int) -> None:
         """Opens the gates of this layer and all lower ones. Ignored once the step is done."""
@@ -31,6 +32,17 @@ class Gates:
                 return
             self._aborted.add(step_id)
             self._changed.notify_all()
+
+    def drop(self, step_id: int, index: int) -> None:
+        """One sequence's share of the step counts for nothing. Ignored once the step is done."""
+        with self._changed:
+            if not self._is_done(step_id):
+                self._dropped.setdefault(step_id, set()).add(index)
+
+    def dropped(self, step_id: int) -> frozenset[int]:
+        """Sequences of the step whose shares were dropped."""
+        with self._changed:
+            return frozenset(self._dropped.get(step_id, ()))
 
     def aborted(self, step_id: int) -> bool:
         """Whether the step was given up."""
@@ -58,6 +70,7 @@ class Gates:
             self._done = step_id
             self._open = {step: layer for step, layer in self._open.items() if step > step_id}
             self._aborted = {step for step in self._aborted if step > step_id}
+            self._dropped = {step: shares for step, shares in self._dropped.items() if step > step_id}
 
     def _is_done(self, step_id: int) -> bool:
         return self._done is not None and step_id <= self._done

@@ -1,4 +1,4 @@
-"""The I/O process's view of an engine: run steps, open gates, abort, and learn of its death.
+"""The I/O process's view of an engine: run steps, open gates, drop shares, abort, and learn of its death.
 
 Services are written against the `Engine` protocol. Behind it are engine processes (`moonpool.engine.launch`) or an
 emulated engine.
@@ -58,6 +58,13 @@ class Engine(Protocol):
 
     def open_gate(self, step_id: int, layer: int) -> None:
         """The step's prefix is in the pool, up to this layer. May precede `run`; late calls are ignored."""
+
+    def drop(self, step_id: int, index: int) -> None:
+        """One sequence's share of a step counts for nothing: what it computes and samples is not looked at.
+
+        After that the step's gates may open though this sequence's prefix is not there. May precede `run`; late calls
+        are ignored.
+        """
 
     def abort(self, step_id: int) -> None:
         """Gives a step up before its next layer. May precede `run`; late calls are ignored; `run` still returns."""

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from moonpool.cluster import HeldKeys, JoinAgent
+from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.handle import Engine
 from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
@@ -103,9 +104,12 @@ async def run_instance(
     build: Callable[[InstanceContext], tuple[EngineService, Service]],
     *,
     stages: int = 1,
+    step_tokens: int = 0,
     start: Callable[..., AbstractAsyncContextManager[Engine]] = start_engine,
 ) -> None:
     """Runs one engine instance until it is told to stop; `start` starts its engine.
+
+    The conductor is told of `stages`, and of `step_tokens`, which one prefill step computes at most (0 = no limit).
 
     Raises:
         ConfigError: a setting is refused.
@@ -137,7 +141,9 @@ async def run_instance(
                 instance=instance,
                 model=setup.model,
                 total_blocks=setup.spec.blocks,
-                speed=engine.speeds.to_proto(),
+                speed=speeds_to_proto(engine.speeds),
+                stages=stages,
+                step_tokens=step_tokens,
             ),
             service.load,
             lambda: _events(service.manager),

@@ -2,8 +2,8 @@
 
 A *step* is one forward pass over a packed batch of sequences, run by all stages in the order in which steps were sent.
 `Step` goes to every stage; each stage answers `LayerDone` per layer (when asked for) and one `StepDone`; the last
-stage's `StepDone` carries the sampled tokens. `OpenGate` and `AbortStep` may come at any time in between, even before
-the step has begun, and are ignored once it is done. Step ids grow from step to step.
+stage's `StepDone` carries the sampled tokens. `OpenGate`, `DropShare` and `AbortStep` may come at any time in between,
+even before the step has begun, and are ignored once it is done. Step ids grow from step to step.
 """
 
 from dataclasses import dataclass
@@ -68,6 +68,15 @@ class OpenGate:
 
 
 @dataclass(frozen=True, slots=True)
+class DropShare:
+    """One sequence's share of the step counts for nothing; gates may open without its prefix from now on."""
+
+    step_id: int
+    index: int
+    """Of the sequence in the step."""
+
+
+@dataclass(frozen=True, slots=True)
 class AbortStep:
     """Give the step up before its next layer."""
 
@@ -110,5 +119,5 @@ class Shutdown:
     """Finish the steps already sent, then exit."""
 
 
-ToWorker = StageSpec | Step | OpenGate | AbortStep | Shutdown
+ToWorker = StageSpec | Step | OpenGate | DropShare | AbortStep | Shutdown
 FromWorker = Ready | LayerDone | StepDone | Failed

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import moonpool.errors
 from moonpool.cost import Speeds
 from moonpool.engine.channel import AsyncChannel, ChannelClosed
-from moonpool.engine.messages import AbortStep, EngineSpec, Failed, OpenGate, Ready, Shutdown, StepDone
+from moonpool.engine.messages import AbortStep, DropShare, EngineSpec, Failed, OpenGate, Ready, Shutdown, StepDone
 from moonpool.errors import Internal, MoonpoolError, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
@@ -121,11 +121,15 @@ class ProcessEngine:
         """See `Engine.open_gate`."""
         self._send(OpenGate(step_id, layer))
 
+    def drop(self, step_id: int, index: int) -> None:
+        """See `Engine.drop`."""
+        self._send(DropShare(step_id, index))
+
     def abort(self, step_id: int) -> None:
         """See `Engine.abort`."""
         self._send(AbortStep(step_id))
 
-    def _send(self, message: Step | OpenGate | AbortStep | Shutdown) -> None:
+    def _send(self, message: Step | OpenGate | DropShare | AbortStep | Shutdown) -> None:
         if self._failed.done():
             return
         for worker in self._workers:

@@ -97,7 +97,8 @@ class StageRunner:
         return hidden
 
     def _sample(self, step: Step, hidden: Tensor, batch: PackedBatch) -> tuple[int | None, ...]:
-        wanted = [(i, s.sample) for i, s in enumerate(step.sequences) if s.sample is not None]
+        dropped = self.gates.dropped(step.step_id)
+        wanted = [(i, s.sample) for i, s in enumerate(step.sequences) if s.sample is not None and i not in dropped]
         sampled: list[int | None] = [None] * len(step.sequences)
         if wanted:
             rows = hidden[batch.last_rows[[i for i, _ in wanted]]]

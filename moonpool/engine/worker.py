@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from moonpool.engine.channel import BlockingChannel, ChannelClosed
 from moonpool.engine.gates import Gates
-from moonpool.engine.messages import AbortStep, Failed, OpenGate, Ready, Shutdown, StageSpec
+from moonpool.engine.messages import AbortStep, DropShare, Failed, OpenGate, Ready, Shutdown, StageSpec
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.sched.steps import Step
 
@@ -51,6 +51,8 @@ class Receiver:
                 message = self._channel.receive()
                 if isinstance(message, OpenGate):
                     self._gates.open(message.step_id, message.layer)
+                elif isinstance(message, DropShare):
+                    self._gates.drop(message.step_id, message.index)
                 elif isinstance(message, AbortStep):
                     self._gates.abort(message.step_id)
                 else:

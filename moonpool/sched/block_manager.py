@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from moonpool.core.digest import digest_of
 from moonpool.errors import MoonpoolError
 from moonpool.kv.keys import BlockKey
 
@@ -149,6 +150,18 @@ class BlockManager:
             else:
                 self._cached[block] = None
 
+    def forget(self, keys: Iterable[BlockKey]) -> None:
+        """Takes their identity from blocks that proved damaged, so that nobody finds them any more."""
+        for key in keys:
+            block = self._block_of.pop(key, None)
+            if block is None:
+                continue
+            self._key_of[block] = None
+            self._note(key, now=self._removed, before=self._stored)
+            if block in self._cached:
+                del self._cached[block]
+                self._free.append(block)
+
     def keys(self) -> list[BlockKey]:
         """All keys held, by used and cached blocks."""
         return list(self._block_of)
@@ -175,6 +188,10 @@ class BlockManager:
             del before[key]
         else:
             now[key] = None
+
+    def digest(self) -> bytes:
+        """Hash of the whole state, for cores that own a manager."""
+        return digest_of(self._free, list(self._cached), self._refs, self._key_of, self._stored, self._removed)
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two calls."""

@@ -45,8 +45,6 @@ class SequenceStep:
     """Blocks of the sequence in the pool, in order; must cover start + number of tokens."""
     sample: SampleSpec | None = None
     """Set when the token after the last one is to be sampled."""
-    loading_tokens: int = field(default=0, compare=False)
-    """Tokens of the prefix that are being loaded behind the step's gates."""
     history: History | None = field(default=None, compare=False, repr=False)
     """The whole sequence; never leaves the I/O process."""
 
@@ -60,7 +58,7 @@ class Step:
     sequences: tuple[SequenceStep, ...]
     """At least one."""
     gated: bool = False
-    """Before each layer, wait until its gate is open (the prefix's slices of that layer are loaded)."""
+    """Before each layer, wait until its gate is open: this layer of every sequence's prefix is there."""
     layer_events: bool = False
     """Send `LayerDone` after each layer."""
 
@@ -97,7 +95,7 @@ class StepResult:
     """What a step came to, when all stages are done with it and its blocks are quiet."""
 
     sampled: tuple[int | None, ...]
-    """One entry per sequence of the step, None where nothing was to be sampled; () when aborted."""
+    """One entry per sequence of the step, None where nothing was to be sampled, or for nothing; () when aborted."""
     aborted: bool
     """Some layer was not computed: KV of the step's tokens is not to be used."""
     start_ns: int

@@ -28,7 +28,8 @@ class InboundTransfer:
     """One transfer at its receiver: PROMISED -> RECEIVING -> COMPLETE, or FAILED from either of the first two.
 
     `blocks[i]` is the pool block that takes block i of the sequence, leading held ones included. A transfer's blocks
-    may be written only between a successful `accept` and the next wait of the writing task.
+    may be written only between a successful `accept` and the next wait of the writing task. `damaged_block`: index of
+    the block of which a slice did not match its hash, for the verdict.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class InboundTransfer:
         self.lease_s = lease_s
         self.state = TransferState.PROMISED
         self.reason = ""
+        self.damaged_block: int | None = None
         self.blocks: list[int] | None = None
         self.heard_at = now
         self._ledger = SliceLedger(range(layout.layers), num_blocks, range(layout.kv_heads), held_blocks)

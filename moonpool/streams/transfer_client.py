@@ -26,6 +26,19 @@ def _session_of(message: decode_pb2.ReceiveKVResponse) -> Hashable:
     return message.verdict.transfer_id, message.verdict.generation
 
 
+class DamagedInTransfer(TransferFailed):
+    """A slice did not match its hash when it came: it was damaged in the sender's pool, or on its way.
+
+    Attributes:
+        block: index in the sequence.
+    """
+
+    def __init__(self, message: str, block: int) -> None:
+        super().__init__(message)
+        self.args = (message, block)
+        self.block = block
+
+
 class TransferSender:
     """One per pair of processes: all transfers of this process to one decode instance, on one stream."""
 
@@ -224,7 +237,10 @@ class OutboundTransfer:
             self.release()
         else:
             reason = verdict.reason or "no reason given"
-            raise TransferFailed(f"transfer {verdict.transfer_id} was given up by the receiver: {reason}")
+            given_up = f"transfer {verdict.transfer_id} was given up by the receiver: {reason}"
+            if verdict.HasField("damaged_block"):
+                raise DamagedInTransfer(given_up, verdict.damaged_block)
+            raise TransferFailed(given_up)
 
     def on_broken(self, error: Exception) -> None:
         """The session has failed; for the stream."""

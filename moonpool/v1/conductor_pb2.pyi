@@ -563,10 +563,16 @@ class JoinHello(_message.Message):
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     SPEED_FIELD_NUMBER: _builtins.int
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    STEP_TOKENS_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """KV blocks in its pool (engines) or bytes of capacity over block size (stores, 0 = unknown)."""
     capacity_bytes: _builtins.int
     """Bytes of KV that a kvstore can keep over all its tiers: its share of the chains. 0 = not told, an average share."""
+    stages: _builtins.int
+    """Pipeline stages (prefill); so many steps overlap. 0 = one."""
+    step_tokens: _builtins.int
+    """Tokens that one step computes at most (prefill); 0 = a whole prompt."""
     @_builtins.property
     def instance(self) -> _kv_pb2.Instance:
         """Who joins."""
@@ -587,10 +593,12 @@ class JoinHello(_message.Message):
         total_blocks: _builtins.int = ...,
         speed: Global___SpeedReport | None = ...,
         capacity_bytes: _builtins.int = ...,
+        stages: _builtins.int = ...,
+        step_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "instance", b"instance", "model", b"model", "speed", b"speed", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "instance", b"instance", "model", b"model", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -611,6 +619,8 @@ class LoadReport(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     SPEED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    DRAIN_S_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests running."""
     waiting: _builtins.int
@@ -627,6 +637,10 @@ class LoadReport(_message.Message):
     """Tokens of context over all running sequences (decode)."""
     draining: _builtins.bool
     """The instance takes no new requests."""
+    drain_s: _builtins.float
+    """Predicted seconds until all prompts that are here now are computed (prefill); unset = not told."""
+    taken: _builtins.int
+    """Prompts (prefill) or promises (decode) that it has taken since its start: which ones this report includes."""
     @_builtins.property
     def speed(self) -> Global___SpeedReport:
         """Measured speeds."""
@@ -643,12 +657,16 @@ class LoadReport(_message.Message):
         context_tokens: _builtins.int = ...,
         speed: Global___SpeedReport | None = ...,
         draining: _builtins.bool = ...,
+        drain_s: _builtins.float | None = ...,
+        taken: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["speed", b"speed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "drain_s", b"drain_s", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "promised_blocks", b"promised_blocks", "queued_tokens", b"queued_tokens", "running", b"running", "speed", b"speed", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "drain_s", b"drain_s", "draining", b"draining", "free_blocks", b"free_blocks", "promised_blocks", b"promised_blocks", "queued_tokens", b"queued_tokens", "running", b"running", "speed", b"speed", "taken", b"taken", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__drain_s: _TypeAlias = _typing.Literal["drain_s"]  # noqa: Y015
+    _WhichOneofArgType__drain_s: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drain_s) -> _WhichOneofReturnType__drain_s | None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 

@@ -52,6 +52,7 @@ class ReserveRequest(_message.Message):
     TBT_SLO_S_FIELD_NUMBER: _builtins.int
     WRITE_BACK_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    CONDUCTOR_FIELD_NUMBER: _builtins.int
     tbt_slo_s: _builtins.float
     """Mean time between tokens the request expects, seconds; unset = no limit."""
     @_builtins.property
@@ -66,6 +67,10 @@ class ReserveRequest(_message.Message):
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.Instance]:
         """Further kvstores that they go to."""
 
+    @_builtins.property
+    def conductor(self) -> _kv_pb2.Instance:
+        """Who asks. While it has a Steps stream open, the promise does not run out."""
+
     def __init__(
         self,
         *,
@@ -73,10 +78,11 @@ class ReserveRequest(_message.Message):
         tbt_slo_s: _builtins.float | None = ...,
         write_back: _kv_pb2.Instance | None = ...,
         replicas: _abc.Iterable[_kv_pb2.Instance] | None = ...,
+        conductor: _kv_pb2.Instance | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "conductor", b"conductor", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "replicas", b"replicas", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "conductor", b"conductor", "replicas", b"replicas", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tbt_slo_s: _TypeAlias = _typing.Literal["tbt_slo_s"]  # noqa: Y015
     _WhichOneofArgType__tbt_slo_s: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s"]  # noqa: Y015
@@ -93,10 +99,13 @@ class ReserveResponse(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     PREDICTED_TBT_S_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
-    """The promise ends when nothing is heard of the transfer for so long, seconds."""
+    """The promise ends when nothing is heard of the transfer for so long, seconds; see `ReserveRequest.conductor`."""
     predicted_tbt_s: _builtins.float
     """Predicted time between tokens with this request in the batch, seconds."""
+    number: _builtins.int
+    """How many promises this instance has given since its start, this one included (`LoadReport.taken`); 0 = not told."""
     @_builtins.property
     def target(self) -> _kv_pb2.TransferTarget:
         """The transfer, with this instance's incarnation and what it holds already."""
@@ -107,10 +116,11 @@ class ReserveResponse(_message.Message):
         target: _kv_pb2.TransferTarget | None = ...,
         lease_s: _builtins.float = ...,
         predicted_tbt_s: _builtins.float = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "predicted_tbt_s", b"predicted_tbt_s", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "number", b"number", "predicted_tbt_s", b"predicted_tbt_s", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -226,6 +236,7 @@ class TransferVerdict(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    DAMAGED_BLOCK_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.int
     """The transfer's id."""
     generation: _builtins.int
@@ -234,6 +245,8 @@ class TransferVerdict(_message.Message):
     """How it ended."""
     reason: _builtins.str
     """Why it failed."""
+    damaged_block: _builtins.int
+    """Index of the block of which a slice did not match its hash, if it failed for that."""
     def __init__(
         self,
         *,
@@ -241,12 +254,15 @@ class TransferVerdict(_message.Message):
         generation: _builtins.int = ...,
         status: Global___TransferStatus.ValueType = ...,
         reason: _builtins.str = ...,
+        damaged_block: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_damaged_block", b"_damaged_block", "damaged_block", b"damaged_block"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "reason", b"reason", "status", b"status", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_damaged_block", b"_damaged_block", "damaged_block", b"damaged_block", "generation", b"generation", "reason", b"reason", "status", b"status", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__damaged_block: _TypeAlias = _typing.Literal["damaged_block"]  # noqa: Y015
+    _WhichOneofArgType__damaged_block: _TypeAlias = _typing.Literal["_damaged_block", b"_damaged_block"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__damaged_block) -> _WhichOneofReturnType__damaged_block | None: ...
 
 Global___TransferVerdict: _TypeAlias = TransferVerdict  # noqa: Y015
 

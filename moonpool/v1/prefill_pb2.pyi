@@ -176,16 +176,20 @@ class PrefillAccepted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PREDICTED_START_S_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     predicted_start_s: _builtins.float
     """Predicted waiting, seconds."""
+    number: _builtins.int
+    """How many prompts this instance has taken since its start, this one included (`LoadReport.taken`); 0 = not told."""
     def __init__(
         self,
         *,
         predicted_start_s: _builtins.float = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["predicted_start_s", b"predicted_start_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "predicted_start_s", b"predicted_start_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field
 
 from moonpool.config import ListenAddress, ServiceConfig
-from services.conductor.stores import MAX_REPLICAS
+from services.conductor.core.stores import MAX_REPLICAS
 
 
 class ConductorConfig(ServiceConfig):
@@ -49,8 +51,12 @@ class ConductorConfig(ServiceConfig):
         ge=0,
         description="seconds a request may wait for room at decode, within its TTFT limit, before it is refused",
     )
+    journal_dir: Path | None = Field(
+        None, description="folder for a journal of all decisions, for `moonpool rerun`; default: none is kept"
+    )
+    journal_bytes: int = Field(64 << 20, ge=1 << 16, description="size of the journal's two files together")
     max_index_keys: int = Field(
-        4_000_000, ge=1, description="KV blocks remembered per instance; about 200 bytes of memory each"
+        4_000_000, ge=1, description="KV blocks remembered of all instances together; about 250 bytes of memory each"
     )
     explain_history: int = Field(4096, ge=1, description="requests whose placement `Explain` remembers")
     tokenizer_threads: int = Field(2, ge=1, description="threads that tokenise prompts")

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from moonpool.errors import NotFound
 from moonpool.v1 import conductor_pb2
-from services.conductor.placement import PrefillChoice
+from services.conductor.core.cost import PrefillChoice
+from services.conductor.core.plan import Plan
 
 
 class Decisions:
@@ -58,6 +59,18 @@ class Decisions:
         self._records.move_to_end(request_id)
         while len(self._records) > self._limit:
             self._records.popitem(last=False)
+
+
+def placement(plan: Plan, decode: str) -> conductor_pb2.Placement:
+    """The contract's form of a plan, with the decode instance that gave its promise."""
+    return conductor_pb2.Placement(
+        prefill=plan.prefill.id,
+        decode=decode,
+        kvstore=plan.prefill.kvstore,
+        predicted_cached_blocks=plan.prefill.used_blocks,
+        predicted_ttft_s=plan.prefill.ttft_s,
+        emulated=plan.emulated,
+    )
 
 
 def _explain(choice: PrefillChoice) -> conductor_pb2.CandidateExplanation:

@@ -6,7 +6,6 @@ An instance that is silent for three heartbeats is lost.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 
 from moonpool.errors import InvalidRequest, Mismatch
@@ -66,7 +65,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         hello = message.hello
         self._cluster.registry.check(hello)
         await probe(hello.instance.address, PROBE_TIMEOUT_S)
-        self._member = self._cluster.join(hello, time.monotonic())
+        self._member = self._cluster.join(hello, self._resync)
         emulated = {"emulated": hello.model.emulated} if hello.model.emulated else {}
         log.info("joined", instance=self._member.id, address=hello.instance.address, **emulated)
         self.outbox.post(conductor_pb2.JoinResponse(welcome=self._welcome))
@@ -78,13 +77,15 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
             raise Mismatch("instance.id", f"another process has joined as {member.id}")
         match message.WhichOneof("message"):
             case "load":
-                self._cluster.report(member, message.load, time.monotonic())
+                self._cluster.report(member, message.load)
             case "events":
-                if self._cluster.events(member, message.events):
-                    log.warning("resync", instance=member.id, sequence=message.events.sequence)
-                    self.outbox.post(conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder()))
+                self._cluster.events(member, message.events)
             case other:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
+
+    def _resync(self) -> None:
+        log.warning("resync", instance=self._member.id)
+        self.outbox.post(conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder()))
 
     def end(self) -> None:
         """The instance has left, or is lost when it was silent."""

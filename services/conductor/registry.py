@@ -1,19 +1,17 @@
-"""The members of the cluster: instances with their incarnations, loads, speeds and what is in flight on them.
+"""The members of the cluster: instances with their incarnations, and the model that they serve.
 
-The first engine that joins decides which model is served, until no engine is left. Pure; time is an argument.
+The first engine that joins decides which model is served, until no engine is left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moonpool.cluster.instances import check_instance
-from moonpool.cost import Speeds, SpeedTracker
 from moonpool.errors import InvalidRequest, Mismatch
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor.inflight import DecodesInFlight, PrefillsInFlight
 
 PREFILL = kv_pb2.INSTANCE_KIND_PREFILL
 DECODE = kv_pb2.INSTANCE_KIND_DECODE
@@ -33,20 +31,12 @@ class ServedModel:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One incarnation of one instance, while it is joined."""
+    """One incarnation of one instance, while it is joined; `load` is its last report."""
 
     instance: kv_pb2.Instance
     total_blocks: int
     model: conductor_pb2.ModelInfo | None
     load: conductor_pb2.LoadReport
-    tracker: SpeedTracker
-    last_heard: float
-    placed: int = 0  # requests ever placed here: breaks ties
-    passed_over: int = 0  # requests placed on others of its kind since
-    capacity_bytes: int = 0  # of a kvstore; 0 = not known
-    loads: set[str] = field(default_factory=set)  # requests that read from this kvstore
-    prefills: PrefillsInFlight = field(default_factory=PrefillsInFlight)
-    decodes: DecodesInFlight = field(default_factory=DecodesInFlight)
 
     @property
     def id(self) -> str:
@@ -106,7 +96,7 @@ class Registry:
         """Whether at least one prefill and one decode instance take requests."""
         return all(any(not member.load.draining for member in self.of_kind(kind)) for kind in ENGINES)
 
-    def join(self, hello: conductor_pb2.JoinHello, now: float) -> Member:
+    def join(self, hello: conductor_pb2.JoinHello) -> Member:
         """Take an instance in; an earlier member of its id is replaced.
 
         Raises:
@@ -126,9 +116,6 @@ class Registry:
             total_blocks=hello.total_blocks,
             model=model,
             load=conductor_pb2.LoadReport(free_blocks=hello.total_blocks, speed=hello.speed),
-            tracker=SpeedTracker(Speeds.from_proto(hello.speed)),
-            last_heard=now,
-            capacity_bytes=hello.capacity_bytes,
         )
         self._members[instance.id] = member
         return member
@@ -142,13 +129,6 @@ class Registry:
         if instance.kind in ENGINES:
             self._check_model(hello)
 
-    def placed(self, member: Member) -> None:
-        """Count a request placed on a member, and passed over by the others of its kind."""
-        for other in self.of_kind(member.kind):
-            other.passed_over += 1
-        member.placed += 1
-        member.passed_over = 0
-
     def leave(self, member: Member) -> bool:
         """Remove a member; False when it was replaced by a later incarnation or had left."""
         if self._members.get(member.id) is not member:
@@ -157,13 +137,6 @@ class Registry:
         self._forget_model_without_engines()
         return True
 
-    def report(self, member: Member, load: conductor_pb2.LoadReport, now: float) -> None:
-        member.load = load
-        member.last_heard = now
-        member.decodes.reported()
-        if load.HasField("speed"):
-            member.tracker.rebase(Speeds.from_proto(load.speed))
-
     def check_invariants(self) -> None:
         """Raise AssertionError when members and model contradict each other."""
         engines = [member for member in self._members.values() if member.kind in ENGINES]
@@ -171,9 +144,6 @@ class Registry:
         for instance_id, member in self._members.items():
             assert member.id == instance_id
             assert (member.model is None) == (member.kind == KVSTORE)
-            assert member.kind == PREFILL or not len(member.prefills)
-            assert member.kind == DECODE or not len(member.decodes)
-            assert member.kind == KVSTORE or not member.loads
             if member.model is not None:
                 assert self._model is not None
                 assert member.model.namespace == self._model.namespace

@@ -18,12 +18,11 @@ from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens
 from moonpool.kv.layout import KVLayout
 from moonpool.sampling import SamplingParams, check_end_tokens
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor.admission import Slo
+from services.conductor.core.admission import Slo
+from services.conductor.core.messages import ATTEMPT_MARK
 
 MAX_ID_CHARS = 128
 MAX_TENANT_CHARS = 256
-ATTEMPT_MARK = "~"
-"""Separates a request's id from the number of the attempt in the ids that engines see."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from moonpool.drive.driver import Driver
+from moonpool.drive.journal import JournalWriter
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import serving
@@ -14,9 +16,16 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
+from services.conductor.calls import Calls
 from services.conductor.checkpoint import Checkpoint
-from services.conductor.cluster import BackgroundTasks, Cluster
+from services.conductor.cluster import Cluster
 from services.conductor.config import ConductorConfig
+from services.conductor.core.conductor import ConductorCore
+from services.conductor.core.messages import Action, Event
+from services.conductor.core.picture import Picture
+from services.conductor.core.placing import Limits
+from services.conductor.desk import Desk
+from services.conductor.explain import Decisions
 from services.conductor.servicer import ConductorServicer
 
 log = get_logger(__name__)
@@ -25,6 +34,8 @@ DESCRIPTOR = conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
 DRAIN_MARGIN = 0.8
 """Share of `drain_s` that requests get to end by themselves; then they are ended as cancelled."""
 GRACE_S = 2.0
+RESERVE_LIMIT = 2.0
+"""A `Reserve` call ends after so many times the seconds that the core waits for it: a late promise can be undone."""
 
 
 @asynccontextmanager
@@ -35,11 +46,16 @@ async def conductor(
     async with AsyncExitStack() as stack:
         tokenizing = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "tokenize"))
         channels = await stack.enter_async_context(Channels())
-        cluster = Cluster(config, checkpoint.served(), channels)
-        background = BackgroundTasks()
+        core = _core(config)
+        driver: Driver[Event, Action] = Driver(core, lambda action: desk.perform(action), journal=_journal(config))
+        cluster = Cluster(checkpoint.served(), channels, driver.post)
+        stack.callback(driver.close)
         stack.push_async_callback(cluster.steps.aclose)
-        stack.push_async_callback(background.aclose)
-        servicer = ConductorServicer(config, checkpoint, cluster, background, tokenizing, spans)
+        calls = Calls(channels, cluster.steps, cluster.find, driver.post, RESERVE_LIMIT * config.reserve_timeout_s)
+        stack.push_async_callback(calls.aclose)
+        decisions = Decisions(config.explain_history)
+        desk = Desk(calls, decisions, cluster.resync, driver.post)
+        servicer = ConductorServicer(config, checkpoint, cluster, core, desk, decisions, tokenizing, spans)
         metrics = Metrics(config.service())
         metrics.watch(servicer.gauges)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
@@ -49,6 +65,17 @@ async def conductor(
             kv_pb2.Instance(id=config.id, incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_CONDUCTOR, address=address)
         )
         yield servicer, address
+
+
+def _core(config: ConductorConfig) -> ConductorCore:
+    limits = Limits(config.retries, config.recovery_s, config.room_wait_s, config.reserve_timeout_s)
+    return ConductorCore(limits, Picture(config.max_index_keys, config.balancing_threshold, config.kvstore_replicas))
+
+
+def _journal(config: ConductorConfig) -> JournalWriter | None:
+    if config.journal_dir is None:
+        return None
+    return JournalWriter(config.journal_dir, config.id, config.journal_bytes)
 
 
 async def serve(context: ProcessContext, config: ConductorConfig) -> None:

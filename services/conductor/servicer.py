@@ -12,21 +12,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from moonpool.errors import InvalidRequest, Unavailable, Unsupported
+from moonpool.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, Unsupported
 from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor import admission
 from services.conductor.answer import Answer
 from services.conductor.checkpoint import Checkpoint
-from services.conductor.cluster import BackgroundTasks, Cluster
+from services.conductor.cluster import Cluster
 from services.conductor.config import ConductorConfig
-from services.conductor.generate import Generation
+from services.conductor.core.conductor import ConductorCore
+from services.conductor.desk import Desk
+from services.conductor.explain import Decisions
 from services.conductor.join import JoinServer
-from services.conductor.registry import DECODE, KVSTORE, PREFILL
 from services.conductor.request import Served, read_request
 
 _GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, conductor_pb2.GenerateResponse]
+
+
+QUEUE_FULL_RETRY_S = 1.0
 
 
 class ConductorServicer:
@@ -37,7 +40,9 @@ class ConductorServicer:
         config: ConductorConfig,
         checkpoint: Checkpoint,
         cluster: Cluster,
-        background: BackgroundTasks,
+        core: ConductorCore,
+        desk: Desk,
+        decisions: Decisions,
         tokenizing: ThreadPoolExecutor,
         spans: Recorder,
     ) -> None:
@@ -45,12 +50,14 @@ class ConductorServicer:
         self._config = config
         self._checkpoint = checkpoint
         self.cluster = cluster
-        self._background = background
+        self.core = core
+        self._desk = desk
+        self._decisions = decisions
         self._tokenizing = tokenizing
         self._spans = spans
         self._joins = JoinServer(cluster, config.heartbeat_s)
         self._instance = kv_pb2.Instance(kind=kv_pb2.INSTANCE_KIND_CONDUCTOR)
-        self._running: dict[str, Generation | None] = {}
+        self._running: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -70,9 +77,7 @@ class ConductorServicer:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
         except TimeoutError:
-            for generation in self._running.values():
-                if generation is not None:
-                    generation.cancel()
+            self._desk.stop()
         self._joins.stop()
 
     async def Generate(self, request: conductor_pb2.GenerateRequest, context: _GenerateContext) -> None:
@@ -80,17 +85,17 @@ class ConductorServicer:
         request_id = request.request_id or secrets.token_hex(8)
         if self._draining:
             raise Unavailable("this conductor is draining")
-        admission.check_queue(len(self._running), self._config.max_queue)
+        self._check_queue()
         if request_id in self._running:
             raise InvalidRequest("request_id", f"{request_id!r} is running already")
-        self._running[request_id] = None
+        self._running.add(request_id)
         self._idle.clear()
         try:
             with self._spans.span("generate", request=request_id):
                 await self._generate(request, request_id, arrived, context)
             self._served += 1
         finally:
-            del self._running[request_id]
+            self._running.remove(request_id)
             if not self._running:
                 self._idle.set()
 
@@ -103,10 +108,23 @@ class ConductorServicer:
         request = await loop.run_in_executor(
             self._tokenizing, read_request, message, served, request_id, lambda: secrets.randbits(64)
         )
-        answer = Answer.begin(request, served, arrived)
-        generation = Generation(self.cluster, self._background, self._config, answer, deadline, context.write)
-        self._running[request_id] = generation
-        await generation.run()
+        serving = self._desk.open(Answer.begin(request, served, arrived), deadline)
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                async for response in serving.outgoing:
+                    await context.write(response)
+        except TimeoutError:
+            raise DeadlineExceeded("the request took longer than it may") from None
+        finally:
+            self._desk.gone(serving)
+
+    def _check_queue(self) -> None:
+        if len(self._running) >= self._config.max_queue:
+            raise Overloaded(
+                f"{len(self._running)} requests are running, as many as this conductor takes",
+                reason="queue_full",
+                retry_after_s=QUEUE_FULL_RETRY_S,
+            )
 
     def _served_now(self) -> Served:
         model, layout = self.cluster.registry.model, self.cluster.registry.layout
@@ -123,7 +141,7 @@ class ConductorServicer:
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: object) -> conductor_pb2.ExplainResponse:
         """Return how a request was placed."""
-        return self.cluster.decisions.get(request.request_id)
+        return self._decisions.get(request.request_id)
 
     async def ClusterState(
         self, request: conductor_pb2.ClusterStateRequest, context: object
@@ -134,7 +152,7 @@ class ConductorServicer:
             conductor_pb2.InstanceState(
                 instance=member.instance,
                 load=member.load,
-                indexed_blocks=self.cluster.index.held(member.id),
+                indexed_blocks=self.core.picture.index.held(member.id),
                 total_blocks=member.total_blocks,
             )
             for member in registry
@@ -160,27 +178,25 @@ class ConductorServicer:
         return conductor_pb2.ConductorStatsResponse(instance=self._instance, gauges=self.gauges.read())
 
     def _make_gauges(self) -> Gauges:
-        cluster = self.cluster
+        cluster, requests, picture = self.cluster, self.core.requests, self.core.picture
         return Gauges(
             [
                 ("requests_running", lambda: len(self._running), 0),
                 ("requests_served", lambda: self._served, None),
                 ("steps_sequences", lambda: cluster.steps.sequences, 0),
-                ("prefills_in_flight", lambda: sum([len(m.prefills) for m in cluster.registry.of_kind(PREFILL)]), 0),
-                ("decodes_in_flight", lambda: sum([len(m.decodes) for m in cluster.registry.of_kind(DECODE)]), 0),
-                ("loads_in_flight", lambda: sum([len(m.loads) for m in cluster.registry.of_kind(KVSTORE)]), 0),
-                ("watched_instances", lambda: cluster.watched, 0),
-                ("background_tasks", lambda: len(self._background), 0),
+                ("requests_followed", lambda: len(requests), 0),
+                ("calls_out", lambda: requests.calls, 0),
+                ("waiting_for_room", lambda: requests.waiting_for_room, 0),
+                ("prefills_in_flight", lambda: picture.prompts_in_flight, 0),
+                ("decodes_in_flight", lambda: picture.answers_in_flight, 0),
+                ("loads_in_flight", lambda: picture.reads_in_flight, 0),
+                ("claims", lambda: len(picture.claims), 0),
+                ("decode_blocks_unreported", lambda: picture.blocks_unreported, 0),
                 ("steps_messages_unsent", lambda: cluster.steps.unsent, 0),
-                ("looking_for_room", cluster.room_queue.locked, 0),
-                ("decode_blocks_unreported", lambda: self._unreported_blocks(), 0),
                 ("emulated", lambda: cluster.registry.emulated, None),
                 ("instances", lambda: len(cluster.registry), None),
-                ("index_keys", lambda: len(cluster.index), None),
-                ("decisions", lambda: len(cluster.decisions), None),
+                ("index_keys", lambda: len(picture.index), None),
+                ("decisions", lambda: len(self._decisions), None),
                 *process_entries(),
             ]
         )
-
-    def _unreported_blocks(self) -> int:
-        return sum(member.decodes.total_unreported_blocks() for member in self.cluster.registry.of_kind(DECODE))

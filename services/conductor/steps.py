@@ -1,13 +1,14 @@
 """The conductor's end of `Steps`: one multiplexed stream per decode instance, for all sequences that run there.
 
-A sequence's tokens go to its `Inbox`; when a stream breaks, all its sequences fail with StreamBroken and the next
+A sequence's tokens go to its follower; when a stream breaks, all its sequences fail with StreamBroken and the next
 sequence opens a new one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from moonpool.errors import MoonpoolError, StreamBroken
 from moonpool.rpc.channels import Channels
@@ -15,13 +16,22 @@ from moonpool.streams.calling import ClientStream
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
-from services.conductor.inbox import Inbox
 
 log = get_logger(__name__)
 
 QUEUE_MESSAGES = 8192
 """Starts and cancels waiting to be written; a decode instance that lets them grow beyond it does not read at all."""
 WRITE_TIMEOUT_S = 10.0
+
+
+class Follower(Protocol):
+    """Follows one sequence."""
+
+    def tokens(self, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType) -> None:
+        """Tokens from a position of the answer on; with the last of them the reason of the end."""
+
+    def fail(self, error: MoonpoolError) -> None:
+        """The sequence cannot go on."""
 
 
 class _StepsCall(ClientStream[decode_pb2.StepsRequest, decode_pb2.StepsResponse]):
@@ -69,26 +79,26 @@ class StepsStream:
         self._channels = channels
         self._conductor = conductor
         self._on_idle_break = on_idle_break
-        self._inboxes: dict[str, Inbox] = {}
+        self._followers: dict[str, Follower] = {}
         self._call: _StepsCall | None = None
 
     def __len__(self) -> int:
         """Sequences on the stream."""
-        return len(self._inboxes)
+        return len(self._followers)
 
     @property
     def unsent(self) -> int:
         """Starts and cancels that wait to be written; a broken stream has none."""
         return len(self._call.outbox) if self._call is not None else 0
 
-    def subscribe(self, sequence_id: str, inbox: Inbox) -> None:
-        """Let a sequence's tokens go to `inbox`."""
-        assert sequence_id not in self._inboxes, f"{sequence_id} is subscribed already"
-        self._inboxes[sequence_id] = inbox
+    def subscribe(self, sequence_id: str, follower: Follower) -> None:
+        """Let a sequence's tokens go to `follower`, until its end."""
+        assert sequence_id not in self._followers, f"{sequence_id} is subscribed already"
+        self._followers[sequence_id] = follower
 
     def unsubscribe(self, sequence_id: str) -> None:
         """End it; unknown ids are fine."""
-        self._inboxes.pop(sequence_id, None)
+        self._followers.pop(sequence_id, None)
 
     def start(self, sequence_id: str, target: kv_pb2.TransferTarget, first_token_id: int) -> None:
         """Tell decode the first token, with which the sequence may join the batch."""
@@ -107,6 +117,10 @@ class StepsStream:
         )
         self._send(decode_pb2.StepsRequest(cancel=cancel))
 
+    def open(self) -> None:
+        """Let the stream be there: while it is, decode keeps what it has promised to this conductor."""
+        self._connected()
+
     def fail(self, error: MoonpoolError) -> None:
         """Break the stream, because the instance is lost."""
         if self._call is not None and self._call.error is None:
@@ -122,39 +136,44 @@ class StepsStream:
             await call.aclose()
 
     def _send(self, message: decode_pb2.StepsRequest) -> None:
-        if self._call is None or self._call.error is not None:
-            self._call = _StepsCall(self._channels, self.decode, self._conductor, self._tell, self._broken)
-            self._call.begin()
         try:
-            self._call.outbox.post(message)
+            self._connected().outbox.post(message)
         except StreamBroken:
             self.fail(StreamBroken(f"{self.decode.id} does not read its Steps stream"))
 
+    def _connected(self) -> _StepsCall:
+        if self._call is None or self._call.error is not None:
+            self._call = _StepsCall(self._channels, self.decode, self._conductor, self._tell, self._broken)
+            self._call.begin()
+        return self._call
+
     def _broken(self, error: Exception) -> None:
-        inboxes, self._inboxes = self._inboxes, {}
+        followers, self._followers = self._followers, {}
         failure = error if isinstance(error, MoonpoolError) else StreamBroken(str(error))
-        for inbox in inboxes.values():
-            inbox.fail(failure)
-        if inboxes:
-            log.warning("steps stream broken", decode=self.decode.id, sequences=len(inboxes), error=str(error))
+        for follower in followers.values():
+            follower.fail(failure)
+        if followers:
+            log.warning("steps stream broken", decode=self.decode.id, sequences=len(followers), error=str(error))
         self._on_idle_break(self)
 
     def _tell(self, response: decode_pb2.StepsResponse) -> None:
         for tokens in response.tokens:
-            inbox = self._inboxes.get(tokens.request_id)
-            if inbox is not None:
-                inbox.tokens(tokens.position, tokens.token_ids)
-                self._finish(inbox, tokens.finish_reason)
+            self._hand_on(tokens)
         for failed in response.failed:
-            inbox = self._inboxes.get(failed.request_id)
-            if inbox is not None:
-                inbox.fail(StreamBroken(f"{self.decode.id} cannot go on: {failed.reason}"))
+            follower = self._followers.pop(failed.request_id, None)
+            if follower is not None:
+                follower.fail(StreamBroken(f"{self.decode.id} cannot go on: {failed.reason}"))
 
-    def _finish(self, inbox: Inbox, reason: kv_pb2.FinishReason.ValueType) -> None:
-        if reason == kv_pb2.FINISH_REASON_CANCELLED:  # not by us: a cancelled sequence has no inbox any more
-            inbox.fail(StreamBroken(f"{self.decode.id} cancelled the sequence"))
-        elif reason:
-            inbox.finish(reason)
+    def _hand_on(self, tokens: decode_pb2.SequenceTokens) -> None:
+        reason, sequence_id = tokens.finish_reason, tokens.request_id
+        follower = self._followers.pop(sequence_id, None) if reason else self._followers.get(sequence_id)
+        if follower is None:
+            return
+        if reason != kv_pb2.FINISH_REASON_CANCELLED:
+            follower.tokens(tokens.position, tokens.token_ids, reason)
+        else:  # not by us: a cancelled sequence has no follower any more
+            follower.tokens(tokens.position, tokens.token_ids, kv_pb2.FINISH_REASON_UNSPECIFIED)
+            follower.fail(StreamBroken(f"{self.decode.id} cancelled the sequence"))
 
 
 class StepsPool:

@@ -1,5 +1,7 @@
 """Flags of a decode instance."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from moonpool.engine.instance import EngineConfig
@@ -10,3 +12,28 @@ class DecodeConfig(EngineConfig):
 
     max_batch: int = Field(64, ge=1, description="sequences in one step at most")
     lease_s: float = Field(60.0, gt=0, description="seconds without news after which a promise or transfer ends")
+    promise_s: float = Field(
+        600.0,
+        gt=0,
+        description="seconds for which a promise is renewed at most while its conductor is there and nothing comes",
+    )
+    preemption: Literal["auto", "cache", "recompute", "swap"] = Field(
+        "auto",
+        description="what becomes of a sequence's KV when blocks run out: it stays as cache until it is needed, is "
+        "computed again, or is copied to DRAM and back; auto = as is predicted to be quicker",
+    )
+    swap_bytes: int = Field(256 << 20, ge=0, description="bytes of DRAM for KV that is copied out of the pool")
+    watermark: float = Field(0.01, ge=0, lt=1, description="share of the pool that admitting a request leaves free")
+    step_tokens: int = Field(256, ge=1, description="tokens that are computed again in one step at most")
+    assumed_answer_tokens: int = Field(
+        256, ge=1, description="length that answers are expected to have until some have been seen"
+    )
+    preempt_every: int = Field(
+        0,
+        ge=0,
+        description="diagnosis: preempt a running sequence in every so many steps; 0 = only when blocks run out",
+    )
+    journal_dir: str = Field(
+        "", description="folder for a journal of all decisions, for `moonpool rerun`; empty = none"
+    )
+    journal_bytes: int = Field(64 << 20, ge=1 << 16, description="bytes of the journal at most")

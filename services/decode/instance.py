@@ -3,32 +3,37 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+from moonpool.cluster.speeds import speeds_to_proto
+from moonpool.drive.journal import JournalWriter
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
-from moonpool.errors import Overloaded, Unavailable
-from moonpool.sched.batch_scheduler import BatchScheduler
-from moonpool.sched.block_manager import BlockManager
+from moonpool.errors import Unavailable
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.streams.transfer import TransferState
 from moonpool.streams.writeback import WriteBack, WriteBackLimits
 from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.decode.config import DecodeConfig
-from services.decode.loop import DecodeLoop, watch_leases
+from services.decode.core.config import CoreConfig, Preemption
+from services.decode.core.machine import DecodeCore
+from services.decode.core.request import State
+from services.decode.live import LiveRequest
 from services.decode.receiver import Receiver
-from services.decode.requests import DecodeRequest, RequestTable
+from services.decode.shell import DecodeShell
 from services.decode.subscriber import Subscriber
+
+PARKED = (State.PARKED, State.SWAPPING_OUT, State.SWAPPING_IN)
 
 
 class DecodeInstance:
     """One decode instance.
 
     Attributes:
+        core: decides.
         manager: the pool's blocks.
-        scheduler: the batch and the promised blocks.
-        requests: all requests.
-        loop: generates tokens.
+        shell: does what the core decides; has the requests.
         write_back: stores the answers' full blocks.
         subscribers: conductors on a Steps stream.
         receivers: prefill processes on a ReceiveKV stream.
@@ -38,30 +43,29 @@ class DecodeInstance:
     def __init__(self, context: InstanceContext, config: DecodeConfig) -> None:
         layout, engine = context.setup.layout, context.engine
         self.setup, self.identity, self.layout, self.pool = context.setup, context.instance, layout, engine.pool
-        self.manager = BlockManager(engine.blocks)
-        self.scheduler = BatchScheduler(
-            self.manager,
-            block_tokens=layout.block_tokens,
-            max_batch=config.max_batch,
-            max_tokens=context.setup.max_tokens,
-        )
-        self.requests = RequestTable(self.scheduler, layout, config.lease_s)
+        self.core = DecodeCore(core_config(context, config))
+        self.manager = self.core.blocks
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             lambda address: StoreWriter(context.channels, address, context.hello(), layout, context.link),
             engine.pool.read,
-            self._written_back,
+            lambda blocks: self.shell.copies.written_back(blocks),
             time.monotonic,
         )
-        self.loop = DecodeLoop(engine, self.scheduler, self.requests, self.write_back, context.spans, context.notify)
+        folder = config.journal_dir
+        journal = JournalWriter(Path(folder), config.id or "decode", config.journal_bytes) if folder else None
+        self.shell = DecodeShell(
+            self.core, engine, context.setup.max_tokens, self.write_back, context.spans, context.notify, journal
+        )
         self.subscribers: set[Subscriber] = set()
         self.receivers: set[Receiver] = set()
         self.closing = asyncio.Event()
         self.draining = False
+        self.taken = 0
+        """Promises given so far."""
         self._notify = context.notify
         self._link = context.link
         self._engine_gauges = context.engine_gauges()
-        self._lease = asyncio.Event()
         self._received_bytes = 0
         self._stray_frames = 0
 
@@ -69,26 +73,22 @@ class DecodeInstance:
 
     def check_open(self) -> None:
         """Raises Unavailable when new requests are refused."""
-        if self.loop.dead:
-            raise Unavailable(self.loop.dead)
+        if self.shell.dead:
+            raise Unavailable(self.shell.dead)
         if self.draining:
             raise Unavailable(f"{self.identity.id} is draining")
 
-    def reserve(self, incoming: IncomingRequest, stores: Sequence[kv_pb2.Instance], now: float) -> DecodeRequest:
-        """Promises room.
-
-        Raises:
-            Overloaded: there is none now.
-            InvalidRequest: it could never fit.
-        """
-        try:
-            request = self.requests.reserve(incoming, stores, now)
-        except Overloaded:
-            self._notify()
-            raise
-        self._lease.set()
-        self.loop.added()
-        return request
+    def reserve(
+        self,
+        incoming: IncomingRequest,
+        stores: Sequence[kv_pb2.Instance],
+        tbt_slo_s: float,
+        conductor: kv_pb2.Instance | None,
+    ) -> tuple[LiveRequest, float]:
+        """Promises room; see `DecodeShell.reserve`."""
+        promised, predicted_s = self.shell.reserve(incoming, stores, tbt_slo_s, conductor)
+        self.taken += 1
+        return promised, predicted_s
 
     def retire(self, receiver: Receiver) -> None:
         """A prefill process's stream has ended."""
@@ -106,16 +106,16 @@ class DecodeInstance:
         """
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self.loop.run())
-                group.create_task(watch_leases(self.requests, self.loop, self._lease))
+                group.create_task(self.shell.run())
                 group.create_task(self.write_back.run())
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors
         finally:
-            self.loop.die("the instance stops")
+            self.shell.die("the instance stops")
             self.closing.set()
             for subscriber in self.subscribers:
                 subscriber.close()
+            self.shell.close()
 
     def drain(self) -> None:
         """Refuses new requests from now on."""
@@ -124,42 +124,51 @@ class DecodeInstance:
 
     async def drained(self) -> None:
         """Waits until no request is left and what can be written back has been."""
-        await self.loop.empty.wait()
+        await self.shell.empty.wait()
         await self.write_back.idle(WRITE_BACK_GRACE_S)
 
     # --- reports ---------------------------------------------------------------------------------------------------
 
     def load(self) -> conductor_pb2.LoadReport:
         """The load now."""
+        core = self.core
         return conductor_pb2.LoadReport(
-            running=self.scheduler.num_running,
-            waiting=len(self.requests) - self.scheduler.num_running,
+            running=len(core.planner.batch),
+            waiting=len(self.shell) - len(core.planner.batch),
             free_blocks=self.manager.num_free,
             cached_blocks=self.manager.num_cached,
-            promised_blocks=self.scheduler.promised_blocks,
-            context_tokens=self.scheduler.context_tokens,
-            speed=self.loop.tracker.speeds.to_proto(),
+            promised_blocks=core.room.promised + core.room.claims,
+            context_tokens=core.context_tokens,
+            speed=speeds_to_proto(core.tracker.speeds),
             draining=self.draining,
+            taken=self.taken,
         )
 
     def gauges(self) -> Gauges:
         """Everything the instance holds."""
-        requests, manager, scheduler = self.requests, self.manager, self.scheduler
+        shell, core, manager = self.shell, self.core, self.manager
         return Gauges(
             [
-                ("sequences_running", lambda: scheduler.num_running, 0),
-                ("sequences_waiting", lambda: scheduler.num_waiting, 0),
-                ("requests", lambda: len(requests), 0),
-                ("steps_in_flight", lambda: scheduler.step_in_flight is not None, 0),
-                ("transfers_promised", lambda: requests.count(TransferState.PROMISED), 0),
-                ("transfers_receiving", lambda: requests.count(TransferState.RECEIVING), 0),
-                ("transfers_complete", lambda: requests.count(TransferState.COMPLETE), 0),
-                ("promised_blocks", lambda: scheduler.promised_blocks, 0),
+                ("sequences_running", lambda: len(core.planner.batch), 0),
+                ("sequences_waiting", lambda: len(core.planner.ready), 0),
+                ("sequences_parked", lambda: core.count(*PARKED), 0),
+                ("sequences_catching_up", lambda: len(core.planner.catching), 0),
+                ("requests", lambda: len(shell), 0),
+                ("steps_in_flight", lambda: shell.step_in_flight, 0),
+                ("transfers_promised", lambda: shell.count(TransferState.PROMISED), 0),
+                ("transfers_receiving", lambda: shell.count(TransferState.RECEIVING), 0),
+                ("transfers_complete", lambda: shell.count(TransferState.COMPLETE), 0),
+                ("promised_blocks", lambda: core.room.promised, 0),
+                ("expected_blocks", lambda: core.room.claims, 0),
+                ("swapped_blocks", lambda: core.parking.saved, 0),
+                ("preemptions", lambda: core.parking.preemptions, None),
+                ("swaps", lambda: core.parking.swaps, None),
+                ("recomputed_tokens", lambda: core.planner.recomputed_tokens, None),
                 ("blocks_total", lambda: manager.num_blocks, None),
                 ("blocks_used", lambda: manager.num_used, 0),
                 ("blocks_cached", lambda: manager.num_cached, None),
                 ("blocks_free", lambda: manager.num_free, None),
-                ("context_tokens", lambda: scheduler.context_tokens, 0),
+                ("context_tokens", lambda: core.context_tokens, 0),
                 ("tokens_unsent", lambda: sum(subscriber.waiting for subscriber in self.subscribers), 0),
                 ("credits_kept_bytes", lambda: sum(receiver.credits_kept for receiver in self.receivers), 0),
                 ("messages_unsent", lambda: self._messages_unsent(), 0),
@@ -174,7 +183,7 @@ class DecodeInstance:
                 ("prefill_streams", lambda: len(self.receivers), None),
                 ("received_bytes", self._all_received_bytes, None),
                 ("stray_frames", self._all_stray_frames, None),
-                ("steps", lambda: self.loop.steps, None),
+                ("steps", lambda: shell.steps, None),
                 *self._engine_gauges,
                 *process_entries(),
             ]
@@ -189,6 +198,22 @@ class DecodeInstance:
     def _all_stray_frames(self) -> float:
         return self._stray_frames + sum(receiver.stray_frames for receiver in self.receivers)
 
-    def _written_back(self, blocks: Sequence[int]) -> None:
-        self.manager.release(blocks)
-        self._notify()
+
+def core_config(context: InstanceContext, config: DecodeConfig) -> CoreConfig:
+    """The core's settings, from the instance's."""
+    layout, engine = context.setup.layout, context.engine
+    return CoreConfig(
+        num_blocks=engine.blocks,
+        block_tokens=layout.block_tokens,
+        block_bytes=layout.block_bytes,
+        max_batch=config.max_batch,
+        lease_s=config.lease_s,
+        promise_s=config.promise_s,
+        speeds=engine.speeds,
+        preemption=Preemption(config.preemption),
+        watermark_blocks=int(engine.blocks * config.watermark),
+        step_tokens=config.step_tokens,
+        swap_blocks=config.swap_bytes // layout.block_bytes,
+        assumed_answer_tokens=config.assumed_answer_tokens,
+        preempt_every=config.preempt_every,
+    )

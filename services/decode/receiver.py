@@ -1,10 +1,9 @@
 """Receives KV: one object per stream from a prefill process. Each frame is checked before its slices are written."""
 
 import time
-from collections.abc import Callable
 
 from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
-from moonpool.kv.frames import split_run
+from moonpool.kv.frames import DamagedSliceError, split_run
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.streams.outbox import Outbox
@@ -12,7 +11,8 @@ from moonpool.streams.receiving import FrameReceiver
 from moonpool.streams.transfer import InboundTransfer, TransferState
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import decode_pb2, kv_pb2
-from services.decode.requests import DecodeRequest, RequestTable
+from services.decode.live import LiveRequest
+from services.decode.shell import DecodeShell
 
 log = get_logger(__name__)
 
@@ -23,36 +23,27 @@ class Receiver:
     Args:
         sender: the prefill instance.
         instance: this instance.
-        requests: all requests of the instance.
+        shell: has the requests.
         pool: KV is written there.
-        arrived: called when all KV of a request has come.
-        end: ends a request, with the reason.
-        notify: called when blocks were bound.
     """
 
     def __init__(
         self,
         sender: kv_pb2.Instance,
         instance: kv_pb2.Instance,
-        requests: RequestTable,
+        shell: DecodeShell,
         pool: KVPool,
-        arrived: Callable[[DecodeRequest], None],
-        end: Callable[[DecodeRequest, str], None],
-        notify: Callable[[], None],
     ) -> None:
         self.outbox = Outbox()
         self.received_bytes = 0
         self.stray_frames = 0
         self._sender = sender
         self._instance = instance
-        self._requests = requests
+        self._shell = shell
         self._pool = pool
         self._layout: KVLayout = pool.layout
-        self._arrived = arrived
-        self._end = end
-        self._notify = notify
         self._credits = FrameReceiver()
-        self._receiving: dict[int, DecodeRequest] = {}  # by transfer id: opened on this stream, without a verdict
+        self._receiving: dict[int, LiveRequest] = {}  # by transfer id: opened on this stream, without a verdict
 
     @property
     def credits_kept(self) -> int:
@@ -87,6 +78,7 @@ class Receiver:
             transfer.generation,
             complete=transfer.state is TransferState.COMPLETE,
             reason=transfer.reason,
+            damaged_block=transfer.damaged_block,
         )
         self._receiving.pop(transfer.transfer_id, None)
         credit = None if self._receiving else self._credits.idle()
@@ -97,10 +89,10 @@ class Receiver:
         """Ends the requests whose KV was not complete when the stream ended."""
         self.outbox.close(StreamBroken("the sender's stream ended"))
         for request in list(self._receiving.values()):
-            self._end(request, "the sender's stream broke")
+            self._shell.end(request, "the sender's stream broke")
 
     def _open(self, message: decode_pb2.TransferOpen) -> None:
-        request = self._requests.get(message.transfer_id, message.generation)
+        request = self._shell.get(message.transfer_id, message.generation)
         if message.decode_incarnation != self._instance.incarnation:
             self._answer(
                 message.transfer_id,
@@ -113,18 +105,17 @@ class Receiver:
             self._answer(message.transfer_id, message.generation, complete=False, reason="no such transfer (any more)")
             return
         try:
-            self._requests.bind(request, self.verdict, time.monotonic())
+            self._shell.open(request, self.verdict)
         except TransferFailed as error:
             self._answer(message.transfer_id, message.generation, complete=False, reason=str(error))
             return
         self._receiving[message.transfer_id] = request
-        self._notify()
         if request.complete:
             self._complete(request)
 
     def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
         self.received_bytes += payload.nbytes
-        request = self._requests.get(header.session, header.generation)
+        request = self._shell.get(header.session, header.generation)
         if request is None or header.session not in self._receiving:
             # The transfer has ended while the frame was on its way; its blocks may belong to another request by now.
             self.stray_frames += 1
@@ -134,40 +125,48 @@ class Receiver:
         if credit is not None:
             self.outbox.post(decode_pb2.ReceiveKVResponse(credit=credit))
 
-    def _write(self, request: DecodeRequest, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
+    def _write(self, request: LiveRequest, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
         try:
             for run, data, hashes in request.transfer.opener.open(header, payload):
                 request.transfer.accept(run, time.monotonic())
                 for (index, _, piece), value in zip(split_run(run, data, self._layout), hashes, strict=True):
-                    self._pool.write(run.layer, request.block_table[index], piece, value)
+                    self._pool.write(run.layer, request.table[index], piece, value)
+            self._shell.heard(request)
         except (FrameError, TransferFailed) as error:
-            log.warning("bad frame", sender=self._sender.id, request=request.incoming.request_id, reason=str(error))
+            if isinstance(error, DamagedSliceError):
+                request.transfer.damaged_block = error.block
+            log.warning("bad frame", sender=self._sender.id, request=request.request_id, reason=str(error))
             if request.complete:  # all slices had come before the bad one
                 self._complete(request)
             else:
-                self._end(request, str(error))
+                self._shell.end(request, str(error))
             return
         if request.complete:
             self._complete(request)
 
-    def _complete(self, request: DecodeRequest) -> None:
-        self._requests.completed(request)
+    def _complete(self, request: LiveRequest) -> None:
         self.verdict(request.transfer)
-        self._arrived(request)
+        self._shell.arrived(request)
 
     def _close(self, message: decode_pb2.TransferClose) -> None:
-        request = self._requests.get(message.transfer_id, message.generation)
+        request = self._shell.get(message.transfer_id, message.generation)
         if request is None or message.transfer_id not in self._receiving:
             return
-        self._end(
+        self._shell.end(
             request,
             "the sender gave up" if message.aborted else f"closed with {request.transfer.missing()} slices missing",
         )
 
-    def _answer(self, transfer_id: int, generation: int, *, complete: bool, reason: str) -> None:
+    def _answer(
+        self, transfer_id: int, generation: int, *, complete: bool, reason: str, damaged_block: int | None = None
+    ) -> None:
         status = decode_pb2.TRANSFER_STATUS_COMPLETE if complete else decode_pb2.TRANSFER_STATUS_FAILED
         verdict = decode_pb2.TransferVerdict(
-            transfer_id=transfer_id, generation=generation, status=status, reason=reason
+            transfer_id=transfer_id,
+            generation=generation,
+            status=status,
+            reason=reason,
+            damaged_block=damaged_block,
         )
         self._post(decode_pb2.ReceiveKVResponse(verdict=verdict))
 

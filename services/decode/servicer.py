@@ -1,14 +1,12 @@
 """The DecodeService contract: translates messages into calls of a `DecodeInstance` and back."""
 
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
 
 from moonpool.cluster.instances import check_instance
-from moonpool.cost import decode_step_seconds
-from moonpool.errors import InvalidRequest, Overloaded, Unavailable, Unsupported
+from moonpool.errors import InvalidRequest, Unavailable, Unsupported
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.rpc.writing import write_each
 from moonpool.streams.outbox import STALL_S
@@ -17,8 +15,8 @@ from moonpool.streams.serving import ServerStream, Write
 from moonpool.telemetry.gauges import Gauges
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.instance import DecodeInstance
+from services.decode.live import LiveRequest
 from services.decode.receiver import Receiver
-from services.decode.requests import DecodeRequest
 from services.decode.subscriber import Subscriber
 
 MAX_STORES = 16
@@ -43,18 +41,13 @@ class DecodeServicer:
         if request.HasField("tbt_slo_s") and not request.tbt_slo_s > 0:
             raise InvalidRequest("tbt_slo_s", "must be above 0")
         incoming = instance.setup.incoming(request.sequence)
-        predicted = self._predicted_tbt_s(len(incoming.token_ids))
-        if request.HasField("tbt_slo_s") and predicted > request.tbt_slo_s:
-            raise Overloaded(
-                f"a token every {predicted:.4g} s is predicted",
-                reason="tbt_slo",
-                predicted_tbt_s=predicted,
-                slo_s=request.tbt_slo_s,
-                retry_after_s=1.0,
-            )
-        promised = instance.reserve(incoming, stores, time.monotonic())
+        conductor = request.conductor if request.HasField("conductor") else None
+        promised, predicted = instance.reserve(incoming, stores, request.tbt_slo_s, conductor)
         return decode_pb2.ReserveResponse(
-            target=self._target(promised), lease_s=instance.requests.lease_s, predicted_tbt_s=predicted
+            target=self._target(promised),
+            lease_s=instance.core.config.lease_s,
+            predicted_tbt_s=predicted,
+            number=instance.taken,
         )
 
     async def ReceiveKV(  # noqa: N802
@@ -75,15 +68,7 @@ class DecodeServicer:
         """Everything the instance holds."""
         return decode_pb2.DecodeStatsResponse(instance=self._instance.identity, gauges=self._gauges.read())
 
-    def _predicted_tbt_s(self, tokens: int) -> float:
-        """Seconds per step with one more sequence of so many tokens, and all that have been promised, in the batch."""
-        instance = self._instance
-        context = sum(len(request.incoming.token_ids) for request in instance.requests if request.sequence is None)
-        context += instance.scheduler.context_tokens + tokens
-        sequences = min(len(instance.requests) + 1, instance.scheduler.max_batch)
-        return decode_step_seconds(instance.loop.tracker.speeds, sequences, context)
-
-    def _target(self, request: DecodeRequest) -> kv_pb2.TransferTarget:
+    def _target(self, request: LiveRequest) -> kv_pb2.TransferTarget:
         return kv_pb2.TransferTarget(
             decode=self._instance.identity,
             transfer_id=request.transfer.transfer_id,
@@ -114,17 +99,9 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
 
     async def on_hello(self, message: decode_pb2.ReceiveKVRequest) -> None:
         """Takes the engine's own KV only."""
-        instance, loop = self._instance, self._instance.loop
+        instance = self._instance
         check_hello(message.hello, namespace=instance.setup.namespace, layout=instance.layout)
-        self._receiver = Receiver(
-            message.hello.sender,
-            instance.identity,
-            instance.requests,
-            instance.pool,
-            loop.arrived,
-            loop.end,
-            loop.notify,
-        )
+        self._receiver = Receiver(message.hello.sender, instance.identity, instance.shell, instance.pool)
         self.outbox = self._receiver.outbox
         instance.receivers.add(self._receiver)
         self._receiver.welcome()
@@ -152,6 +129,7 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
         """Any conductor is served."""
         self._subscriber = Subscriber(message.hello.conductor)
         self._instance.subscribers.add(self._subscriber)
+        self._instance.shell.subscribe(self._subscriber)
 
     def on_message(self, message: decode_pb2.StepsRequest, payload: memoryview) -> None:
         """One order."""
@@ -159,7 +137,7 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
             case "start":
                 _start(message.start, self._subscriber, self._instance)
             case "cancel":
-                self._subscriber.cancelled(message.cancel.request_id, self._instance.loop.cancel(message.cancel))
+                self._subscriber.cancelled(message.cancel.request_id, self._instance.shell.cancel(message.cancel))
             case "resume":
                 raise Unsupported("resuming a sequence is not built yet")
             case other:
@@ -187,13 +165,13 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
     def end(self) -> None:
         """The conductor's sequences end."""
         self._instance.subscribers.discard(self._subscriber)
-        self._instance.loop.unsubscribe(self._subscriber)
+        self._instance.shell.unsubscribe(self._subscriber)
 
 
 def _start(message: decode_pb2.StartSequence, subscriber: Subscriber, instance: DecodeInstance) -> None:
-    if instance.loop.dead:
-        subscriber.failed(message.request_id, instance.loop.dead)
+    if instance.shell.dead:
+        subscriber.failed(message.request_id, instance.shell.dead)
     elif not 0 <= message.first_token_id < instance.setup.vocab_size:  # an engine must never meet such a token
         subscriber.failed(message.request_id, f"there is no token {message.first_token_id}")
     else:
-        instance.loop.start(subscriber, message)
+        instance.shell.start(subscriber, message)

@@ -11,5 +11,11 @@ class PrefillConfig(EngineConfig):
     stages: int = Field(1, ge=1, description="pipeline stages, an engine process each")
     step_tokens: int = Field(512, ge=16, description="prompt tokens computed in one step at most")
     max_queue: int = Field(1024, ge=1, description="requests waiting or running at most; more are refused")
-    load_timeout_s: float = Field(5.0, gt=0, description="seconds a load from a kvstore may make no progress")
+    load_timeout_s: float = Field(
+        5.0, gt=0, description="seconds a load from a kvstore may take beyond what is predicted"
+    )
+    journal_dir: str = Field(
+        "", description="folder for the journal of this instance's decisions; empty = none is kept"
+    )
+    journal_bytes: int = Field(64 << 20, ge=1 << 16, description="bytes of the journal at most; older ones are dropped")
     verdict_timeout_s: float = Field(30.0, gt=0, description="seconds a decode instance has to confirm a transfer")

@@ -3,14 +3,13 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from pathlib import Path
 
-from moonpool.cost import SpeedTracker
+from moonpool.cluster.speeds import speeds_to_proto
+from moonpool.drive.journal import JournalWriter
+from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
-from moonpool.errors import Overloaded, Unavailable
 from moonpool.sched.block_manager import BlockManager
-from moonpool.sched.prefill_scheduler import PrefillScheduler
-from moonpool.streams.peers import Peers
 from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.streams.transfer_client import TransferSender
@@ -18,10 +17,13 @@ from moonpool.streams.writeback import WriteBack, WriteBackLimits
 from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.v1 import conductor_pb2, prefill_pb2
 from services.prefill.config import PrefillConfig
-from services.prefill.jobs import Job
-from services.prefill.kv_sender import KVSender
-from services.prefill.prefix_loader import PrefixLoader
-from services.prefill.runner import Runner
+from services.prefill.core.core import PrefillCore
+from services.prefill.core.events import Drain, Leave
+from services.prefill.core.state import Settings
+from services.prefill.loading import Loading
+from services.prefill.requests import Request
+from services.prefill.sending import Sending
+from services.prefill.shell import Shell
 
 CONNECT_TIMEOUT_S = 2.0
 
@@ -30,93 +32,60 @@ class PrefillInstance:
     """One prefill instance.
 
     Attributes:
-        tracker: predicts and learns the times of computing, loading and sending.
-        manager: the pool's blocks.
-        scheduler: prompts and their chunks.
-        senders: streams to decode instances.
-        loader: loads prefixes from kvstores.
+        core: decides.
+        shell: does what the core decides.
+        sending: streams to decode instances.
+        loading: streams from kvstores.
         write_back: stores new full blocks.
-        runner: runs the jobs.
     """
 
     def __init__(self, context: InstanceContext, config: PrefillConfig) -> None:
-        layout, engine = context.setup.layout, context.engine
-        self.identity, self.layout = context.instance, layout
-        self._context, self._max_queue = context, config.max_queue
-        self.tracker = SpeedTracker(engine.speeds)
+        engine = context.engine
+        self.identity, self.layout = context.instance, context.setup.layout
+        self._context = context
         self._numbers = itertools.count(1)
-        self.draining = False
-        self.manager = BlockManager(engine.blocks)
-        self.scheduler = PrefillScheduler(
-            self.manager,
-            block_tokens=layout.block_tokens,
-            step_tokens=config.step_tokens,
-            stages=engine.stages,
-            layer_events=True,
-        )
-        self.senders = Peers(
-            lambda address: TransferSender(
-                context.channels, address, context.hello(), layout, context.link, connect_timeout_s=CONNECT_TIMEOUT_S
-            )
-        )
-        self.loader = PrefixLoader(
-            engine,
-            self.scheduler,
-            lambda address: StoreReader(
-                context.channels, address, context.hello(), layout, connect_timeout_s=CONNECT_TIMEOUT_S
-            ),
-            self.tracker,
-            context.spans,
-            config.load_timeout_s,
-        )
+        self.core = PrefillCore(_settings(context, config), engine.speeds)
+        self.sending = Sending(engine, self._open_sender, context.spans)
+        emulated_load_s = engine.load_s if isinstance(engine, EmulatedEngine) else None
+        self.loading = Loading(engine, self._open_reader, context.spans, emulated_load_s)
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
-            lambda address: StoreWriter(context.channels, address, context.hello(), layout, context.link),
+            self._open_writer,
             engine.pool.read,
-            self._written_back,
+            lambda blocks: self.shell.written(blocks),
             time.monotonic,
         )
-        self.runner = Runner(
+        self.shell = Shell(
+            self.core,
             engine,
-            self.scheduler,
-            self.loader,
+            self.loading,
+            self.sending,
             self.write_back,
-            self.tracker,
             context.spans,
             context.notify,
-            config.verdict_timeout_s,
+            _journal(config),
         )
 
-    def submit(self, request: prefill_pb2.PrefillRequest) -> Job:
-        """Accepts a prompt.
+    @property
+    def manager(self) -> BlockManager:
+        """The pool's blocks; its keys and events are reported to the conductor."""
+        return self.core.state.manager
+
+    def submit(self, request: prefill_pb2.PrefillRequest) -> Request:
+        """Takes a request; its first event says whether it is accepted.
 
         Raises:
-            Unavailable: the instance drains, or its engine has died.
-            Overloaded: the queue is full.
-            InvalidRequest: the request is wrong, or can never fit.
+            Unavailable: the instance does not run.
+            InvalidRequest: the request is wrong.
         """
-        if self.draining:
-            raise Unavailable(f"{self.identity.id} is draining")
-        if self.runner.jobs >= self._max_queue:
-            predicted = self.runner.predicted_start_s()
-            raise Overloaded(f"{self.runner.jobs} prompts wait", reason="queue_full", retry_after_s=max(0.1, predicted))
-        key = str(next(self._numbers))
-        job = Job.from_proto(request, self._context.setup.incoming(request.sequence), key, time.monotonic())
-        if job.target is not None:
-            sequence = job.sequence
-            job.sender = KVSender(
-                job.request_id,
-                job.target,
-                sequence.num_tokens,
-                self.layout,
-                lambda: sequence.block_table,
-                self._context.engine.pool.read,
-                self.senders,
-                self.tracker,
-                self._context.spans,
-            )
-        self.runner.submit(job)
-        return job
+        incoming = self._context.setup.incoming(request.sequence)
+        taken = Request.from_proto(request, incoming, next(self._numbers))
+        self.shell.submit(taken)
+        return taken
+
+    def cancel(self, request: Request) -> None:
+        """Cancels a request; what it holds is freed when nothing uses it. Without effect on one that has ended."""
+        self.shell.post(Leave(request.number))
 
     async def run(self) -> None:
         """Runs until cancelled.
@@ -127,57 +96,61 @@ class PrefillInstance:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.write_back.run())
-                group.create_task(self.runner.run())
+                group.create_task(self.shell.run())
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors
         finally:
-            await self.senders.aclose()
-            await self.loader.aclose()
+            self.shell.close()
+            await self.sending.aclose()
+            await self.loading.aclose()
 
     def drain(self) -> None:
         """Refuses new requests from now on."""
-        self.draining = True
-        self._context.notify()
+        self.shell.post(Drain())
 
     async def drained(self) -> None:
         """Waits until no request is left and what can be written back has been."""
-        await self.runner.empty.wait()
+        await self.shell.empty.wait()
         await self.write_back.idle(WRITE_BACK_GRACE_S)
 
     def load(self) -> conductor_pb2.LoadReport:
         """The load now."""
-        waiting = self.scheduler.num_waiting
+        state = self.core.state
         return conductor_pb2.LoadReport(
-            running=self.runner.jobs - waiting,
-            waiting=waiting,
-            queued_tokens=self.scheduler.queued_tokens,
-            free_blocks=self.manager.num_free,
-            cached_blocks=self.manager.num_cached,
-            speed=self.tracker.speeds.to_proto(),
-            draining=self.draining,
+            running=len(state.jobs) - len(state.waiting),
+            waiting=len(state.waiting),
+            queued_tokens=self.core.queued_tokens,
+            free_blocks=state.manager.num_free,
+            cached_blocks=state.manager.num_cached,
+            speed=speeds_to_proto(state.tracker.speeds),
+            draining=self.core.draining,
+            drain_s=self.core.drain_seconds(),
+            taken=self.core.taken,
         )
 
     def gauges(self) -> Gauges:
         """Everything the instance holds."""
-        manager, scheduler, runner = self.manager, self.scheduler, self.runner
+        core, state, manager = self.core, self.core.state, self.manager
         return Gauges(
             [
-                ("requests", lambda: runner.jobs, 0),
-                ("sequences_waiting", lambda: scheduler.num_waiting, 0),
-                ("sequences_started", lambda: scheduler.num_started, 0),
-                ("queued_tokens", lambda: scheduler.queued_tokens, 0),
-                ("steps_in_flight", lambda: scheduler.steps_in_flight, 0),
+                ("requests", lambda: len(state.jobs), 0),
+                ("sequences_waiting", lambda: len(state.waiting), 0),
+                ("sequences_started", lambda: len(state.started), 0),
+                ("queued_tokens", lambda: core.queued_tokens, 0),
+                ("drain_seconds", core.drain_seconds, 0),
+                ("steps_in_flight", lambda: len(core.steps.in_flight), 0),
+                ("io_in_flight", lambda: len(state.ios), 0),
                 ("blocks_total", lambda: manager.num_blocks, None),
                 ("blocks_used", lambda: manager.num_used, 0),
                 ("blocks_cached", lambda: manager.num_cached, None),
                 ("blocks_free", lambda: manager.num_free, None),
-                ("transfers", lambda: self.senders.sessions, 0),
-                ("loads", lambda: self.loader.sessions, 0),
-                ("loaded_blocks", lambda: self.loader.loaded_blocks, None),
-                ("load_failures", lambda: self.loader.failures, None),
+                ("transfers", lambda: self.sending.sessions, 0),
+                ("loads", lambda: self.loading.sessions, 0),
+                ("loaded_blocks", lambda: core.loads.loaded_blocks, None),
+                ("load_failures", lambda: core.loads.failures, None),
                 ("link_waiting", lambda: self._context.link.waiting, 0),
-                ("transfer_credits_out_bytes", lambda: self.senders.traffic.credits_out, 0),
-                ("load_credits_kept_bytes", lambda: self.loader.traffic.credits_kept, 0),
+                ("transfer_credits_out_bytes", lambda: self.sending.traffic.credits_out, 0),
+                ("load_credits_kept_bytes", lambda: self.loading.traffic.credits_kept, 0),
                 ("write_back_puts", lambda: self.write_back.sessions, 0),
                 ("write_back_credits_out_bytes", lambda: self.write_back.traffic.credits_out, 0),
                 ("messages_unsent", lambda: self._messages_unsent(), 0),
@@ -185,15 +158,45 @@ class PrefillInstance:
                 ("write_back_stored_blocks", lambda: self.write_back.blocks_stored, None),
                 ("write_back_present_blocks", lambda: self.write_back.blocks_present, None),
                 ("write_back_dropped_blocks", lambda: self.write_back.blocks_dropped, None),
-                ("steps", lambda: runner.steps, None),
+                ("steps", lambda: core.steps.done, None),
                 *self._context.engine_gauges(),
                 *process_entries(),
             ]
         )
 
     def _messages_unsent(self) -> int:
-        return (self.senders.traffic + self.loader.traffic + self.write_back.traffic).unsent
+        return (self.sending.traffic + self.loading.traffic + self.write_back.traffic).unsent
 
-    def _written_back(self, blocks: Sequence[int]) -> None:
-        self.manager.release(blocks)
-        self.runner.wake()
+    def _open_sender(self, address: str) -> TransferSender:
+        it = self._context
+        return TransferSender(
+            it.channels, address, it.hello(), self.layout, it.link, connect_timeout_s=CONNECT_TIMEOUT_S
+        )
+
+    def _open_reader(self, address: str) -> StoreReader:
+        it = self._context
+        return StoreReader(it.channels, address, it.hello(), self.layout, connect_timeout_s=CONNECT_TIMEOUT_S)
+
+    def _open_writer(self, address: str) -> StoreWriter:
+        return StoreWriter(self._context.channels, address, self._context.hello(), self.layout, self._context.link)
+
+
+def _settings(context: InstanceContext, config: PrefillConfig) -> Settings:
+    layout = context.setup.layout
+    return Settings(
+        blocks=context.engine.blocks,
+        block_tokens=layout.block_tokens,
+        layers=layout.layers,
+        slice_bytes=layout.slice_bytes,
+        step_tokens=config.step_tokens,
+        stages=context.engine.stages,
+        max_queue=config.max_queue,
+        load_timeout_s=config.load_timeout_s,
+        verdict_timeout_s=config.verdict_timeout_s,
+    )
+
+
+def _journal(config: PrefillConfig) -> JournalWriter | None:
+    if not config.journal_dir:
+        return None
+    return JournalWriter(Path(config.journal_dir), config.id or "prefill", config.journal_bytes)

@@ -21,4 +21,11 @@ async def serve(context: ProcessContext, config: PrefillConfig) -> None:
         instance = PrefillInstance(shared, config)
         return instance, contract(instance)
 
-    await run_instance(context, config, kv_pb2.INSTANCE_KIND_PREFILL, build, stages=config.stages)
+    await run_instance(
+        context,
+        config,
+        kv_pb2.INSTANCE_KIND_PREFILL,
+        build,
+        stages=config.stages,
+        step_tokens=config.step_tokens,
+    )

@@ -23,29 +23,24 @@ class PrefillServicer:
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """Computes one prompt; leaving the call cancels it."""
-        runner = self._instance.runner
-        predicted = runner.predicted_start_s()
-        job = self._instance.submit(request)
+        taken = self._instance.submit(request)
         try:
-            accepted = prefill_pb2.PrefillAccepted(predicted_start_s=predicted)
-            yield prefill_pb2.PrefillResponse(accepted=accepted)
-            while (event := await job.next()) is not None:
+            while (event := await taken.next()) is not None:
                 yield event
         finally:
-            runner.cancel(job)
+            self._instance.cancel(taken)
 
     async def Cancel(  # noqa: N802
         self, request: prefill_pb2.CancelRequest, context: Context
     ) -> prefill_pb2.CancelResponse:
         """Cancels a prefill by request id."""
-        runner = self._instance.runner
-        jobs = runner.find(request.request_id)
+        found = self._instance.shell.find(request.request_id)
         outcome = kv_pb2.CANCEL_OUTCOME_UNKNOWN
-        if jobs:
-            started = any(job.started.is_set() for job in jobs)
+        if found:
+            started = any(self._instance.core.started(one.number) for one in found)
             outcome = kv_pb2.CANCEL_OUTCOME_IN_FLIGHT if started else kv_pb2.CANCEL_OUTCOME_BEFORE_START
-        for job in jobs:
-            runner.cancel(job)
+        for one in found:
+            self._instance.cancel(one)
         return prefill_pb2.CancelResponse(outcome=outcome)
 
     async def PrefillStats(  # noqa: N802

@@ -12,8 +12,8 @@ import pytest
 from moonpool.cli.check import wait_at_rest
 from moonpool.client import Client
 from moonpool.engine.emulated.profile import load_profile
+from simulator.traces.mooncake import TRACE_VARIABLE, trace_path
 from tests.integration.test_cli import CLI, ENVIRONMENT, children_of, moonpool
-from tests.load.mooncake import TRACE_VARIABLE, trace_path
 from tests.load.trace import Report, main, parse, run
 
 MB = 1 << 20

@@ -16,9 +16,9 @@ from pathlib import Path
 from moonpool.bundled import model_dir
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, SamplingParams, Slo
+from simulator.traces.mooncake import TraceRequest
 from tests.load import prompts
 from tests.load.frame import Outcome, Send
-from tests.load.mooncake import TraceRequest
 from tests.load.program import Program
 from tests.load.program import main as run
 

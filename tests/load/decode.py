@@ -7,24 +7,24 @@ first token from decode.
 """
 
 import argparse
+import asyncio
 import contextlib
 import itertools
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-from moonpool.errors import ConfigError
+from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.kv.frames import Slice
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels
 from moonpool.streams.transfer_client import TransferSender
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
-from services.conductor.inbox import Inbox
 from services.conductor.steps import StepsPool
+from simulator.traces.mooncake import TraceRequest
 from tests.load import prompts
 from tests.load.frame import Outcome, Send
 from tests.load.instance import instance
-from tests.load.mooncake import TraceRequest
 from tests.load.program import Program
 from tests.load.program import main as run
 from tests.slices import slice_to_send
@@ -57,6 +57,32 @@ def made_up(layout: KVLayout, tokens: int) -> Iterator[Slice]:
             yield slice_to_send(layout, layer, block, data, layout.valid_tokens(tokens, block))
 
 
+class Tokens:
+    """Follows one sequence: what `take` gives are its tokens, with the last of them the reason of the end."""
+
+    def __init__(self) -> None:
+        self._news: asyncio.Queue[tuple[int, bool] | MoonpoolError] = asyncio.Queue()
+
+    def tokens(self, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType) -> None:
+        """New ones."""
+        self._news.put_nowait((len(token_ids), bool(reason)))
+
+    def fail(self, error: MoonpoolError) -> None:
+        """The sequence cannot go on."""
+        self._news.put_nowait(error)
+
+    async def take(self) -> tuple[int, bool]:
+        """How many new tokens there are, and whether they are the last.
+
+        Raises:
+            MoonpoolError: the sequence cannot go on.
+        """
+        news = await self._news.get()
+        if isinstance(news, MoonpoolError):
+            raise news
+        return news
+
+
 @contextlib.asynccontextmanager
 async def sending(options: argparse.Namespace, address: str, trace: Sequence[TraceRequest]) -> AsyncIterator[Send]:
     """Whole lives of sequences at decode."""
@@ -82,8 +108,8 @@ async def sending(options: argparse.Namespace, address: str, trace: Sequence[Tra
             promised = await stub.Reserve(decode_pb2.ReserveRequest(sequence=spec))
             goal = promised.target
             goal.decode.address = address  # as we reach it
-            steps, inbox = pool.get(goal.decode), Inbox(1, count)
-            steps.subscribe(request_id, inbox)
+            steps, following = pool.get(goal.decode), Tokens()
+            steps.subscribe(request_id, following)
             try:
                 async with await sender.open(goal) as transfer:
                     steps.start(request_id, goal, tokens[-1])
@@ -92,11 +118,10 @@ async def sending(options: argparse.Namespace, address: str, trace: Sequence[Tra
                     await transfer.verdict(VERDICT_S)
                 finished = False
                 while not finished:
-                    new, reason = await inbox.take()
+                    new, finished = await following.take()
                     if new and outcome.first is None:
                         outcome.first = clock()
-                    outcome.tokens += len(new)
-                    finished = bool(reason) and inbox.closed
+                    outcome.tokens += new
             except BaseException:
                 steps.cancel(request_id, goal)
                 raise

@@ -22,8 +22,8 @@ from moonpool.rpc.channels import Channels
 from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import kv_pb2
+from simulator.traces.mooncake import TraceRequest
 from tests.load.frame import Outcome, Send
-from tests.load.mooncake import TraceRequest
 from tests.load.program import Program
 from tests.load.program import main as run
 from tests.slices import hashed

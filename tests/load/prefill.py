@@ -15,10 +15,10 @@ from moonpool.errors import TransferFailed
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import prefill_pb2
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
+from simulator.traces.mooncake import TraceRequest
 from tests.load import prompts
 from tests.load.frame import Outcome, Send
 from tests.load.instance import instance
-from tests.load.mooncake import TraceRequest
 from tests.load.program import Program
 from tests.load.program import main as run
 from tests.load.sink import sink

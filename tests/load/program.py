@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 
 from benchmarks.frame import machine, today, versions
+from simulator.traces.mooncake import TraceRequest, read_trace
 from tests.load.frame import (
     Outcome,
     Send,
@@ -23,7 +24,6 @@ from tests.load.frame import (
     summarize,
     trace_arrivals,
 )
-from tests.load.mooncake import TraceRequest, read_trace
 from tests.load.picture import picture
 
 

@@ -14,7 +14,7 @@ from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
 from moonpool.kv.keys import block_keys, pack_keys, tokens_to_bytes
 from moonpool.kv.keys import chain_root as root_of
 from moonpool.v1 import kv_pb2
-from tests.load.mooncake import TraceRequest
+from simulator.traces.mooncake import TraceRequest
 
 
 def flags(parser: argparse.ArgumentParser) -> None:

@@ -26,8 +26,9 @@ from moonpool.client import AsyncClient, GenerateResult, SamplingParams, Slo
 from moonpool.engine.emulated.content import continuation
 from moonpool.engine.emulated.profile import emulated_profile
 from moonpool.errors import Unavailable
+from simulator.traces.mooncake import TraceRequest, read_trace, reusable_share, trace_path
+from simulator.traces.workload import CHAT, Workload
 from tests.load.frame import Outcome, Send, Summary, open_loop, summarize
-from tests.load.mooncake import TraceRequest, generate_trace, read_trace, reusable_share, trace_path
 
 REST_S = 30.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -67,7 +68,9 @@ def requests_of(options: argparse.Namespace) -> tuple[list[TraceRequest], str]:
     if path is not None:
         return read_trace(path, limit=options.requests), path.name
     count = options.requests or 200
-    return generate_trace(count, options.seed, rate_per_s=options.rate), f"generated, seed {options.seed}"
+    return Workload(options.seed, dataclasses.replace(CHAT, rate_per_s=options.rate)).requests(
+        count
+    ), f"generated, seed {options.seed}"
 
 
 def plan_of(options: argparse.Namespace, folder: Path) -> StackPlan:

@@ -93,13 +93,20 @@ class Instance:
             await self.until(lambda: not self.restless)
         except TimeoutError:
             raise AssertionError(f"{self.instance.id} is not at rest: {self.restless}") from None
-        self.service.scheduler.check_invariants()
+        self.check()
+
+    def check(self) -> None:
+        """Asserts what must hold at any time."""
+        raise NotImplementedError
 
 
 class Decode(Instance):
     """A decode instance."""
 
     service: DecodeInstance
+
+    def check(self) -> None:
+        self.service.core.check_invariants()
 
     @property
     def stub(self) -> Any:
@@ -111,6 +118,9 @@ class Prefill(Instance):
     """A prefill instance."""
 
     service: PrefillInstance
+
+    def check(self) -> None:
+        self.service.core.check_invariants()
 
     @property
     def stub(self) -> Any:

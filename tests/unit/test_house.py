@@ -34,7 +34,7 @@ def test_every_package_stands_on_a_floor() -> None:
     floors = next(contract for contract in contracts if contract["type"] == "layers")["layers"]
     named = {name.strip() for floor in floors for name in floor.split("|")}
     packages = {f"moonpool.{path.stem}" for path in (ROOT / "moonpool").iterdir() if path.name not in IGNORED}
-    assert named == packages | {"services", "kernels"}
+    assert named == packages | {"services", "simulator", "kernels"}
 
 
 def test_makefile_has_every_verb() -> None:

@@ -49,10 +49,11 @@ MONOTONIC = Clock()
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """Gates and abort of a step; they may come before the step begins."""
+    """Gates, dropped shares and abort of a step; they may come before the step begins."""
 
     open_layer: int = -1
     aborted: bool = False
+    dropped: set[int] = field(default_factory=set)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     error: Exception | None = None
 
@@ -61,11 +62,8 @@ class _Flight:
 class _Schedule:
     """When a step's layers are due, seconds of the engine's clock."""
 
-    begin: float
     due: float
     layer_s: float
-    load_layer_s: float
-    """Seconds that one layer of the prefix takes to load."""
 
     def add_layer(self) -> None:
         """Moves the due time to the end of the next layer."""
@@ -129,6 +127,10 @@ class EmulatedEngine:
         """The profile's, in this machine's seconds and emulated bytes."""
         return self._speeds
 
+    def load_s(self, nbytes: int) -> float:
+        """Seconds that loading so many bytes takes on the emulated hardware; 0 = as long as it takes here."""
+        return load_seconds(self._speeds, nbytes)
+
     @property
     def steps_held(self) -> int:
         """Steps whose gates or aborts are remembered: running ones and ones that have not begun."""
@@ -171,6 +173,10 @@ class EmulatedEngine:
         flight = self._flight(step_id)
         flight.open_layer = max(flight.open_layer, layer)
         flight.changed.set()
+
+    def drop(self, step_id: int, index: int) -> None:
+        """See `Engine.drop`."""
+        self._flight(step_id).dropped.add(index)
 
     def abort(self, step_id: int) -> None:
         """See `Engine.abort`."""
@@ -232,15 +238,13 @@ class EmulatedEngine:
                 shares = shares or [self._sequences.share(sequence) for sequence in step.sequences]
                 # An aborted step goes through the other stages too, so that steps end in order.
                 whole = whole and await self._stage(stage, step, flight, schedule, shares, on_layer)
-        return self._finished(step, shares, start_ns, schedule) if whole else self._aborted(step, start_ns)
+        return self._finished(step, flight, shares, start_ns, schedule) if whole else self._aborted(step, start_ns)
 
     def _schedule(self, step: Step) -> _Schedule:
         begins = [self._sequences.begin(sequence) for sequence in step.sequences]
         seconds = step_seconds(self._speeds, step, decode=self._emulated.decode, begins=begins)
         seconds *= self._emulated.noise.factor(step.step_id)
-        load_s = load_seconds(self._speeds, step, self.layout.token_bytes) if step.gated else 0.0
-        begin = self._clock.now() - self._carry_s
-        return _Schedule(begin, begin, seconds / self.layout.layers, load_s / self.layout.layers)
+        return _Schedule(self._clock.now() - self._carry_s, seconds / self.layout.layers)
 
     async def _stage(
         self, stage: int, step: Step, flight: _Flight, schedule: _Schedule, shares: Sequence[Share], on_layer: OnLayer
@@ -255,8 +259,9 @@ class EmulatedEngine:
                 return False
             start_ns = time.monotonic_ns()
             schedule.add_layer()
-            for share in shares:
-                self._sequences.run(share, layer)
+            for index, share in enumerate(shares):
+                if index not in flight.dropped:
+                    self._sequences.run(share, layer)
             for block, valid_tokens in finished:
                 self._pool.seal(layer, block, valid_tokens)
             if step.layer_events or step.gated or layer == end - 1:
@@ -279,15 +284,16 @@ class EmulatedEngine:
             except TimeoutError:
                 flight.aborted = True
             schedule.not_before(self._clock.now())
-        schedule.not_before(schedule.begin + (layer + 1) * schedule.load_layer_s)
 
-    def _finished(self, step: Step, shares: Sequence[Share], start_ns: int, schedule: _Schedule) -> StepResult:
+    def _finished(
+        self, step: Step, flight: _Flight, shares: Sequence[Share], start_ns: int, schedule: _Schedule
+    ) -> StepResult:
         late = self._clock.now() - schedule.due
         self._carry_s = min(late, CARRY_S) if self.stages == 1 else 0.0
         self.step_s += schedule.layer_s * self.layout.layers
         self.late_s += max(0.0, late - CARRY_S)
-        for sequence in step.sequences:
-            self._sequences.done(sequence, aborted=False)
+        for index, sequence in enumerate(step.sequences):
+            self._sequences.done(sequence, aborted=index in flight.dropped)
         return StepResult(tuple(share.token for share in shares), False, start_ns, time.monotonic_ns())
 
     def _aborted(self, step: Step, start_ns: int) -> StepResult:

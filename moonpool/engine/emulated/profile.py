@@ -240,21 +240,24 @@ def step_seconds(speeds: Speeds, step: Step, *, decode: bool, begins: Sequence[b
 
     Args:
         speeds: of the emulated hardware.
-        step: sequences; prefill counts the chunk and prefix of each, decode the batch and its context.
+        step: sequences; prefill counts the chunk and prefix of each, decode the batch and its context, and as prefill
+            does what a preempted sequence computes again.
         decode: whether it is a decode step.
         begins: for each sequence, whether it begins with this step, after a cached prefix; empty = none does.
     """
     sizes = [(len(sequence.token_ids) // 4, sequence.start) for sequence in step.sequences]
     if decode:
-        return decode_step_seconds(speeds, len(sizes), sum(tokens + start for tokens, start in sizes))
+        again = sum(
+            prefill_seconds(speeds, tokens, start, steps=0, begins=False) for tokens, start in sizes if tokens > 1
+        )
+        ones = [start + 1 for tokens, start in sizes if tokens == 1]
+        return decode_step_seconds(speeds, len(ones), sum(ones)) + again
     return speeds.prefill_base_s + sum(  # the base is per step, however many prompts share it
         prefill_seconds(speeds, tokens, start, steps=0, begins=first)
         for (tokens, start), first in zip(sizes, begins or [False] * len(sizes), strict=True)
     )
 
 
-def load_seconds(speeds: Speeds, step: Step, token_bytes: int) -> float:
-    """Seconds that a gated step's prefix takes to load; 0 where the profile has no rate for it."""
-    if not speeds.load_bytes_per_s:
-        return 0.0
-    return sum(sequence.loading_tokens for sequence in step.sequences) * token_bytes / speeds.load_bytes_per_s
+def load_seconds(speeds: Speeds, nbytes: int) -> float:
+    """Seconds that so many bytes of KV take to load; 0 where the profile has no rate for it."""
+    return nbytes / speeds.load_bytes_per_s if speeds.load_bytes_per_s else 0.0

@@ -11,7 +11,7 @@ import pytest
 from moonpool.cluster import HeldKeys, JoinAgent
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor.index import Applied, PrefixIndex
+from services.conductor.core.index import Applied, PrefixIndex
 
 PARTS = 8
 KEYS = [bytes([number]) * 32 for number in range(64)]
@@ -60,7 +60,7 @@ class Listener:
                     yield conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder())
 
     def knows(self) -> set[bytes]:
-        return {key for key in KEYS if self.index.match([key])}
+        return {key for key in KEYS if self.index.holds("it", key)}
 
 
 def split(keys: bytes) -> list[bytes]:

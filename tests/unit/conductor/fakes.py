@@ -129,6 +129,8 @@ class ScriptedDecode(FakeMember):
     """Generates by the rule of `next_token`, one message per token."""
 
     refusals: list[MoonpoolError] = field(default_factory=list)
+    slow: list[asyncio.Event] = field(default_factory=list)  # promises are told after these, first come first used
+    lease_s: float = 5.0
     fail_at: list[int] = field(default_factory=list)  # output positions at which a sequence fails, once each
     hold_at: int = -1  # position at which sequences wait for `go`
     break_at: list[int] = field(default_factory=list)  # positions at which the whole stream breaks, once each
@@ -140,6 +142,7 @@ class ScriptedDecode(FakeMember):
     cancelled: list[str] = field(default_factory=list)
     progress: Callable[[], None] = lambda: None
     streams: int = 0
+    outgoing: list[asyncio.Queue[decode_pb2.StepsResponse | None]] = field(default_factory=list)
     ids: Any = field(default_factory=lambda: itertools.count(1))
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
@@ -149,14 +152,17 @@ class ScriptedDecode(FakeMember):
         self.history.append(request.sequence.request_id)
         self.requests.append(request)
         self.note()
+        if self.slow:
+            await self.slow.pop(0).wait()
         target = kv_pb2.TransferTarget(decode=self.instance, transfer_id=next(self.ids), generation=1)
-        return decode_pb2.ReserveResponse(target=target, lease_s=5.0)
+        return decode_pb2.ReserveResponse(target=target, lease_s=self.lease_s)
 
     async def Steps(self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Any) -> None:
         self.streams += 1
         self.note()
         tasks: dict[str, asyncio.Task[None]] = {}
         outgoing: asyncio.Queue[decode_pb2.StepsResponse | None] = asyncio.Queue()
+        self.outgoing.append(outgoing)
         writer = asyncio.create_task(self._write(outgoing, context))
         reader = asyncio.create_task(self._read(requests, tasks, outgoing))
         try:
@@ -164,6 +170,11 @@ class ScriptedDecode(FakeMember):
         finally:
             for task in (writer, reader, *tasks.values()):
                 task.cancel()
+
+    def end_streams(self) -> None:
+        """End all Steps streams."""
+        for outgoing in self.outgoing:
+            outgoing.put_nowait(None)
 
     async def _write(self, outgoing: asyncio.Queue[decode_pb2.StepsResponse | None], context: Any) -> None:
         while (message := await outgoing.get()) is not None:

@@ -34,11 +34,11 @@ async def answer(call: Any) -> str:
 async def test_events_reach_the_index_and_leaving_empties_it() -> None:
     k = store(keys=KEYS[:1])
     async with stack() as s:
-        index = s.cluster.index
+        index = s.servicer.core.picture.index
         agent = await s.join(k)
         await s.until(lambda: index.held("kvstore-0") == 1)
         k.store(KEYS[1:3])
-        await s.until(lambda: index.match(KEYS) == {"kvstore-0": 3})
+        await s.until(lambda: index.lengths(KEYS) == {"kvstore-0": 3})
         agent.cancel()
         await s.until(lambda: len(s.cluster.registry) == 0)
         assert len(index) == 0
@@ -60,12 +60,17 @@ async def test_a_missing_message_empties_the_index_and_asks_for_a_snapshot() -> 
         call = await s.call_join(await s.serve(store()))
         assert await answer(call) == "welcome"
         await call.write(events(1, KEYS[:2], snapshot=True))
-        await s.until(lambda: s.cluster.index.held("kvstore-0") == 2)
+        await s.until(lambda: s.servicer.core.picture.index.held("kvstore-0") == 2)
         await call.write(events(3, KEYS[2:]))
         assert await answer(call) == "resync"
-        assert s.cluster.index.held("kvstore-0") == 0
+        assert s.servicer.core.picture.index.held("kvstore-0") == 0
         await call.write(events(4, KEYS, snapshot=True))
-        await s.until(lambda: s.cluster.index.match(KEYS) == {"kvstore-0": 4} and s.cluster.index.synced("kvstore-0"))
+        await s.until(
+            lambda: (
+                s.servicer.core.picture.index.lengths(KEYS) == {"kvstore-0": 4}
+                and s.servicer.core.picture.index.synced("kvstore-0")
+            )
+        )
         call.cancel()
 
 
@@ -83,12 +88,12 @@ async def test_an_instance_comes_back_after_its_stream_broke() -> None:
         hello = await s.serve(store())
         call = await s.call_join(hello)
         await call.write(events(1, KEYS[:1], snapshot=True))
-        await s.until(lambda: s.cluster.index.held("kvstore-0") == 1)
+        await s.until(lambda: s.servicer.core.picture.index.held("kvstore-0") == 1)
         call.cancel()
         await s.until(lambda: len(s.cluster.registry) == 0)
         again = await s.call_join(hello)
         await again.write(events(9, KEYS, snapshot=True))
-        await s.until(lambda: s.cluster.index.held("kvstore-0") == 4)
+        await s.until(lambda: s.servicer.core.picture.index.held("kvstore-0") == 4)
         again.cancel()
 
 
@@ -115,6 +120,46 @@ async def test_requests_of_a_silent_instance_go_on_elsewhere() -> None:
         assert result.token_ids == expected(20, 6)
         assert [placement.decode for placement in result.placements] == ["decode-0", "decode-1"]
         await s.rest()
+
+
+async def test_a_stream_that_times_out_after_its_process_has_joined_again_ends_no_request() -> None:
+    d = decode(hold_at=2)
+    async with stack(prefill(), heartbeat_s=0.2) as s:
+        hello = await s.serve(d)
+        old = await s.call_join(hello)
+        assert await answer(old) == "welcome"
+        params = SamplingParams(max_tokens=6, temperature=0.0)
+        asked = asyncio.create_task(s.client.generate(token_ids=list(range(30, 50)), sampling=params))
+        await d.until(lambda: d.streams == 1)
+        await s.follow(d, hello)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await answer(old)
+        assert "nothing was heard" in str(from_rpc_error(caught.value))
+        d.go.set()
+        result = await asked
+        assert result.token_ids == expected(20, 6)
+        assert len(result.placements) == 1
+        await s.rest()
+
+
+async def test_losing_a_prefill_does_not_end_what_decodes() -> None:
+    p, d = prefill(after=[asyncio.Event()]), decode(hold_at=3)
+    async with stack(d, heartbeat_s=0.2) as s:
+        call = await s.call_join(await s.serve(p))
+        assert await answer(call) == "welcome"
+        stream = s.client.stream(token_ids=list(range(30, 50)), sampling=SamplingParams(max_tokens=6, temperature=0.0))
+        events, tokens = aiter(stream), list[int]()
+        while len(tokens) < 3:
+            tokens += (await anext(events)).token_ids
+        await s.until(lambda: s.cluster.registry.get("prefill-0") is None)
+        d.go.set()
+        async for event in events:
+            tokens += event.token_ids
+        assert tokens == expected(20, 6)
+        assert stream.result is not None
+        assert len(stream.result.placements) == 1
+        await s.rest()
+        assert d.cancelled == []
 
 
 async def test_an_address_that_does_not_answer_is_not_taken() -> None:

@@ -3,6 +3,7 @@
 from moonpool.client import (
     SamplingParams,
 )
+from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.cost import Speeds
 from moonpool.kv.keys import block_keys, chain_root
 from moonpool.v1 import prefill_pb2
@@ -16,9 +17,9 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 async def test_a_prefix_in_a_store_is_named_as_source_and_write_back() -> None:
     p, d, k = prefill(), decode(), store()
-    p.load.speed.CopyFrom(Speeds(prefill_per_token_s=1.0).to_proto())
+    p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
     async with stack(p, d, k) as s:
-        index = s.cluster.index
+        index = s.servicer.core.picture.index
         k.store(list(block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)))
         await s.until(lambda: index.held("kvstore-0") == 2)
         result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
@@ -34,9 +35,9 @@ async def test_a_prefix_in_a_store_is_named_as_source_and_write_back() -> None:
 
 async def test_copies_are_named_to_prefill_and_decode() -> None:
     p, d, stores = prefill(), decode(), [store(number) for number in range(3)]
-    p.load.speed.CopyFrom(Speeds(prefill_per_token_s=1.0).to_proto())
+    p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
     async with stack(p, d, *stores, kvstore_replicas=2) as s:
-        index = s.cluster.index
+        index = s.servicer.core.picture.index
         keys: list[bytes] = [*block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)]
         stores[0].store(keys)
         stores[2].store(keys[:1])
@@ -52,22 +53,22 @@ async def test_copies_are_named_to_prefill_and_decode() -> None:
 
 async def test_a_miss_corrects_the_index_until_the_store_reports_the_block_again() -> None:
     p, d, k = prefill(), decode(), store()
-    p.load.speed.CopyFrom(Speeds(prefill_per_token_s=1.0).to_proto())
+    p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
     async with stack(p, d, k) as s:
-        index = s.cluster.index
+        index = s.servicer.core.picture.index
         keys: list[bytes] = [*block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)]
         k.store(keys)
-        await s.until(lambda: index.match(keys) == {"kvstore-0": 2})
+        await s.until(lambda: index.lengths(keys) == {"kvstore-0": 2})
         p.misses.append(prefill_pb2.StoreMiss(store=k.instance, block=1))
         result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
         assert result.placement.predicted_cached_blocks == 2
-        assert index.match(keys) == {"kvstore-0": 1}
+        assert index.lengths(keys) == {"kvstore-0": 1}
         p.misses.clear()
         result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
         assert result.placement.predicted_cached_blocks == 1
         assert (p.requests[1].source.blocks, p.requests[1].write_back_held) == (1, 1)
         k.store(keys[1:])
-        await s.until(lambda: index.match(keys) == {"kvstore-0": 2})
+        await s.until(lambda: index.lengths(keys) == {"kvstore-0": 2})
 
 
 async def test_a_prompt_shorter_than_a_block_has_a_store_for_its_answer() -> None:

@@ -10,6 +10,7 @@ from moonpool.client import (
     Slo,
     Unavailable,
 )
+from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.cost import Speeds
 
 from .fakes import decode, expected, no_room, prefill
@@ -57,9 +58,35 @@ async def test_requests_wait_for_room_in_turn_and_within_their_limit() -> None:
         assert (await s.client.generate(token_ids=PROMPT, sampling=GREEDY)).token_ids == expected(40, 8)
 
 
+async def test_a_promise_that_comes_too_late_is_given_back() -> None:
+    told = asyncio.Event()
+    p, slow, quick = prefill(), decode(0, slow=[told]), decode(1)
+    async with stack(p, slow, quick, reserve_timeout_s=1.0) as s:
+        result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        assert result.placement.decode == "decode-1"
+        told.set()
+        await slow.until(lambda: len(slow.cancelled) == 1)
+        assert slow.reserved == {}
+        await s.rest()
+
+
+async def test_the_session_that_keeps_a_promise_is_there_while_its_prompt_waits_at_prefill() -> None:
+    hold = asyncio.Event()
+    p, d = prefill(before=[hold]), decode(lease_s=0.1)
+    async with stack(p, d) as s:
+        asked = asyncio.create_task(s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id="r"))
+        await d.until(lambda: d.streams == 1)
+        assert d.requests[0].conductor.id == "conductor-0"
+        d.end_streams()
+        await d.until(lambda: d.streams == 2)  # it is opened again within the lease
+        hold.set()
+        assert (await asked).token_ids == expected(40, 8)
+        await s.rest()
+
+
 async def test_overloaded_by_prediction_carries_its_reason() -> None:
     p, d = prefill(), decode()
-    p.load.speed.CopyFrom(Speeds(prefill_per_token_s=1.0).to_proto())
+    p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
     async with stack(p, d) as s:
         registry = s.cluster.registry
         await s.until(lambda: any(m.load.speed.prefill_per_token_s == 1.0 for m in registry))

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 
+from moonpool.cluster.speeds import speeds_from_proto, speeds_to_proto
 from moonpool.cost import (
     DEFAULT_BYTES_PER_S,
     Speeds,
@@ -12,6 +13,7 @@ from moonpool.cost import (
     load_is_cheaper,
     load_seconds,
     overlapped_seconds,
+    pipelined_seconds,
     prefill_seconds,
     transfer_seconds,
 )
@@ -30,11 +32,11 @@ SPEEDS = Speeds(
 
 
 def test_proto_round_trip_and_nonsense_is_unknown() -> None:
-    assert Speeds.from_proto(SPEEDS.to_proto()) == SPEEDS
+    assert speeds_from_proto(speeds_to_proto(SPEEDS)) == SPEEDS
     report = conductor_pb2.SpeedReport(
         prefill_base_s=math.nan, prefill_per_token_s=-1.0, load_bytes_per_s=math.inf, decode_base_s=2.0
     )
-    assert Speeds.from_proto(report) == Speeds(decode_base_s=2.0)
+    assert speeds_from_proto(report) == Speeds(decode_base_s=2.0)
 
 
 def test_pairs_count_the_causal_triangle() -> None:
@@ -104,14 +106,19 @@ def test_tracker_bounds_outliers_and_ignores_the_unmeasurable() -> None:
     assert again.speeds == Speeds()
 
 
-def test_rebase_forgets_corrections_only_when_the_base_is_new() -> None:
-    tracker = SpeedTracker(SPEEDS)
-    tracker.observe_prefill(4, 0, 100.0)
-    corrected = tracker.speeds
-    tracker.rebase(SPEEDS)
-    assert tracker.speeds == corrected
-    tracker.rebase(Speeds(prefill_base_s=9.0))
-    assert tracker.speeds == Speeds(prefill_base_s=9.0)
+def test_a_new_base_keeps_what_was_learnt() -> None:
+    tracker = SpeedTracker(Speeds(prefill_per_token_s=1.0))
+    for _ in range(40):
+        tracker.observe_prefill(4, 0, 8.0)
+    tracker.rebase(Speeds(prefill_per_token_s=1.1))
+    assert tracker.speeds.prefill_per_token_s == pytest.approx(2.2, rel=1e-3)
+
+
+def test_steps_overlap_in_a_pipeline() -> None:
+    assert pipelined_seconds(12.0, steps=3, stages=1) == 12.0
+    assert pipelined_seconds(12.0, steps=3, stages=2) == 4.0 + 2 * 2.0  # the first whole, then one each half step
+    assert pipelined_seconds(12.0, steps=1, stages=4) == 12.0
+    assert pipelined_seconds(12.0, steps=0, stages=4) == 12.0
 
 
 def test_weight_is_checked() -> None:

@@ -61,11 +61,10 @@ async def test_conductor_leaves() -> None:
                     await transfer(it, target, tokens)
                     await conductor.start(name, target, continuation(tokens, 1)[0])
                 await reached.wait()
-                await it.until(lambda: it.service.scheduler.num_running + it.service.scheduler.num_waiting == 2)
+                await it.until(lambda: len(it.service.core.planner.batch) + len(it.service.core.planner.ready) == 2)
             await it.until(
                 lambda: (
-                    sum(request.subscriber is None for request in it.service.requests) == 1
-                    or len(it.service.requests) == 1
+                    sum(request.subscriber is None for request in it.service.shell) == 1 or len(it.service.shell) == 1
                 )
             )
             go.set()
@@ -97,3 +96,22 @@ async def test_lease_of_what_nobody_starts() -> None:
         await transfer(it, await reserve(it, spec("a", tokens)), tokens)
         await it.rest()
         assert it.service.manager.num_cached == 1
+
+
+async def test_a_promise_lives_as_long_as_its_conductor() -> None:
+    """It waits in a prefill's queue for longer than its lease; then the conductor is lost, and it ends."""
+    tokens = prompt(20)
+    conductor = kv_pb2.Instance(id="conductor")
+    async with decoding(lease_s=0.02) as it:
+        async with conducting(it) as connected:
+            target = await reserve(it, spec("a", tokens), conductor=conductor)
+            other = await reserve(it, spec("b", tokens))  # nobody speaks for it
+            await it.until(lambda: it.service.shell.get(other.transfer_id, other.generation) is None)
+            for _ in range(3):  # its lease has ended several times since
+                await reserve(it, spec("c", tokens))
+                await it.until(lambda: len(it.service.shell) == 1)
+            await transfer(it, target, tokens)
+            await connected.start("a", target, continuation(tokens, 1)[0])
+            await connected.until(lambda: "a" in connected.reasons)
+            await reserve(it, spec("d", tokens), conductor=conductor)
+        await it.rest()

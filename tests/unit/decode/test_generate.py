@@ -22,14 +22,15 @@ async def test_generates_the_right_tokens(length: int, tmp_path: Path) -> None:
     async with decoding(spans=tmp_path / "spans") as it, conducting(it) as conductor:
         target = await reserve(it, spec("a", tokens, max_tokens=6))
         assert (target.transfer_id, target.held_blocks, target.decode.incarnation) == (1, 0, 11)
-        assert it.service.scheduler.promised_blocks == -(-(length + 6) // BLOCK)
+        assert it.service.core.room.promised == -(-length // BLOCK)
         await transfer(it, target, tokens)
-        assert it.service.scheduler.promised_blocks == 0
+        assert it.service.core.room.promised == 0
         await conductor.start("a", target, answer[0])
         await conductor.until(lambda: "a" in conductor.reasons)
         assert conductor.tokens["a"] == answer[1:]
         assert conductor.reasons["a"] == kv_pb2.FINISH_REASON_LENGTH
         await it.rest()
+        assert it.service.core.room.claims == 0
         full = block_keys(ROOT, [*tokens, *answer[:-1]], BLOCK)
         assert set(it.service.manager.keys()) == set(full)
     (complete,) = read_spans(tmp_path / "spans", "transfer.complete")
@@ -47,7 +48,7 @@ async def test_start_before_the_last_slice() -> None:
         async with await sender.open(target) as outbound:
             await outbound.send(slices(tokens, layers=range(2)))
             await conductor.start("a", target, answer[0])
-            await it.until(lambda: any(request.first_token is not None for request in it.service.requests))
+            await it.until(lambda: any(request.started for request in it.service.shell))
             assert it.engine.steps == []
             await outbound.send(slices(tokens, layers=range(2, 3)))
             await outbound.verdict(WAIT_S)
@@ -95,8 +96,8 @@ async def test_everything_held() -> None:
         await conductor.start("a", target, continuation(tokens, 1)[0])
         await conductor.until(lambda: "a" in conductor.reasons)
         assert conductor.tokens["a"] == continuation(tokens, 4)[1:]
-        warm = next(iter(it.service.requests))
-        it.service.loop.end(warm, "not wanted")
+        warm = next(iter(it.service.shell))
+        it.service.shell.end(warm, "not wanted")
 
 
 async def test_many_at_once_in_one_batch() -> None:

@@ -63,8 +63,8 @@ async def test_other_incarnation_and_generation() -> None:
         stale.decode.incarnation += 1
         with pytest.raises(MoonpoolError, match="incarnation"):
             await sender.open(stale)
-        assert len(it.service.requests) == 1
-        it.service.loop.end(next(iter(it.service.requests)), "not wanted")
+        assert len(it.service.shell) == 1
+        it.service.shell.end(next(iter(it.service.shell)), "not wanted")
 
 
 async def test_two_streams_cannot_share_a_transfer() -> None:
@@ -78,7 +78,7 @@ async def test_two_streams_cannot_share_a_transfer() -> None:
             await other.verdict(WAIT_S)
         await outbound.send(slices(tokens))
         await outbound.verdict(WAIT_S)
-        it.service.loop.end(next(iter(it.service.requests)), "not wanted")
+        it.service.shell.end(next(iter(it.service.shell)), "not wanted")
 
 
 async def test_hello_is_checked() -> None:
@@ -94,4 +94,4 @@ async def test_hello_is_checked() -> None:
             await sender.open(target)
         await sender.aclose()
         await transfer(it, target, tokens)
-        it.service.loop.end(next(iter(it.service.requests)), "not wanted")
+        it.service.shell.end(next(iter(it.service.shell)), "not wanted")

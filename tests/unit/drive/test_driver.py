@@ -86,6 +86,24 @@ async def test_a_flood_of_events_lets_other_tasks_run() -> None:
     driver.close()
 
 
+async def test_settling_handles_what_waits_at_once() -> None:
+    """Also what was put off to the loop's next turn; within an action it does nothing."""
+    core = Counter()
+    clock = iter(range(1_000))
+
+    def flood(action: Said | Start) -> None:
+        driver.settle()
+        if core.total < 5:
+            driver.post(Add(1))
+
+    driver = Driver(core, flood, clock=lambda: float(next(clock)))
+    driver.post(Add(1))
+    assert core.total == 1
+    driver.settle()
+    assert core.total == 5
+    driver.close()
+
+
 async def test_a_journal_reruns_to_the_same_actions_and_the_same_state(tmp_path: Path) -> None:
     shell = Shell(ends_at_once=True, journal=JournalWriter(tmp_path, "counter", 1 << 20))
     for number in range(20):

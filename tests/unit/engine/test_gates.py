@@ -44,6 +44,21 @@ def test_what_is_said_of_a_later_step_is_kept_and_of_an_earlier_one_ignored() ->
     assert len(gates) == 0
 
 
+def test_dropped_shares_are_forgotten_with_their_step() -> None:
+    gates = Gates()
+    gates.drop(1, 2)
+    gates.drop(1, 0)
+    gates.drop(2, 1)
+    assert sorted(gates.dropped(1)) == [0, 2]
+    assert not gates.dropped(3)
+    gates.done(1)
+    gates.drop(1, 1)
+    assert not gates.dropped(1)
+    assert sorted(gates.dropped(2)) == [1]
+    gates.done(2)
+    assert len(gates) == 0
+
+
 def test_waiting_ends_when_another_thread_opens_or_aborts() -> None:
     gates = Gates()
     results: list[bool] = []

@@ -96,8 +96,8 @@ async def test_leaving_aborts_what_is_in_flight() -> None:
 
 
 def test_the_io_side_needs_neither_torch_nor_grpc() -> None:
-    modules = "moonpool.engine.handle, moonpool.engine.launch, moonpool.engine.worker, moonpool.sched.prefill_scheduler"
-    program = f"import sys, {modules}, moonpool.sched.batch_scheduler; print({{'torch', 'grpc'}} & set(sys.modules))"
+    modules = "moonpool.engine.handle, moonpool.engine.launch, moonpool.engine.worker, services.prefill.core.core"
+    program = f"import sys, {modules}, services.decode.core.machine; print({{'torch', 'grpc'}} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "set()"
 
 

@@ -1,8 +1,9 @@
-"""Random walks of both schedulers over the real stages: a slice that may leave has the hash of its bytes."""
+"""Random walks of prefill core and decode scheduler over real stages: a slice that may leave has its bytes' hash."""
 
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,16 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from moonpool.core.kernel import Ended
+from moonpool.cost import Speeds
 from moonpool.kv.hashes import slice_hash
-from moonpool.kv.keys import BlockKey
-from moonpool.sampling import SamplingParams
-from moonpool.sched.batch_scheduler import GOES_ON, BatchScheduler
-from moonpool.sched.block_manager import BlockManager
-from moonpool.sched.prefill_scheduler import PrefillScheduler, PrefillSequence, PrefillStep
-from moonpool.sched.sampling import SequenceSampling
-from moonpool.sched.steps import LayerDone, Step
+from moonpool.kv.keys import BlockKey, tokens_to_bytes
+from moonpool.sampling import GREEDY, SampleSpec
+from moonpool.sched.steps import LayerDone, SequenceStep, Step
+from services.prefill.core import actions, events
+from services.prefill.core.core import PrefillCore
+from services.prefill.core.state import Settings
 from tests.unit.engine.test_step import BLOCKS, Stages, stages
-from tests.unit.sched.helpers import BT, decode_sequence, prefill_sequence, tokens
+from tests.unit.sched.helpers import BT, keys_of, tokens
 
 Stored = dict[tuple[BlockKey, int], tuple[bytes, int]]
 
@@ -33,13 +35,26 @@ class Walk:
     def __init__(self, engine: Stages, seed: int) -> None:
         self.engine, self.pool, self.layout = engine, engine.pool, engine.pool.layout
         self.random = random.Random(seed)
-        self.blocks = BlockManager(BLOCKS)
-        self.prefill = PrefillScheduler(
-            self.blocks, block_tokens=BT, step_tokens=self.random.randint(BT, 3 * BT), stages=len(engine.runners)
+        settings = Settings(
+            blocks=BLOCKS,
+            block_tokens=BT,
+            layers=self.layout.layers,
+            slice_bytes=self.layout.slice_bytes,
+            step_tokens=self.random.randint(BT, 3 * BT),
+            stages=len(engine.runners),
         )
+        self.core = PrefillCore(settings, Speeds(prefill_per_token_s=1.0, load_bytes_per_s=1e9))
+        self.blocks = self.core.state.manager
+        self.prompts: dict[int, array[int]] = {}
+        self.steps: dict[int, Step] = {}
+        self.loads: list[actions.LoadBlocks] = []
+        self.chunks: dict[int, actions.RunStep] = {}
+        self.tables: dict[int, tuple[int, ...]] = {}
+        self.transfers: dict[int, int] = {}
+        self.told: list[int] = []
         self.stored: Stored = {}
+        self.now = 0.0
         self.checked = self.aborted = self.loaded = self.failed = self.answered = 0
-        self.step_id = 0
 
     def check(self, layer: int, block: int, valid_tokens: int = BT) -> None:
         data, value = self.pool.read(layer, block)
@@ -48,88 +63,122 @@ class Walk:
         assert value == slice_hash(cleaned), f"layer {layer} of block {block}, {valid_tokens} tokens"
         self.checked += 1
 
-    def run(self, plan: PrefillStep, *, abort: bool = False) -> bool:
-        """A step; checks each layer as it is reported, as its slices are sent then. Returns whether it was aborted."""
-        step, seen = plan.step, len(self.engine.events)
-        if abort:
-            self.random.choice(self.engine.gates).abort(step.step_id)
-        for gates in self.engine.gates:
-            gates.open(step.step_id, self.layout.layers)
+    def post(self, event: events.Event | Ended[events.Result]) -> None:
+        out: list[actions.Action] = []
+        self.now += 0.001
+        self.core.handle(self.now, event, out)
+        for action in out:
+            self.perform(action)
+        while self.told:  # until now its transfer, which is never opened, has kept its blocks
+            number = self.told.pop()
+            self.post(events.Leave(number))
+            self.post(Ended(self.transfers.pop(number), events.Failed()))
+        self.core.check_invariants()
+
+    def perform(self, action: actions.Action) -> None:
+        match action:
+            case actions.RunStep():
+                self.chunks[action.io] = action
+                self.steps[action.io] = Step(
+                    action.io, tuple(map(self.sequence, action.chunks)), action.gated, layer_events=True
+                )
+            case actions.OpenGate():
+                for gates in self.engine.gates:
+                    gates.open(action.step, action.layer)
+            case actions.AbortStep():
+                for gates in self.engine.gates:
+                    gates.abort(action.step)
+            case actions.DropShare():
+                for gates in self.engine.gates:
+                    gates.drop(action.step, action.index)
+            case actions.LoadBlocks():
+                self.loads.append(action)
+            case actions.OpenTransfer():
+                self.transfers[action.job] = action.io
+            case actions.TellToken():
+                self.leave(action.job)
+                self.told.append(action.job)
+
+    def sequence(self, chunk: actions.ChunkOrder) -> SequenceStep:
+        self.tables[chunk.job] = chunk.blocks
+        ids = self.prompts[chunk.job]
+        sample = SampleSpec(GREEDY) if chunk.last else None
+        return SequenceStep(tokens_to_bytes(ids[chunk.start : chunk.end]), chunk.start, chunk.blocks, sample)
+
+    def run(self) -> None:
+        """The first step in flight; checks each layer as it is reported, as its slices are sent then."""
+        io = min(self.steps)
+        step, seen = self.steps.pop(io), len(self.engine.events)
+        if self.random.random() < 0.1:
+            self.random.choice(self.engine.gates).abort(io)
         done = self.engine.run(step)[-1]
-        layers = [event.layer for event in self.engine.events[seen:] if isinstance(event, LayerDone)]
-        for chunk in plan.chunks:
-            for layer in layers:
-                for index in range(chunk.start // BT, -(-chunk.end // BT)):
-                    valid = self.layout.valid_tokens(chunk.sequence.num_tokens, index)
-                    self.check(layer, chunk.sequence.block_table[index], valid)
-        return done.aborted
+        for event in self.engine.events[seen:]:
+            if isinstance(event, LayerDone):
+                self.check_chunks(io, event.layer)
+                self.post(events.LayerComputed(io, event.layer))
+        self.aborted += done.aborted
+        self.engine.events.clear()
+        self.post(Ended(io, events.StepEnded(done.aborted, 0.001)))
+
+    def check_chunks(self, io: int, layer: int) -> None:
+        for chunk in self.chunks[io].chunks:
+            for index in range(chunk.start // BT, len(chunk.blocks)):
+                valid = self.layout.valid_tokens(len(self.prompts[chunk.job]), index)
+                self.check(layer, chunk.blocks[index], valid)
 
     def arrive(self, number: int) -> None:
         first = 100 * self.random.randrange(5)  # prefixes are shared, in the pool or only in the store
-        sequence = prefill_sequence(str(number), tokens(self.random.randint(1, 4 * BT), first=first))
-        self.prefill.add(sequence)
-        while (started := self.prefill.start_next(0.0)) is not None:
-            self.begin_load(started)
+        ids = tokens(self.random.randint(1, 4 * BT), first=first)
+        keys = keys_of(ids)
+        stored = next((i for i, key in enumerate(keys) if (key, 0) not in self.stored), len(keys))
+        sources = (events.Source("store", stored),) if self.random.random() < 0.7 else ()
+        self.prompts[number] = ids
+        self.post(events.Arrive(number, len(ids), tuple(keys), 0, sources))
 
-    def begin_load(self, sequence: PrefillSequence) -> None:
+    def load(self, order: actions.LoadBlocks) -> None:
         """Loads what a store has beyond the cached blocks: some of it behind a gated step, or not to its end."""
-        cached, most = sequence.num_cached // BT, self.prefill.reusable_blocks(sequence)
-        keys = [key for key in sequence.keys[cached:most] if (key, 0) in self.stored]
-        if not keys or self.random.random() < 0.3:
-            return
-        into = self.prefill.load_started(sequence.request_id, cached + len(keys))
-        fails = self.random.random() < 0.5
-        layers = self.random.randint(0, self.layout.layers - 1) if fails else self.layout.layers
-        for layer in range(layers):
-            for key, block in zip(keys, into, strict=True):
+        fails = self.random.random() < 0.4
+        keys = keys_of(self.prompts[order.job])[order.first :]
+        for layer in range(self.random.randint(0, self.layout.layers - 1) if fails else self.layout.layers):
+            for key, block in zip(keys, order.blocks, strict=False):
                 data, value = self.stored[key, layer]
                 self.pool.write(layer, block, memoryview(data), value)
-        plan = None
-        if layers and self.random.random() < 0.7:
-            self.prefill.layer_ready(sequence.request_id)
-            plan = self.prefill.plan(0.0)
+            self.post(events.LayerLoaded(order.io, layer))
         if fails:
-            self.prefill.load_broken(sequence.request_id)
-            self.prefill.load_failed(sequence.request_id, cached)
             self.failed += 1
+            self.now += 3.0  # the store is not left alone for long
+            self.post(Ended(order.io, events.LoadEnded(0, missing=0)))
         else:
-            self.prefill.load_complete(sequence.request_id)
             self.loaded += 1
-        if plan is not None:
-            self.finish(plan, abort=fails and plan.step.gated)
+            self.post(Ended(order.io, events.LoadEnded(len(order.blocks), seconds=1e-6)))
 
-    def finish(self, plan: PrefillStep, *, abort: bool) -> None:
-        aborted = self.run(plan, abort=abort)
-        self.aborted += aborted
-        for sequence in self.prefill.step_done(plan.step.step_id, aborted=aborted).finished:
-            self.leave(sequence)
-
-    def leave(self, sequence: PrefillSequence) -> None:
+    def leave(self, number: int) -> None:
         """A prompt is computed: all of it may be sent or stored. Then an answer is computed behind it, and stored."""
-        for index, block in enumerate(sequence.block_table):
+        ids, keys, table = self.prompts[number], keys_of(self.prompts[number]), self.tables[number]
+        for index, block in enumerate(table):
             for layer in range(self.layout.layers):
-                self.check(layer, block, self.layout.valid_tokens(sequence.num_tokens, index))
-                if index < len(sequence.keys):
+                self.check(layer, block, self.layout.valid_tokens(len(ids), index))
+                if index < len(keys):
                     data, value = self.pool.read(layer, block)
-                    self.stored[sequence.keys[index], layer] = bytes(data), value
-        self.answer(sequence)
-        self.prefill.remove(sequence.request_id)
+                    self.stored[keys[index], layer] = bytes(data), value
+        if not self.steps:
+            self.answer(len(ids), table)
 
-    def answer(self, prompt: PrefillSequence) -> None:
-        decode = BatchScheduler(self.blocks, block_tokens=BT, max_batch=1, max_tokens=1000)
-        sampling = SequenceSampling(prompt.num_tokens, SamplingParams(max_tokens=self.random.randint(1, 20)))
-        more = max(0, decode.blocks_for(sampling) - len(prompt.block_table))
+    def answer(self, num_tokens: int, prompt_table: tuple[int, ...]) -> None:
+        """An answer of some tokens behind the prompt, one step each; its full blocks may leave too."""
+        ids, count = tokens(num_tokens + 1), self.random.randint(1, 20)
+        more = max(0, -(-(len(ids) + count - 1) // BT) - len(prompt_table))
         if not self.blocks.can_allocate(more):
             return
         new = self.blocks.allocate(more)
-        sequence = decode_sequence("answer", tokens(prompt.num_tokens + 1), [*prompt.block_table, *new], sampling)
-        going = decode.admit(sequence) == GOES_ON
-        while going and (plan := decode.plan()) is not None:
-            self.engine.run(Step(-plan.step.step_id, plan.step.sequences))
-            (token,) = decode.step_done([7]).tokens
-            going = token.finish_reason == GOES_ON
-        first = prompt.num_tokens // BT
-        for block in sequence.block_table[first : sequence.num_computed // BT]:
+        table = [*prompt_table, *new]
+        for _ in range(count - 1):
+            last = SequenceStep(
+                ids[-1:].tobytes(), len(ids) - 1, tuple(table[: -(-len(ids) // BT)]), SampleSpec(GREEDY)
+            )
+            self.engine.run(Step(-len(ids), (last,)))
+            ids.append(7)
+        for block in table[num_tokens // BT : (len(ids) - 1) // BT]:
             self.answered += 1
             for layer in range(self.layout.layers):
                 self.check(layer, block)
@@ -151,13 +200,12 @@ def walk(checkpoint: Path, count: int, seed: int) -> Iterator[Walk]:
 @pytest.mark.parametrize("seed", range(2))
 def test_every_slice_that_may_leave_has_the_hash_of_its_bytes(checkpoint: Path, count: int, seed: int) -> None:
     with walk(checkpoint, count, seed) as it:
-        for number in range(30):
+        for number in range(60):
             it.arrive(number)
-            plans: list[PrefillStep] = []
-            while plans or it.prefill.num_started:
-                while (plan := it.prefill.plan(0.0)) is not None:
-                    plans.append(plan)
-                it.finish(plans.pop(0), abort=it.random.random() < 0.2)
-                it.engine.events.clear()
+            while it.steps or it.loads:
+                if it.loads and (not it.steps or it.random.random() < 0.5):
+                    it.load(it.loads.pop(0))
+                else:
+                    it.run()
         assert it.checked > 500
         assert min(it.aborted, it.loaded, it.failed, it.answered) > 0, "the walk went past it"

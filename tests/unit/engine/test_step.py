@@ -152,6 +152,21 @@ def test_a_gated_step_ends_at_the_first_gate_that_stays_shut(checkpoint: Path) -
         assert not one.run(whole(2, gated=True))[-1].aborted
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_step_goes_on_without_a_dropped_share(checkpoint: Path, count: int) -> None:
+    """Its prefix is not there: nothing of it is sampled, and the others are computed as if alone."""
+    with stages(checkpoint, 1) as alone, stages(checkpoint, count) as shared:
+        (expected,) = alone.run(whole())
+        late = SequenceStep(ids(*PROMPT[16:]), 16, (0, 2, 3), GREEDY)
+        for gates in shared.gates:
+            gates.open(1, 0)
+            gates.drop(1, 0)
+            gates.open(1, 99)
+        done = shared.run(Step(1, (late, *whole().sequences), gated=True, layer_events=True))[-1]
+        assert done.sampled == (None, *expected.sampled)
+        assert not any(len(gates) for gates in shared.gates)
+
+
 def test_the_pool_is_computed_in_without_copies() -> None:
     layout = KVLayout(layers=3, kv_heads=2, head_dim=8, block_tokens=16, dtype="bfloat16")
     pool = KVPool.create(layout, 4, [(0, 1), (1, 3)])

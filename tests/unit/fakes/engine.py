@@ -82,6 +82,7 @@ class FakeEngine:
         self.before_layer: Callable[[Step, int], Awaitable[None]] | None = None
         self.steps: list[Step] = []
         self.aborts: list[int] = []
+        self.drops: list[tuple[int, int]] = []
         self._gates: dict[int, int] = {}
         self._changed = asyncio.Condition()
         self._order = asyncio.Lock()
@@ -170,6 +171,9 @@ class FakeEngine:
     def open_gate(self, step_id: int, layer: int) -> None:
         self._gates[step_id] = max(self._gates.get(step_id, -1), layer)
         self._notify()
+
+    def drop(self, step_id: int, index: int) -> None:
+        self.drops.append((step_id, index))
 
     def abort(self, step_id: int) -> None:
         self.aborts.append(step_id)

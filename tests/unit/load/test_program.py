@@ -12,9 +12,9 @@ import pytest
 
 from moonpool.errors import Overloaded, TransferFailed
 from moonpool.kv.layout import KVLayout
+from simulator.traces.mooncake import TraceRequest, write_trace
 from tests.load.frame import Outcome, Send, summarize, trace_arrivals
 from tests.load.kvstore import Chains, content
-from tests.load.mooncake import TraceRequest, write_trace
 from tests.load.program import Program, main
 
 LAYOUT = KVLayout(2, 1, 16, 64, "bfloat16")

@@ -65,18 +65,18 @@ async def promised(decode: Decode, sequence: kv_pb2.SequenceSpec) -> kv_pb2.Tran
 
 def assert_arrived(decode: Decode, tokens: list[int]) -> None:
     """The one request's blocks hold exactly the prompt's KV."""
-    (request,) = decode.service.requests
+    (request,) = decode.service.shell
     assert request.complete
     for index in range(LAYOUT.blocks_for(len(tokens))):
         for layer in range(LAYOUT.layers):
-            assert bytes(decode.engine.pool.slice(layer, request.block_table[index])) == bytes(
+            assert bytes(decode.engine.pool.slice(layer, request.table[index])) == bytes(
                 slice_of_tokens(tokens, index, layer)
             ), (layer, index)
 
 
 def dismiss(decode: Decode) -> None:
-    for request in decode.service.requests:
-        decode.service.loop.end(request, "not wanted")
+    for request in decode.service.shell:
+        decode.service.shell.end(request, "not wanted")
 
 
 @asynccontextmanager

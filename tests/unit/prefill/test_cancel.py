@@ -18,9 +18,9 @@ async def test_cancel_while_waiting() -> None:
         first = await begin(it, spec("a", prompt(4 * BLOCK), max_tokens=1))
         await reached.wait()
         second = await begin(it, spec("b", prompt(2 * BLOCK, 1), max_tokens=1))
-        assert it.service.scheduler.num_waiting == 1
+        assert len(it.service.core.state.waiting) == 1
         second.call.cancel()
-        await it.until(lambda: it.service.runner.jobs == 1)
+        await it.until(lambda: len(it.service.core.state.jobs) == 1)
         go.set()
         await first.to_the_end()
 
@@ -33,11 +33,11 @@ async def test_cancel_in_a_step() -> None:
         sequence = spec("a", tokens)
         story = await begin(it, sequence, target=await promised(decode, sequence))
         await reached.wait()
-        await decode.until(lambda: any(request.block_table for request in decode.service.requests))
+        await decode.until(lambda: any(request.table for request in decode.service.shell))
         story.call.cancel()
-        await it.until(lambda: it.service.runner.jobs == 0)
+        await it.until(lambda: len(it.service.core.state.jobs) == 0)
         assert it.service.manager.num_used == 4
-        assert it.service.senders.sessions == 0
+        assert it.service.sending.sessions == 0
         go.set()
         await it.rest()
         assert len(it.engine.steps) == 1
@@ -61,11 +61,11 @@ async def test_cancel_while_loading() -> None:
         target = await promised(decode, sequence)
         story = await begin(it, sequence, target=target, source=source(place, 4))
         await reached.wait()
-        await decode.until(lambda: any(request.block_table for request in decode.service.requests))
+        await decode.until(lambda: any(request.table for request in decode.service.shell))
         assert it.engine.steps[0].gated
         story.call.cancel()
         await it.rest()
-        assert it.engine.aborts == [1]
+        assert it.engine.aborts == [it.engine.steps[0].step_id]
         await decode.rest()
 
 
@@ -76,7 +76,7 @@ async def test_cancel_while_sending() -> None:
         sequence = spec("a", tokens)
         story = await begin(it, sequence, target=await promised(decode, sequence))
         await story.first_token()
-        await decode.until(lambda: any(request.block_table for request in decode.service.requests))
+        await decode.until(lambda: any(request.table for request in decode.service.shell))
         assert it.service.manager.num_used == 4
         story.call.cancel()
         await it.rest()

@@ -31,7 +31,7 @@ async def test_decode_gives_up_midway() -> None:
         sequence = spec("a", tokens)
         story = await begin(it, sequence, target=await promised(decode, sequence))
         await reached.wait()
-        await decode.until(lambda: any(request.block_table for request in decode.service.requests))
+        await decode.until(lambda: any(request.table for request in decode.service.shell))
         dismiss(decode)
         go.set()
         with pytest.raises((TransferFailed, StreamBroken), match="not wanted"):
@@ -59,7 +59,7 @@ async def test_decode_stops_in_the_middle() -> None:
         async with decoding() as decode:
             story = await begin(it, sequence, target=await promised(decode, sequence))
             await reached.wait()
-            await decode.until(lambda: any(request.block_table for request in decode.service.requests))
+            await decode.until(lambda: any(request.table for request in decode.service.shell))
             dismiss(decode)
         go.set()
         with pytest.raises((TransferFailed, StreamBroken)):
@@ -83,4 +83,3 @@ async def test_engine_dies() -> None:
         await it.until(lambda: it.death is not None)
         with pytest.raises(Unavailable, match="out of memory"):
             await begin(it, spec("late", prompt(BLOCK), max_tokens=1))
-        it.service.scheduler.step_done(1, aborted=True)  # a dead engine is quiet

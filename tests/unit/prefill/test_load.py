@@ -113,11 +113,11 @@ async def test_store_does_not_give_what_it_has(fault: str) -> None:
         assert_arrived(decode, tokens)
         dismiss(decode)
         failed = fault not in ("fewer", "nothing")
-        assert it.service.loader.failures == failed
+        assert it.service.core.loads.failures == failed
         if failed:  # and it is left alone for a while
             again = prompt(3 * BLOCK + 3, 7)
             await (await begin(it, spec("b", again, max_tokens=1), source=source(place, 3))).to_the_end()
-            assert it.service.loader.failures == 1
+            assert it.service.core.loads.failures == 1
 
 
 @pytest.mark.parametrize("fault", ["mute", "refused", "nothing", "midway"])
@@ -150,16 +150,16 @@ async def test_another_store_serves_what_the_first_does_not(fault: str) -> None:
         if fault in ("mute", "refused"):  # the first one is left alone for a while
             again = await begin(it, spec("b", tokens, max_tokens=1), source=source(place, 4))
             await again.to_the_end()
-            assert it.service.loader.failures == 1
+            assert it.service.core.loads.failures == 1
 
 
 async def test_loads_only_where_it_is_cheaper() -> None:
     """Loading a block is predicted to take longer than computing it: it is computed."""
     tokens = prompt(2 * BLOCK + 3)
     async with storing(tokens) as (store, place), prefilling() as it:
-        it.service.tracker.observe_load(1, 3600.0)
+        it.service.core.state.tracker.observe_load(1, 3600.0)
         for _ in range(60):
-            it.service.tracker.observe_load(1, 3600.0)
+            it.service.core.state.tracker.observe_load(1, 3600.0)
         first = await (await begin(it, spec("a", tokens, max_tokens=1), source=source(place, 2))).to_the_end()
         assert first.token_id == next_token(tokens)
         assert first.loaded_tokens == 0

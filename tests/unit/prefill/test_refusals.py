@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from moonpool.cost import Speeds, attention_pairs
 from moonpool.errors import InvalidRequest, Overloaded, Unavailable
 from tests.unit.instances import BLOCK, WAIT_S, prefilling, prompt, spec
 from tests.unit.prefill.calls import begin
@@ -30,6 +31,7 @@ async def test_queue_is_bounded_and_drains() -> None:
         assert refused.value.reason == "queue_full"
         load = it.service.load()
         assert (load.running, load.waiting, load.queued_tokens) == (1, 0, BLOCK)
+        assert load.drain_s == pytest.approx(0.001 * BLOCK)  # the engine's milliseconds per token
         it.service.drain()
         assert it.service.load().draining
         with pytest.raises(Unavailable, match="draining"):
@@ -38,3 +40,24 @@ async def test_queue_is_bounded_and_drains() -> None:
         go.set()
         await story.to_the_end()
         await asyncio.wait_for(drained, WAIT_S)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+async def test_the_time_until_it_is_free_counts_each_prompt_for_itself_and_overlapping_stages(stages: int) -> None:
+    """Three prompts queue; pairs of tokens are counted within a prompt only, and what is cached is not computed."""
+    async with prefilling(stages=stages) as it:
+        await (await begin(it, spec("known", prompt(4 * BLOCK, seed=9), max_tokens=1))).to_the_end()
+        it.service.core.state.tracker.rebase(Speeds(prefill_per_pair_s=1.0))
+        assert it.service.load().drain_s == 0.0
+        reached, go = it.engine.hold()
+        stories = [await begin(it, spec(name, prompt(2 * BLOCK, seed=n), max_tokens=1)) for n, name in enumerate("ab")]
+        stories.append(await begin(it, spec("c", prompt(4 * BLOCK, seed=9), max_tokens=1)))
+        await reached.wait()
+        factor = it.service.core.state.tracker.speeds.prefill_per_pair_s
+        cached = attention_pairs(BLOCK, 3 * BLOCK)  # the last block is always computed
+        alone = 2 * attention_pairs(2 * BLOCK, 0) + cached
+        assert it.service.load().drain_s == pytest.approx(factor * alone / stages)
+        go.set()
+        for story in stories:
+            await story.to_the_end()
+        assert it.service.load().drain_s == 0.0

@@ -1,9 +1,12 @@
 """New full blocks go to the kvstores."""
 
+import asyncio
+
 import pytest
 
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import block_keys
+from moonpool.sched.steps import Step
 from moonpool.v1 import kv_pb2, prefill_pb2
 from tests.unit.fakes.engine import slice_of_tokens
 from tests.unit.instances import BLOCK, prefilling, prompt, spec
@@ -50,6 +53,30 @@ async def test_every_copy_is_filled_up_from_what_its_store_holds() -> None:
         assert (await story.to_the_end()).local_tokens == 4 * BLOCK
         await it.rest()
         assert set(late.blocks) == set(keys)
+
+
+async def test_it_begins_with_the_first_full_blocks() -> None:
+    """While the second step of a prompt waits, the blocks of the first one are in the store."""
+    tokens = prompt(4 * BLOCK + 3)
+    keys = block_keys(ROOT, tokens, BLOCK)
+    async with storing() as (store, place), prefilling() as it:
+        reached, go = asyncio.Event(), asyncio.Event()
+
+        async def before(step: Step, layer: int) -> None:
+            if step.sequences[0].start:
+                reached.set()
+                await go.wait()
+
+        it.engine.before_layer = before
+        story = await begin(it, spec("a", tokens, max_tokens=1), write_back=place)
+        await reached.wait()
+        await store.until(lambda: set(store.blocks) == set(keys[:2]))
+        assert story.token is None
+        go.set()
+        await story.to_the_end()
+        await it.rest()
+        assert set(store.blocks) == set(keys)
+        assert it.service.write_back.blocks_stored == 4
 
 
 async def test_too_many_stores_and_stores_without_address_are_refused() -> None:

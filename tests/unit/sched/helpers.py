@@ -1,12 +1,8 @@
 """Small builders for sequences; keys are the real ones, so that equal prefixes have equal keys."""
 
 from array import array
-from collections.abc import Sequence
 
 from moonpool.kv.keys import BlockKey, block_keys
-from moonpool.sched.batch_scheduler import DecodeSequence
-from moonpool.sched.prefill_scheduler import PrefillSequence
-from moonpool.sched.sampling import SequenceSampling
 
 BT = 16
 ROOT = bytes(32)
@@ -22,13 +18,3 @@ def tokens(n: int, *, first: int = 0) -> "array[int]":
 
 def keys_of(ids: "array[int]") -> list[BlockKey]:
     return block_keys(ROOT, ids, BT)
-
-
-def prefill_sequence(request_id: str, ids: "array[int]") -> PrefillSequence:
-    return PrefillSequence(request_id, ids, keys_of(ids), SequenceSampling(prompt_tokens=len(ids)))
-
-
-def decode_sequence(
-    request_id: str, ids: "array[int]", blocks: Sequence[int], sampling: SequenceSampling
-) -> DecodeSequence:
-    return DecodeSequence(request_id, ids, list(blocks), sampling)

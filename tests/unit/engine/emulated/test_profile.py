@@ -127,13 +127,14 @@ def test_scaling_of_time_and_bytes() -> None:
 def test_step_times() -> None:
     speeds = Speeds(prefill_base_s=1.0, prefill_per_token_s=0.5, prefill_per_pair_s=0.25, decode_base_s=2.0,
                     decode_per_sequence_s=0.5, decode_per_context_token_s=0.125, load_bytes_per_s=32.0)  # fmt: skip
-    chunk = SequenceStep(bytes(4 * 2), 10, (0,), loading_tokens=8)
+    chunk = SequenceStep(bytes(4 * 2), 10, (0,))
     step = Step(1, (chunk, SequenceStep(bytes(4), 0, (1,))))
     # 3 tokens; pairs 2 x 10 + 3 and 1; one fixed part for both.
     assert step_seconds(speeds, step, decode=False) == 1.0 + 3 * 0.5 + 24 * 0.25
-    assert step_seconds(speeds, step, decode=True) == 2.0 + 2 * 0.5 + 13 * 0.125
-    assert load_seconds(speeds, step, 16) == 8 * 16 / 32
-    assert load_seconds(Speeds(), step, 16) == 0.0
+    # Computed again in a decode step: as prefill, without its fixed part.
+    assert step_seconds(speeds, step, decode=True) == 2.0 + 0.5 + 0.125 + 2 * 0.5 + 23 * 0.25
+    assert load_seconds(speeds, 8 * 16) == 8 * 16 / 32
+    assert load_seconds(Speeds(), 8 * 16) == 0.0
 
 
 def test_what_flags_ask_for() -> None:

@@ -3,11 +3,11 @@
 import pytest
 
 from benchmarks.eviction import SHIPPED, read_chains
-from benchmarks.replay import Pool
 from moonpool.cli.hit_curve import hit_share
 from moonpool.kv.keys import BlockKey
 from services.kvstore.operate.reuse import ReuseSample
 from services.kvstore.policies.queues import LRU
+from simulator.policy_pool import Pool
 from tests.unit.kvstore.helpers import keys_of
 
 A, B, C = keys_of(3)

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.eviction import HeadFirstLRU
 from moonpool.kv.blocks import NO_PARENT, BlockInfo
 from moonpool.kv.keys import BlockKey
 from services.kvstore.policies import POLICIES
 from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.policies.kv_aware import FIRST_GROWTH, FRESH, MAX_GROWTH, POPULAR, POPULAR_USES, TAIL, KVAware
 from services.kvstore.policies.queues import LFU, LRU, S3FIFO, LengthAware
+from simulator.experiments.cache import HeadFirstLRU
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, Driven, keys_of
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from benchmarks import eviction
-from benchmarks.eviction import COMPARED, SHIPPED, Chains, chains_in, read_chains, trace_file
+from benchmarks.eviction import SHIPPED, read_chains, trace_file
 from benchmarks.frame import Skipped, run
-from benchmarks.replay import Pool, optimum, replay
-from benchmarks.workload import Workload
 from services.kvstore.config import KVStoreConfig
 from services.kvstore.policies import POLICIES
-from tests.load.mooncake import TraceRequest, read_trace, write_trace
+from simulator.experiments.cache import BLOCKS, COMPARED, Chains, chains_in
+from simulator.policy_pool import Pool, optimum, replay
+from simulator.traces.mooncake import TraceRequest, read_trace, write_trace
+from simulator.traces.workload import Workload
 
 # The shipped trace: hits at each capacity
 
@@ -56,7 +57,7 @@ def hits(name: str, chains: Chains, capacity: int) -> int:
     return pool.hits
 
 
-@pytest.mark.parametrize("blocks", eviction.BLOCKS)
+@pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("name", [*COMPARED, "optimum"])
 def test_hits_on_the_shipped_trace(name: str, blocks: str) -> None:
     chains = read_chains(SHIPPED, blocks)

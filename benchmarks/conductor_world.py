@@ -1,0 +1,152 @@
+"""A large cluster as a conductor knows it: told by reports and events as they come over the wire, asked by requests."""
+
+import random
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from benchmarks.processes import own_resident_bytes
+from moonpool.cost import Speeds
+from moonpool.kv.keys import BlockKey, block_keys, unpack_keys
+from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts, Shape
+from services.conductor.core.picture import Picture
+
+SEED = 1
+CHAIN_BLOCKS = 2000
+BLOCK_TOKENS = 16
+KEYS_PER_MESSAGE = 4096
+SHAPE = Shape(block_tokens=BLOCK_TOKENS, token_bytes=131072, layers=32)
+PROFILES = (
+    Speeds(1e-3, 4e-5, 2e-9, 8e-3, 5e-5, 3e-8, 3e9, 5e9, 1e-3, 1e-8),
+    Speeds(1e-3, 7e-5, 4e-9, 12e-3, 8e-5, 5e-8, 3e9, 5e9, 1e-3, 1e-8),
+    Speeds(2e-3, 15e-5, 9e-9, 20e-3, 15e-5, 9e-8, 2e9, 3e9, 1e-3, 1e-8),
+)
+"""Three kinds of machines, about as an 8B model runs on accelerators; instances differ by some percent."""
+NOISE = 0.04
+COPIES = 3
+"""Prefill instances that hold a part of each chain; a kvstore holds it all."""
+STORES = 8
+IN_FLIGHT = 2000
+"""Requests whose claims are open at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large a cluster is: instances of each kind, and blocks."""
+
+    prefills: int
+    decodes: int
+    blocks: int
+
+    @property
+    def chains(self) -> int:
+        """Chains of blocks."""
+        return max(1, self.blocks // CHAIN_BLOCKS)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """How telling the blocks went: key events, their seconds, blocks, and bytes of memory that they took."""
+
+    events: int
+    seconds: float
+    blocks: int
+    nbytes: int
+
+
+def chain_keys(number: int) -> list[BlockKey]:
+    """Keys of one of the chains; the same in every process."""
+    generator = random.Random(f"{SEED}/{number}")
+    return unpack_keys(generator.randbytes(32 * CHAIN_BLOCKS))
+
+
+def hashing_seconds() -> float:
+    """Seconds of hashing one prompt of `CHAIN_BLOCKS` blocks."""
+    tokens = [token % 50_000 for token in range(CHAIN_BLOCKS * BLOCK_TOKENS)]
+    begin = time.thread_time()
+    block_keys(b"r" * 32, tokens, BLOCK_TOKENS)
+    return time.thread_time() - begin
+
+
+class ConductorWorld:
+    """A picture of a cluster of this size, and requests that are placed from it."""
+
+    def __init__(self, size: Size) -> None:
+        self._size = size
+        self._random = random.Random(SEED)
+        self.picture = Picture(max_index_keys=2 * size.blocks)
+        self._sequences: dict[str, int] = {}
+        self._open: deque[tuple[int, int]] = deque()
+        self._now = 0.0
+        self._prefills = [f"prefill-{number}" for number in range(size.prefills)]
+        self._decodes = [f"decode-{number}" for number in range(size.decodes)]
+        self._stores = [f"kvstore-{number}" for number in range(STORES)]
+        for kind, names in ((Kind.PREFILL, self._prefills), (Kind.DECODE, self._decodes), (Kind.KVSTORE, self._stores)):
+            for name in names:
+                self._join(kind, name)
+
+    def tell(self) -> Told:
+        """Tells all blocks of all instances, in the messages of their events."""
+        before, seconds, events = own_resident_bytes(), 0.0, 0
+        for number in range(self._size.chains):
+            keys = b"".join(chain_keys(number))
+            for name, count in self._holders(number):
+                for at in range(0, count, KEYS_PER_MESSAGE):
+                    message = keys[at * 32 : min(at + KEYS_PER_MESSAGE, count) * 32]
+                    begin = time.thread_time()
+                    self.picture.events(name, self._sequences[name], unpack_keys(message), [])
+                    seconds += time.thread_time() - begin
+                    self._sequences[name] += 1
+                    events += len(message) // 32
+        return Told(events, seconds, len(self.picture.index), own_resident_bytes() - before)
+
+    def decide(self, keys: list[BlockKey]) -> float:
+        """Places a request for a chain and a bit more; returns the seconds of plan and claims.
+
+        Some earlier request ends, and two instances report, each apart from the time that is returned.
+        """
+        self._now += 2e-3
+        begin = time.thread_time()
+        plan = self.picture.plan(
+            tokens=len(keys) * BLOCK_TOKENS + 5, answer_tokens=400, keys=keys, prompt_key=keys[0], now=self._now
+        )
+        prefill = self.picture.claim_prefill(plan.prefill.id, plan.prefill.busy_s, self._now, plan.prefill.kvstore)
+        decode = self.picture.claim_decode(plan.decodes[0].id, plan.demand.prompt_tokens, plan.demand.total_blocks)
+        seconds = time.thread_time() - begin
+        self._open.append((prefill, decode))
+        if len(self._open) > IN_FLIGHT:
+            for claim in self._open.popleft():
+                self.picture.release(claim, self._now)
+        for claim in (prefill, decode):
+            self.picture.known(claim)
+        self._report(plan.prefill.id, drain_s=max(plan.prefill.queue_s + plan.prefill.busy_s, 0.0))
+        running = self._random.randrange(20, 60)
+        self._report(plan.decodes[0].id, running=running, context_tokens=8000 * running, free_blocks=1 << 19)
+        return seconds
+
+    def _join(self, kind: Kind, name: str) -> None:
+        wobble = 1 + self._random.uniform(-NOISE, NOISE)
+        base = self._random.choice(PROFILES)
+        speeds = replace(
+            base.slowed_prefill(wobble).slowed_decode(wobble), load_bytes_per_s=base.load_bytes_per_s * wobble
+        )
+        shape = None if kind is Kind.KVSTORE else SHAPE
+        self.picture.join(InstanceFacts(name, 1, kind, 1 << 20, shape, speeds, step_tokens=2048), 0.0)
+        self.picture.events(name, 0, [], [], snapshot_begin=True, snapshot_end=True)
+        self._sequences[name] = 1
+        if kind is Kind.PREFILL:
+            self._report(name, drain_s=self._random.uniform(0.0, 2.0))
+        elif kind is Kind.DECODE:
+            running = self._random.randrange(60)
+            self._report(name, running=running, context_tokens=8000 * running, free_blocks=1 << 19)
+
+    def _holders(self, number: int) -> Iterator[tuple[str, int]]:
+        """Who holds how many leading blocks of a chain."""
+        yield self._stores[number % STORES], CHAIN_BLOCKS
+        for name in self._random.sample(self._prefills, min(COPIES, len(self._prefills))):
+            yield name, self._random.randrange(1, CHAIN_BLOCKS + 1)
+        yield self._random.choice(self._decodes), self._random.randrange(1, CHAIN_BLOCKS + 1)
+
+    def _report(self, name: str, **load: float) -> None:
+        self.picture.report(name, LoadFacts(**load), self._now)  # type: ignore[arg-type]

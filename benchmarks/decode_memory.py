@@ -1,0 +1,289 @@
+"""How many sequences a decode pool holds, and what overcommitting it costs: `python -m benchmarks.decode_memory`.
+
+Drives the decode core alone, in virtual time: steps take the time of an emulated profile, copies to DRAM the blocks'
+bytes over `SWAP_BYTES_PER_S`, and KV arrives at once. So the figures are the same on every machine.
+"""
+
+import argparse
+import heapq
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.frame import Absent, Progress, Row, bounded, run
+from moonpool.core.kernel import Ended
+from moonpool.cost import decode_step_seconds, prefill_seconds
+from moonpool.engine.emulated.profile import load_profile
+from moonpool.kv.keys import BlockKey
+from services.decode.core.config import CoreConfig, Preemption
+from services.decode.core.machine import DecodeCore
+from services.decode.core.messages import (
+    Action,
+    Arrived,
+    Event,
+    Gone,
+    Open,
+    Promised,
+    Reserve,
+    Run,
+    Start,
+    StepDone,
+    StreamOpened,
+    SwapEnd,
+    SwapIn,
+    SwapOut,
+)
+
+BLOCK_TOKENS = 64
+POOL_BLOCKS = 2_000
+MAX_TOKENS = 4_096
+PROMPT = 100
+ANSWER = 200
+SWAP_BYTES_PER_S = 16e9
+"""Assumed: one PCIe 4.0 x16 link at about two thirds of its rate."""
+SEED = 20_26
+OVERCOMMIT = 3
+STOPPED = 1
+
+
+@dataclass
+class Answering:
+    """A sequence: its prompt, the length of its answer, and where it is."""
+
+    prompt: int
+    answer: int
+    made: int = 0
+    computed: int = 0
+
+
+@dataclass
+class Virtual:
+    """A decode instance in virtual time.
+
+    Attributes:
+        core: decides.
+        now: seconds.
+        tokens: made so far.
+        ended: sequences that ended with their whole answer.
+        slot_steps, token_steps: slots without a token, and tokens computed, added up over sequences and steps.
+        most: sequences in a step at most.
+    """
+
+    core: DecodeCore
+    now: float = 0.0
+    tokens: int = 0
+    ended: int = 0
+    slot_steps: int = 0
+    token_steps: int = 0
+    most: int = 0
+    live: dict[int, Answering] = field(default_factory=dict)
+    refused: bool = False
+    _next: int = 1
+    _run: Run | None = None
+    _events: list[tuple[float, int, Event]] = field(default_factory=list)
+    _count: int = 0
+
+    def __post_init__(self) -> None:
+        self.post(StreamOpened(1, "c"))
+
+    def post(self, event: Event) -> None:
+        """Hands an event to the core and does what it says."""
+        out: list[Action] = []
+        self.core.handle(self.now, event, out)
+        for action in out:
+            self._perform(action)
+
+    def admit(self, prompt: int, answer: int) -> bool:
+        """Begins a sequence whose longest life is `MAX_TOKENS` more; False when it was refused."""
+        number, self._next = self._next, self._next + 1
+        self.live[number] = Answering(prompt, answer)
+        self.refused = True
+        self.post(Reserve(number, _keys(number, 0, prompt), prompt, prompt, prompt + MAX_TOKENS))
+        if self.refused:
+            del self.live[number]
+            return False
+        for event in (Open(number), Arrived(number), Start(number, 1, 0)):
+            self.post(event)
+        self.live[number].made = 1
+        self.tokens += 1
+        return True
+
+    def step(self) -> bool:
+        """The next thing that happens: a step or a copy ends. False when nothing goes on."""
+        if not self._events:
+            return False
+        self.now, _, event = heapq.heappop(self._events)
+        self.post(self._done() if isinstance(event, StepDone) else event)
+        return True
+
+    def _done(self) -> StepDone:
+        assert self._run is not None
+        run, self._run = self._run, None
+        self.most = max(self.most, len(run.batch))
+        ended, filled = [], []
+        sampled = [*run.batch, *(chunk.id for chunk in run.chunks if chunk.sample)]
+        for number in sampled:
+            it = self.live[number]
+            tokens = it.prompt + it.made
+            self.token_steps += tokens
+            self.slot_steps += -tokens % BLOCK_TOKENS
+            if tokens % BLOCK_TOKENS == 0 and tokens > it.computed:
+                filled.append((number, _key(number, tokens)))
+            it.computed = max(it.computed, tokens)
+            it.made += 1
+            self.tokens += 1
+            if it.made == it.answer:
+                ended.append((number, STOPPED))
+                self.ended += 1
+        return StepDone(run.step, False, 0.0, tuple(ended), tuple(filled))
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Promised():
+                self.refused = False
+            case Run():
+                self._run = action
+                self._at(self._step_s(action), StepDone(action.step, False, 0.0))
+            case SwapOut(io, _, blocks) | SwapIn(io, _, _, blocks):
+                seconds = len(blocks) * self.core.config.block_bytes / SWAP_BYTES_PER_S
+                self._at(seconds, Ended(io, SwapEnd(True, seconds)))
+            case Gone(number):
+                del self.live[number]
+
+    def _step_s(self, run: Run) -> float:
+        speeds = self.core.config.speeds
+        seconds = decode_step_seconds(speeds, len(run.batch), self.core.planner.batch.context)
+        return seconds + sum(
+            prefill_seconds(speeds, chunk.count, chunk.start, steps=0, begins=False) for chunk in run.chunks
+        )
+
+    def _at(self, seconds: float, event: Event) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (self.now + seconds, self._count, event))
+
+
+def _key(number: int, tokens: int) -> BlockKey:
+    return BlockKey(number.to_bytes(16, "big") + tokens.to_bytes(16, "big"))
+
+
+def _keys(number: int, begin: int, tokens: int) -> tuple[BlockKey, ...]:
+    return tuple(_key(number, end) for end in range(begin + BLOCK_TOKENS, tokens + 1, BLOCK_TOKENS))
+
+
+def virtual(blocks: int, preemption: Preemption = Preemption.AUTO) -> Virtual:
+    """An instance of LLaMA3-70B on 8 x A800 with a pool of so many blocks."""
+    profile = load_profile("llama-70b-a800")
+    config = CoreConfig(
+        num_blocks=blocks,
+        block_tokens=BLOCK_TOKENS,
+        block_bytes=BLOCK_TOKENS * profile.token_bytes,
+        max_batch=4_096,
+        lease_s=60.0,
+        speeds=profile.speeds,
+        preemption=preemption,
+        watermark_blocks=blocks // 100,
+        swap_blocks=blocks * 4,
+    )
+    return Virtual(DecodeCore(config))
+
+
+def teach(it: Virtual, answer: int) -> None:
+    """Lets some answers of a length end."""
+    for _ in range(20):
+        while not it.admit(PROMPT, answer):
+            assert it.step(), "nothing goes on, and there is no room"
+    while it.step():
+        pass
+
+
+def at_once() -> tuple[float, float, float]:
+    """A pool always offered more: mean sequences in it, unused slots over tokens, mean tokens of a sequence."""
+    it, rng = virtual(POOL_BLOCKS), random.Random(SEED)
+    teach(it, ANSWER)
+    counts: list[int] = []
+    it.slot_steps = it.token_steps = 0
+    while it.ended < 3_000:
+        while it.admit(PROMPT + rng.randrange(BLOCK_TOKENS), ANSWER):
+            pass
+        counts.append(len(it.live))
+        it.step()
+    steady = counts[len(counts) // 3 :]
+    sampled = it.tokens - 20 * ANSWER
+    return sum(steady) / len(steady), it.slot_steps / it.token_steps, it.token_steps / sampled
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """What a crowd of sequences came to."""
+
+    tokens_per_s: float
+    ended: int
+    preemptions: int
+    swaps: int
+    recomputed: int
+
+
+def crowd(blocks: int, count: int, answer: int, preemption: Preemption) -> Crowd:
+    """So many sequences at once, admitted while short answers were expected."""
+    it = virtual(blocks, preemption)
+    teach(it, 2)
+    begun, tokens, ended, left = it.now, it.tokens, it.ended, count
+    while left and it.admit(PROMPT, answer):
+        left -= 1
+    while it.step():
+        while left and it.admit(PROMPT, answer):
+            left -= 1
+    it.core.check_invariants()
+    assert it.core.blocks.num_available == blocks, "blocks are lost"
+    parking, seconds = it.core.parking, it.now - begun
+    return Crowd(
+        (it.tokens - tokens) / seconds,
+        it.ended - ended,
+        parking.preemptions,
+        parking.swaps,
+        it.core.planner.recomputed_tokens,
+    )
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> Sequence[Row | Absent]:
+    """All figures."""
+    return list(_rows(progress))
+
+
+def _rows(progress: Progress) -> Iterator[Row]:
+    before = POOL_BLOCKS // -(-(PROMPT + BLOCK_TOKENS // 2 + MAX_TOKENS) // BLOCK_TOKENS)
+    mean, unused, length = at_once()
+    progress("sequences at once")
+    name = f"sequences at once, {POOL_BLOCKS} blocks, max_tokens {MAX_TOKENS}, answers of {ANSWER}"
+    yield Row(name, mean, "sequences", None, "longest life promised", before, mean / before, 8.0)
+    allowed = (BLOCK_TOKENS - 1) / 2 / length + 0.01
+    yield bounded("slots without a token over tokens", "share", [unused], "half a block a sequence + 1 %", allowed)
+    yield from _overcommitted(progress)
+
+
+def _overcommitted(progress: Progress) -> Iterator[Row]:
+    answer = 1_000
+    each = -(-(PROMPT + answer) // BLOCK_TOKENS)
+    count = OVERCOMMIT * POOL_BLOCKS // each
+    fitting = POOL_BLOCKS // (each + 1)
+    alone = crowd(POOL_BLOCKS, fitting, answer, Preemption.AUTO)
+    roomy = crowd(OVERCOMMIT * (POOL_BLOCKS + fitting), count, answer, Preemption.AUTO)
+    assert not alone.preemptions + roomy.preemptions, "these are to be uncrowded"
+    progress("uncrowded")
+    for way in (Preemption.AUTO, Preemption.SWAP, Preemption.CACHE, Preemption.RECOMPUTE):
+        found = crowd(POOL_BLOCKS, count, answer, way)
+        lost = count - found.ended
+        assert lost == 0, f"{lost} sequences were lost"
+        name = (
+            f"overcommitted {OVERCOMMIT} times, {way.value}: {found.preemptions} preemptions, {found.swaps} swaps, "
+            f"{found.recomputed} tokens computed again, none of {count} lost"
+        )
+        references = (("uncrowded: as many as fit", alone, 0.7), ("uncrowded: a pool for all", roomy, None))
+        for reference, crowd_, target in references:
+            ratio = found.tokens_per_s / crowd_.tokens_per_s
+            yield Row(name, found.tokens_per_s, "tokens/s", None, reference, crowd_.tokens_per_s, ratio, target)
+        progress(f"overcommitted, {way.value}")
+
+
+if __name__ == "__main__":
+    run("decode_memory", measure)

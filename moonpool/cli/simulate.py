@@ -1,0 +1,239 @@
+"""`moonpool simulate EXPERIMENT`: a cluster, a cache or a pool in virtual time, by the services' own policies."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moonpool.engine.emulated.profile import load_profile
+from simulator.cluster.config import GB, ClusterConfig, Slo
+from simulator.cluster.placement import POLICIES
+from simulator.experiments import cache as cache_experiment
+from simulator.experiments import faults as faults_experiment
+from simulator.experiments import memory as memory_experiment
+from simulator.experiments import serving
+from simulator.experiments import transfer as transfer_experiment
+from simulator.experiments.frame import Progress, Result, Source
+
+app = typer.Typer(
+    name="moonpool simulate",
+    help="Experiments in virtual time. Without --trace, requests are generated from --seed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Trace = Annotated[
+    Path | None,
+    typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE", show_envvar=True),
+]
+Requests = Annotated[int, typer.Option(min=0, help="First requests only; 0 = all of a trace, 1000 generated ones.")]
+Seed = Annotated[int, typer.Option(help="Of generated requests, of calls' delays and of random choices.")]
+Profile = Annotated[str, typer.Option(help="Hardware and model: a bundled profile's name, or a path.")]
+Prefill = Annotated[int, typer.Option(min=1, help="Prefill instances.")]
+Decode = Annotated[int, typer.Option(min=1, help="Decode instances.")]
+Kvstore = Annotated[int, typer.Option(min=0, help="kvstores.")]
+Rate = Annotated[float, typer.Option(min=0.001, help="Times as quick as in the trace requests come.")]
+StoreGb = Annotated[float, typer.Option(min=0.001, help="DRAM of each kvstore, GB.")]
+TtftSlo = Annotated[float, typer.Option(min=0.0, help="TTFT limit of goodput, seconds.")]
+TbtSlo = Annotated[float, typer.Option(min=0.0, help="TBT limit of goodput (mean of a request's longest 10 %), s.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object: virtual results only.")]
+Picture = Annotated[Path | None, typer.Option(help="Draw the result into this SVG file.")]
+DEFAULT_PROFILE = "llama-70b-a800"
+
+
+def _show(run: Callable[[Progress], Result], *, as_json: bool, picture: Path | None) -> None:
+    """Runs an experiment and prints its result; the wall-clock goes to standard error."""
+    begun, cpu = time.perf_counter(), time.process_time()
+    result = run(lambda line: print(line, file=sys.stderr))
+    elapsed, cpu = time.perf_counter() - begun, time.process_time() - cpu
+    print(f"{result.experiment}: {elapsed:.2f} s of wall-clock, {cpu:.2f} s of one core", file=sys.stderr)
+    if picture is not None:
+        picture.write_text(result.chart.svg(), encoding="utf-8")
+    if as_json:
+        print(result.to_json())
+        return
+    for name, fact in result.assumptions.items():
+        print(f"{name + ':':20} {fact}")
+    print(f"\n{_table(result)}")
+
+
+def _table(result: Result) -> str:
+    """Rows as lines; a single row as a list of its figures."""
+    if len(result.rows) == 1:
+        lines: list[tuple[str, ...]] = [(name, _cell(value)) for name, value in result.rows[0].items()]
+    else:
+        lines = [tuple(result.rows[0]), *(tuple(map(_cell, row.values())) for row in result.rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(text.rstrip() for text in texts)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_cell(part)}" for name, part in value.items())
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _cluster(
+    profile: str, prefill: int, decode: int, kvstore: int, rate: float, store_gb: float, slo: Slo, seed: int
+) -> ClusterConfig:
+    return ClusterConfig(
+        profile=load_profile(profile), prefill=prefill, decode=decode, kvstore=kvstore, rate=rate,
+        store_bytes=round(store_gb * GB), slo=slo, seed=seed,
+    )  # fmt: skip
+
+
+@app.command()
+def cache(
+    trace: Trace = None,
+    requests: Requests = 0,
+    seed: Seed = 1,
+    policies: Annotated[str, typer.Option(help="Eviction policies, comma-separated; empty = all.")] = "",
+    capacities: Annotated[str, typer.Option(help="Blocks, comma-separated; inf = no bound.")] = "",
+    blocks: Annotated[str, typer.Option(help="full: full blocks only, as stores hold; all: as published.")] = "all",
+    as_json: Json = False,
+    picture: Picture = None,
+) -> None:
+    """Hit shares of eviction policies in one global pool, beside Belady's optimum."""
+    names = policies.split(",") if policies else (*cache_experiment.COMPARED, cache_experiment.OPTIMUM)
+    sizes = [_capacity(part) for part in capacities.split(",")] if capacities else cache_experiment.CAPACITIES
+    source = Source(trace, requests, seed)
+    _show(lambda say: cache_experiment.cache(source, say, names, sizes, blocks), as_json=as_json, picture=picture)
+
+
+def _capacity(text: str) -> int:
+    if text == cache_experiment.UNBOUNDED:
+        return 0
+    if not text.isdecimal() or int(text) == 0:
+        raise typer.BadParameter(f"a capacity is a positive whole number or inf, not {text!r}")
+    return int(text)
+
+
+@app.command()
+def scale(
+    trace: Trace = None,
+    requests: Requests = 0,
+    seed: Seed = 1,
+    profile: Profile = DEFAULT_PROFILE,
+    prefill: Prefill = 8,
+    decode: Decode = 8,
+    kvstore: Kvstore = 1,
+    rate: Rate = 1.0,
+    store_gb: StoreGb = 1000.0,
+    ttft_slo_s: TtftSlo = 30.0,
+    tbt_slo_s: TbtSlo = 0.1,
+    policy: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.")] = "kvcache-centric",
+    as_json: Json = False,
+    picture: Picture = None,
+) -> None:
+    """Serve a trace with a cluster: latencies, goodput, how busy the parts were."""
+    if policy not in POLICIES:
+        raise typer.BadParameter(f"no policy {policy!r}; there are {', '.join(POLICIES)}")
+    config = _cluster(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
+    config, source = replace(config, policy=policy), Source(trace, requests, seed)
+    _show(lambda say: serving.scale(config, source, say), as_json=as_json, picture=picture)
+
+
+@app.command()
+def scheduling(
+    trace: Trace = None,
+    requests: Requests = 0,
+    seed: Seed = 1,
+    profile: Profile = DEFAULT_PROFILE,
+    prefill: Prefill = 8,
+    decode: Decode = 8,
+    kvstore: Kvstore = 8,
+    rate: Rate = 1.0,
+    store_gb: StoreGb = 1000.0,
+    ttft_slo_s: TtftSlo = 30.0,
+    tbt_slo_s: TbtSlo = 0.1,
+    as_json: Json = False,
+    picture: Picture = None,
+) -> None:
+    """Time to first token by how prefill instances are chosen: random, by load, by own cache, by all KV there is."""
+    config = _cluster(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
+    source = Source(trace, requests, seed)
+    _show(lambda say: serving.scheduling(config, source, say), as_json=as_json, picture=picture)
+
+
+@app.command()
+def ratio(
+    trace: Trace = None,
+    requests: Requests = 0,
+    seed: Seed = 1,
+    profile: Profile = DEFAULT_PROFILE,
+    instances: Annotated[int, typer.Option(min=3, help="Prefill and decode instances together.")] = 16,
+    kvstore: Kvstore = 8,
+    rate: Rate = 1.0,
+    store_gb: StoreGb = 1000.0,
+    ttft_slo_s: TtftSlo = 30.0,
+    tbt_slo_s: TbtSlo = 0.1,
+    as_json: Json = False,
+    picture: Picture = None,
+) -> None:
+    """Goodput by how the instances are divided into prefill and decode."""
+    config = _cluster(profile, 1, instances - 1, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
+    source = Source(trace, requests, seed)
+    _show(lambda say: serving.ratio(config, source, say), as_json=as_json, picture=picture)
+
+
+@app.command()
+def transfer(profile: Profile = DEFAULT_PROFILE, as_json: Json = False, picture: Picture = None) -> None:
+    """The bandwidth above which loading a prefix beats computing it: the paper's line and the simulated truth."""
+    chosen = load_profile(profile)
+    _show(lambda say: transfer_experiment.transfer(chosen, say), as_json=as_json, picture=picture)
+
+
+@app.command()
+def memory(
+    profile: Profile = DEFAULT_PROFILE,
+    requests: Annotated[int, typer.Option(min=8, help="Requests, all at once.")] = 1000,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 200,
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Mean of the answers.")] = 200,
+    max_tokens: Annotated[int, typer.Option(min=2, help="What a request may ask for.")] = 4096,
+    pool_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the pool.")] = 2000,
+    block_tokens: Annotated[int, typer.Option(min=4, help="Tokens of a block.")] = 64,
+    seed: Seed = 1,
+    as_json: Json = False,
+    picture: Picture = None,
+) -> None:
+    """Sequences that share a decode pool: preallocation, growing tables, shared prompts, preemption."""
+    load = memory_experiment.MemoryLoad(
+        requests=requests, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, max_tokens=max_tokens,
+        pool_blocks=pool_blocks, block_tokens=block_tokens, seed=seed,
+    )  # fmt: skip
+    chosen = load_profile(profile)
+    _show(lambda say: memory_experiment.memory(chosen, load, say), as_json=as_json, picture=picture)
+
+
+@app.command()
+def faults(
+    trace: Trace = None,
+    requests: Requests = 0,
+    seed: Seed = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs, each with faults of its own.")] = 300,
+    profile: Profile = DEFAULT_PROFILE,
+    prefill: Prefill = 3,
+    decode: Decode = 3,
+    kvstore: Kvstore = 2,
+    as_json: Json = False,
+    picture: Picture = None,
+) -> None:
+    """Lost and late messages and crashes, by seed: every request ends, everything comes back. 1 when not."""
+    config = _cluster(profile, prefill, decode, kvstore, 1.0, 1000.0, Slo(), seed)
+    source = Source(trace, requests, seed)
+    try:
+        _show(lambda say: faults_experiment.faults(config, seeds, seed, say, source), as_json=as_json, picture=picture)
+    except AssertionError as failure:
+        print(f"moonpool simulate faults: {failure}", file=sys.stderr)
+        raise typer.Exit(1) from failure
+
+
+def run(args: list[str]) -> None:
+    """Runs `moonpool simulate EXPERIMENT ...`; errors are raised, for the caller to print."""
+    app(args, prog_name="moonpool simulate")

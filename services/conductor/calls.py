@@ -1,0 +1,246 @@
+"""Does what the core orders at instances: `Reserve` and `Prefill` calls, and sequences on `Steps`.
+
+Each call that is started posts exactly one `Ended`.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from moonpool.core.kernel import Ended
+from moonpool.errors import MoonpoolError, StreamBroken
+from moonpool.kv.keys import KEY_BYTES
+from moonpool.rpc.channels import Channels
+from moonpool.rpc.errors import from_rpc_error
+from moonpool.telemetry.logs import get_logger
+from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
+from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
+from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
+from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.messages import (
+    Accepted,
+    Delivered,
+    Event,
+    FirstToken,
+    Prefill,
+    Prefilled,
+    Renew,
+    Reserve,
+    Result,
+    Start,
+    Tokens,
+    Undo,
+)
+from services.conductor.core.stores import StoreView
+from services.conductor.serving import Serving
+from services.conductor.steps import StepsPool, StepsStream
+from services.conductor.translate import decode_proto, failure_of, finish_of, promised_of, target_proto
+
+log = get_logger(__name__)
+
+Find = Callable[[str], kv_pb2.Instance | None]
+_CANCELLED = Failure(Kind.UNAVAILABLE, "cancelled")
+
+
+class Calls:
+    """All I/O with instances that is under way.
+
+    Args:
+        channels: to the instances.
+        steps: streams to decode instances.
+        find: a member's address and incarnation; None when it is not there.
+        post: hands an event to the core.
+        reserve_limit_s: a `Reserve` call ends after so long. The core gives up waiting for it earlier.
+    """
+
+    def __init__(
+        self,
+        channels: Channels,
+        steps: StepsPool,
+        find: Find,
+        post: Callable[[Event], None],
+        reserve_limit_s: float,
+    ) -> None:
+        self._channels = channels
+        self._steps = steps
+        self._find = find
+        self._post = post
+        self._reserve_limit_s = reserve_limit_s
+        self._cancels: dict[int, Callable[[], object]] = {}
+        self._tasks: set[asyncio.Task[Result]] = set()
+
+    async def aclose(self) -> None:
+        """Ends all calls."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def cancel(self, io: int) -> None:
+        """Gives up a call; its `Ended` follows, unless it is on its way."""
+        cancel = self._cancels.get(io)
+        if cancel is not None:
+            cancel()
+
+    # --- unary and prefill calls ------------------------------------------------------------------------------------
+
+    def reserve(self, order: Reserve, serving: Serving) -> None:
+        """Asks for room."""
+        request = decode_pb2.ReserveRequest(sequence=serving.spec(order.sequence), tbt_slo_s=order.tbt_slo_s)
+        request.conductor.CopyFrom(self._steps.conductor)
+        stores = [instance for store in order.stores if (instance := self._find(store)) is not None]
+        if stores:
+            request.write_back.CopyFrom(stores[0])
+            request.replicas.extend(stores[1:])
+        self._run(order.io, lambda: self._reserve(order, request))
+
+    async def _reserve(self, order: Reserve, request: decode_pb2.ReserveRequest) -> Result:
+        decode = self._find(order.decode)
+        if decode is None or decode.incarnation != order.incarnation:
+            return Failure(Kind.UNAVAILABLE, f"{order.decode} has left")
+        stub = DecodeServiceStub(self._channels.get(decode.address))
+        response = await stub.Reserve(request, timeout=self._reserve_limit_s)
+        return promised_of(response)
+
+    def prefill(self, order: Prefill, serving: Serving) -> None:
+        """Calls prefill."""
+        spec = serving.spec(order.sequence)
+        request = self._prefill_request(order, spec)
+        self._run(order.io, lambda: self._prefill(order, request, serving))
+
+    async def _prefill(self, order: Prefill, request: prefill_pb2.PrefillRequest, serving: Serving) -> Result:
+        prefill = self._find(order.plan.prefill.id)
+        if prefill is None or prefill.incarnation != order.incarnation:
+            return Failure(Kind.UNAVAILABLE, f"{order.plan.prefill.id} has left")
+        stub = PrefillServiceStub(self._channels.get(prefill.address))
+        call = stub.Prefill(request, timeout=serving.remaining_s())
+        try:
+            first = True
+            async for response in call:
+                if response.HasField("first_token") and first:
+                    first = False
+                    how = _prefilled(response.first_token, request.sequence)
+                    finish = finish_of(serving.first_token(response.first_token))
+                    self._post(FirstToken(order.io, how, finish))
+                elif response.HasField("accepted"):
+                    self._post(Accepted(order.io, response.accepted.number))
+                elif response.HasField("finished"):
+                    self._post(Delivered(order.io))
+        finally:
+            call.cancel()
+        return None
+
+    def _prefill_request(self, order: Prefill, spec: kv_pb2.SequenceSpec) -> prefill_pb2.PrefillRequest:
+        request = prefill_pb2.PrefillRequest(sequence=spec)
+        if order.target is not None:
+            request.target.CopyFrom(target_proto(order.target))
+        sources = [prefill_pb2.PrefixSource(instance=it, blocks=held) for it, held in self._stores(order.plan.sources)]
+        if sources:
+            request.source.CopyFrom(sources[0])
+            request.other_sources.extend(sources[1:])
+        targets = self._stores(order.plan.write_back)
+        if targets:
+            instance, request.write_back_held = targets[0]
+            request.write_back.CopyFrom(instance)
+            request.replicas.extend(prefill_pb2.StoreReplica(instance=it, held_blocks=held) for it, held in targets[1:])
+        return request
+
+    def _stores(self, options: Sequence[StoreView]) -> list[tuple[kv_pb2.Instance, int]]:
+        """Those of a plan's kvstores that are still members, with the leading blocks they hold."""
+        return [(instance, it.blocks) for it in options if (instance := self._find(it.id)) is not None]
+
+    def _run(self, io: int, work: Callable[[], Coroutine[Any, Any, Result]]) -> None:
+        """Runs a call as a task; however it ends, also before its first step, its end is posted."""
+        task = asyncio.create_task(_guarded(work))
+        self._tasks.add(task)
+        self._cancels[io] = task.cancel
+
+        def done(task: asyncio.Task[Result]) -> None:
+            self._tasks.discard(task)
+            del self._cancels[io]
+            self._post(Ended(io, _CANCELLED if task.cancelled() else task.result()))
+
+        task.add_done_callback(done)
+
+    # --- sequences --------------------------------------------------------------------------------------------------
+
+    def start(self, order: Start, serving: Serving) -> None:
+        """Starts a sequence at decode with the answer's last token, and follows it."""
+        steps = self._steps.get(decode_proto(order.target))
+        self._cancels[order.io] = lambda: self._end_sequence(order, steps, None, tell=True)
+        end = partial(self._end_sequence, order, steps)
+        steps.subscribe(order.sequence, _Following(order.io, serving, self._post, end))
+        steps.start(order.sequence, target_proto(order.target), serving.answer.tokens[-1])
+
+    def renew(self, order: Renew) -> None:
+        """Keeps a promise."""
+        self._steps.get(decode_proto(order.target)).open()
+
+    def undo(self, order: Undo) -> None:
+        """Gives a promise back."""
+        self._steps.get(decode_proto(order.target)).cancel(order.sequence, target_proto(order.target))
+
+    def _end_sequence(self, order: Start, steps: StepsStream, result: Result, *, tell: bool) -> None:
+        """A sequence is over; `tell` when decode does not know it."""
+        if self._cancels.pop(order.io, None) is None:
+            return
+        if tell:
+            steps.unsubscribe(order.sequence)
+            steps.cancel(order.sequence, target_proto(order.target))
+        self._post(Ended(order.io, result))
+
+
+class _Following:
+    """Follows one sequence: its tokens go to the answer, their number to the core. No token is lost or doubled."""
+
+    def __init__(
+        self,
+        io: int,
+        serving: Serving,
+        post: Callable[[Event], None],
+        end: Callable[..., None],
+    ) -> None:
+        self._io = io
+        self._serving = serving
+        self._post = post
+        self._end = end
+        self._next = len(serving.answer.tokens)
+
+    def tokens(self, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType) -> None:
+        """Takes tokens; those known already are dropped, a gap is a failure."""
+        if position > self._next:
+            self._end(failure_of(StreamBroken(f"tokens {self._next} to {position - 1} were lost")), tell=True)
+            return
+        new = token_ids[self._next - position :]
+        self._next += len(new)
+        count = self._serving.tokens(new, reason)
+        finish = finish_of(self._serving.answer.finish)
+        if count or finish:
+            self._post(Tokens(self._io, count, finish, known=bool(reason)))
+        if reason:
+            self._end(None, tell=False)
+
+    def fail(self, error: MoonpoolError) -> None:
+        """The sequence cannot go on."""
+        self._end(failure_of(error), tell=False)
+
+
+async def _guarded(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    try:
+        return await work()
+    except grpc.aio.AioRpcError as error:
+        return failure_of(from_rpc_error(error))
+    except Exception as defect:
+        log.error("a call failed", exc_info=defect)
+        return Failure(Kind.INTERNAL, "a call failed")
+
+
+def _prefilled(first: prefill_pb2.FirstToken, spec: kv_pb2.SequenceSpec) -> Prefilled:
+    misses = [
+        (miss.store.id, spec.block_keys[miss.block * KEY_BYTES : (miss.block + 1) * KEY_BYTES]) for miss in first.misses
+    ]
+    return Prefilled(first.computed_tokens, first.local_tokens, first.loaded_tokens, first.prefill_s, tuple(misses))

@@ -1,0 +1,63 @@
+"""The requests that have not ended, and their ends. Each ends exactly once, and gives back everything it holds."""
+
+from moonpool.core.timers import Timers
+from services.conductor.core.cost import PrefillChoice
+from services.conductor.core.failures import Failure
+from services.conductor.core.legs import Legs
+from services.conductor.core.life import Request
+from services.conductor.core.messages import Action, Ask, Complete, Drop, Fail, Finish
+from services.conductor.core.room import RoomQueue
+
+TIMERS = ("deadline", "wait", "pause", "renew", "word")
+"""Those of a request; the others belong to calls."""
+
+
+class Book:
+    """All requests, by number."""
+
+    def __init__(self, legs: Legs, rooms: RoomQueue, timers: Timers[tuple[str, int]]) -> None:
+        self.requests: dict[int, Request] = {}
+        self._legs = legs
+        self._rooms = rooms
+        self._timers = timers
+
+    def open(self, ask: Ask, keys: tuple[bytes, ...]) -> Request:
+        """Takes a request in."""
+        assert ask.number not in self.requests, f"request {ask.number} is there already"
+        request = self.requests[ask.number] = Request(ask, keys)
+        self._timers.set(("deadline", ask.number), ask.deadline)
+        return request
+
+    def complete(self, now: float, request: Request, finish: Finish, out: list[Action], *, known: bool = False) -> None:
+        """The answer is whole; `known` when decode knows it."""
+        self._legs.end(request, now, out, complete=finish is not Finish.CANCELLED, known=known)
+        self._remove(request)
+        out.append(Complete(request.ask.number, finish))
+
+    def fail(
+        self,
+        now: float,
+        request: Request,
+        failure: Failure,
+        out: list[Action],
+        *,
+        refused: bool = False,
+        candidates: tuple[PrefillChoice, ...] = (),
+    ) -> None:
+        """The client gets an error; `refused` when no place was found, `candidates` being what was considered."""
+        self._legs.end(request, now, out)
+        self._remove(request)
+        out.append(Fail(request.ask.number, failure, refused, candidates))
+
+    def drop(self, now: float, request: Request, out: list[Action]) -> None:
+        """The client is gone."""
+        self._legs.end(request, now, out)
+        self._remove(request)
+        out.append(Drop(request.ask.number))
+
+    def _remove(self, request: Request) -> None:
+        number = request.ask.number
+        del self.requests[number]
+        self._rooms.remove(number)
+        for kind in TIMERS:
+            self._timers.clear((kind, number))

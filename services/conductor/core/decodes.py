@@ -1,0 +1,196 @@
+"""The decode instances: how much runs on each, and which is best for an answer."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moonpool.core.digest import digest_of
+from moonpool.cost import Speeds, SpeedTracker, decode_step_seconds
+from services.conductor.core.cost import DecodeChoice, DecodeModel, step_load_s
+from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
+from services.conductor.core.pool import Pool
+from services.conductor.core.ranks import SHORTLIST, RankClass, Ranks
+
+SPEED_NOISE = 1.5
+"""Factor by which measured speeds of identical instances differ on noisy machines; also the width of a class."""
+UNPROVEN_NOISE = 3.0
+"""The same for an instance that has served nothing yet: its speeds were measured at its start only. Its first request
+has them measured at work, so a bad measurement costs it one request at most."""
+TRANSFER_BYTES = 1 << 28
+"""Transfers are compared by the seconds that so much KV takes."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer that we have placed: its context and its blocks.
+
+    `number` is the instance's own of the promise, 0 if it gives none, None while we have not heard of one. `covered`:
+    the last report includes it, so its blocks are not counted any more.
+    """
+
+    context_tokens: int
+    blocks: int
+    number: int | None = None
+    covered: bool = False
+
+
+@dataclass(slots=True)
+class Decode:
+    """One instance; `told` are the speeds as it reported them."""
+
+    facts: InstanceFacts
+    slot: int
+    tracker: SpeedTracker
+    told: Speeds
+    load: LoadFacts
+    turn: int = 0
+    answers: dict[int, Answer] = field(default_factory=dict)
+    unreported: int = 0  # of our answers, those that no report includes
+    unreported_blocks: int = 0
+    own_context_tokens: int = 0
+
+    @property
+    def sequences(self) -> int:
+        """Sequences there: what the last report says and what it did not include, at least our own."""
+        return max(self.load.running + self.load.waiting + self.unreported, len(self.answers))
+
+    @property
+    def context_tokens(self) -> int:
+        """Context of all of them; what our own generated since they were placed shows in reports only."""
+        return max(self.load.context_tokens, self.own_context_tokens)
+
+    @property
+    def room_blocks(self) -> int:
+        """Blocks that could be promised."""
+        load = self.load
+        return load.free_blocks + load.cached_blocks - load.promised_blocks - self.unreported_blocks
+
+    def claim(self, number: int, context_tokens: int, blocks: int) -> None:
+        """Counts an answer from now on."""
+        self.answers[number] = Answer(context_tokens, blocks)
+        self.unreported += 1
+        self.unreported_blocks += blocks
+        self.own_context_tokens += context_tokens
+
+    def known(self, claim: int, number: int) -> None:
+        """Notes that the instance has promised room, as its how many-th; the last report may include it already."""
+        answer = self.answers[claim]
+        answer.number = number
+        if 0 < number <= self.load.taken and not answer.covered:
+            self._cover(answer)
+
+    def release(self, number: int) -> None:
+        """Stops counting an answer."""
+        answer = self.answers.pop(number)
+        self.own_context_tokens -= answer.context_tokens
+        if not answer.covered:
+            self._cover(answer)
+
+    def report(self, load: LoadFacts) -> None:
+        """Takes a report, which includes the answers that the instance has promised room for."""
+        self.load = load
+        if self.unreported:
+            for answer in self.answers.values():
+                if not answer.covered and answer.number is not None and answer.number <= load.taken:
+                    self._cover(answer)
+
+    def _cover(self, answer: Answer) -> None:
+        answer.covered = True
+        self.unreported -= 1
+        self.unreported_blocks -= answer.blocks
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        return digest_of(self.facts, self.slot, self.tracker.speeds, self.told, self.load, self.turn, self.answers)
+
+    def check_invariants(self) -> None:
+        """Asserts that the sums are those of the answers."""
+        open_ones = [answer for answer in self.answers.values() if not answer.covered]
+        assert self.unreported == len(open_ones)
+        assert self.unreported_blocks == sum(answer.blocks for answer in open_ones)
+        assert self.own_context_tokens == sum(answer.context_tokens for answer in self.answers.values())
+
+
+class Decodes(Pool[Decode]):
+    """All decode instances, ranked by what runs on them."""
+
+    def __init__(self) -> None:
+        super().__init__(Ranks(SPEED_NOISE, TypicalSeconds()))
+
+    def rank(self, instance: Decode) -> None:
+        """Ranks an instance anew, after its load or speeds have changed."""
+        sequences, context = instance.sequences, instance.context_tokens
+        self.ranks.put(
+            instance.slot,
+            instance.tracker.speeds,
+            lambda speeds: step_load_s(speeds, sequences, context),
+            instance.turn,
+            instance.facts.id,
+        )
+
+    def choose(
+        self, demand: Demand, model: DecodeModel, prefixes: Sequence[tuple[int, int]], suspects: int
+    ) -> list[DecodeChoice]:
+        """The instances that could take the request, best first, a few only; none when none is large enough.
+
+        Those without room by their last report come after the others: the report may be stale, and Reserve decides.
+        Those of the mask `suspects`, which failed this request before, come last.
+        """
+        able, need = self.able(demand.total_blocks), demand.total_blocks
+
+        def roomy(slot: int) -> bool:
+            return self.by_slot[slot].room_blocks >= need
+
+        def crowded(slot: int) -> bool:
+            return self.by_slot[slot].room_blocks < need
+
+        choices: list[DecodeChoice] = []
+        for allowed in (able & ~suspects, able & suspects):
+            for fits in (roomy, crowded):
+                if allowed and len(choices) < SHORTLIST:
+                    found = self.ranks.search(
+                        allowed,
+                        prefixes,
+                        lambda found, blocks: _cost(model, found, blocks),
+                        model.load_s,
+                        SHORTLIST - len(choices),
+                        fits,
+                    )
+                    choices += self._ordered(model, [(one.place.slot, one.blocks) for one in found])
+        return choices
+
+    def _ordered(self, model: DecodeModel, found: Sequence[tuple[int, int]]) -> list[DecodeChoice]:
+        """By their own speeds. Where these differ by less than noise, the one with fewer sequences is better.
+
+        Otherwise the luckiest measurement at start would draw all light load to one instance.
+        """
+        choices = []
+        for slot, blocks in found:
+            one = self.by_slot[slot]
+            speeds = one.tracker.speeds
+            choices.append((one, model.choice(one.facts.id, speeds, one.sequences, one.context_tokens, blocks)))
+        best_s = min((choice.finish_s for _, choice in choices), default=0.0)
+
+        def order(pair: tuple[Decode, DecodeChoice]) -> tuple[int, float, int, str]:
+            one, choice = pair
+            noise = SPEED_NOISE if one.turn else UNPROVEN_NOISE
+            near = choice.finish_s <= noise * best_s
+            return one.sequences if near else sys.maxsize, choice.finish_s, one.turn, one.facts.id
+
+        return [choice for _, choice in sorted(choices, key=order)]
+
+
+def _cost(model: DecodeModel, found: RankClass, blocks: int) -> float:
+    return model.fixed_s(found.speeds, blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class TypicalSeconds:
+    """Seconds by which decode instances are compared: a small step, a large one, and a transfer.
+
+    A class and not a function, so that a journal can hold it.
+    """
+
+    def __call__(self, speeds: Speeds) -> tuple[float, float, float]:
+        send_s = TRANSFER_BYTES / speeds.transfer_bytes_per_s if speeds.transfer_bytes_per_s else 0.0
+        return decode_step_seconds(speeds, 1, 2048), decode_step_seconds(speeds, 64, 131072), send_s

@@ -1,0 +1,95 @@
+"""What the conductor is told: who an instance is, its load, and what a request needs. Plain values."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from moonpool.cost import Speeds
+
+
+class Kind(Enum):
+    """What an instance does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    KVSTORE = "kvstore"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of the KV that is served. `emulated`: compute is emulated, all engines alike."""
+
+    block_tokens: int
+    token_bytes: int
+    layers: int
+    emulated: bool = False
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that so many tokens take."""
+        return -(-tokens // self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceFacts:
+    """An instance as it joins.
+
+    Attributes:
+        id: stable name.
+        incarnation: changes at every start.
+        kind: what it does.
+        total_blocks: of its pool.
+        shape: of an engine's KV; None for a kvstore.
+        speeds: first ones.
+        stages: of a prefill instance's pipeline; so many steps overlap.
+        step_tokens: a prefill step computes at most; 0 = a whole prompt.
+        capacity_bytes: of a kvstore; 0 = not known.
+    """
+
+    id: str
+    incarnation: int
+    kind: Kind
+    total_blocks: int
+    shape: Shape | None = None
+    speeds: Speeds = field(default_factory=Speeds)
+    stages: int = 1
+    step_tokens: int = 0
+    capacity_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFacts:
+    """A load report.
+
+    Attributes:
+        running, waiting: requests, or sessions of a kvstore.
+        free_blocks, cached_blocks, promised_blocks: of the pool; `promised_blocks` are free or cached and spoken for.
+        context_tokens: of all running sequences (decode).
+        drain_s: predicted seconds until all prompts that are there are computed (prefill); None = not told.
+        speeds: measured; None = as before.
+        draining: takes no new requests.
+        taken: prompts or promises so far: those numbered up to it are included (`Picture.known`).
+    """
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    promised_blocks: int = 0
+    context_tokens: int = 0
+    drain_s: float | None = None
+    speeds: Speeds | None = None
+    draining: bool = False
+    taken: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request needs.
+
+    `prompt_blocks` is room for the prompt at prefill, `total_blocks` for prompt and answer at decode; `decode_tokens`
+    are the tokens that decode is expected to make.
+    """
+
+    prompt_tokens: int
+    prompt_blocks: int
+    total_blocks: int
+    decode_tokens: int

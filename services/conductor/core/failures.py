@@ -1,0 +1,54 @@
+"""Why something did not work, as plain data: what errors are outside of cores."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """Kinds of failures; the values are the names of the classes in `moonpool.errors`."""
+
+    INVALID = "InvalidRequest"
+    UNSUPPORTED = "Unsupported"
+    OVERLOADED = "Overloaded"
+    UNAVAILABLE = "Unavailable"
+    NOT_FOUND = "NotFound"
+    MISMATCH = "Mismatch"
+    DEADLINE = "DeadlineExceeded"
+    TRANSFER = "TransferFailed"
+    STREAM = "StreamBroken"
+    FRAME = "FrameError"
+    INTERNAL = "Internal"
+
+
+FINAL = (Kind.INVALID, Kind.UNSUPPORTED)
+"""Another placement meets the same failure."""
+
+INNER = (Kind.TRANSFER, Kind.STREAM, Kind.FRAME, Kind.MISMATCH)
+"""Failures between instances; a client is told that its request could not be served."""
+
+NO_DECODE_ROOM = "no_decode_room"
+"""Reason of a refusal because no decode instance has room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One failure.
+
+    Attributes:
+        kind: which error it is.
+        message: for a person.
+        field: of the request or the instance, for INVALID and MISMATCH.
+        reason: machine-readable, for OVERLOADED; likewise the predictions, the limit and the retry time, seconds.
+    """
+
+    kind: Kind
+    message: str
+    field: str = ""
+    reason: str = ""
+    predicted_ttft_s: float = 0.0
+    predicted_tbt_s: float = 0.0
+    slo_s: float = 0.0
+    retry_after_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}" if self.field else self.message

@@ -1,0 +1,378 @@
+"""The forest of KV blocks: which instances hold a block, and which hold the whole chain down to it.
+
+A block's key is a hash over its chain, so it has one parent for ever. Reports name keys without parents; requests bring
+whole chains. A block is therefore *linked* to its parent when a request first asks for its chain, once in its life.
+
+Per block: `raw`, who holds it, and `closed`, who holds it and everything before it (`raw ∩ closed of the parent`).
+Closed sets only shrink along a chain, so where they change is found by bisection. A block that nobody holds stays while
+blocks are linked below it. When there is no room, the leaf that was unused longest is forgotten, so chains lose their
+ends first.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+
+from moonpool.core.digest import digest_of
+from services.conductor.core.ages import NONE, Ages
+from services.conductor.core.sets import EMPTY, SlotSets, members
+
+ROOT = -1
+"""Parent of a chain's first block."""
+UNLINKED = -2
+"""Parent of a block whose chain was not asked for yet."""
+_MIN_SETS = 1 << 14
+
+
+class Forest:
+    """Blocks by key, and their holders as numbers ("slots")."""
+
+    def __init__(self, max_blocks: int) -> None:
+        if max_blocks < 1:
+            raise ValueError("max_blocks must be positive")
+        self._limit = max_blocks
+        self._sets = SlotSets()
+        self._max_sets = _MIN_SETS
+        self._nodes: dict[bytes, int] = {}
+        self._keys: list[bytes | None] = []
+        self._parent, self._child, self._next, self._previous = (array("i") for _ in range(4))
+        self._raw, self._closed = array("i"), array("i")
+        self._told = array("Q")  # version at which a holder last reported the block
+        self._leaves = Ages()
+        self._free = NONE  # first of the unused nodes, chained by `_parent`
+        self._held: list[int] = []
+        self._free_slots: list[int] = []
+        self._lost = 0  # mask of slots whose bits mean nothing any more
+        self._sweeping = 0  # those of them that the sweep under way removes
+        self._cursor = 0
+
+    def __len__(self) -> int:
+        """Blocks, those that nobody holds among them."""
+        return len(self._nodes)
+
+    def __contains__(self, key: object) -> bool:
+        node = self._nodes.get(key) if isinstance(key, bytes) else None
+        return node is not None and self._sets.masks[self._raw[node]] & ~self._lost != 0
+
+    # --- holders ---------------------------------------------------------------------------------------------------
+
+    def open_slot(self) -> int:
+        """A slot for a holder that holds nothing yet."""
+        if self._free_slots:
+            return heappop(self._free_slots)
+        self._held.append(0)
+        return len(self._held) - 1
+
+    def close_slot(self, slot: int) -> None:
+        """Forgets a holder and all it held, at once; `sweep` makes the slot usable again."""
+        if self._held[slot]:
+            self._lost |= 1 << slot
+            self._held[slot] = 0
+        else:
+            heappush(self._free_slots, slot)
+
+    def held(self, slot: int) -> int:
+        """Blocks of a holder."""
+        return self._held[slot]
+
+    def holds(self, slot: int, key: bytes) -> bool:
+        """Whether a holder holds a block."""
+        node = self._nodes.get(key)
+        return node is not None and bool(self._sets.masks[self._raw[node]] >> slot & 1)
+
+    def store(self, slot: int, keys: Iterable[bytes], version: int) -> None:
+        """Notes that a holder holds these blocks, told at `version`."""
+        nodes, raw, sets, told = self._nodes, self._raw, self._sets, self._told
+        additions, new = sets.additions(slot), 0
+        for key in keys:
+            node = nodes.get(key)
+            if node is None:
+                node = self._new(key)
+            before = raw[node]
+            after = additions.get(before)
+            if after is None:
+                after = sets.add(before, slot)
+            told[node] = version
+            if after != before:
+                raw[node] = after
+                new += 1
+                if self._parent[node] != UNLINKED:
+                    self._spread(node)
+        self._held[slot] += new
+        self._bound()
+
+    def drop(self, slot: int, keys: Iterable[bytes], version: int | None = None) -> None:
+        """Notes that a holder lacks these blocks; those told after `version` are kept, unknown ones are fine."""
+        raw, sets = self._raw, self._sets
+        removals, gone = sets.removals(slot), 0
+        for key in keys:
+            node = self._nodes.get(key)
+            if node is None or (version is not None and self._told[node] > version):
+                continue
+            before = raw[node]
+            after = removals.get(before)
+            if after is None:
+                after = sets.remove(before, slot)
+            if after != before:
+                raw[node] = after
+                gone += 1
+                self._lessened(node)
+        self._held[slot] -= gone
+
+    # --- matching --------------------------------------------------------------------------------------------------
+
+    def match(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        """How much of a chain everyone holds.
+
+        Args:
+            keys: of a chain, from its first block on. A key follows the same keys in every call.
+
+        Returns:
+            (blocks, mask) with blocks ascending and each mask within the one before: the slots that hold so many
+            leading blocks. A slot's prefix is the largest of its entries.
+        """
+        linked = self._link(keys)
+        if not linked:
+            return []
+        nodes, closed = self._nodes, self._closed
+        end = nodes[keys[linked - 1]]
+        if self._child[end] == NONE:
+            self._leaves.renew(end)
+        alive, masks, found = ~self._lost, self._sets.masks, []
+        last = closed[end]
+        low = 0
+        while low < linked:
+            number = closed[nodes[keys[low]]]
+            if number == EMPTY:
+                break
+            high = linked if number == last else self._end_of(keys, low, linked, number)
+            if mask := masks[number] & alive:
+                found.append((high, mask))
+            low = high
+        return found
+
+    def _end_of(self, keys: Sequence[bytes], low: int, high: int, number: int) -> int:
+        """End of the stretch from `low` whose blocks have this closed set; it ends before `high`."""
+        nodes, closed = self._nodes, self._closed
+        step = 1
+        while low + step < high and closed[nodes[keys[low + step]]] == number:
+            low += step
+            step *= 2
+        high = min(high, low + step)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if closed[nodes[keys[middle]]] == number:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def _link(self, keys: Sequence[bytes]) -> int:
+        """Links the chain as far as its blocks are known; returns how many are linked."""
+        find, parents = self._nodes.get, self._parent
+        low, high = 0, len(keys)
+        while low < high:  # the linked blocks are the chain's first ones
+            middle = (low + high) // 2
+            node = find(keys[middle])
+            if node is None or parents[node] == UNLINKED:
+                high = middle
+            else:
+                low = middle + 1
+        parent = self._nodes[keys[low - 1]] if low else ROOT
+        for position in range(low, len(keys)):
+            node = find(keys[position])
+            if node is None:
+                return position
+            self._attach(node, parent)
+            parent = node
+        return len(keys)
+
+    def _attach(self, node: int, parent: int) -> None:
+        self._parent[node] = parent
+        if parent == ROOT:
+            self._closed[node] = self._raw[node]
+            return
+        first = self._child[parent]
+        if first == NONE:
+            self._leaves.remove(parent)
+        else:
+            self._previous[first] = node
+        self._next[node], self._previous[node], self._child[parent] = first, NONE, node
+        self._closed[node] = self._sets.common(self._raw[node], self._closed[parent])
+
+    def _spread(self, node: int) -> None:
+        """Computes the closed set of a block anew, and of all below it as far as it changes."""
+        parent, child, following = self._parent, self._child, self._next
+        raw, closed, common = self._raw, self._closed, self._sets.common
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            above = parent[node]
+            now = raw[node] if above == ROOT else common(raw[node], closed[above])
+            if now != closed[node]:
+                closed[node] = now
+                below = child[node]
+                while below != NONE:
+                    waiting.append(below)
+                    below = following[below]
+
+    # --- nodes -----------------------------------------------------------------------------------------------------
+
+    def _new(self, key: bytes) -> int:
+        if len(self._nodes) >= self._limit:
+            self._evict()
+        if self._free == NONE:
+            self._grow()
+        node = self._free
+        self._free = self._parent[node]
+        self._nodes[key], self._keys[node] = node, key
+        self._parent[node] = UNLINKED
+        self._child[node] = self._next[node] = self._previous[node] = NONE
+        self._leaves.add(node)
+        return node
+
+    def _grow(self) -> None:
+        have = len(self._keys)
+        more = max(64, have // 8)
+        self._keys.extend([None] * more)
+        for column in (self._child, self._next, self._previous, self._raw, self._closed, self._told):
+            column.frombytes(bytes(more * column.itemsize))
+        self._leaves.grow(more)
+        self._parent.extend(range(have + 1, have + more + 1))
+        self._parent[-1] = NONE
+        self._free = have
+
+    def _lessened(self, node: int, *, evicting: bool = False) -> None:
+        """The raw set of a block has become smaller: spreads that, or removes the block when nobody needs it."""
+        if self._raw[node] == EMPTY and self._child[node] == NONE:
+            self._remove(node, evicting=evicting)
+        elif self._parent[node] != UNLINKED:
+            self._spread(node)
+
+    def _remove(self, node: int, *, evicting: bool) -> None:
+        """Removes a leaf that nobody holds, and those above it that become such leaves."""
+        self._leaves.remove(node)
+        while True:
+            parent, key = self._parent[node], self._keys[node]
+            assert key is not None, "a node in use has a key"
+            if parent >= 0:
+                self._detach(node, parent)
+            del self._nodes[key]
+            self._keys[node] = None
+            self._raw[node] = self._closed[node] = EMPTY
+            self._parent[node], self._free = self._free, node
+            if parent < 0 or self._child[parent] != NONE:
+                return
+            if self._raw[parent] != EMPTY:
+                self._leaves.add(parent, oldest=evicting)
+                return
+            node = parent
+
+    def _detach(self, node: int, parent: int) -> None:
+        before, after = self._previous[node], self._next[node]
+        if before == NONE:
+            self._child[parent] = after
+        else:
+            self._next[before] = after
+        if after != NONE:
+            self._previous[after] = before
+
+    def _evict(self) -> None:
+        """Forgets the leaf that was unused longest."""
+        node = self._leaves.oldest
+        for slot in members(self._sets.masks[self._raw[node]] & ~self._lost):
+            self._held[slot] -= 1
+        self._raw[node] = EMPTY
+        self._lessened(node, evicting=True)
+
+    # --- upkeep ----------------------------------------------------------------------------------------------------
+
+    @property
+    def unswept(self) -> bool:
+        """Whether blocks still bear bits of closed slots."""
+        return self._lost != 0
+
+    def sweep(self, max_nodes: int) -> None:
+        """Looks at so many nodes for bits of closed slots; after a whole round the slots are used again."""
+        if not self._lost:
+            return
+        if not self._sweeping:
+            self._sweeping, self._cursor = self._lost, 0
+        end = min(len(self._keys), self._cursor + max_nodes)
+        raw, closed, cleaned = self._raw, self._closed, dict[int, int]()
+        for node in range(self._cursor, end):
+            before = raw[node]
+            after = cleaned.get(before)
+            if after is None:
+                after = cleaned[before] = self._clean(before)
+            if after != before:
+                raw[node], closed[node] = after, self._clean(closed[node])
+                if after == EMPTY and self._child[node] == NONE:
+                    self._remove(node, evicting=True)
+        self._cursor = end
+        if end == len(self._keys):
+            for slot in members(self._sweeping):
+                heappush(self._free_slots, slot)
+            self._lost &= ~self._sweeping
+            self._sweeping = 0
+
+    def _clean(self, number: int) -> int:
+        return self._sets.number(self._sets.masks[number] & ~self._sweeping)
+
+    def _bound(self) -> None:
+        """Forgets sets that no block has when there are many."""
+        if len(self._sets) < self._max_sets:
+            return
+        kept = self._sets.keep({*self._raw, *self._closed})
+        self._raw = array("i", map(kept.__getitem__, self._raw))
+        self._closed = array("i", map(kept.__getitem__, self._closed))
+        self._max_sets = max(_MIN_SETS, 2 * len(self._sets))
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        nodes = list(self._nodes.items())
+        arrays = (self._parent, self._child, self._raw, self._closed, self._told)
+        slots = (self._held, self._free_slots, self._lost, self._sweeping, self._cursor)
+        return digest_of(nodes, *arrays, self._leaves, self._sets.masks, *slots)
+
+    def check_invariants(self) -> None:
+        """Asserts that nodes, links, sets, counts and the list of leaves agree."""
+        self._sets.check_invariants()
+        assert len(self._nodes) <= self._limit
+        held, leaves = [0] * len(self._held), set()
+        children: dict[int, list[int]] = {}
+        for key, node in self._nodes.items():
+            assert self._keys[node] == key
+            self._check_sets(node)
+            for slot in members(self._sets.masks[self._raw[node]] & ~self._lost):
+                held[slot] += 1
+            children.setdefault(self._parent[node], []).append(node)
+            if self._child[node] == NONE:
+                leaves.add(node)
+                assert self._raw[node] != EMPTY
+        assert held == self._held
+        for parent, found in children.items():
+            assert parent < 0 or sorted(found) == sorted(self._chain(self._child[parent], self._next))
+        listed = self._leaves.in_order()
+        assert len(listed) == len(leaves)
+        assert leaves == set(listed)
+        unused = len(self._chain(self._free, self._parent))
+        assert unused + len(self._nodes) == len(self._keys)
+
+    def _check_sets(self, node: int) -> None:
+        raw, closed, above = self._raw[node], self._closed[node], self._parent[node]
+        if above == UNLINKED:
+            assert closed == EMPTY
+            assert self._child[node] == NONE
+        else:
+            assert above == ROOT or self._keys[above] is not None
+            want = raw if above == ROOT else self._sets.common(raw, self._closed[above])
+            # While a sweep is under way, a block behind it is clean and its parent ahead of it need not be.
+            assert (self._sets.masks[want] ^ self._sets.masks[closed]) & ~self._lost == 0
+
+    def _chain(self, node: int, following: Sequence[int]) -> list[int]:
+        nodes = []
+        while node != NONE:
+            nodes.append(node)
+            node = following[node]
+        return nodes

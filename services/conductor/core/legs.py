@@ -1,0 +1,222 @@
+"""What a request has going on elsewhere: its legs at prefill and decode, and the calls that carry them.
+
+A call holds what it has claimed until its `Ended` has come, whether anybody is still interested or not.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from moonpool.core.digest import digest_of
+from moonpool.core.kernel import Cancel, Outstanding
+from moonpool.core.timers import Timers
+from services.conductor.core.cost import DecodeChoice
+from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.life import Attempt, DecodeLeg, Phase, PrefillLeg, Request
+from services.conductor.core.messages import ATTEMPT_MARK, Action, Prefill, Promised, Renew, Reserve, Start, Undo
+from services.conductor.core.picture import Picture
+from services.conductor.core.plan import Plan
+
+MAX_RESERVES = 2
+"""`Reserve` calls of one request that are out at once."""
+RENEWALS = 3
+"""Times that a promise is renewed within its lease."""
+LINGER_S = 5.0
+"""How long a prefill may go on after its token when the answer is complete: it still offers blocks to the kvstore."""
+
+
+class Call(Enum):
+    """Kinds of I/O."""
+
+    RESERVE = 1
+    PREFILL = 2
+    SEQUENCE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What a call belongs to and holds: `claim` in the picture, 0 for none; `instance` is who is called."""
+
+    call: Call
+    request: int
+    sequence: str
+    instance: str
+    incarnation: int
+    claim: int = 0
+
+
+class Legs:
+    """Carries out attempts: starts calls, and gives back what they hold. What to do next is for `Requests`."""
+
+    def __init__(self, picture: Picture, timers: Timers[tuple[str, int]], reserve_timeout_s: float) -> None:
+        self.calls: Outstanding[Hold] = Outstanding()
+        self._picture = picture
+        self._timers = timers
+        self._reserve_timeout_s = reserve_timeout_s
+
+    def begin(self, request: Request, plan: Plan, options: Sequence[DecodeChoice], now: float) -> Attempt:
+        """Begins an attempt: the prompt counts at prefill from now on."""
+        number, request.attempts = request.attempts, request.attempts + 1
+        sequence = f"{request.ask.id}{ATTEMPT_MARK}{number}" if number else request.ask.id
+        best, incarnation = plan.prefill, self._picture.incarnation(plan.prefill.id)
+        claim = self._picture.claim_prefill(best.id, best.busy_s, now, best.kvstore)
+        attempt = request.attempt = Attempt(sequence, plan, incarnation, list(options), claim)
+        request.phase = Phase.PLACED
+        return attempt
+
+    def ask(self, request: Request, attempt: Attempt, now: float, out: list[Action]) -> bool:
+        """Asks the next decode instance for room, unless an answer is waited for.
+
+        Returns:
+            False when none is left to ask, and no answer will come.
+        """
+        attempt.decode = DecodeLeg.ASKED
+        if attempt.asked:
+            return True
+        if not attempt.options:
+            return bool(attempt.late)
+        if request.reserves < MAX_RESERVES:
+            self._reserve(request, attempt, attempt.options.pop(0), now, out)
+        return True  # else: the next one to end makes room for this one
+
+    def too_late(self, request: Request, attempt: Attempt) -> None:
+        """A `Reserve` takes too long: another instance may be asked meanwhile."""
+        hold = self.calls.get(attempt.asked)
+        assert hold is not None
+        attempt.late.append(attempt.asked)
+        attempt.asked = 0
+        attempt.failed = Failure(Kind.UNAVAILABLE, f"{hold.instance} did not answer in time")
+        request.suspect(hold.instance)
+
+    def gave_up(self, attempt: Attempt, who: tuple[str, int], failure: Failure) -> bool:
+        """An instance is lost: what it still promises is not taken. Returns whether it was asked for room."""
+
+        def lost(io: int) -> bool:
+            hold = self.calls.get(io)
+            return hold is not None and (hold.instance, hold.incarnation) == who
+
+        waited = [io for io in (attempt.asked, *attempt.late) if lost(io)]
+        attempt.asked = 0 if attempt.asked in waited else attempt.asked
+        attempt.late = [io for io in attempt.late if io not in waited]
+        attempt.failed = failure if waited else attempt.failed
+        return bool(waited)
+
+    def reserved(
+        self, request: Request | None, io: int, hold: Hold, promised: Promised | None, now: float, out: list[Action]
+    ) -> bool:
+        """A `Reserve` has ended. Returns whether the attempt has its promise by it; any other promise is undone."""
+        attempt = request.attempt if request is not None else None
+        waits = attempt is not None and attempt.target is None and (attempt.asked == io or io in attempt.late)
+        if attempt is not None:
+            attempt.late = [late for late in attempt.late if late != io]
+            attempt.asked = 0 if attempt.asked == io else attempt.asked
+        if promised is None:
+            self._picture.release(hold.claim, now)
+            return False
+        if attempt is None or not waits or promised.target.incarnation != hold.incarnation:
+            out.append(Undo(hold.sequence, promised.target))
+            self._picture.release(hold.claim, now)
+            return False
+        attempt.target, attempt.lease_s, attempt.promise = promised.target, promised.lease_s, hold.claim
+        attempt.decode, attempt.asked, attempt.late = DecodeLeg.PROMISED, 0, []  # other promises are not waited for
+        self._picture.known(attempt.promise, promised.taken)
+        self.renew(hold.request, attempt, now, out)
+        return True
+
+    def prefill(self, request: Request, attempt: Attempt, out: list[Action]) -> None:
+        """Calls prefill."""
+        plan, number = attempt.plan, request.ask.number
+        hold = Hold(Call.PREFILL, number, attempt.sequence, plan.prefill.id, attempt.incarnation)
+        attempt.prefill, attempt.prefill_io = PrefillLeg.SENT, self.calls.begin(hold)
+        out.append(Prefill(attempt.prefill_io, number, attempt.sequence, plan, attempt.incarnation, attempt.target))
+
+    def accepted(self, attempt: Attempt, taken: int) -> None:
+        """Prefill has the prompt in its queue, as its `taken`-th."""
+        if attempt.claim:
+            self._picture.known(attempt.claim, taken)
+
+    def token(self, attempt: Attempt, now: float) -> None:
+        """Prefill has given its token."""
+        attempt.prefill = PrefillLeg.TOKEN
+        self._release_claim(attempt, now)
+
+    def start(self, request: Request, attempt: Attempt, out: list[Action]) -> None:
+        """Starts the sequence at decode; its call holds the room from now on."""
+        target, number = attempt.target, request.ask.number
+        assert target is not None
+        hold = Hold(Call.SEQUENCE, number, attempt.sequence, target.decode, target.incarnation, attempt.promise)
+        attempt.decode, attempt.promise, attempt.sequence_io = DecodeLeg.STARTED, 0, self.calls.begin(hold)
+        self._timers.clear(("renew", number))
+        out.append(Start(attempt.sequence_io, number, attempt.sequence, target))
+
+    def renew(self, request: int, attempt: Attempt, now: float, out: list[Action]) -> None:
+        """Keeps the promise, now and within its lease again."""
+        if attempt.target is not None and attempt.decode is DecodeLeg.PROMISED:
+            out.append(Renew(attempt.target))
+            if attempt.lease_s > 0:
+                self._timers.set(("renew", request), now + attempt.lease_s / RENEWALS)
+
+    def lose_promise(self, attempt: Attempt, now: float) -> None:
+        """The instance that promised room is lost before the sequence was started there."""
+        attempt.decode = DecodeLeg.OVER
+        self._picture.release(attempt.promise, now)
+        attempt.promise = 0
+
+    def end(
+        self, request: Request, now: float, out: list[Action], *, complete: bool = False, known: bool = False
+    ) -> None:
+        """Ends the attempt, if there is one. What it holds comes back now, or when its calls end.
+
+        Args:
+            request: whose attempt ends.
+            now: seconds.
+            out: gets the actions.
+            complete: the answer is whole; a prefill that has given its token may go on for a while.
+            known: decode knows that the sequence is over.
+        """
+        attempt, request.attempt = request.attempt, None
+        number = request.ask.number
+        for kind in ("renew", "word"):
+            self._timers.clear((kind, number))
+        if attempt is None:
+            return
+        self._release_claim(attempt, now)
+        if attempt.prefill is PrefillLeg.TOKEN and complete:
+            self._timers.set(("linger", attempt.prefill_io), now + LINGER_S)
+        elif attempt.prefill in (PrefillLeg.SENT, PrefillLeg.TOKEN):
+            out.append(Cancel(attempt.prefill_io))
+        if attempt.decode is DecodeLeg.PROMISED:
+            assert attempt.target is not None
+            out.append(Undo(attempt.sequence, attempt.target))
+            self.lose_promise(attempt, now)
+        elif attempt.decode in (DecodeLeg.STARTED, DecodeLeg.STREAMING) and not known:
+            out.append(Cancel(attempt.sequence_io))
+
+    def held(self, requests: Iterable[Request]) -> list[int]:
+        """All claims that calls and attempts hold."""
+        claims = [hold.claim for _, hold in self.calls]
+        for request in requests:
+            if request.attempt is not None:
+                claims += [request.attempt.claim, request.attempt.promise]
+        return sorted(claim for claim in claims if claim)
+
+    def digest(self) -> bytes:
+        """Hash of the calls."""
+        return digest_of(self.calls)
+
+    def _reserve(self, request: Request, attempt: Attempt, option: DecodeChoice, now: float, out: list[Action]) -> None:
+        number, demand = request.ask.number, attempt.plan.demand
+        incarnation = self._picture.incarnation(option.id)
+        claim = self._picture.claim_decode(option.id, demand.prompt_tokens, demand.total_blocks)
+        hold = Hold(Call.RESERVE, number, attempt.sequence, option.id, incarnation, claim)
+        attempt.asked = io = self.calls.begin(hold)
+        request.reserves += 1
+        self._timers.set(("reserve", io), now + self._reserve_timeout_s)
+        stores = tuple(store.id for store in attempt.plan.write_back)
+        tbt_slo_s = None if request.recovering else request.ask.slo.tbt_s
+        out.append(Reserve(io, number, attempt.sequence, option.id, incarnation, tbt_slo_s, stores))
+
+    def _release_claim(self, attempt: Attempt, now: float) -> None:
+        if attempt.claim:
+            self._picture.release(attempt.claim, now)
+            attempt.claim = 0

@@ -1,0 +1,122 @@
+"""A request and its present attempt, as data: what it waits for, and how far its legs at prefill and decode are."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from services.conductor.core.cost import DecodeChoice
+from services.conductor.core.failures import Failure
+from services.conductor.core.messages import Ask, Target
+from services.conductor.core.plan import Plan
+
+
+class PrefillLeg(Enum):
+    """Where a request is at prefill."""
+
+    NONE = 0
+    SENT = 1
+    TOKEN = 2
+    OVER = 3
+
+
+class DecodeLeg(Enum):
+    """Where a request is at decode."""
+
+    NONE = 0
+    ASKED = 1
+    PROMISED = 2
+    STARTED = 3
+    STREAMING = 4
+    OVER = 5
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One placement of a request.
+
+    Attributes:
+        sequence: the id that engines see. It ends with the attempt's number, which is the fence: what earlier attempts
+            still send is not mixed up with this one's.
+        plan: where it goes; `incarnation` is that of the prefill instance.
+        options: decode instances that were not asked yet, best first.
+        asked: the `Reserve` that is waited for; 0 for none.
+        late: those that have taken too long. The first promise counts, also a late one.
+        full: the last refusal for want of room or speed; `failed` the last failure to ask.
+        target: the promise.
+        claim: of the prompt at prefill; 0 once it is released.
+        lease_s: how long decode keeps it without news.
+        promise: claim of the promised room, until the sequence's call holds it.
+        delivered: decode has everything.
+    """
+
+    sequence: str
+    plan: Plan
+    incarnation: int
+    options: list[DecodeChoice]
+    claim: int
+    prefill: PrefillLeg = PrefillLeg.NONE
+    decode: DecodeLeg = DecodeLeg.NONE
+    prefill_io: int = 0
+    sequence_io: int = 0
+    asked: int = 0
+    late: list[int] = field(default_factory=list)
+    full: Failure | None = None
+    failed: Failure | None = None
+    target: Target | None = None
+    lease_s: float = 0.0
+    promise: int = 0
+    delivered: bool = False
+
+    @property
+    def torn(self) -> bool:
+        """Prefill is over, and nothing says that decode has everything."""
+        return self.prefill is PrefillLeg.OVER and not self.delivered and self.decode is not DecodeLeg.STREAMING
+
+
+class Phase(Enum):
+    """What a request waits for: an attempt, room, a member, a pause to end, or its keys."""
+
+    PLACED = 0
+    ROOM = 1
+    MEMBER = 2
+    PAUSE = 3
+    KEYS = 4
+
+
+@dataclass(slots=True)
+class Request:
+    """One request from its arrival to its end.
+
+    Attributes:
+        ask: what was asked for.
+        keys: of all full blocks of the prompt and the tokens at the last placement.
+        phase: what is waited for.
+        tokens: length of the answer so far.
+        attempts: placements so far; the next one's number.
+        failures: attempts that failed.
+        suspects: instances that failed it.
+        attempt: the present one; None while it waits.
+        reserves: `Reserve` calls that are out, of all attempts.
+        unasked: placements in a row for which no decode instance could be asked.
+        refusal: what the client is told when waiting is in vain.
+        waits_since: when it began to look for a place in vain; None while it has one.
+        recovering: it was placed before, or could not be for a passing reason: it is not refused early.
+    """
+
+    ask: Ask
+    keys: tuple[bytes, ...]
+    phase: Phase = Phase.PLACED
+    tokens: int = 0
+    attempts: int = 0
+    failures: int = 0
+    suspects: list[str] = field(default_factory=list)
+    attempt: Attempt | None = None
+    reserves: int = 0
+    unasked: int = 0
+    refusal: Failure | None = None
+    waits_since: float | None = None
+    recovering: bool = False
+
+    def suspect(self, instance: str) -> None:
+        """Avoids an instance from now on."""
+        if instance not in self.suspects:
+            self.suspects.append(instance)

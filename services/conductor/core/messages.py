@@ -1,0 +1,310 @@
+"""Events and actions of the requests' life. Requests have numbers, which the shell gives and never uses again."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from moonpool.core.kernel import Cancel, Ended
+from services.conductor.core.admission import Slo
+from services.conductor.core.cost import PrefillChoice
+from services.conductor.core.facts import InstanceFacts, LoadFacts
+from services.conductor.core.failures import Failure
+from services.conductor.core.plan import Plan
+
+ATTEMPT_MARK = "~"
+"""Separates a request's id from the number of the attempt in the ids that engines see."""
+
+
+class Finish(Enum):
+    """Why an answer is complete."""
+
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request, without its tokens.
+
+    Attributes:
+        number: names it in events and actions.
+        id: as the client knows it.
+        prompt_tokens: length of the prompt.
+        max_tokens: tokens to generate at most.
+        prompt_key: hash of the prompt.
+        slo: what is expected.
+        arrived: when it came; `deadline` when it fails. Seconds of the core's clock.
+    """
+
+    number: int
+    id: str
+    prompt_tokens: int
+    max_tokens: int
+    prompt_key: bytes
+    slo: Slo
+    arrived: float
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Room that a decode instance has promised to one transfer."""
+
+    decode: str
+    incarnation: int
+    address: str
+    transfer_id: int
+    generation: int
+    held_blocks: int
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A valid request; `keys` are those of its prompt's full blocks."""
+
+    ask: Ask
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rehashed:
+    """Answer to `Rehash`: the keys of all full blocks of the prompt and `tokens` generated tokens."""
+
+    request: int
+    tokens: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The answer shall end now, with the tokens so far."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    """Nobody waits for the answer any more."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A prefill (its io) has the prompt in its queue, as its `taken`-th."""
+
+    io: int
+    taken: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """How a prompt was prefilled; `misses` are (kvstore, key) that the index believed to be there."""
+
+    computed_tokens: int
+    local_tokens: int
+    loaded_tokens: int
+    prefill_s: float
+    misses: tuple[tuple[str, bytes], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """A prefill (its io) has given its token, which the answer has; `finish` is set when it completes the answer."""
+
+    io: int
+    how: Prefilled
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A prefill (its io) says that all KV has arrived at decode."""
+
+    io: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The answer has `count` more tokens from a sequence (its io).
+
+    `finish` is set when they complete the answer; `known` when decode has said so itself, whose call then ends.
+    """
+
+    io: int
+    count: int
+    finish: Finish | None = None
+    known: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """An instance has joined, perhaps again."""
+
+    facts: InstanceFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """An incarnation of an instance is not a member any more. With `lost` its requests fail now, with this reason."""
+
+    instance: str
+    incarnation: int
+    lost: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """An instance has reported its load."""
+
+    instance: str
+    load: LoadFacts
+
+
+@dataclass(frozen=True, slots=True)
+class KeysChanged:
+    """A message of an instance's KV events."""
+
+    instance: str
+    sequence: int
+    stored: tuple[bytes, ...]
+    removed: tuple[bytes, ...]
+    snapshot_begin: bool
+    snapshot_end: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Promised:
+    """Result of `Reserve`: room is kept for `lease_s` seconds without news. It is decode's `taken`-th promise."""
+
+    target: Target
+    lease_s: float
+    taken: int = 0
+
+
+Result = Promised | Failure | None
+"""Of any I/O; None = it ended as it should."""
+
+Event = (
+    Arrived
+    | Rehashed
+    | Stopped
+    | ClientGone
+    | Accepted
+    | FirstToken
+    | Delivered
+    | Tokens
+    | Joined
+    | Left
+    | Reported
+    | KeysChanged
+    | Ended[Result]
+)
+
+# --- actions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Ask a decode instance for room. Ends with `Promised` or a failure; it is never cancelled."""
+
+    io: int
+    request: int
+    sequence: str
+    decode: str
+    incarnation: int
+    tbt_slo_s: float | None
+    stores: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Call a prefill instance; `target` is None when only its token is wanted. Ends with None or a failure."""
+
+    io: int
+    request: int
+    sequence: str
+    plan: Plan
+    incarnation: int
+    target: Target | None
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Tell decode the first token and follow the sequence. `Cancel` ends it there and here."""
+
+    io: int
+    request: int
+    sequence: str
+    target: Target
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Keep the conductor's session with decode, by which the promise lives."""
+
+    target: Target
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """Tell decode that the promise, not started yet, is not wanted."""
+
+    sequence: str
+    target: Target
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """The request is placed: tell the client, and keep it for `Explain`."""
+
+    request: int
+    plan: Plan
+    decode: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rehash:
+    """Give the keys of the prompt and the answer so far; the request is placed again because of `failure`."""
+
+    request: int
+    failures: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """The request has ended: tell the client the rest."""
+
+    request: int
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The request has ended with an error; `refused` before or between placements, with what was considered."""
+
+    request: int
+    failure: Failure
+    refused: bool = False
+    candidates: tuple[PrefillChoice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The request has ended; its client is gone."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """An instance's KV events have a gap: order a snapshot."""
+
+    instance: str
+
+
+Action = Reserve | Prefill | Start | Renew | Undo | Announce | Rehash | Complete | Fail | Drop | Resync | Cancel

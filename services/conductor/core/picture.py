@@ -1,0 +1,389 @@
+"""The conductor's picture of its cluster: who is there, what they hold, how loaded they are; and plans from it.
+
+The picture of an instance is its last report, and those of our own requests there that the report did not include. A
+request counts from the moment its place is chosen (a *claim*), so that a burst does not go to one instance.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from moonpool.core.digest import digest_of
+from moonpool.errors import InvalidRequest, Unavailable
+from services.conductor.core.cost import DecodeChoice, DecodeModel, PrefillChoice, PrefillModel
+from services.conductor.core.decodes import Decode, Decodes
+from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts, Shape
+from services.conductor.core.index import Applied, PrefixIndex
+from services.conductor.core.instances import Instance, instance_of
+from services.conductor.core.plan import Plan
+from services.conductor.core.prefills import Prefill, Prefills
+from services.conductor.core.stores import Store, Stores, StoreView, by_reading, sources
+
+EXPECTED_ANSWER_TOKENS = 256
+"""Answers are mostly shorter than their limit; decode instances are compared for at most so many tokens."""
+
+
+class Picture:
+    """The cluster as one conductor knows it. Times are arguments, in seconds of one clock.
+
+    Args:
+        max_index_keys: KV blocks remembered at most.
+        balancing_threshold: a prefix in a kvstore is considered when it is so many times longer than the instance's.
+        kvstore_replicas: stores that shall hold each chain.
+    """
+
+    def __init__(
+        self, max_index_keys: int = 4_000_000, balancing_threshold: float = 1.0, kvstore_replicas: int = 1
+    ) -> None:
+        self.index = PrefixIndex(max_index_keys)
+        self.shape: Shape | None = None
+        """Of the KV that is served; None while there is no engine."""
+        self._threshold = balancing_threshold
+        self._instances: dict[str, Instance] = {}
+        self._prefills = Prefills()
+        self._decodes = Decodes()
+        self._stores = Stores(kvstore_replicas)
+        self._claims: dict[int, list[Instance]] = {}
+        self._next_claim = 1
+        self._turn = 0
+
+    # --- instances -------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Instances."""
+        return len(self._instances)
+
+    @property
+    def ready(self) -> bool:
+        """Whether at least one prefill and one decode instance take requests."""
+        return all(pool.mask & ~pool.draining for pool in (self._prefills, self._decodes))
+
+    def incarnation(self, instance_id: str) -> int:
+        """Which life of an instance is here; 0 = it is not here."""
+        instance = self._instances.get(instance_id)
+        return instance.facts.incarnation if instance is not None else 0
+
+    def room_of(self, decode: str) -> tuple[int, int]:
+        """Blocks that a decode instance could promise now, and all its blocks; (0, 0) when it takes no requests."""
+        instance = self._decodes.get(decode)
+        if instance is None or instance.load.draining:
+            return 0, 0
+        return instance.room_blocks, instance.facts.total_blocks
+
+    def only(self, suspects: Collection[str]) -> bool:
+        """Whether all prefill instances, or all decode instances, are among the suspects."""
+        pools = [one.facts.id for one in self._prefills], [one.facts.id for one in self._decodes]
+        return any(all(name in suspects for name in pool) for pool in pools)
+
+    def join(self, facts: InstanceFacts, now: float) -> None:
+        """Takes an instance in, with a full pool of free blocks until it reports.
+
+        One that is here already with the same incarnation keeps its claims and what was learnt of its speeds; another
+        one of its id is replaced.
+        """
+        earlier = self._instances.get(facts.id)
+        if earlier is not None:
+            self._take_out(earlier)
+        self.index.add_instance(facts.id)
+        same = earlier if earlier is not None and earlier.facts.incarnation == facts.incarnation else None
+        instance = same or instance_of(facts, now)
+        instance.slot = self.index.slot(facts.id)
+        self._put_in(instance)
+
+    def leave(self, instance_id: str) -> None:
+        """Forgets an instance; unknown ids are fine. Its claims count for nothing any more."""
+        instance = self._instances.get(instance_id)
+        if instance is not None:
+            self._take_out(instance)
+            self.index.remove_instance(instance_id)
+
+    def report(self, instance_id: str, load: LoadFacts, now: float) -> None:
+        """Takes a load report; it includes the claims that the instance knew (`known`). Unknown ids are fine."""
+        self.index.sweep()
+        instance = self._instances.get(instance_id)
+        match instance:
+            case Prefill():
+                instance.report(load, now)
+            case Decode():
+                instance.report(load)
+            case Store():
+                self._stores.report(instance, load)
+                return
+            case None:
+                return
+        if load.speeds is not None and load.speeds != instance.told:
+            instance.told = load.speeds
+            instance.tracker.rebase(load.speeds)
+        self._changed(instance)
+
+    def events(
+        self,
+        instance_id: str,
+        sequence: int,
+        stored: Iterable[bytes],
+        removed: Iterable[bytes],
+        *,
+        snapshot_begin: bool = False,
+        snapshot_end: bool = False,
+    ) -> bool:
+        """Takes a message of KV events; True when a resync is wanted.
+
+        Raises:
+            KeyError: the instance has not joined.
+        """
+        applied = self.index.apply(
+            instance_id, sequence, stored, removed, snapshot_begin=snapshot_begin, snapshot_end=snapshot_end
+        )
+        instance = self._instances[instance_id]
+        slot = self.index.slot(instance_id)
+        if slot != instance.slot:
+            match instance:
+                case Prefill():
+                    self._prefills.move(instance, slot)
+                case Decode():
+                    self._decodes.move(instance, slot)
+                case Store():
+                    instance.slot = slot
+        return applied is Applied.RESYNC
+
+    def forget(self, instance_id: str, keys: Iterable[bytes], version: int) -> None:
+        """Drops blocks that an instance was found not to hold, unless they were reported after `version`."""
+        self.index.forget(instance_id, keys, version)
+
+    def observe_prefill(self, instance_id: str, computed: int, cached: int, seconds: float) -> None:
+        """Learns that a prompt took so long, of which `cached` tokens were there already."""
+        instance = self._prefills.get(instance_id)
+        if instance is not None:
+            instance.observe(computed, cached, seconds)
+            self._prefills.rank(instance)
+
+    # --- claims ----------------------------------------------------------------------------------------------------
+
+    def claim_prefill(self, instance_id: str, busy_s: float, now: float, source: str = "") -> int:
+        """Counts a prompt on an instance, and on the kvstore that it loads from, until `release`.
+
+        Returns:
+            The claim's number. It is never used twice.
+        """
+        number, instances = self._new_claim()
+        instance, store = self._prefills.get(instance_id), self._stores.get(source)
+        if instance is not None:
+            instance.claim(number, busy_s, now)
+            instance.turn = self._next_turn()
+            self._prefills.rank(instance)
+            instances.append(instance)
+        if store is not None:
+            store.reads[number] = None
+            instances.append(store)
+        return number
+
+    def claim_decode(self, instance_id: str, context_tokens: int, blocks: int) -> int:
+        """Counts an answer on an instance until `release`; returns the claim's number."""
+        number, instances = self._new_claim()
+        instance = self._decodes.get(instance_id)
+        if instance is not None:
+            instance.claim(number, context_tokens, blocks)
+            instance.turn = self._next_turn()
+            self._decodes.rank(instance)
+            instances.append(instance)
+        return number
+
+    def known(self, claim: int, number: int = 0) -> None:
+        """Notes that the instance has said that it has the request.
+
+        Args:
+            claim: of the request there.
+            number: how many requests the instance has taken with it; reports say how many they include. 0 = not told:
+                the next report includes it.
+        """
+        for instance in self._claims.get(claim, ()):
+            if isinstance(instance, Store):
+                continue
+            instance.known(claim, number)
+            if self._instances.get(instance.facts.id) is instance:
+                self._changed(instance)
+
+    def release(self, claim: int, now: float) -> None:
+        """Stops counting a claim: its prompt has its first token, its answer has ended, or neither will be.
+
+        A claim that was released before is fine.
+        """
+        for instance in self._claims.pop(claim, ()):
+            match instance:
+                case Prefill():
+                    instance.release(claim, now)
+                case Decode():
+                    instance.release(claim)
+                case Store():
+                    del instance.reads[claim]
+                    continue
+            if self._instances.get(instance.facts.id) is instance:
+                self._changed(instance)
+
+    @property
+    def claims(self) -> list[int]:
+        """Those that were not released."""
+        return sorted(self._claims)
+
+    @property
+    def prompts_in_flight(self) -> int:
+        """Claims on prefill instances."""
+        return sum([len(instance.prompts) for instance in self._prefills])
+
+    @property
+    def answers_in_flight(self) -> int:
+        """Claims on decode instances."""
+        return sum([len(instance.answers) for instance in self._decodes])
+
+    @property
+    def reads_in_flight(self) -> int:
+        """Claims on kvstores."""
+        return sum([len(instance.reads) for instance in self._stores])
+
+    @property
+    def blocks_unreported(self) -> int:
+        """Blocks of our answers that no report includes."""
+        return sum([instance.unreported_blocks for instance in self._decodes])
+
+    # --- plans -----------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        *,
+        tokens: int,
+        answer_tokens: int,
+        keys: Sequence[bytes],
+        prompt_key: bytes,
+        now: float,
+        suspects: Collection[str] = (),
+    ) -> Plan:
+        """Plans a sequence of `tokens` tokens to compute and `answer_tokens` more to generate.
+
+        Args:
+            tokens: prompt and, for a continued answer, what was generated before.
+            answer_tokens: tokens still to be generated; with 1, prefill alone can serve the request.
+            keys: of all full blocks of `tokens`.
+            prompt_key: hash of the prompt, which decides on the store when there is no full block.
+            now: seconds.
+            suspects: ids of instances that failed this request before; used only when no other is left.
+
+        Raises:
+            Unavailable: no instance that is large enough takes requests now.
+            InvalidRequest: no instance that was ever here is large enough.
+        """
+        shape = self.shape
+        if shape is None or not self.ready:
+            raise Unavailable("no prefill or no decode instance has joined" + self._missing())
+        demand = Demand(
+            prompt_tokens=tokens,
+            prompt_blocks=shape.blocks_for(tokens),
+            total_blocks=shape.blocks_for(tokens + answer_tokens),
+            decode_tokens=min(answer_tokens - 1, EXPECTED_ANSWER_TOKENS),
+        )
+        prefixes = self.index.match(keys)
+        views = self._stores.views(keys, prompt_key, prefixes)
+        candidates = self._choose_prefill(demand, shape, prefixes, views, now, suspects)
+        decodes = self._choose_decode(demand, shape, prefixes, suspects) if answer_tokens > 1 else []
+        best = candidates[0]
+        return Plan(
+            prefill=best,
+            decodes=tuple(decodes),
+            sources=sources(views, best.kvstore, best.local_blocks),
+            write_back=self._stores.write_back(keys, views),
+            candidates=tuple(candidates),
+            demand=demand,
+            index_version=self.index.version,
+            emulated=shape.emulated,
+        )
+
+    def _choose_prefill(
+        self,
+        demand: Demand,
+        shape: Shape,
+        prefixes: Sequence[tuple[int, int]],
+        views: Sequence[StoreView],
+        now: float,
+        suspects: Collection[str],
+    ) -> list[PrefillChoice]:
+        model = PrefillModel(demand, shape, next(iter(by_reading(views)), None), self._threshold)
+        choices = self._prefills.choose(demand, model, prefixes, now, self._prefills.mask_of(suspects))
+        if choices[0].excluded:
+            if demand.prompt_blocks <= self._prefills.largest_blocks:
+                raise Unavailable(f"no prefill instance takes the prompt now ({choices[0].excluded})")
+            raise InvalidRequest("prompt", f"no prefill instance can take it ({choices[0].excluded})")
+        return choices
+
+    def _choose_decode(
+        self, demand: Demand, shape: Shape, prefixes: Sequence[tuple[int, int]], suspects: Collection[str]
+    ) -> list[DecodeChoice]:
+        pool = self._decodes
+        choices = pool.choose(demand, DecodeModel(demand, shape), prefixes, pool.mask_of(suspects))
+        if not choices:
+            need = f"prompt and answer need {demand.total_blocks} KV blocks, no decode instance"
+            if demand.total_blocks <= pool.largest_blocks:
+                raise Unavailable(f"{need} with so many takes requests now")
+            raise InvalidRequest("sampling.max_tokens", f"{need} has more than {pool.largest_blocks}")
+        return choices
+
+    def _missing(self) -> str:
+        pools = (("prefill", self._prefills), ("decode", self._decodes))
+        return f" (missing: {', '.join(name for name, pool in pools if not pool.mask & ~pool.draining)})"
+
+    # --- upkeep ----------------------------------------------------------------------------------------------------
+
+    def _put_in(self, instance: Instance) -> None:
+        self._instances[instance.facts.id] = instance
+        match instance:
+            case Prefill():
+                self._prefills.add(instance)
+            case Decode():
+                self._decodes.add(instance)
+            case Store():
+                self._stores.add(instance)
+        self.shape = self.shape or instance.facts.shape
+
+    def _take_out(self, instance: Instance) -> None:
+        del self._instances[instance.facts.id]
+        match instance:
+            case Prefill():
+                self._prefills.remove(instance)
+            case Decode():
+                self._decodes.remove(instance)
+            case Store():
+                self._stores.remove(instance)
+        if not len(self._prefills) and not len(self._decodes):
+            self.shape = None
+            self._prefills.largest_blocks = self._decodes.largest_blocks = 0
+
+    def _changed(self, instance: Prefill | Decode) -> None:
+        if isinstance(instance, Prefill):
+            self._prefills.changed(instance)
+        else:
+            self._decodes.changed(instance)
+
+    def _new_claim(self) -> tuple[int, list[Instance]]:
+        number, self._next_claim = self._next_claim, self._next_claim + 1
+        instances = self._claims[number] = []
+        return number, instances
+
+    def _next_turn(self) -> int:
+        self._turn += 1
+        return self._turn
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        parts = (self.index, self._prefills, self._decodes, self._stores)
+        return digest_of(*parts, self.shape, sorted(self._claims), self._next_claim, self._turn)
+
+    def check_invariants(self) -> None:
+        """Asserts that instances, pools, index and claims agree."""
+        for part in (self.index, self._prefills, self._decodes, self._stores):
+            part.check_invariants()
+        pools: Iterator[Instance] = iter([*self._prefills, *self._decodes, *self._stores])
+        assert {instance.facts.id: instance for instance in pools} == self._instances
+        for name, instance in self._instances.items():
+            assert instance.slot == self.index.slot(name)
+        for decode in self._decodes:
+            decode.check_invariants()
+        held = [number for one in self._prefills for number in one.prompts]
+        held += [number for one in self._decodes for number in one.answers]
+        assert len(set(held)) == len(held)
+        assert set(held) <= set(self._claims)

@@ -1,0 +1,205 @@
+"""Finds places for requests: plans, asks decode for room, and lets those wait that find none now."""
+
+from dataclasses import dataclass
+
+from moonpool.core.timers import Timers
+from moonpool.errors import InvalidRequest, Unavailable
+from services.conductor.core import admission
+from services.conductor.core.book import Book
+from services.conductor.core.cost import DecodeChoice
+from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
+from services.conductor.core.legs import Hold, Legs
+from services.conductor.core.life import Attempt, Phase, Request
+from services.conductor.core.messages import Action, Announce, Rehash, Result
+from services.conductor.core.picture import Picture
+from services.conductor.core.plan import Plan
+from services.conductor.core.room import RoomQueue
+
+MAX_ASKED = 4
+"""Decode instances asked for one placement."""
+FIRST_PAUSE_S = 0.05
+PAUSE_FACTOR = 4.0
+MAX_PAUSE_S = 3.2
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long requests are given, and how often; `ConductorConfig` describes each."""
+
+    retries: int
+    recovery_s: float
+    room_wait_s: float
+    reserve_timeout_s: float
+
+
+class Placing:
+    """Gives requests attempts.
+
+    Args:
+        limits: of waiting.
+        picture: plans.
+        book: ends those that find no place.
+        legs: carries attempts out.
+        rooms: who waits for room.
+        timers: shared by the whole core.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        picture: Picture,
+        book: Book,
+        legs: Legs,
+        rooms: RoomQueue,
+        timers: Timers[tuple[str, int]],
+    ) -> None:
+        self._limits = limits
+        self._picture = picture
+        self._book = book
+        self._legs = legs
+        self._rooms = rooms
+        self._timers = timers
+
+    def place(self, now: float, request: Request, out: list[Action]) -> None:
+        """Plans a request and begins an attempt, or lets it wait, or refuses it."""
+        plan = self._plan(now, request)
+        if isinstance(plan, Failure):
+            self._nowhere(now, request, plan, out)
+            return
+        ask = request.ask
+        refusal = None if request.recovering else admission.check_plan(ask.slo, plan, now - ask.arrived)
+        if refusal is not None:
+            self._book.fail(now, request, refusal, out, refused=True, candidates=plan.candidates)
+            return
+        attempt = self._legs.begin(request, plan, self._options(request, plan), now)
+        if plan.decodes:
+            self.ask(now, request, attempt, out)
+        else:
+            self.placed(request, attempt, out)
+
+    def ask(self, now: float, request: Request, attempt: Attempt, out: list[Action]) -> None:
+        """Asks the next decode instance; after the last one the request waits, or fails."""
+        if self._legs.ask(request, attempt, now, out):
+            return
+        full, failed = attempt.full, attempt.failed
+        self._legs.end(request, now, out)
+        if full is not None or failed is None:
+            self._no_room(now, request, admission.no_room(full, attempt.plan), attempt.plan, out)
+        elif failed.kind is Kind.INVALID:
+            self._book.fail(now, request, failed, out)
+        else:
+            self._not_asked(now, request, failed, out)
+
+    def refused(self, request: Request, attempt: Attempt, hold: Hold, result: Result) -> None:
+        """Notes why an instance gave no promise: it is full, or too slow, or could not be asked."""
+        if isinstance(result, Failure) and result.kind is Kind.OVERLOADED:
+            attempt.full = result
+            if result.reason == NO_DECODE_ROOM:
+                self._rooms.refused(hold.instance, self._picture.room_of(hold.instance)[0])
+            return
+        restarted = Failure(Kind.UNAVAILABLE, f"{hold.instance} was restarted")
+        attempt.failed = result if isinstance(result, Failure) else restarted
+        request.suspect(hold.instance)
+
+    def placed(self, request: Request, attempt: Attempt, out: list[Action]) -> None:
+        """The attempt has what it needs: prefill is called."""
+        number = request.ask.number
+        for kind in ("wait", "pause"):
+            self._timers.clear((kind, number))
+        request.waits_since = request.refusal = None
+        request.unasked = 0
+        out.append(Announce(number, attempt.plan, attempt.target.decode if attempt.target else ""))
+        self._legs.prefill(request, attempt, out)
+
+    def room_news(self, now: float, decode: str, out: list[Action]) -> None:
+        """A decode instance has reported or joined: those who fit there look for a place again."""
+        if not len(self._rooms):
+            return
+        room, total = self._picture.room_of(decode)
+        for number in self._rooms.woken(decode, room, total, now):
+            self._rooms.remove(number)
+            self.place(now, self._book.requests[number], out)
+
+    def member_news(self, now: float, out: list[Action]) -> None:
+        """An instance has joined: those for whom one was missing look for a place again."""
+        for request in [it for it in self._book.requests.values() if it.phase is Phase.MEMBER]:
+            self.place(now, request, out)
+
+    def anew(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:
+        """Places a request again after its attempt has failed: at once if it is the first and others can take over."""
+        request.refusal = failure
+        if request.failures == 1 and not self._picture.only(request.suspects):
+            self.rehash(request, out)
+        else:
+            self._pause(now, request, request.failures)
+
+    def rehash(self, request: Request, out: list[Action]) -> None:
+        """Asks for the keys of what is to be placed now."""
+        assert request.refusal is not None
+        request.phase = Phase.KEYS
+        out.append(Rehash(request.ask.number, request.failures, request.refusal))
+
+    def _plan(self, now: float, request: Request) -> Plan | Failure:
+        ask = request.ask
+        try:
+            return self._picture.plan(
+                tokens=ask.prompt_tokens + request.tokens,
+                answer_tokens=ask.max_tokens - request.tokens,
+                keys=request.keys,
+                prompt_key=ask.prompt_key,
+                now=now,
+                suspects=request.suspects,
+            )
+        except Unavailable as error:
+            return Failure(Kind.UNAVAILABLE, error.message)
+        except InvalidRequest as error:
+            return Failure(Kind.INVALID, error.message, field=error.field)
+
+    def _options(self, request: Request, plan: Plan) -> list[DecodeChoice]:
+        """The instances to ask. A report may be stale, so at first also those that seem to be full are asked."""
+        first, need = request.waits_since is None, plan.demand.total_blocks
+        free = [option for option in plan.decodes if self._rooms.free_to(option.id, request.ask.number)]
+        return [option for option in free if first or self._picture.room_of(option.id)[0] >= need][:MAX_ASKED]
+
+    def _no_room(self, now: float, request: Request, refusal: Failure, plan: Plan, out: list[Action]) -> None:
+        if refusal.reason != NO_DECODE_ROOM and not request.recovering:
+            self._book.fail(now, request, refusal, out, refused=True, candidates=plan.candidates)
+        elif self._may_wait(now, request, Phase.ROOM, refusal, out):
+            assert request.waits_since is not None
+            self._rooms.add(request.ask.number, plan.demand.total_blocks, request.waits_since)
+
+    def _nowhere(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:
+        if failure.kind is Kind.UNAVAILABLE and request.recovering:
+            self._may_wait(now, request, Phase.MEMBER, failure, out)
+        else:
+            self._book.fail(now, request, failure, out, refused=True)
+
+    def _not_asked(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:
+        request.recovering = True
+        request.unasked += 1
+        failure = Failure(Kind.UNAVAILABLE, f"no decode instance could be asked for room: {failure}")
+        if self._may_wait(now, request, Phase.PAUSE, failure, out):
+            self._pause(now, request, request.unasked)
+
+    def _may_wait(self, now: float, request: Request, phase: Phase, refusal: Failure, out: list[Action]) -> bool:
+        """Lets a request wait for a place, within the limit that began with the first refusal; else it fails."""
+        request.phase, request.refusal = phase, refusal
+        if request.waits_since is None:
+            request.waits_since = now
+        until = request.waits_since + self._wait_limit_s(request, request.waits_since)
+        if until <= now:
+            self._book.fail(now, request, refusal, out, refused=True)
+            return False
+        self._timers.set(("wait", request.ask.number), until)
+        return True
+
+    def _wait_limit_s(self, request: Request, since: float) -> float:
+        limits, ttft_s = self._limits, request.ask.slo.ttft_s
+        if request.recovering:
+            return limits.recovery_s
+        return limits.room_wait_s if ttft_s is None else min(limits.room_wait_s, ttft_s - (since - request.ask.arrived))
+
+    def _pause(self, now: float, request: Request, count: int) -> None:
+        request.phase = Phase.PAUSE
+        pause_s = min(FIRST_PAUSE_S * PAUSE_FACTOR ** (count - 1), MAX_PAUSE_S)
+        self._timers.set(("pause", request.ask.number), now + pause_s)

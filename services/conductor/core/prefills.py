@@ -1,0 +1,183 @@
+"""The prefill instances: when each will be free, and which is best for a prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from moonpool.core.digest import digest_of
+from moonpool.cost import Speeds, SpeedTracker, pipelined_seconds, prefill_seconds
+from services.conductor.core.cost import PrefillChoice, PrefillModel, steps_of
+from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
+from services.conductor.core.pool import Pool, blocks_at
+from services.conductor.core.ranks import SHORTLIST, RankClass, Ranks
+from services.conductor.core.sets import members
+
+CLASS_WIDTH = 1.1
+LOAD_BYTES = 1 << 28
+"""Loads are compared by the seconds that so much KV takes."""
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt that we have placed, and how long it keeps the instance busy.
+
+    `number` is the instance's own of it, 0 if it gives none, None while we have not heard that it has the prompt.
+    `covered`: the last report includes it, so it is not counted any more.
+    """
+
+    busy_s: float
+    number: int | None = None
+    covered: bool = False
+
+
+@dataclass(slots=True)
+class Prefill:
+    """One instance.
+
+    `free_at` is when all prompts that we know of are computed, on the clock of `now`: the last report's, and those of
+    our own that it did not include. `told` are the speeds as it reported them.
+    """
+
+    facts: InstanceFacts
+    slot: int
+    tracker: SpeedTracker
+    told: Speeds
+    free_at: float
+    load: LoadFacts = field(default_factory=LoadFacts)
+    turn: int = 0
+    prompts: dict[int, Prompt] = field(default_factory=dict)
+
+    def claim(self, number: int, busy_s: float, now: float) -> None:
+        """Counts a prompt from now on."""
+        self.prompts[number] = Prompt(busy_s)
+        self.free_at = max(self.free_at, now) + busy_s
+
+    def known(self, claim: int, number: int) -> None:
+        """Notes that the instance has a prompt, and as its how many-th; the last report may include it already."""
+        prompt = self.prompts[claim]
+        prompt.number = number
+        if 0 < number <= self.load.taken and not prompt.covered and self.load.drain_s is not None:
+            prompt.covered = True
+            self.free_at -= prompt.busy_s
+
+    def release(self, number: int, now: float) -> None:
+        """Stops counting a prompt."""
+        prompt = self.prompts.pop(number)
+        if self.load.drain_s is None:  # it does not tell when it will be free: what is left begins now
+            self.free_at = now + self._uncovered_s()
+        elif not prompt.covered:
+            self.free_at -= prompt.busy_s
+
+    def report(self, load: LoadFacts, now: float) -> None:
+        """Takes a report, which includes the prompts that the instance had taken."""
+        self.load = load
+        if load.drain_s is None:
+            return
+        for prompt in self.prompts.values():
+            prompt.covered = prompt.covered or (prompt.number is not None and prompt.number <= load.taken)
+        ahead_s = load.drain_s + self._uncovered_s()
+        # An idle one keeps the time since when it is: the one that was idle longest is chosen first.
+        self.free_at = now + ahead_s if ahead_s > 0 else min(self.free_at, now)
+
+    def observe(self, computed: int, cached: int, seconds: float) -> None:
+        """Learns from a prompt's measured seconds."""
+        steps = steps_of(computed, self.facts.step_tokens)
+        overlap = pipelined_seconds(1.0, steps=steps, stages=self.facts.stages)
+        self.tracker.observe_prefill(computed, cached, seconds / overlap, steps=steps)
+
+    def _uncovered_s(self) -> float:
+        return sum([prompt.busy_s for prompt in self.prompts.values() if not prompt.covered])
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        learnt = self.tracker.base, self.tracker.speeds
+        return digest_of(self.facts, self.slot, *learnt, self.told, self.free_at, self.load, self.turn, self.prompts)
+
+
+class Prefills(Pool[Prefill]):
+    """All prefill instances, ranked by when they will be free."""
+
+    def __init__(self) -> None:
+        super().__init__(Ranks(CLASS_WIDTH, TypicalSeconds()))
+
+    def rank(self, instance: Prefill) -> None:
+        """Ranks an instance anew, after its load or speeds have changed."""
+        facts, free_at = instance.facts, instance.free_at
+        self.ranks.put(
+            instance.slot,
+            instance.tracker.speeds,
+            lambda _: free_at,
+            instance.turn,
+            facts.id,
+            facts.stages,
+            facts.step_tokens,
+        )
+
+    def choose(
+        self, demand: Demand, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, suspects: int
+    ) -> list[PrefillChoice]:
+        """Predictions for the best instances, best first, then for some that cannot be used.
+
+        Args:
+            demand: of the request.
+            model: predicts it.
+            prefixes: who holds how much of the prompt, as `Forest.match` says it.
+            now: seconds.
+            suspects: mask of instances that failed this request before; they come after all others.
+        """
+        able = self.able(demand.prompt_blocks)
+        choices: list[PrefillChoice] = []
+        for allowed in (able & ~suspects, able & suspects):
+            if allowed and len(choices) < SHORTLIST:
+                choices += self._best(model, prefixes, now, allowed, SHORTLIST - len(choices))
+        if len(choices) < SHORTLIST:
+            others = islice(members(self.mask & ~able), SHORTLIST - len(choices))
+            choices += [self._excluded(model, prefixes, now, slot, demand) for slot in others]
+        return choices
+
+    def _best(
+        self, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, allowed: int, limit: int
+    ) -> list[PrefillChoice]:
+        def cost(found: RankClass, blocks: int) -> float:
+            return model.cost(found.speeds, found.key.stages, found.key.step_tokens, blocks).alone_s
+
+        found = self.ranks.search(allowed, prefixes, cost, lambda free_at: max(free_at - now, 0.0), limit)
+        rescored = [(self._choice(model, one.place.slot, one.blocks, now), one.place) for one in found]
+        rescored.sort(key=lambda pair: (pair[0].ttft_s, pair[1]))
+        return [choice for choice, _ in rescored]
+
+    def _choice(self, model: PrefillModel, slot: int, blocks: int, now: float, excluded: str = "") -> PrefillChoice:
+        instance = self.by_slot[slot]
+        facts, queue_s = instance.facts, max(instance.free_at - now, 0.0)
+        cost = model.cost(instance.tracker.speeds, facts.stages, facts.step_tokens, blocks)
+        return PrefillChoice(
+            facts.id,
+            blocks,
+            cost.used_blocks,
+            queue_s,
+            cost.load_s,
+            cost.prefill_s,
+            cost.busy_s,
+            cost.kvstore,
+            excluded,
+        )
+
+    def _excluded(
+        self, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, slot: int, demand: Demand
+    ) -> PrefillChoice:
+        has = self.by_slot[slot].facts.total_blocks
+        small = f"too small: {has} blocks, the prompt needs {demand.prompt_blocks}"
+        why = "draining" if self.draining >> slot & 1 else small
+        return self._choice(model, slot, blocks_at(prefixes, slot), now, why)
+
+
+@dataclass(frozen=True, slots=True)
+class TypicalSeconds:
+    """Seconds by which prefill instances are compared: a prompt, the end of a long one, and a load.
+
+    A class and not a function, so that a journal can hold it.
+    """
+
+    def __call__(self, speeds: Speeds) -> tuple[float, float, float]:
+        load_s = LOAD_BYTES / speeds.load_bytes_per_s if speeds.load_bytes_per_s else 0.0
+        return prefill_seconds(speeds, 2048, 0), prefill_seconds(speeds, 512, 16384), load_s

@@ -1,0 +1,380 @@
+"""The life of requests: placed, reserved, prefilled, decoded; again after a failed attempt; each ends exactly once.
+
+A new attempt starts from the prompt and the tokens generated so far. Sampling is a pure function of the position, so
+the stream continues where it stopped. docs/adr/0006-the-life-of-a-request.md has the states.
+"""
+
+from moonpool.core.digest import digest_of
+from moonpool.core.kernel import Cancel, Ended, Tick
+from moonpool.core.timers import Timers
+from services.conductor.core.book import TIMERS, Book
+from services.conductor.core.failures import FINAL, INNER, Failure, Kind
+from services.conductor.core.legs import MAX_RESERVES, Call, Hold, Legs
+from services.conductor.core.life import Attempt, DecodeLeg, Phase, PrefillLeg, Request
+from services.conductor.core.messages import (
+    Accepted,
+    Action,
+    Arrived,
+    ClientGone,
+    Delivered,
+    Event,
+    Finish,
+    FirstToken,
+    Joined,
+    Left,
+    Prefilled,
+    Promised,
+    Rehashed,
+    Reported,
+    Result,
+    Stopped,
+    Tokens,
+)
+from services.conductor.core.picture import Picture
+from services.conductor.core.placing import Limits, Placing
+from services.conductor.core.plan import Plan
+from services.conductor.core.room import RoomQueue
+
+WORD_S = 2.0
+"""How long decode may take to say whether it has everything, when prefill is lost before it has said so."""
+
+
+class Requests:
+    """The core: all requests of one conductor."""
+
+    def __init__(self, limits: Limits, picture: Picture) -> None:
+        self.picture = picture
+        self._limits = limits
+        self._rooms = RoomQueue()
+        self._timers: Timers[tuple[str, int]] = Timers()
+        self._legs = Legs(picture, self._timers, limits.reserve_timeout_s)
+        self._book = Book(self._legs, self._rooms, self._timers)
+        self._placing = Placing(limits, picture, self._book, self._legs, self._rooms, self._timers)
+
+    def __len__(self) -> int:
+        return len(self._book.requests)
+
+    @property
+    def waiting_for_room(self) -> int:
+        """Requests that wait for room at decode."""
+        return len(self._rooms)
+
+    @property
+    def calls(self) -> int:
+        """Calls that have not ended."""
+        return len(self._legs.calls)
+
+    @property
+    def claims(self) -> list[int]:
+        """What is claimed in the picture."""
+        return self._legs.held(self._book.requests.values())
+
+    def due(self) -> float | None:
+        """When the next deadline is over."""
+        return self._timers.next()
+
+    def handle(self, now: float, event: Event | Tick, out: list[Action]) -> None:
+        """Takes an event; see `Core.handle`."""
+        match event:
+            case Arrived(ask, keys):
+                self._placing.place(now, self._book.open(ask, keys), out)
+            case Rehashed() | Stopped() | ClientGone():
+                self._from_client(now, event, out)
+            case Accepted() | FirstToken() | Delivered() | Tokens():
+                self._from_call(now, event, out)
+            case Ended():
+                self._ended(now, event, out)
+            case Joined() | Left() | Reported():
+                self._from_cluster(now, event, out)
+        while (timer := self._timers.pop_due(now)) is not None:
+            self._over(now, *timer, out)
+
+    # --- clients ----------------------------------------------------------------------------------------------------
+
+    def _from_client(self, now: float, event: Rehashed | Stopped | ClientGone, out: list[Action]) -> None:
+        request = self._book.requests.get(event.request)
+        if request is None:
+            return
+        match event:
+            case ClientGone():
+                self._book.drop(now, request, out)
+            case Stopped():
+                self._stop(now, request, out)
+            case Rehashed(tokens=tokens, keys=keys):
+                assert request.phase is Phase.KEYS, "keys that were not asked for"
+                assert request.tokens == tokens, f"{tokens} tokens, not {request.tokens}"
+                request.keys = keys
+                self._placing.place(now, request, out)
+
+    def _stop(self, now: float, request: Request, out: list[Action]) -> None:
+        """Ends an answer as cancelled; a request that was never placed fails."""
+        placed = request.attempt is not None and request.attempt.prefill is not PrefillLeg.NONE
+        if request.tokens or placed:
+            self._book.complete(now, request, Finish.CANCELLED, out)
+        else:
+            failure = request.refusal or Failure(Kind.UNAVAILABLE, "this conductor is draining")
+            self._book.fail(now, request, failure, out, refused=True)
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def _from_call(self, now: float, event: Accepted | FirstToken | Delivered | Tokens, out: list[Action]) -> None:
+        hold = self._legs.calls.get(event.io)
+        request = self._book.requests.get(hold.request) if hold is not None else None
+        if hold is None or request is None:
+            return
+        attempt = _attempt_of(request, hold)
+        match event:
+            case Accepted() if attempt is not None:
+                self._legs.accepted(attempt, event.taken)
+            case Delivered() if attempt is not None:
+                attempt.delivered = True
+            case FirstToken():
+                self._first_token(now, request, attempt, event, out)
+            case Tokens():
+                self._tokens(now, request, attempt, event, out)
+
+    def _first_token(
+        self, now: float, request: Request, attempt: Attempt | None, event: FirstToken, out: list[Action]
+    ) -> None:
+        request.tokens += 1  # also one of an attempt that is over: the answer has it
+        if attempt is not None:
+            self._legs.token(attempt, now)
+            self._learn(attempt.plan, event.how)
+        if event.finish is not None:
+            self._book.complete(now, request, event.finish, out)
+        elif attempt is not None and attempt.decode is DecodeLeg.PROMISED:
+            self._legs.start(request, attempt, out)
+
+    def _learn(self, plan: Plan, how: Prefilled) -> None:
+        if not how.loaded_tokens:
+            self.picture.observe_prefill(plan.prefill.id, how.computed_tokens, how.local_tokens, how.prefill_s)
+        for store, key in how.misses:
+            self.picture.forget(store, [key], plan.index_version)
+
+    def _tokens(self, now: float, request: Request, attempt: Attempt | None, event: Tokens, out: list[Action]) -> None:
+        request.tokens += event.count
+        if attempt is not None and event.count:  # decode begins only when it has everything
+            attempt.decode = DecodeLeg.STREAMING
+            self._timers.clear(("word", request.ask.number))
+        if event.finish is not None:
+            known = event.known and attempt is not None
+            self._book.complete(now, request, event.finish, out, known=known)
+
+    def _ended(self, now: float, event: Ended[Result], out: list[Action]) -> None:
+        hold = self._legs.calls.end(event.io)
+        request = self._book.requests.get(hold.request)
+        attempt = _attempt_of(request, hold) if request is not None else None
+        failure = event.result if isinstance(event.result, Failure) else None
+        if hold.call is Call.RESERVE:
+            self._reserved(now, event.io, hold, request, event.result, out)
+            return
+        if hold.call is Call.PREFILL:
+            self._timers.clear(("linger", event.io))
+        else:
+            self.picture.release(hold.claim, now)
+        if request is None or attempt is None:
+            return
+        if hold.call is Call.PREFILL:
+            self._prefill_ended(now, request, attempt, failure, out)
+        else:
+            self._sequence_ended(now, request, attempt, failure, out)
+
+    def _reserved(
+        self, now: float, io: int, hold: Hold, request: Request | None, result: Result, out: list[Action]
+    ) -> None:
+        self._timers.clear(("reserve", io))
+        promised = result if isinstance(result, Promised) else None
+        got = self._legs.reserved(request, io, hold, promised, now, out)
+        if promised is not None:
+            self._rooms.promised(hold.instance)
+        if request is None:
+            return
+        request.reserves -= 1
+        attempt = request.attempt
+        if attempt is None:
+            return
+        if got:
+            self._placing.placed(request, attempt, out)
+        elif attempt.decode is DecodeLeg.ASKED:
+            if attempt.sequence == hold.sequence:
+                self._placing.refused(request, attempt, hold, result)
+            self._placing.ask(now, request, attempt, out)
+
+    def _prefill_ended(
+        self, now: float, request: Request, attempt: Attempt, failure: Failure | None, out: list[Action]
+    ) -> None:
+        """Matters only before decode has everything."""
+        before, attempt.prefill = attempt.prefill, PrefillLeg.OVER
+        prefill = attempt.plan.prefill.id
+        if before is PrefillLeg.SENT:
+            failure = failure or Failure(Kind.STREAM, f"{prefill} ended without a token")
+            self._attempt_failed(now, request, failure, [prefill], out)
+        elif before is PrefillLeg.TOKEN and attempt.torn:
+            if failure is not None and failure.kind in (Kind.TRANSFER, Kind.FRAME) and attempt.target is not None:
+                self._attempt_failed(now, request, failure, [prefill, attempt.target.decode], out)
+            else:
+                self._await_word(now, request)
+
+    def _sequence_ended(
+        self, now: float, request: Request, attempt: Attempt, failure: Failure | None, out: list[Action]
+    ) -> None:
+        assert attempt.target is not None
+        decode = attempt.target.decode
+        blamed = attempt.plan.prefill.id if attempt.torn else decode
+        attempt.decode = DecodeLeg.OVER
+        failure = failure or Failure(Kind.STREAM, f"{decode} ended the sequence without a reason")
+        self._attempt_failed(now, request, failure, [blamed], out)
+
+    def _await_word(self, now: float, request: Request) -> None:
+        """Prefill is lost and may have sent everything: decode will begin, or say that it cannot."""
+        self._timers.set(("word", request.ask.number), now + WORD_S)
+
+    def _attempt_failed(
+        self, now: float, request: Request, failure: Failure, blamed: list[str], out: list[Action]
+    ) -> None:
+        """Ends the attempt; the request is placed anew unless it has failed too often."""
+        for instance in blamed:
+            request.suspect(instance)
+        self._legs.end(request, now, out)
+        request.failures += 1
+        request.recovering = True
+        if failure.kind in FINAL:
+            self._book.fail(now, request, failure, out)
+        elif request.failures > self._limits.retries:
+            self._book.fail(now, request, _given_up(failure, request.failures), out)
+        else:
+            self._placing.anew(now, request, failure, out)
+
+    # --- the cluster ------------------------------------------------------------------------------------------------
+
+    def _from_cluster(self, now: float, event: Joined | Left | Reported, out: list[Action]) -> None:
+        match event:
+            case Joined(facts):
+                self._placing.member_news(now, out)
+                self._placing.room_news(now, facts.id, out)
+            case Reported(instance):
+                self._placing.room_news(now, instance, out)
+            case Left(instance, incarnation, lost):
+                self._rooms.forget(instance)
+                for request in list(self._book.requests.values()) if lost else ():
+                    if request.attempt is not None:
+                        self._lost(now, request, request.attempt, (instance, incarnation), lost, out)
+
+    def _lost(
+        self, now: float, request: Request, attempt: Attempt, who: tuple[str, int], why: str, out: list[Action]
+    ) -> None:
+        """An instance is lost, and with it what an attempt has there."""
+        failure = Failure(Kind.STREAM, f"{who[0]} {why}")
+        target = attempt.target
+        if target is not None and who == (target.decode, target.incarnation):
+            if attempt.decode is DecodeLeg.PROMISED:
+                self._legs.lose_promise(attempt, now)
+            self._attempt_failed(now, request, failure, [who[0]], out)
+        elif who == (attempt.plan.prefill.id, attempt.incarnation):
+            self._lost_prefill(now, request, attempt, failure, out)
+        elif attempt.decode is DecodeLeg.ASKED and self._legs.gave_up(attempt, who, failure):
+            request.suspect(who[0])
+            self._placing.ask(now, request, attempt, out)
+
+    def _lost_prefill(
+        self, now: float, request: Request, attempt: Attempt, failure: Failure, out: list[Action]
+    ) -> None:
+        """Its call is given up. Decode is not to blame, and goes on when it has everything."""
+        if attempt.prefill in (PrefillLeg.NONE, PrefillLeg.SENT):
+            self._attempt_failed(now, request, failure, [attempt.plan.prefill.id], out)
+        elif attempt.prefill is PrefillLeg.TOKEN:
+            out.append(Cancel(attempt.prefill_io))
+            attempt.prefill = PrefillLeg.OVER
+            if attempt.torn:
+                self._await_word(now, request)
+
+    # --- time -------------------------------------------------------------------------------------------------------
+
+    def _over(self, now: float, kind: str, number: int, out: list[Action]) -> None:
+        """A deadline is over: of a call, or of a request."""
+        if kind == "linger":
+            out.append(Cancel(number))
+            return
+        hold = self._legs.calls.get(number) if kind == "reserve" else None
+        request = self._book.requests.get(hold.request if hold is not None else number)
+        if request is None:
+            return
+        match kind:
+            case "reserve":
+                self._too_late(now, request, number, out)
+            case "deadline":
+                failure = Failure(Kind.DEADLINE, "the request took longer than it may")
+                self._book.fail(now, request, failure, out)
+            case "wait":
+                assert request.refusal is not None
+                self._book.fail(now, request, request.refusal, out, refused=True)
+            case "pause":
+                self._placing.rehash(request, out)
+            case _:
+                self._attempt_over(now, request, kind, out)
+
+    def _too_late(self, now: float, request: Request, io: int, out: list[Action]) -> None:
+        attempt = request.attempt
+        if attempt is not None and attempt.asked == io:
+            self._legs.too_late(request, attempt)
+            self._placing.ask(now, request, attempt, out)
+
+    def _attempt_over(self, now: float, request: Request, kind: str, out: list[Action]) -> None:
+        attempt = request.attempt
+        assert attempt is not None, f"{kind} belongs to an attempt"
+        if kind == "renew":
+            self._legs.renew(request.ask.number, attempt, now, out)
+        else:
+            failure = Failure(Kind.STREAM, f"{attempt.plan.prefill.id} was lost before decode had everything")
+            self._attempt_failed(now, request, failure, [attempt.plan.prefill.id], out)
+
+    # --- checks -----------------------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Asserts what must hold between any two events."""
+        self._rooms.check_invariants()
+        reserves = [hold.request for _, hold in self._legs.calls if hold.call is Call.RESERVE]
+        for number, request in self._book.requests.items():
+            assert number == request.ask.number
+            assert request.reserves == reserves.count(number) <= MAX_RESERVES
+            assert (request.phase is Phase.ROOM) == (number in self._rooms)
+            assert (request.phase is Phase.PLACED) == (request.attempt is not None)
+            assert (request.phase is Phase.PAUSE) == (self._timers.at(("pause", number)) is not None)
+            assert self._timers.at(("deadline", number)) is not None
+            if request.phase in (Phase.ROOM, Phase.MEMBER):
+                assert self._timers.at(("wait", number)) is not None, "it would wait for ever"
+            if request.attempt is not None:
+                self._check_attempt(request, request.attempt)
+        assert len(set(self.claims)) == len(self.claims), "a claim is held twice"
+        assert len(self._timers) <= len(TIMERS) * len(self) + len(self._legs.calls)
+
+    def _check_attempt(self, request: Request, attempt: Attempt) -> None:
+        calls = self._legs.calls
+        assert (attempt.prefill in (PrefillLeg.NONE, PrefillLeg.SENT)) == bool(attempt.claim)
+        if attempt.prefill in (PrefillLeg.SENT, PrefillLeg.TOKEN):
+            assert attempt.prefill_io in calls
+        assert (attempt.decode in (DecodeLeg.STARTED, DecodeLeg.STREAMING)) == (attempt.sequence_io in calls)
+        assert (attempt.decode is DecodeLeg.PROMISED) == bool(attempt.promise)
+        if attempt.decode is DecodeLeg.ASKED:
+            assert attempt.asked or attempt.late or request.reserves == MAX_RESERVES, "nothing is waited for"
+            assert attempt.prefill is PrefillLeg.NONE
+        elif attempt.decode is not DecodeLeg.STREAMING and attempt.prefill is PrefillLeg.OVER and attempt.torn:
+            assert self._timers.at(("word", request.ask.number)) is not None, "it would wait for ever"
+
+    def digest(self) -> bytes:
+        """Hash of everything but the picture."""
+        return digest_of(self._book.requests, self._rooms.state(), self._legs, self._timers)
+
+
+def _attempt_of(request: Request, hold: Hold) -> Attempt | None:
+    """The request's attempt, when the call belongs to it: the fence."""
+    attempt = request.attempt
+    return attempt if attempt is not None and attempt.sequence == hold.sequence else None
+
+
+def _given_up(failure: Failure, attempts: int) -> Failure:
+    """What the client is told when the last attempt has failed."""
+    if failure.kind in INNER:
+        message = f"given up after {attempts} placements; the last failed: {failure}"
+        return Failure(Kind.UNAVAILABLE, message)
+    return failure

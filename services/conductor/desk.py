@@ -1,0 +1,136 @@
+"""Where clients' requests meet the core: takes them in, does what the core orders, and tells the clients."""
+
+import itertools
+from collections.abc import Callable
+
+from moonpool.core.kernel import Cancel
+from moonpool.telemetry.logs import get_logger
+from services.conductor.answer import Answer
+from services.conductor.calls import Calls
+from services.conductor.core.messages import (
+    Action,
+    Announce,
+    Arrived,
+    Ask,
+    ClientGone,
+    Complete,
+    Drop,
+    Event,
+    Fail,
+    Prefill,
+    Rehash,
+    Rehashed,
+    Renew,
+    Reserve,
+    Resync,
+    Start,
+    Stopped,
+    Undo,
+)
+from services.conductor.explain import Decisions, placement
+from services.conductor.serving import Serving
+from services.conductor.translate import error_of
+
+log = get_logger(__name__)
+
+
+class Desk:
+    """All requests that the core has not ended.
+
+    Args:
+        calls: does what is to be done at instances.
+        decisions: remembers placements.
+        resync: orders a snapshot of an instance's keys.
+        post: hands an event to the core.
+    """
+
+    def __init__(
+        self, calls: Calls, decisions: Decisions, resync: Callable[[str], None], post: Callable[[Event], None]
+    ) -> None:
+        self._calls = calls
+        self._decisions = decisions
+        self._resync = resync
+        self._post = post
+        self._serving: dict[int, Serving] = {}
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._serving)
+
+    def open(self, answer: Answer, deadline: float) -> Serving:
+        """Takes a request in; `deadline` is in seconds of `time.monotonic()`."""
+        request = answer.request
+        ask = Ask(
+            number=next(self._numbers),
+            id=request.id,
+            prompt_tokens=len(request.prompt),
+            max_tokens=request.max_tokens,
+            prompt_key=request.prompt_key,
+            slo=request.slo,
+            arrived=answer.arrived,
+            deadline=deadline,
+        )
+        serving = Serving(ask, answer, self._decisions.first_token, list(request.prompt_keys))
+        self._serving[ask.number] = serving
+        self._post(Arrived(ask, request.prompt_keys))
+        return serving
+
+    def gone(self, serving: Serving) -> None:
+        """The client has left, or has everything."""
+        if serving.ask.number in self._serving:
+            self._post(ClientGone(serving.ask.number))
+
+    def stop(self) -> None:
+        """Ends all answers now, with the tokens so far."""
+        for number in list(self._serving):
+            self._post(Stopped(number))
+
+    def perform(self, action: Action) -> None:
+        """Does what the core orders; waits for nothing."""
+        match action:
+            case Announce() | Rehash() | Complete() | Fail() | Drop():
+                self._tell(action, self._serving[action.request])
+            case Reserve():
+                self._calls.reserve(action, self._serving[action.request])
+            case Prefill():
+                self._calls.prefill(action, self._serving[action.request])
+            case Start():
+                serving = self._serving[action.request]
+                serving.started = True
+                self._calls.start(action, serving)
+            case Renew():
+                self._calls.renew(action)
+            case Undo():
+                self._calls.undo(action)
+            case Resync(instance):
+                self._resync(instance)
+            case Cancel(io):
+                self._calls.cancel(io)
+
+    def _tell(self, action: Announce | Rehash | Complete | Fail | Drop, serving: Serving) -> None:
+        match action:
+            case Announce(_, plan, decode):
+                placed = placement(plan, decode)
+                self._decisions.placed(serving.ask.id, placed, plan.candidates)
+                serving.placed(placed)
+                return
+            case Rehash():
+                self._rehash(action, serving)
+                return
+            case Complete(_, finish):
+                serving.complete(finish)
+            case Fail():
+                self._fail(action, serving)
+            case Drop():
+                serving.outgoing.end()
+        del self._serving[action.request]
+
+    def _rehash(self, action: Rehash, serving: Serving) -> None:
+        log.warning("placing anew", request=serving.ask.id, failures=action.failures, error=str(action.failure))
+        tokens = serving.rehash()
+        self._post(Rehashed(action.request, tokens, tuple(serving.keys)))
+
+    def _fail(self, action: Fail, serving: Serving) -> None:
+        if action.refused:
+            self._decisions.refused(serving.ask.id, str(action.failure), action.candidates)
+        serving.outgoing.end(error_of(action.failure))

@@ -1,0 +1,66 @@
+"""What a client is still to be told: messages in order, those that wait merged.
+
+Tokens that come faster than the client reads are gathered, up to the answer's length.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+
+from moonpool.errors import MoonpoolError
+from moonpool.v1 import conductor_pb2
+
+
+class Outgoing:
+    """One client's messages; iterate to get them. The end, or a failure, comes after the last message."""
+
+    def __init__(self) -> None:
+        self._messages: deque[conductor_pb2.GenerateResponse] = deque()
+        self._changed = asyncio.Event()
+        self._ended = False
+        self._failure: MoonpoolError | None = None
+
+    def placed(self, placed: conductor_pb2.Placed) -> None:
+        """The request is placed."""
+        self._put(conductor_pb2.GenerateResponse(placed=placed))
+
+    def delta(self, delta: conductor_pb2.TokenDelta | None) -> None:
+        """Tokens and text; None for nothing."""
+        if delta is None:
+            return
+        if self._messages and self._messages[-1].HasField("delta"):
+            last = self._messages[-1].delta
+            last.token_ids.extend(delta.token_ids)
+            last.text += delta.text
+        else:
+            self._put(conductor_pb2.GenerateResponse(delta=delta))
+
+    def finished(self, finished: conductor_pb2.Finished) -> None:
+        """The answer is complete; nothing follows."""
+        self._put(conductor_pb2.GenerateResponse(finished=finished))
+        self.end()
+
+    def end(self, failure: MoonpoolError | None = None) -> None:
+        """Nothing follows but the failure."""
+        self._ended, self._failure = True, failure
+        self._changed.set()
+
+    async def __aiter__(self) -> AsyncIterator[conductor_pb2.GenerateResponse]:
+        """The messages, until the end.
+
+        Raises:
+            MoonpoolError: the failure.
+        """
+        while True:
+            while self._messages:
+                yield self._messages.popleft()
+            if self._ended:
+                break
+            self._changed.clear()
+            await self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _put(self, message: conductor_pb2.GenerateResponse) -> None:
+        self._messages.append(message)
+        self._changed.set()

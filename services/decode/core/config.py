@@ -1,0 +1,58 @@
+"""Settings of the decode core."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from moonpool.cost import Speeds
+
+
+class Preemption(Enum):
+    """How a sequence gives its blocks up when they run out."""
+
+    AUTO = "auto"
+    """The way by which it is predicted to be back soonest."""
+    CACHE = "cache"
+    """Full blocks stay in the pool as cache as long as they are not needed; what is gone is computed again."""
+    RECOMPUTE = "recompute"
+    """Everything is computed again."""
+    SWAP = "swap"
+    """The blocks are copied to DRAM and back; as `CACHE` when there is no room."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreConfig:
+    """Settings of one decode instance.
+
+    Attributes:
+        num_blocks: blocks of the pool.
+        block_tokens: tokens in a block.
+        block_bytes: bytes of KV in a block, all layers.
+        max_batch: sequences in one step at most.
+        lease_s: seconds without news after which a promise or transfer ends.
+        promise_s: seconds after which a promise that nobody took up ends, however often it was renewed.
+        speeds: of the engine, as measured at its start.
+        preemption: how blocks are taken back from sequences.
+        watermark_blocks: blocks left free by an admission.
+        step_tokens: tokens computed again in one step at most.
+        swap_blocks: blocks that may be swapped out.
+        assumed_answer_tokens: length that answers are expected to have until some have ended.
+        preempt_every: a diagnosis: a member of the batch is preempted in every so many steps; 0 = never.
+    """
+
+    num_blocks: int
+    block_tokens: int
+    block_bytes: int
+    max_batch: int
+    lease_s: float
+    promise_s: float = 600.0
+    speeds: Speeds = field(default_factory=Speeds)
+    preemption: Preemption = Preemption.AUTO
+    watermark_blocks: int = 0
+    step_tokens: int = 256
+    swap_blocks: int = 0
+    assumed_answer_tokens: int = 256
+    preempt_every: int = 0
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks of so many tokens."""
+        return -(-tokens // self.block_tokens)

@@ -1,0 +1,368 @@
+"""The decode core: takes events, keeps requests, blocks and the batch, gives actions."""
+
+from collections.abc import Iterator
+
+from moonpool.core.digest import digest_of
+from moonpool.core.kernel import Ended, Outstanding, Tick
+from moonpool.core.timers import Timers
+from moonpool.cost import SpeedTracker, decode_step_seconds
+from moonpool.sched.block_manager import BlockManager
+from services.decode.core.config import CoreConfig
+from services.decode.core.lengths import AnswerLengths
+from services.decode.core.messages import (
+    Action,
+    Arrived,
+    Died,
+    Ending,
+    Event,
+    Finish,
+    Gone,
+    Heard,
+    Open,
+    Promised,
+    Refused,
+    Reserve,
+    Run,
+    Start,
+    StepDone,
+    Stop,
+    Store,
+    StreamClosed,
+    StreamOpened,
+    SwapEnd,
+    Table,
+)
+from services.decode.core.planner import Planner
+from services.decode.core.preemption import Copy, Holds, Parking
+from services.decode.core.request import Request, State
+from services.decode.core.room import Room
+
+_TRANSFERRING = (State.PROMISED, State.RECEIVING, State.WHOLE)
+_IN_USE = (State.SWAPPING_OUT, State.SWAPPING_IN)
+
+
+class DecodeCore:
+    """One decode instance's decisions. A `moonpool.core.kernel.Core`.
+
+    Attributes:
+        blocks: of the pool.
+        room: what of them is promised and expected to be needed.
+        planner: the batch and those who wait.
+        parking: the preempted ones.
+        tracker: the engine's speeds, as measured.
+        requests: all, by id.
+    """
+
+    def __init__(self, config: CoreConfig) -> None:
+        self.config = config
+        self.blocks = BlockManager(config.num_blocks)
+        self.room = Room(self.blocks, config.watermark_blocks)
+        self.tracker = SpeedTracker(config.speeds)
+        self._ios: Outstanding[Holds] = Outstanding()
+        self.parking = Parking(config, self.room, self.tracker, self._ios)
+        self._lengths = AnswerLengths(config.assumed_answer_tokens)
+        self.planner = Planner(config, self.room, self.parking, self._lengths, self.tracker)
+        self.requests: dict[int, Request] = {}
+        self._leases: Timers[int] = Timers()
+        self._streams: dict[int, str] = {}
+        self._leaving: list[Request] = []  # until the running step is over
+        self._dead = False
+
+    # --- what others may know --------------------------------------------------------------------------------------
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of all started sequences."""
+        return sum(self.planner.batch.tokens_of(request) for request in self.requests.values() if request.is_started)
+
+    def count(self, *states: State) -> int:
+        """Requests in one of these states."""
+        return sum(request.state in states for request in self.requests.values())
+
+    def due(self) -> float | None:
+        """When the next lease ends."""
+        return self._leases.next()
+
+    def handle(self, now: float, event: Event, out: list[Action]) -> None:
+        """Takes an event."""
+        match event:
+            case StepDone():
+                self._step_done(event, out)
+            case Heard(number):
+                self._heard(now, number)
+            case Reserve():
+                self._reserve(now, event, out)
+            case Ended():
+                self._ended(event, out)
+            case Tick():
+                self._expire(now, out)
+            case StreamOpened() | StreamClosed():
+                self._stream(event, out)
+            case Died(why):
+                self._die(why, out)
+            case _:
+                self._progress(now, event, out)
+        if not self._dead:
+            self.planner.plan(out)
+
+    # --- promises --------------------------------------------------------------------------------------------------
+
+    def _reserve(self, now: float, event: Reserve, out: list[Action]) -> None:
+        tbt_s = self._predicted_tbt_s(event.tokens)
+        request = Request(
+            event.id,
+            list(event.keys),
+            event.tokens,
+            event.prompt_tokens,
+            event.total_tokens,
+            event.tbt_slo_s,
+            event.conductor,
+            event.stores,
+            until=now + self.config.promise_s,
+        )
+        refused = self._breaks_tbt(event, tbt_s) or self._admit(request)
+        if refused is not None:
+            reason, why = refused
+            out.append(Refused(event.id, reason, why, tbt_s))
+            return
+        self.requests[event.id] = request
+        self.planner.keep_seat(request)
+        self._leases.set(event.id, now + self.config.lease_s)
+        out.append(Promised(event.id, len(request.table), tbt_s))
+
+    def _predicted_tbt_s(self, tokens: int) -> float:
+        """Seconds per step with all requests that are here, and one of so many tokens, in the batch."""
+        context = tokens + sum(self.planner.batch.tokens_of(request) for request in self.requests.values())
+        sequences = min(len(self.requests) + 1, self.config.max_batch)
+        return decode_step_seconds(self.tracker.speeds, sequences, context)
+
+    def _breaks_tbt(self, event: Reserve, tbt_s: float) -> tuple[str, str] | None:
+        """Why a promised time between tokens could not be kept: the new request's, or an earlier one's."""
+        planner = self.planner
+        taken = len(planner.batch) + len(planner.catching) + len(planner.seats_kept)
+        if event.tbt_slo_s and taken >= self.config.max_batch:
+            return "tbt_slo", f"all {self.config.max_batch} places of a step are taken"
+        promised = min((r.tbt_slo_s for r in self.requests.values() if r.tbt_slo_s), default=event.tbt_slo_s)
+        limit = min(promised, event.tbt_slo_s)
+        if event.tbt_slo_s and tbt_s > limit:
+            return "tbt_slo", f"a token every {tbt_s:.4g} s is predicted, {limit:.4g} s is wanted or promised to others"
+        return None
+
+    def _admit(self, request: Request) -> tuple[str, str] | None:
+        """Promises blocks for the prompt if what is expected to be needed later fits as well; else says why not."""
+        held = self.blocks.match(request.keys)
+        new = self.config.blocks_for(request.tokens) - len(held)
+        cost = self.room.cost(held, new)
+        request.table, request.promised = held, new
+        self.planner.expect(request, request.tokens)
+        reserve = self.room.watermark + self.room.claims if self.requests else 0
+        if self.room.spare < cost or (self.requests and self.room.spare < cost + reserve):
+            needed = cost + request.claim
+            self.room.claim(request, 0)
+            return "no_decode_room", (
+                f"no room for {needed} blocks, {self.room.spare} are free and not promised, "
+                f"{max(0, reserve - request.claim)} of them expected to be needed"
+            )
+        self.room.promise(request, held, new)
+        return None
+
+    # --- a request's way -------------------------------------------------------------------------------------------
+
+    def _progress(self, now: float, event: Event, out: list[Action]) -> None:
+        request = self.requests.get(event.id) if isinstance(event, Open | Arrived | Start | Stop) else None
+        if request is None or request.state is State.LEAVING:
+            return
+        match event:
+            case Open() if request.state is State.PROMISED:
+                self.room.bind(request)
+                request.state = State.RECEIVING
+                self._leases.set(request.id, now + self.config.lease_s)
+                out.append(Table(request.id, tuple(request.table)))
+            case Arrived() if request.state is State.RECEIVING:
+                self._arrived(now, request, out)
+            case Start() if not request.is_started:
+                self._start(request, event, out)
+            case Stop():
+                self._end(request, event.why, out)
+
+    def _arrived(self, now: float, request: Request, out: list[Action]) -> None:
+        request.state = State.WHOLE
+        self._leases.set(request.id, now + self.config.lease_s)
+        for block, key in zip(request.table, request.keys, strict=False):
+            self.blocks.register(block, key)
+        self._join(request, out)
+
+    def _start(self, request: Request, event: Start, out: list[Action]) -> None:
+        if event.stream not in self._streams:
+            self._end(request, "the conductor's stream ended", out)
+            return
+        request.stream, request.finish = event.stream, event.finish
+        request.tokens += 1
+        self._join(request, out)
+
+    def _join(self, request: Request, out: list[Action]) -> None:
+        """Goes on when both the KV and the first token are there."""
+        if request.state is not State.WHOLE or not request.is_started:
+            return
+        self._leases.clear(request.id)
+        if request.finish:
+            out.append(Finish(request.id, request.finish))
+            self._leave(request, out)
+        else:
+            self.planner.add(request)
+
+    # --- leases and conductors -------------------------------------------------------------------------------------
+
+    def _heard(self, now: float, number: int) -> None:
+        request = self.requests.get(number)
+        if request is not None and request.state is State.RECEIVING:
+            self._leases.set(number, now + self.config.lease_s)
+
+    def _expire(self, now: float, out: list[Action]) -> None:
+        """Ends requests whose lease is over, but for those that only wait and whose conductor is there."""
+        open_conductors = set(self._streams.values())
+        while (number := self._leases.pop_due(now)) is not None:
+            request = self.requests[number]
+            waits = request.state is State.PROMISED or (request.state is State.WHOLE and not request.is_started)
+            if waits and now < request.until and request.conductor in open_conductors:
+                self._leases.set(number, min(now + self.config.lease_s, request.until))
+            else:
+                self._end(request, f"no frame of the transfer came for {self.config.lease_s:g} s", out)
+
+    def _stream(self, event: StreamOpened | StreamClosed, out: list[Action]) -> None:
+        if isinstance(event, StreamOpened):
+            self._streams[event.stream] = event.conductor
+            return
+        conductor = self._streams.pop(event.stream, "")
+        lost = conductor and conductor not in self._streams.values()
+        for request in list(self.requests.values()):
+            unstarted = lost and not request.is_started and request.conductor == conductor
+            if unstarted or request.stream == event.stream:
+                self._end(request, "the conductor's stream ended", out)
+
+    # --- ends ------------------------------------------------------------------------------------------------------
+
+    def _end(self, request: Request, why: str, out: list[Action]) -> None:
+        if request.state is not State.LEAVING:
+            out.append(Ending(request.id, why))
+            self._leave(request, out)
+
+    def _leave(self, request: Request, out: list[Action]) -> None:
+        """Lets a request go as soon as nothing uses its blocks."""
+        self._leases.clear(request.id)
+        self.room.claim(request, 0)
+        copying = request.state in _IN_USE
+        quiet = not copying and self.planner.take_out(request)
+        self.planner.seats_kept.pop(request.id, None)
+        request.state = State.LEAVING
+        if quiet:
+            self._gone(request, out)
+        elif not copying:
+            self._leaving.append(request)
+
+    def _step_over(self, out: list[Action]) -> None:
+        """Those who waited for the step's end leave."""
+        for request in self._leaving:
+            self.planner.step_over(request)
+            self._gone(request, out)
+        self._leaving.clear()
+
+    def _gone(self, request: Request, out: list[Action]) -> None:
+        self.parking.forget(request, out)
+        self.room.give_back(request)
+        del self.requests[request.id]
+        out.append(Gone(request.id))
+
+    def _die(self, why: str, out: list[Action]) -> None:
+        self._dead = True
+        self.planner.flight = None
+        self._step_over(out)
+        for request in list(self.requests.values()):
+            self._end(request, why, out)
+
+    # --- steps and copies ------------------------------------------------------------------------------------------
+
+    def _step_done(self, event: StepDone, out: list[Action]) -> None:
+        flight = self.planner.flight
+        if flight is None or flight.run.step != event.step:
+            return  # of an engine that has died
+        self.planner.flight = None
+        if not event.aborted:
+            self._computed(flight.run, flight.context, event, out)
+        self._step_over(out)
+        for number, _ in event.ended:
+            request = self.requests.get(number)
+            if request is not None:
+                self._lengths.observe(self.planner.batch.tokens_of(request) - request.prompt_tokens)
+                self._leave(request, out)
+
+    def _computed(self, run: Run, context: int, event: StepDone, out: list[Action]) -> None:
+        if not run.chunks:
+            self.tracker.observe_decode(len(run.batch), context, event.seconds)
+        self.planner.batch.advance()
+        for chunk in run.chunks:
+            request = self.requests[chunk.id]
+            if request.state is not State.LEAVING:
+                self.planner.caught(chunk, request)
+        for number, key in event.filled:
+            request = self.requests[number]
+            if request.state is not State.LEAVING:
+                index = len(request.keys)
+                request.keys.append(key)
+                self.blocks.register(request.table[index], key)
+                out += self._store(request, index)
+
+    def _store(self, request: Request, index: int) -> Iterator[Action]:
+        block = request.table[index]
+        for store in range(request.stores):
+            self.blocks.acquire([block])
+            yield Store(self._ios.begin(block), request.id, index, block, store)
+
+    def _ended(self, event: Ended[SwapEnd | None], out: list[Action]) -> None:
+        holds = self._ios.end(event.io)
+        if not isinstance(holds, Copy):
+            self.blocks.release([holds])
+            return
+        assert event.result is not None
+        self.parking.copied(Ended(event.io, event.result), holds)
+        if holds.request.state is State.LEAVING:
+            self._gone(holds.request, out)
+        else:
+            self.planner.returned(holds.request)
+
+    # --- checks ----------------------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Asserts what must hold between any two events."""
+        requests = list(self.requests.values())
+        self.room.check_invariants(requests)
+        self.parking.check_invariants(requests)
+        self.planner.check_invariants(requests)
+        held = [block for request in requests for block in request.table]
+        held += [holds for _, holds in self._ios if not isinstance(holds, Copy)]
+        assert len(held) == sum(map(self.blocks.ref_count, range(self.blocks.num_blocks))), "a block is lost or leaked"
+        copying = [holds.request for _, holds in self._ios if isinstance(holds, Copy)]
+        for request in requests:
+            assert len(set(request.table)) == len(request.table), "a block is twice in a table"
+            assert (request.promised > 0) <= (request.state is State.PROMISED)
+            assert request.state not in _IN_USE or request in copying
+            assert request.state is not State.LEAVING or request in copying or request in self._leaving
+            assert (self._leases.at(request.id) is not None) == (request.state in _TRANSFERRING)
+
+    def digest(self) -> bytes:
+        """Hash of the whole state."""
+        planner, parking = self.planner, self.parking
+        return digest_of(
+            list(self.requests.values()),
+            [(number, self._leases.at(number)) for number in self.requests],
+            self.blocks,
+            (self.room.promised, self.room.claims),
+            (planner.batch.ids, planner.batch.ticks, planner.batch.context, planner.steps, planner.flight),
+            [[request.id for request in place] for place in (planner.ready, planner.catching, parking.parked)],
+            (parking.coming, parking.saved, parking.preemptions, parking.swap_bytes_per_s),
+            self._lengths,
+            self.tracker.speeds,
+            self._streams,
+            [(io, holds if isinstance(holds, int) else holds.request.id) for io, holds in self._ios],
+            self._dead,
+        )

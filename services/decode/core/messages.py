@@ -1,0 +1,255 @@
+"""Events and actions of the decode core. Plain values: counts, keys and reasons, never tokens or bytes."""
+
+from dataclasses import dataclass
+
+from moonpool.core.kernel import Ended, Tick
+from moonpool.kv.keys import BlockKey
+
+# --- events ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Room is asked for; answered by `Promised` or `Refused`."""
+
+    id: int
+    """Grows from request to request: who has a lower one came earlier."""
+    keys: tuple[BlockKey, ...]
+    """Of the full blocks of the tokens whose KV will come."""
+    tokens: int
+    """Tokens whose KV will come."""
+    prompt_tokens: int
+    """The original prompt's, at most `tokens`: the answer is what comes after them."""
+    total_tokens: int
+    """Longest that the sequence can become; more than `tokens`."""
+    tbt_slo_s: float = 0.0
+    """Seconds between tokens that must be kept; 0 = any."""
+    conductor: str = ""
+    """Who asks; "" when it does not say."""
+    stores: int = 0
+    """Copies of each full block of the answer that are to be written back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """The KV begins to come: the promise becomes blocks, named by `Table`."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Something of the transfer came: its lease is renewed."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """All KV has come and was verified."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The first token is known."""
+
+    id: int
+    stream: int
+    """The conductor's stream; when it closes, the sequence ends."""
+    finish: int
+    """Why the sequence has ended with its first token; 0 = it goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The request is not wanted any more, or cannot go on."""
+
+    id: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOpened:
+    """A conductor has opened a stream. While it has one, its promises do not run out."""
+
+    stream: int
+    conductor: str
+
+
+@dataclass(frozen=True, slots=True)
+class StreamClosed:
+    """The stream's sequences end; the conductor's unstarted requests too when it was its last stream."""
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The running step is over, and nothing writes to its blocks any more."""
+
+    step: int
+    aborted: bool
+    """Nothing was computed."""
+    seconds: float
+    ended: tuple[tuple[int, int], ...] = ()
+    """Sequences that ended with the token of this step, with the reason."""
+    filled: tuple[tuple[int, BlockKey], ...] = ()
+    """Sequences whose last block became full, with its key."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapEnd:
+    """Result of `SwapOut` and `SwapIn`."""
+
+    ok: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The engine computes no more; its step is over."""
+
+    why: str
+
+
+Event = (
+    Reserve
+    | Open
+    | Heard
+    | Arrived
+    | Start
+    | Stop
+    | StreamOpened
+    | StreamClosed
+    | StepDone
+    | Died
+    | Ended[SwapEnd | None]
+    | Tick
+)
+
+# --- actions ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Promised:
+    """Room is promised."""
+
+    id: int
+    held: int
+    """Leading blocks that are here already and need not be sent."""
+    tbt_s: float
+    """Predicted seconds between tokens with the request in the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """There is no room, or the time between tokens could not be kept."""
+
+    id: int
+    reason: str
+    """As in `Overloaded.reason`."""
+    why: str
+    tbt_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The request's blocks from now on, in order."""
+
+    id: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grew:
+    """One block more, behind the others."""
+
+    id: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of one sequence that are computed (again) in a step."""
+
+    id: int
+    start: int
+    count: int
+    sample: bool
+    """They are the last ones: the next token is sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run a step: one token for each sequence of the batch, and some chunks. Answered by `StepDone`."""
+
+    step: int
+    batch: tuple[int, ...]
+    chunks: tuple[Chunk, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The sequence has ended with its first token."""
+
+    id: int
+    reason: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The request ends early: no KV is taken for it and no token told any more."""
+
+    id: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The request has ended and its blocks are not its any more."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOut:
+    """Copy the blocks out of the pool; they stay as they are until it has `Ended`."""
+
+    io: int
+    id: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapIn:
+    """Copy what was swapped out, from its block `first` on, into these blocks of the pool, and forget it."""
+
+    io: int
+    id: int
+    first: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapDrop:
+    """Forget what was swapped out."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Write a full block of the answer to one of the request's kvstores; it stays as it is until it has `Ended`."""
+
+    io: int
+    id: int
+    index: int
+    """Of the block in the sequence."""
+    block: int
+    store: int
+    """Which of the request's kvstores."""
+
+
+Action = Promised | Refused | Table | Grew | Run | Finish | Ending | Gone | SwapOut | SwapIn | SwapDrop | Store

@@ -1,0 +1,206 @@
+"""Preemption: who gives its blocks up, by which way, and how it comes back."""
+
+from bisect import insort
+from dataclasses import dataclass
+
+from moonpool.core.kernel import Ended, Outstanding
+from moonpool.cost import SpeedTracker, prefill_seconds
+from services.decode.core.config import CoreConfig, Preemption
+from services.decode.core.messages import Action, SwapDrop, SwapEnd, SwapIn, SwapOut, Table
+from services.decode.core.request import ACTIVE, Request, State
+from services.decode.core.room import Room
+
+PROTECTED_AFTER = 2
+"""Who was preempted so often is spared as long as there is somebody else."""
+SWAP_BYTES_PER_S = 4e9
+"""Assumed rate of copying to DRAM and back until it was measured."""
+SWAP_WEIGHT = 0.2
+"""Weight of one measured copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy under way: a request's blocks are being swapped out or in."""
+
+    request: Request
+    out: bool
+    blocks: tuple[int, ...]
+
+
+Holds = Copy | int
+"""What I/O holds: a copy's request, or a block that is being stored."""
+
+
+def choose_victim(active: list[Request], wanting: Request) -> Request | None:
+    """Who is preempted so that `wanting` gets a block: last come first.
+
+    The one that came first is never chosen, so it can always finish; those preempted twice are spared if possible.
+
+    Returns:
+        A request, maybe `wanting` itself; None when nobody may be preempted.
+    """
+    oldest = min((request.id for request in active), default=wanting.id)
+    free = [request for request in active if request.id != min(oldest, wanting.id)]
+    spared = [request for request in free if request.preemptions < PROTECTED_AFTER]
+    return max(spared or free, key=lambda request: request.id, default=None)
+
+
+class Parking:
+    """The preempted sequences.
+
+    Args:
+        config: of the core.
+        room: counts blocks.
+        tracker: predicts the engine's times.
+        ios: I/O under way.
+    """
+
+    def __init__(self, config: CoreConfig, room: Room, tracker: SpeedTracker, ios: Outstanding[Holds]) -> None:
+        self._config = config
+        self._room = room
+        self._tracker = tracker
+        self._ios = ios
+        self.parked: list[Request] = []
+        """Without blocks, first come first."""
+        self.coming = 0
+        """Blocks that are free when the copies out of the pool are over."""
+        self.saved = 0
+        """Blocks swapped out, or being copied."""
+        self.swap_bytes_per_s = SWAP_BYTES_PER_S
+        self.preemptions = 0
+        self.swaps = 0
+
+    # --- giving up -------------------------------------------------------------------------------------------------
+
+    def preempt(self, request: Request, out: list[Action]) -> None:
+        """Takes the blocks of a sequence that is in no container and no step any more."""
+        request.preemptions += 1
+        self.preemptions += 1
+        whole = request.state is not State.CATCHING_UP
+        blocks = tuple(request.table[: self._config.blocks_for(request.tokens - 1)]) if whole else ()
+        if blocks and self._swaps(request, len(blocks)):
+            self._swap_out(request, blocks, out)
+        else:
+            request.recompute = self._config.preemption is Preemption.RECOMPUTE
+            self._room.give_back(request)
+            self._park(request)
+
+    def predicted_s(self, request: Request, blocks: int) -> tuple[float, float]:
+        """Seconds until a sequence would be back, by swapping and by computing all of it."""
+        swap_s = 2 * blocks * self._config.block_bytes / self.swap_bytes_per_s
+        return swap_s, prefill_seconds(self._tracker.speeds, request.tokens, 0)
+
+    def _swaps(self, request: Request, blocks: int) -> bool:
+        way = self._config.preemption
+        if way not in (Preemption.AUTO, Preemption.SWAP) or self.saved + blocks > self._config.swap_blocks:
+            return False
+        swap_s, compute_s = self.predicted_s(request, blocks)
+        return way is Preemption.SWAP or swap_s < compute_s
+
+    def _swap_out(self, request: Request, blocks: tuple[int, ...], out: list[Action]) -> None:
+        request.state = State.SWAPPING_OUT
+        request.saved = len(blocks)
+        self.saved += len(blocks)
+        self.coming += len(request.table)
+        self.swaps += 1
+        out.append(SwapOut(self._ios.begin(Copy(request, True, blocks)), request.id, blocks))
+
+    def _park(self, request: Request) -> None:
+        request.state = State.PARKED
+        needed = max(request.expected_blocks, self._config.blocks_for(request.tokens))
+        self._room.claim(request, needed)
+        insort(self.parked, request, key=lambda other: other.id)
+
+    # --- coming back -----------------------------------------------------------------------------------------------
+
+    def bring_back(self, *, alone: bool, out: list[Action]) -> Request | None:
+        """Brings the first parked sequence back if there is room for it and for what the others may need.
+
+        Args:
+            alone: nobody else runs, so that nobody else's growth need be thought of.
+            out: gets the actions.
+
+        Returns:
+            The sequence, READY, CATCHING_UP or SWAPPING_IN; None when there is no room, or nobody is parked.
+        """
+        if not self.parked:
+            return None
+        request = self.parked[0]
+        held = [] if request.recompute else self._room.blocks.match(request.keys)
+        new = self._config.blocks_for(request.tokens) - len(held)
+        others = self._room.claims - sum(other.claim for other in self.parked)
+        left = self._room.spare - self._room.cost(held, new)
+        growth = request.claim - len(held) - new
+        if left < 0 or (not alone and left < self._room.watermark + others + growth):
+            return None
+        del self.parked[0]
+        self._room.blocks.acquire(held)
+        request.table = [*held, *self._room.blocks.allocate(new)]
+        self._room.claim(request, growth)
+        out.append(Table(request.id, tuple(request.table)))
+        self._fill(request, len(held), out)
+        return request
+
+    def _fill(self, request: Request, held: int, out: list[Action]) -> None:
+        """Chooses how the KV that is not held comes back."""
+        request.computed = held * self._config.block_tokens
+        if request.saved > held:
+            blocks = tuple(request.table[held : request.saved])
+            request.state = State.SWAPPING_IN
+            out.append(SwapIn(self._ios.begin(Copy(request, False, blocks)), request.id, held, blocks))
+            return
+        self.forget(request, out)
+        request.state = State.READY if request.computed >= request.tokens - 1 else State.CATCHING_UP
+
+    def copied(self, ended: Ended[SwapEnd], copy: Copy) -> None:
+        """A copy is over. A request that has ended meanwhile is the caller's business afterwards."""
+        request, result = copy.request, ended.result
+        if result.ok:
+            self._observe(len(copy.blocks) * self._config.block_bytes, result.seconds)
+        if copy.out:
+            self._out(request, ok=result.ok)
+        else:
+            self._in(request, ok=result.ok)
+
+    def _out(self, request: Request, *, ok: bool) -> None:
+        self.coming -= len(request.table)
+        self._room.give_back(request)
+        if not ok:
+            self.saved -= request.saved
+            request.saved = 0
+        if request.state is State.SWAPPING_OUT:
+            self._park(request)
+
+    def _in(self, request: Request, *, ok: bool) -> None:
+        self.saved -= request.saved
+        request.saved = 0
+        if request.state is not State.SWAPPING_IN:
+            return
+        if not ok:
+            self._room.give_back(request)
+            self._park(request)
+            return
+        for block, key in zip(request.table, request.keys, strict=False):
+            self._room.blocks.register(block, key)
+        request.state = State.READY
+
+    def _observe(self, nbytes: int, seconds: float) -> None:
+        if seconds > 0:
+            self.swap_bytes_per_s += SWAP_WEIGHT * (nbytes / seconds - self.swap_bytes_per_s)
+
+    def forget(self, request: Request, out: list[Action]) -> None:
+        """Drops what a request has swapped out, if anything."""
+        if request.saved:
+            out.append(SwapDrop(request.id))
+            self.saved -= request.saved
+            request.saved = 0
+
+    def check_invariants(self, requests: list[Request]) -> None:
+        """Asserts that lists and counts are those of the requests."""
+        parked = [request for request in requests if request.state is State.PARKED]
+        assert self.parked == sorted(parked, key=lambda request: request.id)
+        assert not any(request.table for request in parked)
+        assert self.saved == sum(request.saved for request in requests)
+        out = [copy.request for _, copy in self._ios if isinstance(copy, Copy) and copy.out]
+        assert self.coming == sum(len(request.table) for request in out)
+        assert not any(request.saved for request in requests if request.state in ACTIVE)

@@ -1,0 +1,63 @@
+"""What of the pool is free, promised and expected to be needed."""
+
+from moonpool.sched.block_manager import BlockManager
+from services.decode.core.request import Request
+
+
+class Room:
+    """Counts over the pool's blocks.
+
+    Args:
+        blocks: of the pool.
+        watermark: blocks that an admission leaves free beyond what is expected to be needed.
+    """
+
+    def __init__(self, blocks: BlockManager, watermark: int) -> None:
+        self.blocks = blocks
+        self.watermark = watermark
+        self.promised = 0
+        """Blocks promised and not bound. A promise is kept whatever happens."""
+        self.claims = 0
+        """Sum of the requests' claims: blocks expected to be needed. No more than an expectation."""
+
+    @property
+    def spare(self) -> int:
+        """Blocks that can be taken now without breaking a promise."""
+        return self.blocks.num_available - self.promised
+
+    def cost(self, held: list[int], new: int) -> int:
+        """Blocks by which `spare` falls when blocks that were matched are acquired and others taken."""
+        return new + sum(self.blocks.is_cached(block) for block in held)
+
+    def promise(self, request: Request, held: list[int], new: int) -> None:
+        """Acquires the held prefix and promises blocks behind it."""
+        self.blocks.acquire(held)
+        request.table = held
+        request.promised = new
+        self.promised += new
+
+    def bind(self, request: Request) -> None:
+        """Turns the promise into blocks; cannot fail."""
+        self.promised -= request.promised
+        request.table += self.blocks.allocate(request.promised)
+        request.promised = 0
+
+    def claim(self, request: Request, blocks: int) -> None:
+        """Changes what a request is expected to need beyond what it has."""
+        self.claims += blocks - request.claim
+        request.claim = blocks
+
+    def give_back(self, request: Request) -> None:
+        """Takes all blocks and any promise from a request."""
+        self.blocks.release(request.table)
+        request.table = []
+        self.promised -= request.promised
+        request.promised = 0
+
+    def check_invariants(self, requests: list[Request]) -> None:
+        """Asserts that the counts are those of the requests, and that promises can be kept."""
+        self.blocks.check_invariants()
+        assert 0 <= self.promised <= self.blocks.num_available, "a promise could not be kept"
+        assert self.promised == sum(request.promised for request in requests)
+        assert self.claims == sum(request.claim for request in requests)
+        assert all(request.claim >= 0 for request in requests)

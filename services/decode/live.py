@@ -1,0 +1,97 @@
+"""A request at a decode instance with what the core never sees: its tokens, its transfer, and whom to tell."""
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from moonpool.engine.incoming import IncomingRequest
+from moonpool.kv.keys import BlockKey, block_keys, tokens_to_bytes
+from moonpool.sched.steps import History, SequenceStep
+from moonpool.streams.transfer import InboundTransfer, TransferState
+from moonpool.v1 import kv_pb2
+from services.decode.subscriber import Subscriber
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request.
+
+    Attributes:
+        incoming: what was asked for.
+        stores: kvstores for the answer's full blocks.
+        transfer: the KV that comes.
+        table: its blocks, as the core has said.
+        keys: of its full blocks, the answer's too.
+        heard_at: when the core was last told that its transfer lives.
+        ending: the core lets it go: nothing is taken for it and nothing told any more.
+        tokens: prompt and answer, once it was started; grows by each step.
+        history: the same for engines that check what blocks hold.
+        subscriber: gets its tokens; set when it is started.
+        send_verdict: tells the sender of the KV how the transfer has ended; set when the blocks are bound.
+    """
+
+    incoming: IncomingRequest
+    stores: Sequence[kv_pb2.Instance]
+    transfer: InboundTransfer
+    keys: list[BlockKey]
+    heard_at: float
+    table: tuple[int, ...] = ()
+    ending: bool = False
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    history: History | None = None
+    subscriber: Subscriber | None = None
+    send_verdict: Callable[[InboundTransfer], None] | None = None
+
+    @property
+    def id(self) -> int:
+        """The core's name for it."""
+        return self.transfer.transfer_id
+
+    @property
+    def request_id(self) -> str:
+        """The conductor's name for it."""
+        return self.incoming.request_id
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its KV has come."""
+        return self.transfer.state is TransferState.COMPLETE
+
+    @property
+    def started(self) -> bool:
+        """Whether its first token is known."""
+        return bool(self.tokens)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.incoming.sampling.prompt_tokens
+
+    def begin(self, first_token: int) -> None:
+        """Takes the first token."""
+        self.tokens = array("i", self.incoming.token_ids)
+        self.tokens.append(first_token)
+        self.history = self.incoming.history(self.tokens)
+
+    def parent(self, index: int) -> BlockKey:
+        """Key of the block before the one at `index`."""
+        return self.keys[index - 1] if index else self.incoming.chain_root
+
+    def filled(self, block_tokens: int) -> BlockKey | None:
+        """Key of the block that became full when all tokens so far were computed; None when none did."""
+        index, rest = divmod(len(self.tokens), block_tokens)
+        if rest or index <= len(self.keys):
+            return None
+        [key] = block_keys(self.parent(index - 1), self.tokens[-block_tokens:], block_tokens)
+        self.keys.append(key)
+        return key
+
+    def step(self, start: int, count: int, block_tokens: int, *, sample: bool) -> SequenceStep:
+        """Its share of a step: `count` tokens from `start` on; the last ones of the sequence when it samples."""
+        return SequenceStep(
+            token_ids=tokens_to_bytes(self.tokens[start : start + count]),
+            start=start,
+            block_table=self.table[: -(-(start + count) // block_tokens)],
+            sample=self.incoming.sampling.at(self.tokens) if sample else None,
+            history=self.history,
+        )

@@ -1,0 +1,390 @@
+"""What the decode core decides is done here: steps, transfers, copies, write-back, and what conductors are told."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from moonpool.drive.driver import Driver
+from moonpool.drive.journal import JournalWriter
+from moonpool.engine.handle import Engine
+from moonpool.engine.incoming import IncomingRequest
+from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
+from moonpool.sched.steps import Step, StepResult
+from moonpool.streams.transfer import InboundTransfer, TransferState
+from moonpool.streams.writeback import WriteBack
+from moonpool.telemetry.logs import get_logger
+from moonpool.telemetry.spans import Recorder
+from moonpool.v1 import decode_pb2, kv_pb2
+from services.decode.copies import Copies
+from services.decode.core.machine import DecodeCore
+from services.decode.core.messages import (
+    Action,
+    Arrived,
+    Died,
+    Ending,
+    Event,
+    Finish,
+    Gone,
+    Grew,
+    Heard,
+    Open,
+    Promised,
+    Refused,
+    Reserve,
+    Run,
+    Start,
+    StepDone,
+    Stop,
+    Store,
+    StreamClosed,
+    StreamOpened,
+    SwapDrop,
+    SwapIn,
+    SwapOut,
+    Table,
+)
+from services.decode.live import LiveRequest
+from services.decode.subscriber import Subscriber
+
+log = get_logger(__name__)
+
+MAX_GENERATION = (1 << 32) - 1
+HEARD_PER_LEASE = 8
+"""The core is told that a transfer lives so often in a lease, not with every frame."""
+
+
+class DecodeShell:
+    """Drives the core of one instance.
+
+    Args:
+        core: decides.
+        engine: runs the steps.
+        max_tokens: longest sequence the model takes.
+        write_back: takes the answers' full blocks; hand its releases to `copies.written_back`.
+        spans: where spans are recorded.
+        notify: called when load or keys have changed.
+        journal: records what the core was told.
+    """
+
+    def __init__(
+        self,
+        core: DecodeCore,
+        engine: Engine,
+        max_tokens: int,
+        write_back: WriteBack,
+        spans: Recorder,
+        notify: Callable[[], None],
+        journal: JournalWriter | None,
+    ) -> None:
+        self.core = core
+        self._engine = engine
+        self._layout = engine.layout
+        self._max_tokens = max_tokens
+        self._spans = spans
+        self.notify = notify
+        self._driver: Driver[Event, Action] = Driver(core, self._perform, journal=journal)
+        self._live: dict[int, LiveRequest] = {}
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, Promised | Refused] = {}
+        self._streams: dict[Subscriber, int] = {}
+        self._stream_numbers = itertools.count(1)
+        self._order: Run | None = None
+        self._wake = asyncio.Event()
+        self.copies = Copies(engine.pool, write_back, self._post)
+        self.empty = asyncio.Event()
+        self.empty.set()
+        self.dead = ""
+        self.steps = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(list(self._live.values()))
+
+    @property
+    def step_in_flight(self) -> bool:
+        """Whether the engine computes, or is about to."""
+        return self.core.planner.flight is not None
+
+    def count(self, *states: TransferState) -> int:
+        """Requests that were not started and whose transfer is in one of these states."""
+        return sum(not live.started and live.transfer.state in states for live in self._live.values())
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        incoming: IncomingRequest,
+        stores: Sequence[kv_pb2.Instance],
+        tbt_slo_s: float,
+        conductor: kv_pb2.Instance | None,
+    ) -> tuple[LiveRequest, float]:
+        """Promises room.
+
+        Returns:
+            The request, and the predicted seconds between its tokens.
+
+        Raises:
+            Overloaded: there is no room now, or the time between tokens cannot be kept.
+            InvalidRequest: it could never fit, or there is nothing to generate.
+        """
+        number, order = next(self._numbers), self._checked(incoming)
+        who = "" if conductor is None else _identity(conductor)
+        tokens, total = order
+        self._post(
+            Reserve(
+                number,
+                tuple(incoming.keys),
+                tokens,
+                incoming.sampling.prompt_tokens,
+                total,
+                tbt_slo_s,
+                who,
+                len(stores),
+            )
+        )
+        self._driver.settle()
+        answer = self._answers.pop(number)
+        if isinstance(answer, Refused):
+            raise Overloaded(
+                answer.why, reason=answer.reason, predicted_tbt_s=answer.tbt_s, slo_s=tbt_slo_s, retry_after_s=1.0
+            )
+        now = time.monotonic()
+        live = LiveRequest(incoming, stores, self._transfer(number, tokens, answer.held, now), list(incoming.keys), now)
+        self._live[number] = live
+        self.empty.clear()
+        return live, answer.tbt_s
+
+    def _checked(self, incoming: IncomingRequest) -> tuple[int, int]:
+        """Tokens whose KV will come, and the longest the sequence can become."""
+        tokens, total = len(incoming.token_ids), incoming.sampling.total_tokens(self._max_tokens)
+        if total <= tokens:
+            raise InvalidRequest("sequence.sampling.max_tokens", "leaves no token to generate")
+        needed, have = self._layout.blocks_for(total), self.core.blocks.num_blocks
+        if needed > have:
+            raise InvalidRequest("sequence.sampling.max_tokens", f"needs {needed} blocks, this instance has {have}")
+        return tokens, total
+
+    def _transfer(self, number: int, tokens: int, held: int, now: float) -> InboundTransfer:
+        layout = self._layout
+        blocks = layout.blocks_for(tokens)
+        last = layout.valid_tokens(tokens, blocks - 1)
+        generation = number % MAX_GENERATION + 1
+        return InboundTransfer(number, generation, layout, None, blocks, held, last, self.core.config.lease_s, now)
+
+    def get(self, transfer_id: int, generation: int) -> LiveRequest | None:
+        """The request of a transfer; None when it is unknown, has ended or has another generation."""
+        live = self._live.get(transfer_id)
+        return live if live is not None and live.transfer.matches(generation) and not live.ending else None
+
+    def open(self, live: LiveRequest, send_verdict: Callable[[InboundTransfer], None]) -> None:
+        """Binds a transfer's blocks: slices may come from now on, and `send_verdict` says how that ended.
+
+        Raises:
+            TransferFailed: it was opened before, or is over.
+        """
+        if live.transfer.state is not TransferState.PROMISED:
+            raise TransferFailed(f"transfer {live.id} was opened before")
+        self._post(Open(live.id))
+        self._driver.settle()
+        if not live.table:
+            raise TransferFailed(f"transfer {live.id} is over")
+        live.send_verdict = send_verdict
+
+    def heard(self, live: LiveRequest) -> None:
+        """Something of the transfer came."""
+        now = time.monotonic()
+        if now - live.heard_at >= self.core.config.lease_s / HEARD_PER_LEASE:
+            live.heard_at = now
+            self._driver.post(Heard(live.id))
+
+    def arrived(self, live: LiveRequest) -> None:
+        """All KV of a request has come."""
+        self._spans.instant("transfer.complete", request=live.request_id, transfer=live.id)
+        self._post(Arrived(live.id))
+
+    def end(self, live: LiveRequest, why: str) -> None:
+        """Ends a request early."""
+        self._post(Stop(live.id, why))
+
+    # --- conductors ------------------------------------------------------------------------------------------------
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """A conductor has opened a stream."""
+        number = self._streams[subscriber] = next(self._stream_numbers)
+        self._post(StreamOpened(number, _identity(subscriber.conductor)))
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """A conductor's stream has ended; may be called again."""
+        number = self._streams.pop(subscriber, None)
+        if number is not None:
+            for live in self._live.values():
+                if live.subscriber is subscriber:
+                    live.subscriber = None
+            self._post(StreamClosed(number))
+
+    def start(self, subscriber: Subscriber, message: decode_pb2.StartSequence) -> None:
+        """Starts a request with its first token; the sequence joins the batch when its KV is complete."""
+        live = self.get(message.transfer_id, message.generation)
+        if live is None or live.request_id != message.request_id:
+            subscriber.failed(message.request_id, f"there is no transfer {message.transfer_id} here (any more)")
+        elif live.started:
+            subscriber.failed(message.request_id, f"transfer {message.transfer_id} was started before")
+        elif any(other.subscriber is subscriber and other.request_id == message.request_id for other in self):
+            subscriber.failed(message.request_id, "a sequence of this id is running already")
+        else:
+            live.begin(message.first_token_id)
+            live.subscriber = subscriber
+            finish = live.incoming.sampling.finish(live.tokens, self._max_tokens)
+            self._post(Start(live.id, self._streams[subscriber], finish))
+
+    def cancel(self, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
+        """Cancels a request; returns the state in which it was."""
+        live = self.get(message.transfer_id, message.generation)
+        if live is None or live.request_id != message.request_id:
+            return kv_pb2.CANCEL_OUTCOME_UNKNOWN
+        before = live.transfer.state is TransferState.PROMISED
+        live.subscriber = None
+        self.end(live, "cancelled")
+        return kv_pb2.CANCEL_OUTCOME_BEFORE_START if before else kv_pb2.CANCEL_OUTCOME_IN_FLIGHT
+
+    # --- the engine ------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Runs steps until cancelled.
+
+        Raises:
+            Unavailable: the engine died and every request has failed.
+        """
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                if self._order is not None:
+                    await self._step(self._order)
+        except MoonpoolError as error:
+            self.die(f"the engine died: {error}")
+            raise Unavailable(self.dead) from error
+        finally:
+            self.die("the instance stops")
+            await self.copies.quiet()
+
+    def close(self) -> None:
+        """Takes no more events; the journal is whole."""
+        self._driver.close()
+
+    def die(self, why: str) -> None:
+        """Ends every request; the engine must not compute any more."""
+        if not self.dead:
+            self.dead = why
+            self._order = None
+            self.copies.closed = True
+            self._post(Died(why))
+
+    async def _step(self, run: Run) -> None:
+        self._order = None
+        lives, size = [self._live[number] for number in run.batch], self._layout.block_tokens
+        parts = [live.step(len(live.tokens) - 1, 1, size, sample=True) for live in lives]
+        for chunk in run.chunks:
+            lives.append(self._live[chunk.id])
+            parts.append(lives[-1].step(chunk.start, chunk.count, size, sample=chunk.sample))
+        result = await self._engine.run(Step(run.step, tuple(parts)))
+        self.steps += 1
+        self._record(run, lives, result)
+        self._done(run, lives, result)
+
+    def _done(self, run: Run, lives: list[LiveRequest], result: StepResult) -> None:
+        ended, filled = [], []
+        for live, token in zip(lives, result.sampled, strict=not result.aborted):
+            if token is None or live.ending:
+                continue
+            key = live.filled(self._layout.block_tokens)
+            if key is not None:
+                filled.append((live.id, key))
+            live.tokens.append(token)
+            reason = live.incoming.sampling.finish(live.tokens, self._max_tokens)
+            if reason:
+                ended.append((live.id, int(reason)))
+            self._tell(live, live.output_tokens - 1, [token], reason)
+        seconds = (result.end_ns - result.start_ns) / 1e9
+        event = StepDone(run.step, result.aborted, seconds, tuple(ended), tuple(filled))
+        self._driver.post(event)
+        if ended or filled:
+            self.notify()
+
+    @staticmethod
+    def _tell(live: LiveRequest, position: int, token_ids: list[int], reason: kv_pb2.FinishReason.ValueType) -> None:
+        if live.subscriber is not None:
+            live.subscriber.tokens(live.request_id, position, token_ids, reason)
+            live.subscriber.flush()
+
+    def _record(self, run: Run, lives: list[LiveRequest], result: StepResult) -> None:
+        if self._spans.enabled:
+            self._spans.add(
+                "decode.step",
+                result.start_ns,
+                result.end_ns,
+                step=run.step,
+                requests=[live.request_id for live in lives],
+                sequences=len(lives),
+                computed_again=sum(chunk.count for chunk in run.chunks),
+            )
+
+    # --- the core's actions ----------------------------------------------------------------------------------------
+
+    def _post(self, event: Event) -> None:
+        self._driver.post(event)
+        self.notify()
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Run():
+                self._order = action
+                self._wake.set()
+            case Grew(number, block):
+                self._live[number].table += (block,)
+            case Table(number, blocks):
+                self._bound(self._live[number], blocks)
+            case Promised(number) | Refused(number):
+                self._answers[number] = action
+            case Store(_, number):
+                self.copies.store(action, self._live[number])
+            case Finish(number, reason):
+                live = self._live[number]
+                self._tell(live, live.output_tokens, [], kv_pb2.FinishReason.ValueType(reason))
+            case Ending(number, why):
+                self._ending(self._live[number], why)
+            case Gone(number):
+                self._gone(self._live.pop(number))
+            case SwapOut() | SwapIn() | SwapDrop():
+                self.copies.swap(action)
+
+    @staticmethod
+    def _bound(live: LiveRequest, blocks: tuple[int, ...]) -> None:
+        live.table = blocks
+        if live.transfer.state is TransferState.PROMISED:
+            live.transfer.bind(blocks, time.monotonic())
+
+    @staticmethod
+    def _ending(live: LiveRequest, why: str) -> None:
+        live.ending = True
+        live.transfer.fail(why)
+        if live.send_verdict is not None and not live.complete:
+            live.send_verdict(live.transfer)
+        if live.subscriber is not None:
+            live.subscriber.failed(live.request_id, why)
+            live.subscriber = None
+
+    def _gone(self, live: LiveRequest) -> None:
+        live.transfer.fail("ended")
+        live.ending = True
+        if not self._live:
+            self.empty.set()
+        self.notify()
+
+
+def _identity(conductor: kv_pb2.Instance) -> str:
+    """A conductor's name for the core; "" when it does not say who it is."""
+    return f"{conductor.id}/{conductor.incarnation}" if conductor.id else ""

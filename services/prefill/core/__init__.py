@@ -1,0 +1,1 @@
+"""The prefill core: jobs, chunks, steps, loads, sends and blocks of one instance, decided without I/O."""

@@ -1,0 +1,219 @@
+"""What the core wants done. An action with an `io` is answered by exactly one `Ended`, the others by nothing."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from moonpool.core.kernel import Cancel
+
+
+class Refusal(Enum):
+    """Why a job is not taken."""
+
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    QUEUE_FULL = "queue_full"
+    TOO_LONG = "too_long"
+    """The pool can never hold it."""
+
+
+class Outcome(Enum):
+    """How a job has ended."""
+
+    DONE = "done"
+    LEFT = "left"
+    IO_FAILED = "io_failed"
+    """Opening the transfer, sending or the verdict; the shell has the error."""
+    STEP_GIVEN_UP = "step_given_up"
+    """By the engine itself: some slices may have left already."""
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """The job is queued."""
+
+    job: int
+    predicted_start_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The job is not taken, and nothing of it is kept."""
+
+    job: int
+    why: Refusal
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOrder:
+    """A job's share of a step: consecutive tokens to compute."""
+
+    job: int
+    start: int
+    end: int
+    blocks: tuple[int, ...]
+    """The job's blocks up to `end`."""
+    last: bool
+    """The prompt ends here: a token is sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """Run one forward pass; steps begin in the order of their numbers. `io` is the step's number."""
+
+    io: int
+    chunks: tuple[ChunkOrder, ...]
+    gated: bool
+    """Wait before each layer until its gate is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGate:
+    """The step may compute all layers up to this one."""
+
+    step: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropShare:
+    """A job's share of a step counts for nothing any more; its prefix may not be there."""
+
+    step: int
+    index: int
+    """Of the chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbortStep:
+    """Give the step up before its next layer."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBlocks:
+    """Read blocks from a kvstore into the pool, layers in order."""
+
+    io: int
+    job: int
+    source: int
+    """Index in the job's sources."""
+    first: int
+    """Index in the sequence of the first block."""
+    blocks: tuple[int, ...]
+    timeout_s: float
+    """Longest time for all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTransfer:
+    """Open the job's transfer at decode."""
+
+    io: int
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive blocks of one layer."""
+
+    layer: int
+    first: int
+    """Index in the sequence of the first block."""
+    blocks: tuple[int, ...]
+    step: int | None
+    """The step that made them; None for a prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendSlices:
+    """Send slices over the job's open transfer."""
+
+    io: int
+    job: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseTransfer:
+    """Nothing more comes on the job's transfer. Aborted: it is given up."""
+
+    job: int
+    aborted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitVerdict:
+    """Wait for decode's verdict on the closed transfer."""
+
+    io: int
+    job: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PutBlocks:
+    """Write full blocks to a kvstore, as far as there is room for it."""
+
+    io: int
+    job: int
+    copy: int
+    """Index in the job's copies."""
+    first: int
+    """Index in the sequence of the first block."""
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A store did not hold a block that it was believed to hold."""
+
+    source: int
+    """Index in the job's sources."""
+    block: int
+    """Index in the sequence; the store gave those before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TellToken:
+    """The prompt is computed and its next token is known: say so at once."""
+
+    job: int
+    cached_tokens: int
+    loaded_tokens: int
+    computed_tokens: int
+    queue_s: float
+    prefill_s: float
+    misses: tuple[Miss, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndJob:
+    """The job is over; the last action for it but `CloseTransfer`, `PutBlocks` and `Cancel`."""
+
+    job: int
+    outcome: Outcome
+    tail_s: float = 0.0
+    """From the token to the verdict, seconds."""
+    sent_bytes: int = 0
+
+
+Action = (
+    Accept
+    | Refuse
+    | RunStep
+    | OpenGate
+    | DropShare
+    | AbortStep
+    | LoadBlocks
+    | OpenTransfer
+    | SendSlices
+    | CloseTransfer
+    | AwaitVerdict
+    | PutBlocks
+    | TellToken
+    | EndJob
+    | Cancel
+)

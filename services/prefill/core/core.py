@@ -1,0 +1,289 @@
+"""The prefill core: hears events, decides, and names what is to be done."""
+
+from moonpool.core.digest import digest_of
+from moonpool.core.kernel import Ended, Tick
+from moonpool.cost import Speeds
+from moonpool.errors import ConfigError
+from services.prefill.core.actions import Accept, Action, EndJob, Outcome, PutBlocks, Refusal, Refuse, TellToken
+from services.prefill.core.events import (
+    Arrive,
+    Done,
+    Drain,
+    Event,
+    Failed,
+    LayerComputed,
+    LayerLoaded,
+    Leave,
+    LoadEnded,
+    Result,
+    SlicesSent,
+    StepEnded,
+    Stop,
+)
+from services.prefill.core.invariants import check
+from services.prefill.core.loads import Loads
+from services.prefill.core.predict import queue_seconds
+from services.prefill.core.queue import start_next
+from services.prefill.core.sends import Sends
+from services.prefill.core.state import (
+    Job,
+    LoadFlight,
+    PutFlight,
+    SendFlight,
+    Settings,
+    State,
+    StepFlight,
+    TransferFlight,
+)
+from services.prefill.core.steps import Steps
+
+MIN_RETRY_S = 0.1
+
+
+class PrefillCore:
+    """Everything that one prefill instance decides: which prompts start, load, compute and send, and when.
+
+    A job is queued, gets blocks for its whole prompt, may load a prefix, is computed in steps together with others,
+    is sent while it is computed, and ends when decode has confirmed it. Blocks are held by what uses them: a job that
+    leaves gives up its own hold, a step, load or batch of slices keeps its hold until it has ended.
+
+    Attributes:
+        state: jobs, blocks and I/O.
+        steps: what the engine computes.
+        loads: what is loaded.
+        taken: number of the last job that was accepted; numbers grow.
+
+    Raises:
+        ConfigError: `step_tokens` is less than one block.
+    """
+
+    def __init__(self, settings: Settings, speeds: Speeds) -> None:
+        if settings.step_tokens < settings.block_tokens:
+            reason = f"must be at least one block ({settings.block_tokens} tokens), not {settings.step_tokens}"
+            raise ConfigError("step_tokens", reason)
+        self.state = State(settings, speeds)
+        self._sends = Sends(self.state)
+        self.steps = Steps(self.state, self._sends)
+        self.loads = Loads(self.state, self.steps, self._sends)
+        self._draining = False
+        self.taken = 0
+        self._stopped = False
+
+    def handle(self, now: float, event: Event | Ended[Result] | Tick, out: list[Action]) -> None:
+        """See `moonpool.core.kernel.Core.handle`."""
+        self.state.now, self.state.out = now, out
+        match event:
+            case Arrive():
+                self._arrive(event)
+            case Leave():
+                self._leave(event.job, Outcome.LEFT)
+            case LayerComputed():
+                self.steps.layer_computed(event.step, event.layer)
+            case LayerLoaded():
+                self.loads.layer_loaded(event.io, event.layer)
+            case Ended():
+                self._ended(event.io, event.result)
+            case Drain():
+                self._draining = True
+            case Stop():
+                self._stop()
+        if not isinstance(event, LayerComputed):  # that frees nothing, and comes often
+            self._go_on()
+        self.state.out = []
+
+    def due(self) -> float | None:
+        """See `moonpool.core.kernel.Core.due`."""
+        times = [at for at in (self.steps.plan_at, self.steps.stalled_at()) if at is not None]
+        return min(times, default=None)
+
+    def check_invariants(self) -> None:
+        """Asserts what must hold between any two events."""
+        check(self.state, self.steps)
+
+    def digest(self) -> bytes:
+        """See `moonpool.core.kernel.Core.digest`."""
+        state = self.state
+        return digest_of(
+            state.settings,
+            list(state.jobs.values()),
+            state.waiting,
+            list(state.started),
+            list(state.ios),
+            self.steps.in_flight,
+            state.manager.keys(),
+            (state.manager.num_free, state.manager.num_cached),
+            state.tracker.speeds,
+            (self._draining, self._stopped),
+        )
+
+    # --- figures ---------------------------------------------------------------------------------------------------
+
+    @property
+    def draining(self) -> bool:
+        """Whether new jobs are refused."""
+        return self._draining
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that are not in the pool yet."""
+        return sum(job.num_tokens - job.computed for job in self.state.jobs.values())
+
+    def drain_seconds(self) -> float:
+        """Predicted seconds until everything that is queued now is computed."""
+        return queue_seconds(self.state)
+
+    def started(self, job: int) -> bool:
+        """Whether a job has blocks, or had them."""
+        found = self.state.jobs.get(job)
+        return found is not None and job not in self.state.waiting
+
+    # --- a job's life ----------------------------------------------------------------------------------------------
+
+    def _arrive(self, event: Arrive) -> None:
+        state = self.state
+        why = self._refusal(event)
+        if why is not None:
+            retry_s = max(MIN_RETRY_S, queue_seconds(state)) if why is Refusal.QUEUE_FULL else 0.0
+            state.do(Refuse(event.job, why, retry_s))
+            return
+        assert event.job not in state.jobs, "a job's number is never used twice"
+        assert len(event.keys) == event.num_tokens // state.settings.block_tokens, "one key per full block"
+        state.do(Accept(event.job, queue_seconds(state)))
+        job = Job.of(event, state.settings, state.now)
+        cached = len(state.manager.match(job.keys[: state.reusable_blocks(job)])) * state.settings.block_tokens
+        job.expected_tokens = max(job.expected_tokens, cached)
+        state.jobs[event.job] = job
+        self.taken = event.job
+        state.waiting.append(event.job)
+
+    def _refusal(self, event: Arrive) -> Refusal | None:
+        if self._stopped:
+            return Refusal.STOPPED
+        if self._draining:
+            return Refusal.DRAINING
+        if self.state.settings.blocks_for(event.num_tokens) > self.state.settings.blocks:
+            return Refusal.TOO_LONG
+        if len(self.state.jobs) >= self.state.settings.max_queue:
+            return Refusal.QUEUE_FULL
+        return None
+
+    def _go_on(self) -> None:
+        """Starts jobs and steps as far as there is room; the step in front does not wait for late layers for ever."""
+        if self._stopped:
+            self.steps.plan_at = None
+            return
+        self.steps.overtake()
+        going = True
+        while going:
+            while (job := start_next(self.state)) is not None:
+                self._sends.open(job)
+                self.loads.decide(job)
+            going = self.steps.plan()
+
+    def _leave(self, number: int, outcome: Outcome) -> None:
+        """Ends a job early: it gives up its blocks, what uses them keeps them."""
+        job = self.state.jobs.get(number)
+        if job is None:
+            return
+        self._forget(job)
+        self._sends.give_up(job)
+        self.state.cancel(job.load.io if job.load is not None else None)
+        self.steps.leave(job)
+        self.state.unbind(job)
+        self.state.do(EndJob(number, outcome))
+
+    def _forget(self, job: Job) -> None:
+        del self.state.jobs[job.number]
+        if self.state.started.pop(job.number, None) is None:
+            self.state.waiting.remove(job.number)
+
+    def _stop(self) -> None:
+        self._stopped = True
+        for number in list(self.state.jobs):
+            self._leave(number, Outcome.STOPPED)
+        for io in self.steps.in_flight:
+            self.state.cancel(io)
+
+    # --- ends of I/O -----------------------------------------------------------------------------------------------
+
+    def _ended(self, io: int, result: Result) -> None:
+        flight = self.state.end(io)
+        match flight:
+            case StepFlight():
+                assert isinstance(result, StepEnded)
+                self._step_ended(io, flight, result)
+            case LoadFlight():
+                assert isinstance(result, LoadEnded)
+                self.loads.ended(io, flight, result)
+            case TransferFlight():
+                assert isinstance(result, Done | Failed)
+                self._transfer_ended(flight, result)
+            case SendFlight():
+                assert isinstance(result, SlicesSent | Failed)
+                self._batch_ended(flight, result)
+            case PutFlight():
+                self.state.manager.release(flight.blocks)
+
+    def _step_ended(self, io: int, flight: StepFlight, result: StepEnded) -> None:
+        news = self.steps.ended(io, flight, result)
+        for job in news.counted:
+            self._offer(job)
+            if job.finished:
+                self._computed(job)
+        for job in news.given_up:
+            self._leave(job.number, Outcome.STEP_GIVEN_UP)
+
+    def _transfer_ended(self, flight: TransferFlight, result: Done | Failed) -> None:
+        if isinstance(result, Failed):
+            self._io_failed(flight.job, result)
+        elif flight.opens:
+            self._sends.opened(flight.job)
+        elif (job := self.state.jobs.get(flight.job)) is not None:
+            self._done(job)
+
+    def _batch_ended(self, flight: SendFlight, result: SlicesSent | Failed) -> None:
+        if isinstance(result, Failed):
+            self._io_failed(flight.job, result)
+        elif (job := self.state.jobs.get(flight.job)) is not None:
+            self._sends.sent(job, result.nbytes, result.seconds)
+
+    def _io_failed(self, number: int, result: Failed) -> None:
+        """The job fails. A block that came to decode damaged, and what was computed from it, is found no more."""
+        job = self.state.jobs.get(number)
+        if job is not None and job.outgoing is not None:
+            job.outgoing.io = None
+            if result.damaged_block is not None:
+                self.state.manager.forget(job.keys[result.damaged_block :])
+        self._leave(number, Outcome.IO_FAILED)
+
+    def _computed(self, job: Job) -> None:
+        """A prompt is computed: its first token is told at once, without waiting for the transfer."""
+        now = self.state.now
+        job.token_at = now
+        began = job.first_step_at if job.first_step_at is not None else now
+        computed = job.num_tokens - job.cached - job.loaded
+        told = (job.cached, job.loaded, computed, began - job.added_at, now - began, tuple(job.misses))
+        self.state.do(TellToken(job.number, *told))
+        if self._sends.finish(job):
+            self._done(job)
+
+    def _done(self, job: Job) -> None:
+        tail_s, sent_bytes = 0.0, 0
+        if job.outgoing is not None and job.token_at is not None:
+            tail_s, sent_bytes = self.state.now - job.token_at, job.outgoing.sent_bytes
+        self._forget(job)
+        self.state.do(EndJob(job.number, Outcome.DONE, tail_s, sent_bytes))
+
+    def _offer(self, job: Job) -> None:
+        """Full blocks go to the kvstores as soon as they are computed; what these lack of the prefix goes before."""
+        size = self.state.settings.block_tokens
+        prefix, full = (job.cached + job.loaded) // size, job.computed // size
+        if not job.put_until:
+            # Computed blocks are always offered: a store that could not provide them does not hold them.
+            job.put_until = [prefix if copy.held is None else min(copy.held, prefix) for copy in job.copies]
+        for copy, first in enumerate(job.put_until):
+            if job.table is not None and first < full:
+                blocks = tuple(job.table.blocks[first:full])
+                self.state.manager.acquire(blocks)
+                self.state.do(PutBlocks(self.state.begin(PutFlight(blocks)), job.number, copy, first, blocks))
+                job.put_until[copy] = full

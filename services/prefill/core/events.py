@@ -1,0 +1,123 @@
+"""What the core hears of: requests and their end, progress of I/O, and its results."""
+
+from dataclasses import dataclass
+
+from moonpool.kv.keys import BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A kvstore to load a prefix from. `store` names it: equal names mean the same store."""
+
+    store: str
+    blocks: int
+    """Leading blocks it is believed to hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A kvstore that blocks are written to."""
+
+    store: str
+    held: int | None
+    """Leading blocks it is believed to hold; None = unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    """A prompt is to be computed. Answered by `Accept` or `Refuse`, and an accepted one by one `EndJob`."""
+
+    job: int
+    """Never used twice."""
+    num_tokens: int
+    keys: tuple[BlockKey, ...]
+    """One per full block."""
+    held_blocks: int | None
+    """Leading blocks that the decode instance holds; None = the KV goes nowhere."""
+    sources: tuple[Source, ...] = ()
+    """The best first."""
+    copies: tuple[Copy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Nobody wants the job any more. Without effect on one that has ended."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """New jobs are refused from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The engine has died, or the instance stops: every job ends, and nothing new begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerComputed:
+    """A step's KV of one layer is in the pool. Layers come in order."""
+
+    step: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLoaded:
+    """All slices of one layer of a load are in the pool, verified. Layers come in order."""
+
+    io: int
+    layer: int
+
+
+Event = Arrive | Leave | Drain | Stop | LayerComputed | LayerLoaded
+
+# --- results of I/O: each comes in one `Ended` --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """No stage touches the step's blocks any more."""
+
+    aborted: bool
+    """Some layer was not computed, and nothing was sampled."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnded:
+    """Nothing more is written into the load's blocks."""
+
+    blocks: int
+    """Leading blocks of the load that are whole in all layers."""
+    missing: int | None = None
+    """The first block of the load that the store has lost."""
+    failed: bool = False
+    """The store did not do what it should have done: it is left alone for a while."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SlicesSent:
+    """The memory of the slices is not read any more."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A transfer is open, a verdict was good, or a put is over in any way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Opening a transfer, sending or the verdict has failed; the shell knows the error. Also after `Cancel`."""
+
+    damaged_block: int | None = None
+    """Index in the sequence of a block that came to decode damaged."""
+
+
+Result = StepEnded | LoadEnded | SlicesSent | Done | Failed

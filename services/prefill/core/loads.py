@@ -1,0 +1,132 @@
+"""Prefixes loaded from kvstores, ahead of the steps that need them.
+
+A store that fails is not asked for a while: its failure delays one request by one deadline, not every request.
+"""
+
+from moonpool.cost import load_is_cheaper, load_seconds
+from services.prefill.core.actions import LoadBlocks, Miss
+from services.prefill.core.events import LoadEnded
+from services.prefill.core.sends import Sends
+from services.prefill.core.state import Job, Load, LoadFlight, State
+from services.prefill.core.steps import Steps
+
+PAUSE_S = 2.0
+SLACK = 4.0
+"""A load may take so many times its predicted seconds, and the configured timeout on top."""
+
+
+class Loads:
+    """Loads prefixes into the pool.
+
+    Attributes:
+        loaded_blocks: blocks that came whole.
+        failures: loads that failed for another reason than that blocks were missing or damaged.
+    """
+
+    def __init__(self, state: State, steps: Steps, sends: Sends) -> None:
+        self._state = state
+        self._steps = steps
+        self._sends = sends
+        self._paused: dict[str, float] = {}
+        self.loaded_blocks = 0
+        self.failures = 0
+
+    def decide(self, job: Job) -> None:
+        """Loads a prefix into the blocks of a job that starts, from the best store from which it is worth it."""
+        while job.next_source < len(job.sources):
+            blocks = self._worth(job)
+            if blocks:
+                self._begin(job, job.cached // self._state.settings.block_tokens, blocks)
+                return
+            job.next_source += 1
+
+    def layer_loaded(self, io: int, layer: int) -> None:
+        """All slices of a layer are in the pool."""
+        job = self._job_of(io)
+        if job is None or job.load is None:
+            return
+        job.load.layers, job.load.moved_at = layer + 1, self._state.now
+        if not layer:
+            job.load.first_at = self._state.now
+        self._sends.add(job, layer, job.load.first, job.load.end, None)
+        self._steps.open_gates(job)
+
+    def ended(self, io: int, flight: LoadFlight, result: LoadEnded) -> None:
+        """Nothing is written into the blocks any more; what did not come is computed."""
+        self._learn(flight, result)
+        job = self._state.jobs.get(flight.job)
+        if job is None or job.load is None or job.load.io != io:
+            return
+        load = job.load
+        if result.missing is not None:
+            job.misses.append(Miss(load.source, load.first + result.missing))
+        if result.blocks == flight.wanted:
+            self._settle(job, load.end)
+        # Once a layer is handed on, its blocks may be on their way to decode: another store's copy must not be written
+        # over them, it may differ in the last bit.
+        elif result.blocks or load.layers or not self._try_next(job, load):
+            job.load = None
+            self._steps.rewind(job, load.first + result.blocks)
+            self._settle(job, load.first + result.blocks)
+
+    def _settle(self, job: Job, end: int) -> None:
+        """The load is over: blocks up to `end` are whole."""
+        size = self._state.settings.block_tokens
+        job.load = None
+        job.loaded = end * size - job.cached
+        self._state.advance(job, end * size)
+        self._sends.leading(job, end)
+        self._steps.open_gates(job)
+
+    def _try_next(self, job: Job, load: Load) -> bool:
+        for source in range(load.source + 1, len(job.sources)):
+            if not self._is_paused(job.sources[source].store):
+                job.next_source = source
+                self._begin(job, load.first, load.end)
+                return True
+        return False
+
+    def _begin(self, job: Job, first: int, end: int) -> None:
+        state = self._state
+        assert job.table is not None
+        assert first < end <= state.reusable_blocks(job)
+        source, nbytes = job.next_source, (end - first) * state.settings.layers * state.settings.slice_bytes
+        flight = LoadFlight(job.number, job.sources[source].store, nbytes, end - first, (job.table,))
+        io = state.begin(flight)
+        job.load = Load(io, source, first, end, state.now)
+        timeout_s = state.settings.load_timeout_s + SLACK * load_seconds(state.tracker.speeds, nbytes)
+        state.do(LoadBlocks(io, job.number, source, first, tuple(job.table.blocks[first:end]), timeout_s))
+
+    def _worth(self, job: Job) -> int:
+        """Leading blocks that the prompt should have after loading from its next source; 0: computing is cheaper."""
+        source, settings = job.sources[job.next_source], self._state.settings
+        if self._is_paused(source.store):
+            return 0
+        blocks = min(source.blocks, self._state.reusable_blocks(job))
+        cheaper = load_is_cheaper(
+            self._state.tracker.speeds,
+            total_tokens=job.num_tokens,
+            local_tokens=job.cached,
+            stored_tokens=blocks * settings.block_tokens,
+            token_bytes=settings.token_bytes,
+            layers=settings.layers,
+        )
+        return blocks if cheaper else 0
+
+    def _learn(self, flight: LoadFlight, result: LoadEnded) -> None:
+        self.loaded_blocks += result.blocks
+        if result.failed:
+            self.failures += 1
+            self._paused = {store: at for store, at in self._paused.items() if at > self._state.now}
+            self._paused[flight.source] = self._state.now + PAUSE_S
+        elif result.blocks == flight.wanted:
+            self._state.tracker.observe_load(flight.nbytes, result.seconds)
+
+    def _is_paused(self, store: str) -> bool:
+        return self._paused.get(store, 0.0) > self._state.now
+
+    def _job_of(self, io: int) -> Job | None:
+        """The job that the running load is for; None when it has ended or does without it."""
+        flight = self._state.ios.get(io)
+        job = self._state.jobs.get(flight.job) if isinstance(flight, LoadFlight) else None
+        return job if job is not None and job.load is not None and job.load.io == io else None

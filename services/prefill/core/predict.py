@@ -1,0 +1,27 @@
+"""Predicted seconds of what is queued. Pure."""
+
+from moonpool.cost import prefill_seconds
+from services.prefill.core.state import Job, State
+
+
+def queue_seconds(state: State) -> float:
+    """Seconds until everything that is queued now is computed: when a prompt that comes now would begin.
+
+    Each prompt counts by itself, so that its tokens attend to its own context only. Short prompts share steps. Stages
+    work on several steps at once: the time of all steps is divided among them.
+    """
+    speeds, settings = state.tracker.speeds, state.settings
+    work, tokens = 0.0, 0
+    for job in state.jobs.values():
+        done = _done_tokens(job)
+        left = job.num_tokens - done
+        if left > 0:
+            work += prefill_seconds(speeds, left, done, steps=0, begins=job.first_step_at is None)
+            tokens += left
+    work += speeds.prefill_base_s * -(-tokens // settings.step_tokens)
+    return work / settings.stages
+
+
+def _done_tokens(job: Job) -> int:
+    """Leading tokens that are there, or are expected to come without being computed."""
+    return job.expected_tokens if job.table is None and job.token_at is None else job.computed

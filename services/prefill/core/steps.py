@@ -1,0 +1,324 @@
+"""Steps: which tokens of which jobs are computed next, and the gates of steps that follow loads.
+
+A step's gate at a layer opens when that layer is there for every job of the step that is still being loaded. Such a job
+joins a step only when its layers are predicted to come before the step needs them. Where one comes late all the same
+and others wait, its share is dropped from the step, which goes on; the job waits for the rest of its load.
+"""
+
+from dataclasses import dataclass, field
+
+from moonpool.cost import prefill_seconds
+from moonpool.kv.keys import BlockKey
+from services.prefill.core.actions import AbortStep, ChunkOrder, DropShare, OpenGate, RunStep
+from services.prefill.core.events import StepEnded
+from services.prefill.core.gates import stall_grace, wait_for_layers
+from services.prefill.core.sends import Sends
+from services.prefill.core.state import Job, Share, State, StepFlight, Table
+
+
+@dataclass(slots=True)
+class StepNews:
+    """What the end of a step meant."""
+
+    counted: list[Job] = field(default_factory=list)
+    """Jobs whose share is computed now, finished ones among them."""
+    given_up: list[Job] = field(default_factory=list)
+    """Jobs whose share the engine gave up by itself."""
+
+
+class Steps:
+    """The engine's steps.
+
+    Attributes:
+        plan_at: when a job that is being loaded can join a step, if nothing else happens; None = not foreseen.
+        done: steps that have ended.
+    """
+
+    def __init__(self, state: State, sends: Sends) -> None:
+        self._state = state
+        self._sends = sends
+        self._order: list[int] = []
+        self.plan_at: float | None = None
+        self.done = 0
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Steps that the engine has, in their order."""
+        return self._order
+
+    # --- planning --------------------------------------------------------------------------------------------------
+
+    def plan(self) -> bool:
+        """Starts the next step; False when nothing can be computed now, or `stages` steps are in flight."""
+        self.plan_at = None
+        if len(self._order) >= self._state.settings.stages:
+            return False
+        shares = self._shares()
+        if not shares:
+            return False
+        tables = tuple(table for share in shares if (table := self._state.jobs[share.job].table) is not None)
+        flight = StepFlight(shares, tables, any(share.loading for share in shares), self._state.now)
+        io = self._state.begin(flight)
+        self._order.append(io)
+        chunks = tuple(self._order_of(share, table) for share, table in zip(shares, tables, strict=True))
+        self._state.do(RunStep(io, chunks, flight.gated))
+        self._open(io, flight)
+        return True
+
+    def _shares(self) -> list[Share]:
+        shares: list[Share] = []
+        budget, seconds = self._state.settings.step_tokens, 0.0
+        under_way = self._under_way()
+        for job in self._state.started.values():
+            if not self._plannable(job):
+                continue
+            share = self._share(job, budget)
+            if share is None:
+                break  # less than a block of budget left; others behind wait for their turn
+            if self._is_under_way(job, share, under_way):
+                continue
+            with_it = seconds + self._seconds(share)
+            if job.load is not None and not self._ready(job, with_it):
+                continue
+            self._schedule(job, share)
+            under_way.update(self._keys(job, share))
+            shares.append(share)
+            budget, seconds = budget - (share.end - share.start), with_it
+            if not budget:
+                break
+        return shares
+
+    def _plannable(self, job: Job) -> bool:
+        if job.table is None or job.gated or job.settling:
+            return False
+        return job.scheduled < job.num_tokens
+
+    def _under_way(self) -> set[BlockKey]:
+        """Keys of the blocks that steps in flight compute."""
+        found: set[BlockKey] = set()
+        for io in self._order:
+            flight = self._state.ios.get(io)
+            assert isinstance(flight, StepFlight)
+            for share in flight.shares:
+                if share.live:
+                    found.update(self._keys(self._state.jobs[share.job], share))
+        return found
+
+    def _keys(self, job: Job, share: Share) -> tuple[BlockKey, ...]:
+        size = self._state.settings.block_tokens
+        return job.keys[share.start // size : share.end // size]
+
+    def _is_under_way(self, job: Job, share: Share, under_way: set[BlockKey]) -> bool:
+        """Whether a job that has not begun would compute what another computes just now: soon it will be found."""
+        at = share.start // self._state.settings.block_tokens
+        begins = job.first_step_at is None and job.load is None and not job.loaded
+        return begins and at < self._state.reusable_blocks(job) and job.keys[at] in under_way
+
+    def _ready(self, job: Job, step_s: float) -> bool:
+        """Whether the job's layers come in time for a step that takes so long; notes when they will."""
+        assert job.load is not None
+        wait = wait_for_layers(self._state, job.load, step_s)
+        if wait is None:
+            return False
+        if wait > 0:
+            at = self._state.now + wait
+            self.plan_at = at if self.plan_at is None else min(at, self.plan_at)
+        return wait <= 0
+
+    def _share(self, job: Job, budget: int) -> Share | None:
+        """The job's next tokens within the budget; the prompt's end or a block border ends them."""
+        size = self._state.settings.block_tokens
+        if job.first_step_at is None and job.load is None and not job.loaded:
+            self._match_again(job)
+        start = job.scheduled if job.load is None else job.load.end * size
+        end = min(job.num_tokens, start + budget)
+        if end < job.num_tokens:
+            end -= end % size
+        if end <= start:
+            return None
+        begins = start == (job.cached + job.loaded if job.load is None else job.load.end * size)
+        return Share(job.number, start, end, begins, end == job.num_tokens, job.load is not None)
+
+    def _match_again(self, job: Job) -> None:
+        """Blocks that others computed since the job was started need not be computed again."""
+        state, size = self._state, self._state.settings.block_tokens
+        assert job.table is not None
+        held = job.cached // size
+        more = state.manager.match(job.keys[: state.reusable_blocks(job)])[held:]
+        if not more:
+            return
+        state.manager.acquire(more)
+        state.manager.release(job.table.blocks[held : held + len(more)])
+        job.table.blocks[held : held + len(more)] = more
+        job.cached = job.computed = job.scheduled = (held + len(more)) * size
+
+    def _schedule(self, job: Job, share: Share) -> None:
+        if job.first_step_at is None:
+            job.first_step_at = self._state.now
+            self._sends.leading(job, job.cached // self._state.settings.block_tokens)
+        job.scheduled = share.end
+        job.flying += 1
+        job.gated = share.loading
+
+    def _order_of(self, share: Share, table: Table) -> ChunkOrder:
+        blocks = tuple(table.blocks[: self._state.settings.blocks_for(share.end)])
+        return ChunkOrder(share.job, share.start, share.end, blocks, share.last)
+
+    def _seconds(self, share: Share) -> float:
+        return prefill_seconds(
+            self._state.tracker.speeds, share.end - share.start, share.start, steps=1, begins=share.first
+        )
+
+    # --- in flight -------------------------------------------------------------------------------------------------
+
+    def layer_computed(self, io: int, layer: int) -> None:
+        """A layer of a step is in the pool: its new slices may leave."""
+        flight = self._state.ios.get(io)
+        if not isinstance(flight, StepFlight):
+            return
+        flight.layers, flight.moved_at = max(flight.layers, layer + 1), self._state.now
+        size = self._state.settings.block_tokens
+        for share in flight.shares:
+            job = self._state.jobs.get(share.job)
+            if share.live and job is not None:
+                self._sends.add(job, layer, share.start // size, -(-share.end // size), io)
+
+    def ended(self, io: int, flight: StepFlight, result: StepEnded) -> StepNews:
+        """A step is over. Steps end in the order in which they were planned."""
+        assert self._order[0] == io, "steps end in order"
+        del self._order[0]
+        self.done += 1
+        self._to_the_front()
+        self._learn(flight, result)
+        news = StepNews()
+        for share in flight.shares:
+            job = self._state.jobs.get(share.job)
+            if job is None or not share.live:
+                continue
+            self._land(job)
+            if result.aborted:
+                job.scheduled = job.computed
+                news.given_up.append(job)
+            else:
+                self._count(job, share)
+                news.counted.append(job)
+        return news
+
+    def _to_the_front(self) -> None:
+        """The next step has the engine's first stages for itself: from now on its gates may hold others up."""
+        if self._order:
+            front = self._state.ios.get(self._order[0])
+            assert isinstance(front, StepFlight)
+            front.moved_at = max(front.moved_at, self._state.now)
+
+    def _count(self, job: Job, share: Share) -> None:
+        if job.load is not None:  # every gate was open, so every layer is there
+            assert job.load.layers == self._state.settings.layers
+            job.loaded = (job.load.end - job.load.first) * self._state.settings.block_tokens
+            self._state.advance(job, share.start)
+            job.load = None
+        assert job.computed == share.start
+        self._state.advance(job, share.end)
+
+    def _land(self, job: Job) -> None:
+        job.flying -= 1
+        job.gated = False
+
+    def _learn(self, flight: StepFlight, result: StepEnded) -> None:
+        if len(flight.shares) == 1 and not flight.gated and not result.aborted:
+            share = flight.shares[0]
+            self._state.tracker.observe_prefill(
+                share.end - share.start, share.start, result.seconds, begins=share.first
+            )
+
+    # --- gates -----------------------------------------------------------------------------------------------------
+
+    def open_gates(self, job: Job) -> None:
+        """More layers of the job are there."""
+        if job.gated:
+            for io in self._order:
+                flight = self._state.ios.get(io)
+                assert isinstance(flight, StepFlight)
+                if any(share.job == job.number for share in flight.shares):
+                    self._open(io, flight)
+
+    def _open(self, io: int, flight: StepFlight) -> None:
+        """Opens the gates up to the last layer that is there for all jobs of a step."""
+        layer = min((self._layers_of(share) for share in flight.shares), default=0) - 1
+        if flight.gated and layer > flight.opened:
+            flight.opened = layer
+            self._state.do(OpenGate(io, layer))
+
+    def _layers_of(self, share: Share) -> int:
+        job = self._state.jobs.get(share.job)
+        if not share.live or not share.loading or job is None or job.load is None:
+            return self._state.settings.layers
+        return job.load.layers
+
+    def rewind(self, job: Job, first: int) -> None:
+        """Blocks from `first` on are to be computed anew, when nothing reads or writes them any more."""
+        job.settling.update(self._drop(job))
+        self._sends.take_back(job, first)
+        job.scheduled = job.computed
+
+    def leave(self, job: Job) -> None:
+        """The job ends: its shares count for nothing."""
+        self._drop(job)
+
+    def _drop(self, job: Job) -> list[int]:
+        """Drops the job's shares; returns the steps they are in. A step without any share that counts is aborted."""
+        dropped = []
+        for io in self._order:
+            flight = self._state.ios.get(io)
+            assert isinstance(flight, StepFlight)
+            for index, share in enumerate(flight.shares):
+                if share.job == job.number and share.live:
+                    share.live = False
+                    self._land(job)
+                    dropped.append(io)
+                    self._dropped(io, flight, index)
+        return dropped
+
+    def _dropped(self, io: int, flight: StepFlight, index: int) -> None:
+        if not any(share.live for share in flight.shares):
+            self._state.do(AbortStep(io))
+        else:  # also one that is not loading: the step that computes its prefix may have been aborted
+            self._state.do(DropShare(io, index))
+            self._open(io, flight)
+
+    # --- stalled loads ---------------------------------------------------------------------------------------------
+
+    def stalled_at(self) -> float | None:
+        """When the step in front will have waited too long at a gate while others wait; None = it does not."""
+        flight = self._state.ios.get(self._order[0]) if self._order else None
+        if not isinstance(flight, StepFlight) or not flight.gated:
+            return None
+        late = self._late(flight)
+        if not late or not self._others_wait(late):
+            return None
+        return flight.moved_at + max(stall_grace(self._state, job.load) for job in late if job.load is not None)
+
+    def _late(self, flight: StepFlight) -> list[Job]:
+        """The jobs for whose layers a step waits at its next gate."""
+        if flight.opened >= flight.layers or flight.layers == self._state.settings.layers:
+            return []
+        late = [share.job for share in flight.shares if self._layers_of(share) <= flight.layers]
+        return [self._state.jobs[number] for number in late]
+
+    def _others_wait(self, late: list[Job]) -> bool:
+        """Whether something could be computed if the step did not wait."""
+        return bool(self._state.waiting) or any(
+            job not in late and job.load is None and not job.finished for job in self._state.started.values()
+        )
+
+    def overtake(self) -> None:
+        """Drops the shares of late jobs from the step in front, which goes on without them."""
+        at = self.stalled_at()
+        if at is None or self._state.now < at:
+            return
+        flight = self._state.ios.get(self._order[0])
+        assert isinstance(flight, StepFlight)
+        for job in self._late(flight):
+            assert job.load is not None
+            job.load.overtaken = True
+            self.rewind(job, job.load.end)

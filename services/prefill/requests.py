@@ -1,0 +1,132 @@
+"""A prefill request: what the core is not told of it, and a bounded queue of events for the conductor."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+from moonpool.cluster.instances import check_instance
+from moonpool.engine.incoming import IncomingRequest
+from moonpool.errors import InvalidRequest, MoonpoolError
+from moonpool.sched.steps import History
+from moonpool.v1 import kv_pb2, prefill_pb2
+from services.prefill.core.events import Arrive, Copy, Source
+
+MAX_EVENTS = 8
+MAX_STORES = 16
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Request:
+    """One prompt.
+
+    Attributes:
+        number: of the core's job; an earlier attempt of the same request may still be leaving.
+        incoming: what was asked for.
+        history: what the sequence consists of, for engines that check it.
+        target: the decode instance's transfer that takes the KV; None = none.
+        sources: kvstores to load a prefix from, the best first.
+        copies: kvstores to write blocks to.
+        held: per copy, leading blocks that it is believed to hold; None = unknown.
+        token: the token after the prompt, once it is sampled.
+        error: why its I/O has failed, if it has.
+    """
+
+    number: int
+    incoming: IncomingRequest
+    history: History
+    target: kv_pb2.TransferTarget | None
+    sources: list[prefill_pb2.PrefixSource]
+    copies: list[kv_pb2.Instance]
+    held: list[int | None]
+    token: int | None = None
+    error: MoonpoolError | None = None
+    _events: "asyncio.Queue[prefill_pb2.PrefillResponse | MoonpoolError | None]" = dataclasses.field(
+        default_factory=lambda: asyncio.Queue(MAX_EVENTS)
+    )
+
+    @classmethod
+    def from_proto(cls, request: prefill_pb2.PrefillRequest, incoming: IncomingRequest, number: int) -> "Request":
+        """From the contract.
+
+        Args:
+            request: as it was received.
+            incoming: its sequence, checked.
+            number: of the core's job.
+
+        Raises:
+            InvalidRequest: naming the field at fault.
+        """
+        if request.HasField("target"):
+            check_instance(request.target.decode, "target.decode")
+            if request.target.held_blocks > len(incoming.keys):
+                raise InvalidRequest("target.held_blocks", f"must be at most {len(incoming.keys)}")
+        if request.HasField("source"):
+            check_instance(request.source.instance, "source.instance")
+        if request.HasField("write_back"):
+            check_instance(request.write_back, "write_back")
+        _check_stores("other_sources", request.other_sources)
+        _check_stores("replicas", request.replicas)
+        copies, held = _copies(request)
+        return cls(
+            number,
+            incoming,
+            incoming.history(),
+            request.target if request.HasField("target") else None,
+            [*([request.source] if request.HasField("source") else []), *request.other_sources],
+            copies,
+            held,
+        )
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request."""
+        return self.incoming.request_id
+
+    def arrival(self) -> Arrive:
+        """What the core is told."""
+        return Arrive(
+            self.number,
+            len(self.incoming.token_ids),
+            tuple(self.incoming.keys),
+            None if self.target is None else self.target.held_blocks,
+            tuple(Source(_name(source.instance), source.blocks) for source in self.sources),
+            tuple(Copy(_name(store), held) for store, held in zip(self.copies, self.held, strict=True)),
+        )
+
+    def report(self, event: prefill_pb2.PrefillResponse) -> None:
+        """Queues an event for the conductor."""
+        self._events.put_nowait(event)
+
+    def end(self, error: MoonpoolError | None = None) -> None:
+        """Ends the events, with an error if one is given."""
+        self._events.put_nowait(error)
+
+    async def next(self) -> prefill_pb2.PrefillResponse | None:
+        """The next event, None after the last; raises the error that `end` was given."""
+        event = await self._events.get()
+        if isinstance(event, MoonpoolError):
+            raise event
+        return event
+
+
+def _check_stores(field: str, stores: Sequence[prefill_pb2.PrefixSource | prefill_pb2.StoreReplica]) -> None:
+    if len(stores) > MAX_STORES:
+        raise InvalidRequest(field, f"at most {MAX_STORES} kvstores")
+    for index, store in enumerate(stores):
+        check_instance(store.instance, f"{field}[{index}].instance")
+
+
+def _copies(request: prefill_pb2.PrefillRequest) -> tuple[list[kv_pb2.Instance], list[int | None]]:
+    copies: list[kv_pb2.Instance] = []
+    held: list[int | None] = []
+    if request.HasField("write_back"):
+        copies.append(request.write_back)
+        held.append(request.write_back_held if request.HasField("write_back_held") else None)
+    copies += [replica.instance for replica in request.replicas]
+    held += [replica.held_blocks for replica in request.replicas]
+    return copies, held
+
+
+def _name(store: kv_pb2.Instance) -> str:
+    """A store is an id at an address; its incarnation does not matter here."""
+    return f"{store.id} {store.address}"

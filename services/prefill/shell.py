@@ -1,0 +1,334 @@
+"""Does what the prefill core decides: steps, loads, transfers, write-back and answers; tells it how they ended."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from moonpool.core.kernel import Cancel, Ended
+from moonpool.drive.driver import Driver
+from moonpool.drive.journal import JournalWriter
+from moonpool.engine.handle import Engine
+from moonpool.errors import Internal, InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
+from moonpool.kv.keys import tokens_to_bytes
+from moonpool.sched.steps import LayerDone, SequenceStep, Step, StepResult
+from moonpool.streams.transfer_client import DamagedInTransfer
+from moonpool.streams.writeback import WriteBack
+from moonpool.telemetry.logs import get_logger
+from moonpool.telemetry.spans import Recorder
+from moonpool.v1 import prefill_pb2
+from services.prefill.core import actions, events
+from services.prefill.core.core import PrefillCore
+from services.prefill.loading import Loading
+from services.prefill.requests import Request
+from services.prefill.sending import Sending
+
+log = get_logger(__name__)
+
+Work = Callable[[], Coroutine[Any, Any, events.Result]]
+"""Begins I/O. Not the coroutine itself: a task that is cancelled before its first step would never await it."""
+
+_ABORTED = events.StepEnded(aborted=True, seconds=0.0)
+
+
+class Shell:
+    """Drives the core of one instance.
+
+    Args:
+        core: decides.
+        engine: runs the steps.
+        loading: reads prefixes.
+        sending: sends KV to decode.
+        write_back: writes blocks to kvstores; it gives back its blocks by `written`.
+        spans: where spans are recorded.
+        notify: called when load or keys may have changed.
+        journal: records what the core is told; None = nothing is recorded.
+    """
+
+    def __init__(
+        self,
+        core: PrefillCore,
+        engine: Engine,
+        loading: Loading,
+        sending: Sending,
+        write_back: WriteBack,
+        spans: Recorder,
+        notify: Callable[[], None],
+        journal: JournalWriter | None = None,
+    ) -> None:
+        self._core = core
+        self._engine = engine
+        self._loading = loading
+        self._sending = sending
+        self._write_back = write_back
+        self._spans = spans
+        self._notify = notify
+        self._driver: Driver[events.Event | Ended[events.Result], actions.Action] = Driver(
+            core, self._perform, journal=journal
+        )
+        self._requests: dict[int, Request] = {}
+        self._tasks: dict[int, asyncio.Task[events.Result]] = {}
+        self._puts: dict[int, int] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._died = asyncio.Event()
+        self._dead = "the engine is not running"
+        self.empty = asyncio.Event()
+        self.empty.set()
+
+    def submit(self, request: Request) -> None:
+        """Hands a request to the core, which accepts or refuses it."""
+        if self._group is None:
+            raise Unavailable(self._dead)
+        self._requests[request.number] = request
+        self.empty.clear()
+        self.post(request.arrival())
+
+    def post(self, event: events.Event | Ended[events.Result]) -> None:
+        """Tells the core what has happened."""
+        self._driver.post(event)
+        self._notify()
+
+    def find(self, request_id: str) -> list[Request]:
+        """Requests of an id that have not ended."""
+        return [request for request in self._requests.values() if request.request_id == request_id]
+
+    def written(self, blocks: Sequence[int]) -> None:
+        """The write-back has let go of blocks: the very list that it was given."""
+        self.post(Ended(self._puts.pop(id(blocks)), events.Done()))
+
+    async def run(self) -> None:
+        """Works until cancelled.
+
+        Raises:
+            Unavailable: the engine died; every request has failed.
+        """
+        async with asyncio.TaskGroup() as group:
+            self._group, self._dead = group, ""
+            try:
+                await self._died.wait()
+            finally:
+                self._group = None
+                self._dead = self._dead or "the instance stops"
+                self.post(events.Stop())
+        raise Unavailable(self._dead)
+
+    def close(self) -> None:
+        """Nothing is told to the core any more."""
+        self._driver.close()
+
+    # --- actions ---------------------------------------------------------------------------------------------------
+
+    def _perform(self, action: actions.Action) -> None:
+        match action:
+            case actions.RunStep():
+                self._begin(action.io, partial(self._run_step, action, self._step(action)), _ABORTED)
+            case actions.OpenGate():
+                self._engine.open_gate(action.step, action.layer)
+            case actions.DropShare():
+                self._engine.drop(action.step, action.index)
+            case actions.AbortStep():
+                self._engine.abort(action.step)
+            case actions.PutBlocks():
+                self._put(action)
+            case Cancel():
+                if (task := self._tasks.get(action.io)) is not None:
+                    task.cancel()
+            case actions.CloseTransfer():
+                self._sending.close(action.job, aborted=action.aborted)
+            case actions.LoadBlocks() | actions.OpenTransfer() | actions.SendSlices() | actions.AwaitVerdict():
+                self._move(action, self._requests[action.job])
+            case _:
+                self._answer(action, self._requests[action.job])
+
+    def _move(
+        self,
+        action: actions.LoadBlocks | actions.OpenTransfer | actions.SendSlices | actions.AwaitVerdict,
+        request: Request,
+    ) -> None:
+        """KV comes or leaves."""
+        match action:
+            case actions.LoadBlocks():
+                loaded = partial(self._layer_loaded, action.io)
+                work: Work = partial(self._loading.load, action, request, loaded)
+            case actions.OpenTransfer():
+                work = partial(self._sending.open, request)
+            case actions.SendSlices():
+                work = partial(self._sending.send, request, action.pieces)
+            case actions.AwaitVerdict():
+                work = partial(self._sending.verdict, request, action.timeout_s)
+        lost: events.Result = events.Failed()
+        if isinstance(action, actions.LoadBlocks):
+            lost = events.LoadEnded(0, failed=True)
+        self._begin(action.io, partial(_guarded, request, work, lost), lost)
+
+    def _answer(
+        self, action: actions.Accept | actions.Refuse | actions.TellToken | actions.EndJob, request: Request
+    ) -> None:
+        """Tells the conductor."""
+        match action:
+            case actions.Accept():
+                accepted = prefill_pb2.PrefillAccepted(predicted_start_s=action.predicted_start_s, number=action.job)
+                request.report(prefill_pb2.PrefillResponse(accepted=accepted))
+            case actions.Refuse():
+                request.end(self._refusal(action, request))
+                self._forget(request)
+            case actions.TellToken():
+                request.report(_first_token(action, request))
+            case actions.EndJob():
+                self._end(action, request)
+
+    def _end(self, action: actions.EndJob, request: Request) -> None:
+        if action.outcome is actions.Outcome.DONE:
+            finished = prefill_pb2.PrefillFinished(transfer_tail_s=action.tail_s, sent_bytes=action.sent_bytes)
+            request.report(prefill_pb2.PrefillResponse(finished=finished))
+            request.end()
+        else:
+            request.end(self._reason(action.outcome, request))
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[request.number]
+        if not self._requests:
+            self.empty.set()
+
+    def _reason(self, outcome: actions.Outcome, request: Request) -> MoonpoolError:
+        match outcome:
+            case actions.Outcome.IO_FAILED if request.error is not None:
+                return request.error
+            case actions.Outcome.STEP_GIVEN_UP:
+                return Unavailable("the engine gave up a step")
+            case actions.Outcome.STOPPED:
+                return Unavailable(self._dead)
+        return Unavailable("the prefill was cancelled")
+
+    def _refusal(self, refused: actions.Refuse, request: Request) -> MoonpoolError:
+        match refused.why:
+            case actions.Refusal.DRAINING:
+                return Unavailable("the instance is draining")
+            case actions.Refusal.STOPPED:
+                return Unavailable(self._dead)
+            case actions.Refusal.TOO_LONG:
+                room = self._engine.blocks * self._engine.layout.block_tokens
+                tokens = len(request.incoming.token_ids)
+                return InvalidRequest("token_ids", f"{tokens} tokens do not fit this instance's {room}")
+        waiting = f"{len(self._core.state.jobs)} prompts wait"
+        return Overloaded(waiting, reason="queue_full", retry_after_s=refused.retry_after_s)
+
+    # --- I/O -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, io: int, work: Work, lost: events.Result) -> None:
+        """Starts I/O; `lost` is its result when it is cancelled."""
+        if self._group is None:
+            self.post(Ended(io, lost))
+            return
+        task = self._tasks[io] = self._group.create_task(work())
+        # Not a `finally` in the task: a task that is cancelled before its first step never reaches it.
+        task.add_done_callback(lambda done: self._over(io, done, lost))
+
+    def _over(self, io: int, task: "asyncio.Task[events.Result]", lost: events.Result) -> None:
+        del self._tasks[io]
+        failed = task.cancelled() or task.exception() is not None
+        self.post(Ended(io, lost if failed else task.result()))
+
+    def _layer_loaded(self, io: int, layer: int) -> None:
+        self._driver.post(events.LayerLoaded(io, layer))
+
+    def _put(self, order: actions.PutBlocks) -> None:
+        """Hands blocks to the write-back, as many as it has room for."""
+        incoming = self._requests[order.job].incoming
+        store = self._requests[order.job].copies[order.copy]
+        end = order.first + self._write_back.room(store, len(order.blocks))
+        if end == order.first:
+            self.post(Ended(order.io, events.Done()))
+            return
+        blocks = list(order.blocks[: end - order.first])
+        self._puts[id(blocks)] = order.io
+        keys, parents = incoming.keys[order.first : end], incoming.parents()[order.first : end]
+        self._write_back.submit(store, keys, parents, incoming.tenant, blocks)
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    def _step(self, order: actions.RunStep) -> Step:
+        sequences = tuple(self._sequence(chunk) for chunk in order.chunks)
+        return Step(order.io, sequences, order.gated, layer_events=True)
+
+    async def _run_step(self, order: actions.RunStep, step: Step) -> events.Result:
+        try:
+            result = await self._engine.run(step, on_layer=self._layer_done)
+        except MoonpoolError as error:
+            self._die(f"the engine died: {error}")
+            return _ABORTED
+        self._record(order, result)
+        if not result.aborted:
+            for chunk, token in zip(order.chunks, result.sampled, strict=True):
+                request = self._requests.get(chunk.job)
+                if request is not None and chunk.last:
+                    request.token = token
+        return events.StepEnded(result.aborted, (result.end_ns - result.start_ns) / 1e9)
+
+    def _sequence(self, chunk: actions.ChunkOrder) -> SequenceStep:
+        request = self._requests[chunk.job]
+        incoming = request.incoming
+        return SequenceStep(
+            token_ids=tokens_to_bytes(incoming.token_ids[chunk.start : chunk.end]),
+            start=chunk.start,
+            block_table=chunk.blocks,
+            sample=incoming.sampling.at(incoming.token_ids) if chunk.last else None,
+            history=request.history,
+        )
+
+    def _layer_done(self, done: LayerDone) -> None:
+        self._spans.add("engine.layer", done.start_ns, done.end_ns, step=done.step_id, layer=done.layer)
+        self._driver.post(events.LayerComputed(done.step_id, done.layer))
+
+    def _record(self, order: actions.RunStep, result: StepResult) -> None:
+        if self._spans.enabled:
+            requests = [self._requests.get(chunk.job) for chunk in order.chunks]
+            self._spans.add(
+                "step",
+                result.start_ns,
+                result.end_ns,
+                step=order.io,
+                requests=[request.request_id if request is not None else "" for request in requests],
+                tokens=sum(chunk.end - chunk.start for chunk in order.chunks),
+                gated=order.gated,
+                aborted=result.aborted,
+            )
+
+    def _die(self, reason: str) -> None:
+        if not self._dead:
+            self._dead = reason
+            log.error("engine died", reason=reason)
+            self._died.set()
+            self.post(events.Stop())
+
+
+def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.PrefillResponse:
+    assert request.token is not None, "the last chunk samples"
+    first = prefill_pb2.FirstToken(
+        token_id=request.token,
+        local_tokens=told.cached_tokens,
+        loaded_tokens=told.loaded_tokens,
+        computed_tokens=told.computed_tokens,
+        queue_s=told.queue_s,
+        prefill_s=told.prefill_s,
+        misses=[
+            prefill_pb2.StoreMiss(store=request.sources[miss.source].instance, block=miss.block) for miss in told.misses
+        ],
+    )
+    return prefill_pb2.PrefillResponse(first_token=first)
+
+
+async def _guarded(request: Request, work: Work, lost: events.Result) -> events.Result:
+    """The result of I/O; notes its error with the request. A defect costs this request, not the instance."""
+    try:
+        return await work()
+    except DamagedInTransfer as error:
+        request.error = TransferFailed(str(error))
+        return events.Failed(error.block)
+    except MoonpoolError as error:
+        request.error = error
+    except Exception as error:
+        log.exception("a request failed", request=request.request_id)
+        request.error = Internal(f"the prefill failed: {error!r}")
+    return lost

@@ -1,0 +1,102 @@
+"""A kvstore in virtual time: blocks in DRAM under an eviction policy, more of them on SSD, and a link."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from moonpool.kv.keys import BlockKey
+from services.kvstore.policies import POLICIES
+from simulator.cluster.config import ClusterConfig
+from simulator.kernel.clock import World
+from simulator.kernel.disks import Disk
+from simulator.kernel.links import Link, Network, Priority
+from simulator.policy_pool import Pool
+
+
+class Store:
+    """One kvstore.
+
+    Args:
+        on_keys: called with the keys that came and those that left.
+
+    Attributes:
+        read_blocks, disk_blocks: blocks read in all, and from SSD.
+        written_blocks: blocks written.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        config: ClusterConfig,
+        name: str,
+        on_keys: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None],
+    ) -> None:
+        self.name = name
+        self.sends = Link(f"{name} out", config.load_bytes_per_s)
+        self._receives = Link(f"{name} in", config.load_bytes_per_s)
+        self._world, self._network, self._config, self._on_keys = world, network, config, on_keys
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """An empty store, as a lost machine is replaced by; what was under way to it is lost."""
+        config = self._config
+        self._dram = Pool(
+            POLICIES[config.eviction](), max(1, config.store_bytes // config.block_bytes), self._left_dram
+        )
+        self._ssd: OrderedDict[BlockKey, None] = OrderedDict()
+        self._disk = Disk(self._world, config.disk_bytes_per_s)
+        self._gone: list[BlockKey] = []
+        self._life = object()
+        self.read_blocks = self.disk_blocks = self.written_blocks = 0
+
+    def holds(self, keys: Sequence[BlockKey]) -> int:
+        """Leading keys whose blocks are here."""
+        return next((place for place, key in enumerate(keys) if not self._has(key)), len(keys))
+
+    def _has(self, key: BlockKey) -> bool:
+        return key in self._dram or key in self._ssd
+
+    def read(self, keys: Sequence[BlockKey], begin: int, end: int, ready: Callable[[], None]) -> None:
+        """Reads blocks `begin` to `end` of a chain that is held; `ready` is called when they are in DRAM."""
+        from_disk = sum(key not in self._dram for key in keys[begin:end])
+        self.read_blocks += end - begin
+        self.disk_blocks += from_disk
+        self._keep(keys[:end])
+        if from_disk:
+            self._disk.request(from_disk * self._config.block_bytes, ready)
+        else:
+            ready()
+
+    def write(self, keys: Sequence[BlockKey], source: Link) -> None:
+        """Writes the blocks of a chain that are not here, over the network, when there is nothing more urgent."""
+        missing = sum(not self._has(key) for key in keys)
+        if not missing:
+            self._keep(keys)
+            return
+        nbytes, life = missing * self._config.block_bytes, self._life
+
+        def written() -> None:
+            if self._life is life:
+                self.written_blocks += missing
+                self._keep(keys)
+
+        self._network.send([source, self._receives], nbytes, written, Priority.BACKGROUND)
+
+    def _keep(self, keys: Sequence[BlockKey]) -> None:
+        """The blocks of a chain are in DRAM now and were used."""
+        new = [key for key in keys if not self._has(key)]
+        self._dram.request(keys)
+        gone, self._gone = [key for key in self._gone if not self._has(key)], []
+        stored = [key for key in new if self._has(key)]
+        if stored or gone:
+            self._on_keys(stored, gone)
+
+    def _left_dram(self, key: BlockKey) -> None:
+        most = self._config.disk_bytes // self._config.block_bytes
+        if not most:
+            self._gone.append(key)
+            return
+        self._ssd[key] = None
+        self._ssd.move_to_end(key)
+        if len(self._ssd) > most:
+            self._gone.append(self._ssd.popitem(last=False)[0])

@@ -1,0 +1,1 @@
+"""Experiments: each is a function that returns a `Result`."""

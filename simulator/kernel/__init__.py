@@ -1,0 +1,1 @@
+"""What a simulation runs on: a heap of events, links that flows share, disks, calls with delays."""

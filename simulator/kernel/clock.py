@@ -1,0 +1,63 @@
+"""Virtual time: a heap of events in the order of their times, and of their making where times are equal.
+
+Times are whole picoseconds, so that sums of many steps are exact: k steps at once end when k steps one by one do.
+"""
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+PS = 10**12
+"""Picoseconds of a second."""
+
+Target = Callable[[Any], None]
+"""Takes an event when its time has come."""
+
+
+def ps(seconds: float) -> int:
+    """Seconds as picoseconds, rounded."""
+    return round(seconds * PS)
+
+
+class World:
+    """The time and what is going to happen.
+
+    Attributes:
+        now: picoseconds since the simulation began.
+        events: events that have happened.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.events = 0
+        self._heap: list[tuple[int, int, Target, Any]] = []
+        self._made = 0
+
+    def __len__(self) -> int:
+        """Events to come."""
+        return len(self._heap)
+
+    @property
+    def seconds(self) -> float:
+        """The time in seconds; never goes back."""
+        return self.now / PS
+
+    def at(self, when: int, target: Target, event: Any = None) -> None:
+        """Hands `event` to `target` at a time that is not over."""
+        assert when >= self.now, "an event lies in the past"
+        self._made += 1
+        heappush(self._heap, (when, self._made, target, event))
+
+    def after(self, delay: int, target: Target, event: Any = None) -> None:
+        """Hands `event` to `target` after a number of picoseconds."""
+        self.at(self.now + delay, target, event)
+
+    def run(self, until: int | None = None) -> None:
+        """Lets events happen until there are none, or none before or at `until`."""
+        heap = self._heap
+        while heap and (until is None or heap[0][0] <= until):
+            self.now, _, target, event = heappop(heap)
+            self.events += 1
+            target(event)
+        if until is not None:
+            self.now = max(self.now, until)

@@ -1,0 +1,128 @@
+"""Replays a trace through an eviction policy with the calls that a store's DRAM tier makes, and Belady's optimum."""
+
+import collections
+import heapq
+from collections.abc import Callable, Sequence
+
+from blake3 import blake3
+
+from moonpool.kv.blocks import NO_PARENT, BlockFormat, BlockInfo
+from moonpool.kv.keys import BlockKey
+from moonpool.kv.layout import KVLayout
+from services.kvstore.policies.base import EvictionPolicy
+
+_FORMAT = BlockFormat(bytes(32), KVLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="float32"))
+
+
+def chains_of(requests: Sequence[Sequence[int]]) -> list[list[BlockKey]]:
+    """Chains of block keys from a trace's ids (`hash_ids`), head first: uniform bytes, as real keys are."""
+    keys: dict[int, BlockKey] = {}
+    for block in sorted({block for ids in requests for block in ids}):
+        keys[block] = BlockKey(blake3(block.to_bytes(8, "little")).digest())
+    return [[keys[block] for block in ids] for ids in requests]
+
+
+class Pool:
+    """A pool of blocks, evicted in the order of a policy.
+
+    Args:
+        policy: the order, empty.
+        capacity: blocks; 0 for no bound.
+        evicted: called with each block that leaves; None = nobody is told.
+
+    Attributes:
+        hits: references to blocks that were there, up to each request's first miss.
+        references: all references.
+    """
+
+    def __init__(
+        self, policy: EvictionPolicy, capacity: int, evicted: Callable[[BlockKey], None] | None = None
+    ) -> None:
+        self.policy = policy
+        self.hits = 0
+        self.references = 0
+        self._capacity = capacity
+        self._evicted = evicted
+        self._held: set[BlockKey] = set()
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._held
+
+    def request(self, chain: Sequence[BlockKey]) -> int:
+        """Reads a chain and stores its missing blocks, head first, making room block by block; returns its hits."""
+        held, parent = self._held, NO_PARENT
+        hits = next((place for place, key in enumerate(chain) if key not in held), len(chain))
+        self.hits += hits
+        self.references += len(chain)
+        here: list[BlockKey] = []
+        for key in chain:
+            if key in held:
+                here.append(key)
+            else:
+                self._touch(here)
+                self._make_room()
+                self.policy.added(BlockInfo(key, parent, "", _FORMAT))
+                held.add(key)
+            parent = key
+        self._touch(here)
+        self.policy.arrived([key for key in chain if key in held])
+        return hits
+
+    def _touch(self, here: list[BlockKey]) -> None:
+        if here:
+            self.policy.touched(here)
+            here.clear()
+
+    def _make_room(self) -> None:
+        while self._capacity and len(self._held) >= self._capacity:
+            victim = next(iter(self.policy.candidates()))
+            self.policy.removed(victim)
+            self._held.remove(victim)
+            if self._evicted is not None:
+                self._evicted(victim)
+
+    @property
+    def hit_share(self) -> float:
+        """Hits per reference."""
+        return self.hits / self.references if self.references else 0.0
+
+
+def replay(chains: Sequence[Sequence[BlockKey]], policy: EvictionPolicy, capacity: int) -> float:
+    """The hit share of all requests, one after the other."""
+    pool = Pool(policy, capacity)
+    for chain in chains:
+        pool.request(chain)
+    return pool.hit_share
+
+
+def optimum(chains: Sequence[Sequence[BlockKey]], capacity: int) -> float:
+    """The hit share of Belady's policy, which knows the future: the block whose next use is latest leaves.
+
+    Of blocks used again at the same time, or never, the latest in its chain leaves, since hits stop at the first miss.
+    A block that comes may be the one that leaves at once.
+    """
+    following = _following(chains)
+    held: dict[BlockKey, tuple[int, int]] = {}
+    order: list[tuple[int, int, BlockKey]] = []
+    hits = references = 0
+    for chain, next_uses in zip(chains, following, strict=True):
+        hits += next((place for place, key in enumerate(chain) if key not in held), len(chain))
+        references += len(chain)
+        for place, key in enumerate(chain):
+            rank = held[key] = (-next_uses[place], -place)
+            heapq.heappush(order, (*rank, key))
+            while capacity and len(held) > capacity:
+                *worst, victim = heapq.heappop(order)
+                if held.get(victim) == tuple(worst):
+                    del held[victim]
+    return hits / references if references else 0.0
+
+
+def _following(chains: Sequence[Sequence[BlockKey]]) -> list[list[int]]:
+    """For every reference the number of the next request with that block."""
+    upcoming: dict[BlockKey, int] = collections.defaultdict(lambda: len(chains))
+    following = []
+    for number in range(len(chains) - 1, -1, -1):
+        following.append([upcoming[key] for key in chains[number]])
+        upcoming.update(dict.fromkeys(chains[number], number))
+    return following[::-1]

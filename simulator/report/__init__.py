@@ -1,0 +1,1 @@
+"""What a run found: sums in bounded memory, tables, pictures."""

@@ -1,0 +1,90 @@
+"""Answers do not depend on preemption: a decode instance that takes every sequence's KV away, again and again.
+
+Each way of giving blocks up, in every step, at each place in a block, and in a pool too small for all.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from moonpool.client import AsyncClient, GenerateResult, SamplingParams
+from moonpool.drive.rerun import journal_files, rerun
+from tests.integration.conftest import BLOCK, small_plan, tokens
+from tests.integration.reference import GAP_TOLERANCE, Reference
+from tests.integration.stack import CheckedStack
+
+POOL = 26
+ANSWER = 3 * BLOCK + 5
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running stack whose decode instance preempts."""
+
+    way: str
+    stack: CheckedStack
+    reference: Reference
+
+    async def _all(self, asked: list[tuple[list[int], SamplingParams]]) -> list[GenerateResult]:
+        async with AsyncClient(self.stack.address) as client:
+            return await asyncio.gather(*(client.generate(token_ids=prompt, sampling=how) for prompt, how in asked))
+
+    def check(self, prompts: list[list[int]], answer: int) -> None:
+        """Greedy and sampled answers to the prompts, all at once, are the reference's."""
+        hows = [
+            SamplingParams(max_tokens=answer, temperature=float(n % 2), seed=n, ignore_eos=True)
+            for n in range(len(prompts))
+        ]
+        for prompt, how, result in zip(
+            prompts, hows, asyncio.run(self._all(list(zip(prompts, hows, strict=True)))), strict=True
+        ):
+            assert len(result.token_ids) == answer
+            if how.temperature:
+                assert max(self.reference.misses(prompt, result.token_ids, how.seed or 0)) <= GAP_TOLERANCE
+            else:
+                self.reference.assert_greedy(prompt, result.token_ids, GAP_TOLERANCE)
+
+
+@pytest.fixture(scope="module", params=["cache", "recompute", "swap"])
+def served(
+    request: pytest.FixtureRequest, checkpoint: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("stack")
+    plan = small_plan(checkpoint, folder)
+    flags = [
+        "--preemption",
+        request.param,
+        "--preempt-every",
+        "1",
+        "--assumed-answer-tokens",
+        "4",
+        "--step-tokens",
+        "40",
+    ]
+    plan.extra["decode"] = [*flags, "--blocks", str(POOL), "--journal-dir", str(folder / "journal")]
+    with CheckedStack(plan) as stack:
+        yield Served(request.param, stack, reference)
+    for file in journal_files(folder / "journal"):
+        again = rerun(file, check=True)
+        assert again.events > 100
+        assert again.difference is None, "the journal reruns to other decisions"
+
+
+@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
+def test_alone(served: Served, length: int) -> None:
+    """Preempted after every token, so at each border of a block."""
+    before = served.stack.gauge("decode-", "preemptions")
+    served.check([tokens(length, length)], BLOCK + 3)
+    assert served.stack.gauge("decode-", "preemptions") - before >= BLOCK
+
+
+def test_in_company_and_too_many(served: Served) -> None:
+    """Eight sequences grow to twice the pool."""
+    prompts = [tokens(5 + 6 * number, f"company {number}") for number in range(8)]
+    assert sum(-(-(len(prompt) + ANSWER) // BLOCK) for prompt in prompts) > 1.5 * POOL
+    served.check(prompts, ANSWER)
+    swaps = served.stack.gauge("decode-", "swaps")
+    assert (swaps > 0) == (served.way == "swap")

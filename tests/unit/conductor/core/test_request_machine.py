@@ -1,0 +1,169 @@
+"""Every event in any order, late ones too: each request ends once, everything comes back, nothing is computed twice."""
+
+import pickle
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from services.conductor.core.admission import Slo
+from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.messages import ClientGone, Delivered, Finish, Prefill, Reserve, Start, Stopped
+
+from .world import NO_ROOM, World
+
+FAILURES = [Failure(kind, "a test says so") for kind in Kind if kind is not Kind.OVERLOADED]
+REFUSALS = [NO_ROOM, Failure(Kind.OVERLOADED, "slow", reason="tbt_slo", predicted_tbt_s=1.0)]
+FINISH = st.none() | st.none() | st.sampled_from([Finish.STOP, Finish.LENGTH])
+NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
+
+
+class RequestMachine(RuleBasedStateMachine):
+    """Requests, calls and instances, as a shell might tell of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(prefills=2, decodes=3, total=8)
+        self.incarnations = dict.fromkeys(NAMES, 1)
+
+    @rule(
+        prompt=st.integers(1, 100),
+        answer=st.integers(1, 40),
+        limit_s=st.sampled_from([0.5, 20.0, 600.0, 600.0, 600.0]),
+        ttft_s=st.sampled_from([None, None, 0.5, 3.0]),
+    )
+    def arrive(self, prompt: int, answer: int, limit_s: float, ttft_s: float | None) -> None:
+        if len(self.world.core.requests) < 6:
+            self.world.arrive(prompt=prompt, answer=answer, limit_s=limit_s, slo=Slo(ttft_s=ttft_s))
+
+    @precondition(lambda self: self.world.calls)
+    @rule(data=st.data(), steps=st.integers(1, 8))
+    def all_goes_well(self, data: st.DataObject, steps: int) -> None:
+        """Some calls give what they should: otherwise chaos would end most requests before they decode."""
+        for _ in range(steps):
+            calls = [*self.world.open(Reserve), *self.fresh_prefills(), *self.world.open(Start)]
+            if not calls:
+                return
+            call = data.draw(st.sampled_from(calls))
+            match call:
+                case Reserve() if self.there(call):
+                    self.world.promise(call, lease_s=3.0)
+                case Prefill():
+                    self.world.first_token(call, Finish.LENGTH if call.target is None else None)
+                case Start():
+                    self.world.more(call)
+
+    @precondition(lambda self: self.calls(Reserve))
+    @rule(data=st.data(), lease_s=st.sampled_from([0.0, 3.0, 60.0]), restarted=st.sampled_from([False] * 5 + [True]))
+    def promise(self, data: st.DataObject, lease_s: float, restarted: bool) -> None:
+        call = data.draw(st.sampled_from(self.calls(Reserve)))
+        assert isinstance(call, Reserve)
+        self.world.promise(call, incarnation=call.incarnation + restarted, lease_s=lease_s)
+
+    @precondition(lambda self: self.calls(Reserve))
+    @rule(data=st.data(), why=st.sampled_from(REFUSALS * 4 + FAILURES))
+    def refuse(self, data: st.DataObject, why: Failure) -> None:
+        self.world.end(data.draw(st.sampled_from(self.calls(Reserve))), why)
+
+    @precondition(lambda self: self.fresh_prefills())
+    @rule(data=st.data(), finish=FINISH)
+    def first_token(self, data: st.DataObject, finish: Finish | None) -> None:
+        call = data.draw(st.sampled_from(self.fresh_prefills()))
+        self.world.first_token(call, Finish.LENGTH if call.target is None else finish)
+
+    @precondition(lambda self: self.calls(Prefill))
+    @rule(data=st.data(), well=st.booleans(), why=st.sampled_from(FAILURES))
+    def end_prefill(self, data: st.DataObject, well: bool, why: Failure) -> None:
+        call = data.draw(st.sampled_from(self.calls(Prefill)))
+        if well:
+            self.world.post(Delivered(call.io))
+        self.world.end(call, None if well else why)
+
+    @precondition(lambda self: self.world.open(Start))
+    @rule(data=st.data(), count=st.integers(1, 5), finish=FINISH, known=st.booleans())
+    def tokens(self, data: st.DataObject, count: int, finish: Finish | None, known: bool) -> None:
+        call = data.draw(st.sampled_from(self.world.open(Start)))
+        self.world.more(call, count, finish, known=known and finish is not None)
+        if known and finish is not None:
+            self.world.end(call)
+
+    @precondition(lambda self: self.late_sequences())
+    @rule(data=st.data())
+    def late_tokens(self, data: st.DataObject) -> None:
+        """Tokens that were under way when their attempt ended: the answer has them, the keys are asked for later."""
+        self.world.more(data.draw(st.sampled_from(self.late_sequences())))
+
+    @precondition(lambda self: self.calls(Start))
+    @rule(data=st.data(), why=st.sampled_from([None, *FAILURES]))
+    def end_sequence(self, data: st.DataObject, why: Failure | None) -> None:
+        self.world.end(data.draw(st.sampled_from(self.calls(Start))), why)
+
+    @precondition(lambda self: self.world.rehashes)
+    @rule(data=st.data())
+    def rehash(self, data: st.DataObject) -> None:
+        self.world.rehash(data.draw(st.sampled_from(self.world.rehashes)))
+
+    @precondition(lambda self: self.world.arrived)
+    @rule(data=st.data(), event=st.sampled_from([ClientGone, Stopped, None, None, None, None]))
+    def leave_or_stop(self, data: st.DataObject, event: type[ClientGone | Stopped] | None) -> None:
+        number = data.draw(st.sampled_from(sorted(self.world.arrived)[-4:]))
+        if event is not None:
+            self.world.post(event(number))
+
+    @rule(name=st.sampled_from(NAMES), lost=st.sampled_from(["is lost", "was restarted", ""]))
+    def instance_leaves(self, name: str, lost: str) -> None:
+        if name in self.world.members:
+            self.world.leave(name, lost)
+
+    @rule(name=st.sampled_from(NAMES), again=st.booleans())
+    def instance_joins(self, name: str, again: bool) -> None:
+        if name in self.world.members:
+            return
+        self.incarnations[name] += not again
+        if name.startswith("prefill"):
+            self.world.join_prefill(name, self.incarnations[name])
+        else:
+            self.world.join_decode(name, self.incarnations[name], total=8)
+
+    @rule(name=st.sampled_from(NAMES), free=st.integers(0, 8))
+    def report(self, name: str, free: int) -> None:
+        self.world.report(name, free)
+
+    @rule(seconds=st.sampled_from([0.01, 0.05, 0.3, 0.3, 1.1, 1.1, 2.5, 6.0, 40.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.sleep(seconds)
+
+    @rule()
+    def a_copy_takes_over(self) -> None:
+        """The state is plain: a journal's snapshot decides on in the same way."""
+        before = self.world.core
+        self.world.core = pickle.loads(pickle.dumps(before))
+        assert self.world.core.digest() == before.digest()
+
+    @invariant()
+    def nobody_is_forgotten(self) -> None:
+        due = self.world.core.due()
+        assert due is not None or not len(self.world.core.requests), "every wait has a deadline"
+
+    def teardown(self) -> None:
+        self.world.finish_all()
+
+    def calls(self, kind: type[Reserve] | type[Prefill] | type[Start]) -> list[Reserve | Prefill | Start]:
+        """Calls of a kind that have not ended, also those that were given up: their ends come late."""
+        return [call for call in self.world.calls.values() if isinstance(call, kind)]
+
+    def there(self, call: Reserve) -> bool:
+        present = self.world.members.get(call.decode)
+        return present is not None and present.incarnation == call.incarnation
+
+    def fresh_prefills(self) -> list[Prefill]:
+        return [call for call in self.world.open(Prefill) if call.io not in self.world.given]
+
+    def late_sequences(self) -> list[Start]:
+        world = self.world
+        calls = [call for call in world.calls.values() if isinstance(call, Start) and call.io in world.cancelled]
+        return [call for call in calls if call.request in world.rehashes]
+
+
+TestRequests = RequestMachine.TestCase
+TestRequests.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

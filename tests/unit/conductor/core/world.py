@@ -1,0 +1,243 @@
+"""A cluster around the core of requests, in which a test decides what happens; every promise of the core is checked."""
+
+from collections import Counter
+from typing import Any, TypeVar
+
+from moonpool.core.kernel import Cancel, Ended, Tick
+from moonpool.cost import Speeds
+from services.conductor.core.admission import Slo
+from services.conductor.core.conductor import ConductorCore
+from services.conductor.core.facts import InstanceFacts, LoadFacts, Shape
+from services.conductor.core.facts import Kind as EngineKind
+from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
+from services.conductor.core.messages import (
+    Action,
+    Announce,
+    Arrived,
+    Ask,
+    Complete,
+    Drop,
+    Event,
+    Fail,
+    Finish,
+    FirstToken,
+    Joined,
+    Left,
+    Prefill,
+    Prefilled,
+    Promised,
+    Rehash,
+    Rehashed,
+    Renew,
+    Reported,
+    Reserve,
+    Result,
+    Start,
+    Target,
+    Tokens,
+    Undo,
+)
+from services.conductor.core.picture import Picture
+from services.conductor.core.placing import Limits
+from services.conductor.core.plan import Plan
+
+BLOCK = 16
+SHAPE = Shape(BLOCK, token_bytes=10, layers=1)
+SPEEDS = Speeds(prefill_per_token_s=0.001, decode_per_sequence_s=0.001)
+LIMITS = Limits(retries=3, recovery_s=15.0, room_wait_s=30.0, reserve_timeout_s=5.0)
+LEASE_S = 60.0
+NO_ROOM = Failure(Kind.OVERLOADED, "full", reason=NO_DECODE_ROOM, retry_after_s=1.0)
+GONE = Failure(Kind.UNAVAILABLE, "gone")
+HOW = Prefilled(computed_tokens=16, local_tokens=0, loaded_tokens=0, prefill_s=0.1)
+
+A = TypeVar("A", bound=Action)
+
+
+class CountedPicture(Picture):
+    """Counts its plans."""
+
+    plans = 0
+
+    def plan(self, **given: Any) -> Plan:
+        self.plans += 1
+        return super().plan(**given)
+
+
+class World:
+    """The core, its picture, and a shell that keeps count of what was ordered and what was answered."""
+
+    def __init__(self, prefills: int = 2, decodes: int = 2, limits: Limits = LIMITS, total: int = 64) -> None:
+        self.core = ConductorCore(limits, CountedPicture())
+        self.members: dict[str, InstanceFacts] = {}
+        self.now = 0.0
+        self.actions: list[Action] = []
+        self.calls: dict[int, Reserve | Prefill | Start] = {}
+        self.cancelled: set[int] = set()
+        self.tokens: Counter[int] = Counter()
+        self.ends: dict[int, Complete | Fail | Drop] = {}
+        self.arrived: set[int] = set()
+        self.promises: dict[int, Target] = {}
+        self.rehashes: list[int] = []
+        self.given: set[int] = set()
+        self._transfers = 0
+        for number in range(prefills):
+            self.join_prefill(f"prefill-{number}")
+        for number in range(decodes):
+            self.join_decode(f"decode-{number}", total=total)
+
+    @property
+    def picture(self) -> CountedPicture:
+        assert isinstance(self.core.picture, CountedPicture)
+        return self.core.picture
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def post(self, event: Event | Tick) -> list[Action]:
+        out: list[Action] = []
+        self.core.handle(self.now, event, out)
+        for action in out:
+            self._note(action)
+        self.actions += out
+        self.check()
+        return out
+
+    def arrive(self, *, prompt: int = 40, answer: int = 8, limit_s: float = 600.0, slo: Slo = Slo()) -> int:  # noqa: B008
+        number = len(self.arrived) + 1
+        self.arrived.add(number)
+        ask = Ask(number, f"r{number}", prompt, answer, b"key", slo, self.now, self.now + limit_s)
+        self.post(Arrived(ask, ()))
+        return number
+
+    def promise(self, call: Reserve, *, incarnation: int | None = None, lease_s: float = LEASE_S) -> list[Action]:
+        self._transfers += 1
+        actual = call.incarnation if incarnation is None else incarnation
+        target = Target(call.decode, actual, "localhost:1", self._transfers, 1, 0)
+        self.promises[target.transfer_id] = target
+        return self.end(call, Promised(target, lease_s))
+
+    def end(self, call: Reserve | Prefill | Start, result: Result = None) -> list[Action]:
+        del self.calls[call.io]
+        if isinstance(call, Start):
+            self.promises.pop(call.target.transfer_id, None)
+        return self.post(Ended(call.io, result))
+
+    def first_token(self, call: Prefill, finish: Finish | None = None) -> list[Action]:
+        assert call.io not in self.given
+        self.given.add(call.io)
+        self.tokens[call.request] += 1
+        return self.post(FirstToken(call.io, HOW, finish))
+
+    def more(self, call: Start, count: int = 1, finish: Finish | None = None, *, known: bool = False) -> list[Action]:
+        self.tokens[call.request] += count
+        return self.post(Tokens(call.io, count, finish, known))
+
+    def rehash(self, request: int) -> list[Action]:
+        self.rehashes.remove(request)
+        return self.post(Rehashed(request, self.tokens[request], ()))
+
+    def join_prefill(self, name: str, incarnation: int = 1) -> None:
+        self._join(InstanceFacts(name, incarnation, EngineKind.PREFILL, 64, SHAPE, SPEEDS))
+
+    def join_decode(self, name: str, incarnation: int = 1, total: int = 64) -> None:
+        self._join(InstanceFacts(name, incarnation, EngineKind.DECODE, total, SHAPE, SPEEDS))
+
+    def _join(self, facts: InstanceFacts) -> None:
+        self.members[facts.id] = facts
+        self.post(Joined(facts))
+
+    def leave(self, name: str, lost: str = "is lost") -> list[Action]:
+        incarnation = self.members.pop(name).incarnation
+        for number, target in list(self.promises.items()):
+            if lost and (target.decode, target.incarnation) == (name, incarnation):
+                del self.promises[number]
+        return self.post(Left(name, incarnation, lost))
+
+    def report(self, name: str, free: int) -> list[Action]:
+        return self.post(Reported(name, LoadFacts(free_blocks=free)))
+
+    def sleep(self, seconds: float) -> list[Action]:
+        """Time passes; the core gets its ticks when they are due."""
+        until, found = self.now + seconds, []
+        while (due := self.core.due()) is not None and due <= until:
+            self.now = max(self.now, due)
+            found += self.post(Tick())
+        self.now = until
+        return found
+
+    # --- what the core has ordered ----------------------------------------------------------------------------------
+
+    def open(self, kind: type[A]) -> list[A]:
+        """Calls of a kind that have not ended and were not given up."""
+        return [call for call in self.calls.values() if isinstance(call, kind) and call.io not in self.cancelled]
+
+    def one(self, kind: type[A]) -> A:
+        (call,) = self.open(kind)
+        return call
+
+    def all(self, kind: type[A]) -> list[A]:
+        """All actions of a kind so far."""
+        return [action for action in self.actions if isinstance(action, kind)]
+
+    def decoding(self, *, prompt: int = 40, answer: int = 8, limit_s: float = 600.0) -> tuple[int, Prefill, Start]:
+        """A new request whose first token has come."""
+        number = self.arrive(prompt=prompt, answer=answer, limit_s=limit_s)
+        self.promise(self._last(Reserve, number))
+        prefill = self._last(Prefill, number)
+        self.first_token(prefill)
+        return number, prefill, self._last(Start, number)
+
+    def _last(self, kind: type[A], request: int) -> A:
+        return [call for call in self.open(kind) if getattr(call, "request", 0) == request][-1]
+
+    def finish_all(self) -> None:
+        """Every call ends at last, by a failure; then nothing may be left."""
+        for _ in range(1000):
+            for request in list(self.rehashes):
+                self.rehash(request)
+            for call in list(self.calls.values()):
+                if call.io in self.calls:
+                    self.end(call, GONE)
+            due = self.core.due()
+            if due is None and not self.calls and not self.rehashes:
+                break
+            self.sleep(max(0.0, (due or self.now) - self.now))
+        assert set(self.ends) == self.arrived, "a request has no end"
+        requests = self.core.requests
+        assert (len(requests), requests.calls, requests.waiting_for_room) == (0, 0, 0)
+        assert self.picture.claims == []
+        assert self.promises == {}, "a promise was neither used nor given back"
+        assert self.core.due() is None
+
+    # --- checks -----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self.core.check_invariants()
+        assert len(self.core.requests) == len(self.arrived - set(self.ends))
+        assert self.core.requests.calls == len(self.calls)
+        for calls in (self.open(Prefill), self.open(Start)):
+            busy = [call.request for call in calls if call.request not in self.ends]
+            assert len(busy) == len(set(busy)), "a request is computed twice at once"
+
+    def _note(self, action: Action) -> None:
+        match action:
+            case Reserve() | Prefill() | Start():
+                assert action.request not in self.ends
+                assert action.io not in self.calls
+                self.calls[action.io] = action
+            case Cancel(io):
+                assert io in self.calls, "a call that has ended is given up"
+                assert io not in self.cancelled
+                self.cancelled.add(io)
+            case Undo(_, target):
+                self.promises.pop(target.transfer_id, None)
+            case Renew(target):
+                assert target.transfer_id in self.promises, "a promise that is over is renewed"
+            case Rehash(request):
+                assert request not in self.rehashes
+                self.rehashes.append(request)
+            case Complete(request=request) | Fail(request=request) | Drop(request=request):
+                assert request not in self.ends, "a request has ended twice"
+                self.ends[request] = action
+                self.rehashes = [it for it in self.rehashes if it != request]
+            case Announce(request=request):
+                assert request not in self.ends

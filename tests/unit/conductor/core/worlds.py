@@ -1,0 +1,70 @@
+"""A cluster told to a picture by hand."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from moonpool.cost import Speeds, SpeedTracker
+from services.conductor.core.decodes import Decode
+from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts, Shape
+from services.conductor.core.picture import Picture
+from services.conductor.core.plan import Plan
+from services.conductor.core.prefills import Prefill
+
+BLOCK_TOKENS = 16
+SHAPE = Shape(block_tokens=BLOCK_TOKENS, token_bytes=10, layers=1)
+KINDS = {"prefill": Kind.PREFILL, "decode": Kind.DECODE, "kvstore": Kind.KVSTORE}
+
+
+def facts(name: str, **changes: Any) -> InstanceFacts:
+    """Facts of an instance whose kind its name says, with a pool of 100 blocks."""
+    kind = KINDS[name.split("-")[0]]
+    shape = None if kind is Kind.KVSTORE else SHAPE
+    return InstanceFacts(**{"id": name, "incarnation": 1, "kind": kind, "total_blocks": 100, "shape": shape, **changes})
+
+
+class World:
+    """A picture, and instances that take whatever they are told to hold."""
+
+    def __init__(self, *joined: InstanceFacts, **settings: Any) -> None:
+        self.picture = Picture(**settings)
+        self.sequences: dict[str, int] = {}
+        for one in joined:
+            self.join(one)
+
+    def join(self, one: InstanceFacts, now: float = 0.0) -> None:
+        self.picture.join(one, now)
+        self.picture.events(one.id, 0, [], [], snapshot_begin=True, snapshot_end=True)
+        self.sequences[one.id] = 1
+
+    def events(self, name: str, stored: Sequence[bytes], removed: Sequence[bytes] = ()) -> None:
+        self.picture.events(name, self.sequences[name], stored, removed)
+        self.sequences[name] += 1
+
+    def report(self, name: str, now: float = 0.0, **load: Any) -> None:
+        self.picture.report(name, LoadFacts(**load), now)
+
+    def plan(self, tokens: int = 64, **changes: Any) -> Plan:
+        asked = {"tokens": tokens, "answer_tokens": 8, "keys": [], "prompt_key": b"prompt", "now": 0.0, **changes}
+        plan = self.picture.plan(**asked)
+        if len(self.picture.index) < 100:
+            self.picture.check_invariants()
+        return plan
+
+    def serve(self, now: float = 0.0, **changes: Any) -> tuple[str, str]:
+        """Places a request; returns where."""
+        plan = self.plan(now=now, **changes)
+        self.picture.claim_prefill(plan.prefill.id, plan.prefill.busy_s, now)
+        self.picture.claim_decode(plan.decodes[0].id, plan.demand.prompt_tokens, plan.demand.total_blocks)
+        return plan.prefill.id, plan.decodes[0].id
+
+
+SECOND_PER_TOKEN = Speeds(prefill_per_token_s=1.0, load_bytes_per_s=100.0, transfer_bytes_per_s=100.0)
+
+
+def prefill_at(slot: int, one: InstanceFacts, free_at: float) -> Prefill:
+    return Prefill(one, slot, SpeedTracker(one.speeds), one.speeds, free_at)
+
+
+def decode_at(slot: int, one: InstanceFacts, sequences: int, *, room: int) -> Decode:
+    load = LoadFacts(running=sequences, context_tokens=100 * sequences, free_blocks=room)
+    return Decode(one, slot, SpeedTracker(one.speeds), one.speeds, load)

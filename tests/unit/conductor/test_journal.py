@@ -1,0 +1,49 @@
+"""What a conductor decided is decided again by the same core from its journal, with members that fail meanwhile."""
+
+import asyncio
+from pathlib import Path
+
+from moonpool.client import SamplingParams
+from moonpool.drive.rerun import journal_files, rerun
+from moonpool.errors import MoonpoolError, TransferFailed, Unavailable
+
+from .fakes import decode, expected, no_room, prefill, store
+from .stack import stack
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+
+
+async def test_a_journal_of_requests_that_fail_and_go_on_reruns_to_the_same_actions(tmp_path: Path) -> None:
+    engines = (
+        prefill(0, before=[Unavailable("gone")]),
+        prefill(1, after=[TransferFailed("a slice is missing")]),
+        decode(0, fail_at=[2, 5], break_at=[9]),
+        decode(1, refusals=[no_room()], fail_at=[3]),
+        store(keys=[bytes([n]) * 32 for n in range(4)]),
+    )
+    async with stack(*engines, journal_dir=tmp_path) as s:
+        prompts = [list(range(30, 70 + n)) for n in range(8)]
+        asked = [s.client.generate(token_ids=prompt, sampling=GREEDY) for prompt in prompts]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert isinstance(answer, MoonpoolError) or (
+                not isinstance(answer, BaseException) and answer.token_ids == expected(len(prompt), 12)
+            )
+        assert any(not isinstance(answer, BaseException) and len(answer.placements) > 1 for answer in answers)
+        await s.rest()
+        digest = s.servicer.core.digest
+    (path,) = journal_files(tmp_path)
+    again = rerun(path, check=True)
+    assert again.difference is None
+    assert again.events > 50
+    assert again.core.digest() == digest()
+
+
+async def test_a_journal_whose_halves_were_overwritten_begins_with_a_snapshot(tmp_path: Path) -> None:
+    async with stack(prefill(), decode(), journal_dir=tmp_path, journal_bytes=1 << 16) as s:
+        for _ in range(4):
+            await asyncio.gather(*(s.client.generate(token_ids=[9] * 40, sampling=GREEDY) for _ in range(16)))
+        await s.rest()
+    files = journal_files(tmp_path)
+    assert len(files) == 2
+    assert [rerun(path, check=True).difference for path in files] == [None, None]

@@ -1,0 +1,51 @@
+import asyncio
+
+import pytest
+
+from moonpool.errors import Unavailable
+from moonpool.v1 import conductor_pb2
+from services.conductor.outgoing import Outgoing
+
+
+def delta(position: int, *tokens: int, text: str = "") -> conductor_pb2.TokenDelta:
+    return conductor_pb2.TokenDelta(position=position, token_ids=tokens, text=text)
+
+
+async def read(outgoing: Outgoing) -> list[conductor_pb2.GenerateResponse]:
+    return [message async for message in outgoing]
+
+
+async def test_tokens_for_a_client_that_does_not_read_are_merged_and_nothing_is_reordered() -> None:
+    outgoing = Outgoing()
+    outgoing.placed(conductor_pb2.Placed(request_id="r"))
+    outgoing.delta(delta(0, 1, text="a"))
+    outgoing.delta(None)
+    outgoing.delta(delta(1, 2, 3, text="bc"))
+    outgoing.placed(conductor_pb2.Placed(request_id="again"))
+    outgoing.delta(delta(3, 4, text="d"))
+    outgoing.finished(conductor_pb2.Finished())
+    messages = await read(outgoing)
+    assert [message.WhichOneof("event") for message in messages] == ["placed", "delta", "placed", "delta", "finished"]
+    assert (messages[1].delta.position, list(messages[1].delta.token_ids), messages[1].delta.text) == (
+        0,
+        [1, 2, 3],
+        "abc",
+    )
+    assert list(messages[3].delta.token_ids) == [4]
+
+
+async def test_what_was_said_before_a_failure_is_read_before_it() -> None:
+    outgoing = Outgoing()
+    reading = asyncio.create_task(read(outgoing))
+    outgoing.delta(delta(0, 1))
+    outgoing.end(Unavailable("gone"))
+    with pytest.raises(Unavailable, match="gone"):
+        await reading
+
+
+async def test_a_message_that_is_being_written_does_not_change() -> None:
+    outgoing = Outgoing()
+    outgoing.delta(delta(0, 1))
+    first = await anext(aiter(outgoing))
+    outgoing.delta(delta(1, 2))
+    assert list(first.delta.token_ids) == [1]

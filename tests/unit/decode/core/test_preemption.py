@@ -1,0 +1,126 @@
+"""Who is preempted, how, and how they come back."""
+
+from dataclasses import replace
+
+import pytest
+
+from moonpool.cost import Speeds
+from services.decode.core.config import CoreConfig, Preemption
+from services.decode.core.messages import Run, Stop, SwapIn, SwapOut
+from services.decode.core.preemption import choose_victim
+from services.decode.core.request import Request, State
+from tests.unit.decode.core.world import BT, SPEEDS, WAYS, World, config, prompt
+
+
+def request(number: int, preemptions: int = 0) -> Request:
+    return Request(number, [], 10, 10, 20, 0.0, "", 0, state=State.RUNNING, preemptions=preemptions)
+
+
+def test_last_come_is_first_preempted_and_the_oldest_never() -> None:
+    one, two, three = request(1), request(2), request(3)
+    assert choose_victim([two, one, three], one) is three
+    assert choose_victim([two, one, three], three) is three
+    assert choose_victim([one, two], two) is two
+    assert choose_victim([one], one) is None
+
+
+def test_who_was_preempted_twice_is_spared() -> None:
+    one, two, three = request(1), request(2), request(3, preemptions=2)
+    assert choose_victim([one, two, three], one) is two
+    assert choose_victim([one, two, three], two) is two
+    assert choose_victim([one, three], one) is three, "somebody must"
+
+
+def crowded(core: CoreConfig) -> tuple[World, int, int]:
+    """Two sequences that fill the pool; the next block that the older one needs is the younger one's."""
+    world = World(core)
+    older, younger = world.go(prompt(BT, 1), 4 * BT), world.go(prompt(BT, 2), 4 * BT)
+    while not world.core.parking.preemptions:
+        world.step()
+    return world, older, younger
+
+
+SMALL = config(6, assumed_answer_tokens=1, step_tokens=20, swap_blocks=10)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_younger_gives_up_and_comes_back(way: Preemption) -> None:
+    world, older, younger = crowded(replace(SMALL, preemption=way))
+    assert world.core.requests[younger].preemptions == 1
+    assert world.core.requests[older].state is State.RUNNING or way is Preemption.SWAP
+    world.work()
+    assert [len(world.answers[number]) for number in (older, younger)] == [4 * BT, 4 * BT]
+    again = world.core.planner.recomputed_tokens
+    assert (again == 0) == (way is Preemption.SWAP)
+    world.assert_at_rest()
+
+
+def test_demoted_to_cache_only_what_is_gone_is_computed() -> None:
+    """It comes back with the blocks that nobody has taken; recomputation begins with the first token."""
+    starts = {}
+    for way in (Preemption.CACHE, Preemption.RECOMPUTE):
+        world, _, younger = crowded(replace(SMALL, num_blocks=7, preemption=way))
+        world.work()
+        chunks = [chunk for action in world.actions if isinstance(action, Run) for chunk in action.chunks]
+        assert {chunk.id for chunk in chunks} == {younger}
+        assert chunks[-1].sample
+        assert not any(chunk.sample for chunk in chunks[:-1])
+        assert all(chunk.count <= SMALL.step_tokens for chunk in chunks)
+        starts[way] = chunks[0].start
+    assert starts[Preemption.RECOMPUTE] == 0
+    assert starts[Preemption.CACHE] > 0
+
+
+def test_the_quicker_way_is_taken() -> None:
+    """Computing 2 s a token, or nothing at all: copying, or computing again."""
+    slow, quick = Speeds(prefill_per_token_s=2.0), Speeds(prefill_per_token_s=1e-12)
+    for speeds, swaps in ((slow, 1), (quick, 0)):
+        world, *_ = crowded(replace(SMALL, speeds=speeds, preemption=Preemption.AUTO))
+        assert world.core.parking.swaps == swaps
+
+
+def test_without_room_for_a_copy_it_is_computed_again() -> None:
+    world, *_ = crowded(replace(SMALL, preemption=Preemption.SWAP, swap_blocks=1))
+    assert world.core.parking.swaps == 0
+    world.work()
+    world.assert_at_rest()
+
+
+def test_a_copy_that_fails_costs_computing_again() -> None:
+    world, _, younger = crowded(replace(SMALL, preemption=Preemption.SWAP))
+    [out] = world.ios.values()
+    assert isinstance(out, SwapOut)
+    world.end_io(out.io, ok=False)
+    world.work()
+    assert world.core.planner.recomputed_tokens > 0
+    assert len(world.answers[younger]) == 4 * BT
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_ended_while_it_is_copied_it_keeps_its_blocks_until_the_copy_is_over(out: bool) -> None:
+    world, older, younger = crowded(replace(SMALL, preemption=Preemption.SWAP))
+    wanted = SwapOut if out else SwapIn
+    while not any(isinstance(action, wanted) for action in world.ios.values()):
+        if world.ios:
+            world.end_io(min(world.ios))
+        else:
+            world.step()
+    world.post(Stop(younger, "cancelled"))
+    assert world.core.requests[younger].state is State.LEAVING
+    world.work()
+    assert len(world.answers[older]) == 4 * BT
+    world.assert_at_rest()
+
+
+def test_catching_up_leaves_the_others_their_promised_time() -> None:
+    """A batch of one takes 2 ms of the 3 ms that were promised: ten tokens are computed again beside it, not twenty."""
+    core = replace(SMALL, preemption=Preemption.RECOMPUTE, preempt_every=3)
+    world = World(core)
+    limit = SPEEDS.decode_base_s + 2 * SPEEDS.decode_per_sequence_s
+    world.go(prompt(BT, 1), BT, slo=limit)
+    world.go(prompt(BT, 2), BT)
+    world.work()
+    shared = [run for run in world.actions if isinstance(run, Run) and run.batch == (1,) and run.chunks]
+    assert shared
+    assert all(sum(chunk.count for chunk in run.chunks) <= 10 for run in shared)
+    world.assert_at_rest()

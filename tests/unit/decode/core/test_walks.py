@@ -1,0 +1,52 @@
+"""Long random walks over a crowded pool: every answer comes, whatever is preempted, and is the right one."""
+
+import random
+
+import pytest
+
+from services.decode.core.config import Preemption
+from services.decode.core.request import State
+from tests.unit.decode.core.world import BT, World, config, prompt
+
+
+def advance(world: World, rng: random.Random) -> None:
+    """Something that can happen next, happens."""
+    numbers = [n for n, request in world.core.requests.items() if request.state in (State.PROMISED, State.WHOLE)]
+    if numbers and rng.random() < 0.3:
+        number = rng.choice(numbers)
+        if world.core.requests[number].state is State.PROMISED:
+            world.arrive(number)
+        else:
+            world.start(number)
+    elif world.ios and rng.random() < 0.5:
+        world.end_io(rng.choice(sorted(world.ios)))
+    elif world.run is not None:
+        world.step()
+
+
+@pytest.mark.parametrize("way", Preemption)
+@pytest.mark.parametrize("every", [0, 1])
+def test_overcommitted(way: Preemption, every: int) -> None:
+    """Answers three times longer than expected, in a pool for a few of them."""
+    rng = random.Random(f"{way} {every}")
+    world = World(
+        config(24, preemption=way, swap_blocks=40, step_tokens=40, preempt_every=every, assumed_answer_tokens=20)
+    )
+    left = count = 10 if every else 30
+    while left or world.core.requests:
+        if left and rng.random() < 0.2:
+            total = rng.randint(2, 20 * BT)
+            number = world.reserve(prompt(rng.randint(1, 3 * BT), rng.randrange(4)), total, total=23 * BT, stores=1)
+            left -= number is not None
+        advance(world, rng)
+        assert world.core.planner.steps < 40_000
+    while world.ios:
+        world.end_io(min(world.ios))
+    world.assert_at_rest()
+    world.assert_reruns()
+    assert not world.failed
+    assert len(world.answers) == count
+    parking = world.core.parking
+    print(f"{way}: {world.core.planner.steps} steps, {parking.preemptions} preemptions, {parking.swaps} swaps")
+    assert parking.preemptions > 10
+    assert (parking.swaps > 0) == (way in (Preemption.SWAP, Preemption.AUTO))

@@ -1,0 +1,257 @@
+"""A world for the decode core: performs its actions on a pool whose slots remember which KV they hold.
+
+Each step checks that every block holds the KV of its sequence's tokens, so a wrong block is found at once.
+"""
+
+import pickle
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from moonpool.core.digest import digest_of
+from moonpool.core.kernel import Ended, Tick
+from moonpool.cost import Speeds, decode_step_seconds
+from moonpool.kv.keys import BlockKey, block_keys
+from services.decode.core.config import CoreConfig, Preemption
+from services.decode.core.machine import DecodeCore
+from services.decode.core.messages import (
+    Action,
+    Arrived,
+    Ending,
+    Event,
+    Finish,
+    Gone,
+    Grew,
+    Open,
+    Promised,
+    Refused,
+    Reserve,
+    Run,
+    Start,
+    StepDone,
+    Store,
+    StreamOpened,
+    SwapDrop,
+    SwapEnd,
+    SwapIn,
+    SwapOut,
+    Table,
+)
+
+BT = 16
+ROOT = BlockKey(bytes(32))
+STOP = 1
+SPEEDS = Speeds(prefill_per_token_s=1e-4, decode_base_s=1e-3, decode_per_sequence_s=1e-3)
+
+
+def config(blocks: int, **settings: object) -> CoreConfig:
+    defaults: dict[str, object] = {"max_batch": 8, "lease_s": 10.0, "speeds": SPEEDS}
+    return CoreConfig(num_blocks=blocks, block_tokens=BT, block_bytes=1 << 10, **{**defaults, **settings})  # type: ignore[arg-type]
+
+
+@dataclass
+class Sequence:
+    """A request in this world."""
+
+    tokens: "array[int]"
+    answer: int
+    """Length of its answer."""
+    prompt: int
+    table: list[int] = field(default_factory=list)
+    saved: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    contents: list[bytes] = field(default_factory=list)
+
+    def keys(self) -> list[BlockKey]:
+        return block_keys(ROOT, self.tokens, BT)
+
+    def token_after(self, tokens: int) -> int:
+        return (len(self.tokens) * 31 + tokens * 7 + self.tokens[0]) % 1000
+
+
+class World:
+    """The core, a pool, an engine that ends its step when told to, and I/O that ends when told to."""
+
+    def __init__(self, config: CoreConfig, check: Callable[[DecodeCore], None] = DecodeCore.check_invariants) -> None:
+        self.core = DecodeCore(config)
+        self.now = 0.0
+        self.pool: list[dict[int, bytes]] = [{} for _ in range(config.num_blocks)]
+        self.sequences: dict[int, Sequence] = {}
+        self.answers: dict[int, list[int]] = {}
+        self.actions: list[Action] = []
+        self.events: list[tuple[float, Event, bytes]] = []
+        self.begun = pickle.dumps(self.core)
+        self.run: Run | None = None
+        self.ios: dict[int, SwapOut | SwapIn | Store] = {}
+        self.refused: list[Refused] = []
+        self.failed: dict[int, str] = {}
+        self._check = check
+        self._next = 1
+        self.post(StreamOpened(1, "conductor"))
+
+    def post(self, event: Event) -> list[Action]:
+        out: list[Action] = []
+        self.core.handle(self.now, event, out)
+        self.events.append((self.now, event, digest_of(*out)))
+        self._check(self.core)
+        for action in out:
+            self._perform(action)
+        self.actions += out
+        return out
+
+    def reserve(
+        self,
+        prompt: list[int],
+        answer: int = 4,
+        *,
+        total: int = 0,
+        slo: float = 0.0,
+        conductor: str = "",
+        stores: int = 0,
+    ) -> int | None:
+        """Asks for room; the request's id, None when it was refused."""
+        number, self._next = self._next, self._next + 1
+        tokens = array("i", prompt)
+        total_tokens = total or len(prompt) + answer
+        self.sequences[number] = Sequence(tokens, answer, len(prompt))
+        keys = tuple(block_keys(ROOT, tokens, BT))
+        self.post(Reserve(number, keys, len(prompt), len(prompt), total_tokens, slo, conductor, stores))
+        if number not in self.core.requests:
+            del self.sequences[number]
+            return None
+        return number
+
+    def arrive(self, number: int) -> None:
+        """The prompt's KV comes."""
+        self.post(Open(number))
+        it = self.sequences[number]
+        for position in range(len(it.tokens)):
+            self._write(it, position)
+        self.post(Arrived(number))
+
+    def start(self, number: int, stream: int = 1) -> None:
+        it = self.sequences[number]
+        it.tokens.append(it.token_after(len(it.tokens)))
+        self.answers[number] = [it.tokens[-1]]
+        self.post(Start(number, stream, STOP if it.answer == 1 else 0))
+
+    def go(self, prompt: list[int], answer: int = 4, **options: object) -> int:
+        """A request up to its start."""
+        number = self.reserve(prompt, answer, **options)  # type: ignore[arg-type]
+        assert number is not None, self.refused[-1]
+        self.arrive(number)
+        self.start(number)
+        return number
+
+    def step(self) -> None:
+        """The running step is done."""
+        assert self.run is not None
+        run, self.run = self.run, None
+        ended, filled = [], []
+        for number, start, count, sample in [
+            *((number, len(self.sequences[number].tokens) - 1, 1, True) for number in run.batch),
+            *((chunk.id, chunk.start, chunk.count, chunk.sample) for chunk in run.chunks),
+        ]:
+            it = self.sequences[number]
+            assert len(it.table) == -(-len(it.tokens) // BT), "blocks for the tokens, no more and no fewer"
+            for position in range(start):
+                held = self.pool[it.table[position // BT]].get(position % BT)
+                assert held == self._content(it, position), f"wrong KV at {position} of request {number}"
+            for position in range(start, start + count):
+                self._write(it, position)
+            if not sample or self.core.requests[number].state.value == "leaving":
+                continue
+            assert start + count == len(it.tokens)
+            if len(it.tokens) % BT == 0 and len(it.tokens) // BT > len(self.core.requests[number].keys):
+                filled.append((number, it.keys()[-1]))
+            it.tokens.append(it.token_after(len(it.tokens)))
+            self.answers[number].append(it.tokens[-1])
+            if len(self.answers[number]) >= it.answer:
+                ended.append((number, STOP))
+        seconds = decode_step_seconds(self.core.config.speeds, len(run.batch), 0)
+        self.post(StepDone(run.step, False, seconds, tuple(ended), tuple(filled)))
+
+    def end_io(self, io: int, *, ok: bool = True) -> None:
+        """A copy or a write-back ends."""
+        action = self.ios.pop(io)
+        if isinstance(action, Store):
+            self.post(Ended(io, None))
+            return
+        it = self.sequences[action.id]
+        if isinstance(action, SwapOut):
+            it.saved = {n: dict(self.pool[block]) for n, block in enumerate(action.blocks)} if ok else {}
+        else:
+            for n, block in enumerate(action.blocks, action.first):
+                self.pool[block] = it.saved[n]
+            it.saved = {}
+        self.post(Ended(io, SwapEnd(ok, 1e-6)))
+
+    def work(self, limit: int = 10_000) -> None:
+        """Ends I/O and steps until there are none."""
+        for _ in range(limit):
+            if self.ios:
+                self.end_io(min(self.ios))
+            elif self.run is not None:
+                self.step()
+            else:
+                return
+        raise AssertionError("it does not come to rest")
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.post(Tick())
+
+    def assert_at_rest(self) -> None:
+        core = self.core
+        assert not core.requests
+        assert (core.room.promised, core.room.claims, core.parking.saved, core.parking.coming) == (0, 0, 0, 0)
+        assert core.blocks.num_available == core.blocks.num_blocks
+
+    def assert_reruns(self) -> None:
+        """The same events lead to the same actions and the same state."""
+        core: DecodeCore = pickle.loads(self.begun)
+        for now, event, digest in self.events:
+            out: list[Action] = []
+            core.handle(now, event, out)
+            assert digest_of(*out) == digest
+        assert core.digest() == self.core.digest()
+
+    def _content(self, it: Sequence, position: int) -> bytes:
+        """What a slot holds: a hash of all tokens up to its own."""
+        while len(it.contents) <= position:
+            before = it.contents[-1] if it.contents else b""
+            it.contents.append(digest_of(before, it.tokens[len(it.contents)]))
+        return it.contents[position]
+
+    def _write(self, it: Sequence, position: int) -> None:
+        self.pool[it.table[position // BT]][position % BT] = self._content(it, position)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Table(number, blocks):
+                self.sequences[number].table = list(blocks)
+            case Grew(number, block):
+                self.sequences[number].table.append(block)
+            case Run():
+                assert self.run is None
+                self.run = action
+            case SwapOut() | SwapIn() | Store():
+                assert action.io not in self.ios
+                self.ios[action.io] = action
+            case SwapDrop(number):
+                self.sequences[number].saved = {}
+            case Refused():
+                self.refused.append(action)
+            case Ending(number, why):
+                self.failed[number] = why
+            case Gone(number):
+                assert not self.sequences.pop(number).saved, "swapped out and forgotten"
+            case Finish() | Promised():
+                pass
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Tokens unlike those of another seed."""
+    return [seed * 1000 + n for n in range(length)]
+
+
+WAYS = (Preemption.CACHE, Preemption.RECOMPUTE, Preemption.SWAP)

@@ -1,0 +1,295 @@
+"""Chunk plans, exactly: which tokens of which jobs each step computes."""
+
+import pytest
+
+from moonpool.cost import Speeds, prefill_seconds
+from moonpool.errors import ConfigError
+from services.prefill.core import actions, events
+from services.prefill.core.core import PrefillCore
+from tests.unit.prefill.world import BT, SETTINGS, SPEEDS, Client, World, staged
+
+Span = tuple[int, int, int]
+
+
+def world(*, stages: int = 1, step_tokens: int = 2 * BT, blocks: int = 16) -> World:
+    return World(staged(stages, step_tokens=step_tokens, blocks=blocks))
+
+
+def spans(it: World, io: int) -> list[Span]:
+    return [(chunk.job, chunk.start, chunk.end) for chunk in it.steps[io].order.chunks]
+
+
+def run(it: World) -> list[list[Span]]:
+    """Runs all steps to the end; returns their spans."""
+    steps = []
+    while it.steps:
+        io = min(it.steps)
+        steps.append(spans(it, io))
+        it.run_step(io)
+    return steps
+
+
+def loads(it: World) -> list[actions.LoadBlocks]:
+    return [action for action in it.ios.values() if isinstance(action, actions.LoadBlocks)]
+
+
+def test_chunks_end_on_block_borders_and_steps_are_packed() -> None:
+    it = world(step_tokens=40)
+    it.arrive(50)
+    it.arrive(10, 1)
+    it.arrive(100, 2)
+    # 40 tokens hold two blocks; the 12 left in the second step are no chunk of 3; its end need not be on a border.
+    assert run(it) == [[(1, 0, 32)], [(1, 32, 50), (2, 0, 10)], [(3, 0, 32)], [(3, 32, 64)], [(3, 64, 100)]]
+    assert it.core.state.manager.num_used == 0
+    assert it.core.state.manager.num_cached == 3 + 0 + 6
+
+
+def test_what_a_step_says() -> None:
+    it = world()
+    it.arrive(40)
+    (order,) = [action for action in it.done if isinstance(action, actions.RunStep)]
+    assert order == actions.RunStep(1, (actions.ChunkOrder(1, 0, 32, (0, 1), last=False),), gated=False)
+    it.run_step(1)
+    assert it.core.state.manager.keys() == list(it.clients[1].arrive.keys)
+    assert it.steps[2].order.chunks == (actions.ChunkOrder(1, 32, 40, (0, 1, 2), last=True),)
+    it.now = 3.0
+    it.run_step(2)
+    assert it.done[-2:] == [
+        actions.TellToken(1, 0, 0, 40, 0.0, 3.0, ()),
+        actions.EndJob(1, actions.Outcome.DONE),
+    ]
+
+
+def test_a_cached_prefix_is_not_computed_but_the_last_token_is() -> None:
+    it = world()
+    it.arrive(48)
+    run(it)
+    it.arrive(48)
+    it.arrive(60)
+    assert run(it) == [[(2, 32, 48)], [(3, 48, 60)]]
+
+
+def test_blocks_computed_meanwhile_are_matched_again() -> None:
+    it = world()
+    it.arrive(40)
+    it.arrive(60)
+    assert it.core.state.jobs[2].cached == 0
+    assert run(it) == [[(1, 0, 32)], [(1, 32, 40), (2, 32, 48)], [(2, 48, 60)]]
+    told = it.clients[2].token
+    assert told is not None
+    assert (told.cached_tokens, told.computed_tokens) == (32, 28)
+
+
+def test_nothing_is_computed_twice_at_once() -> None:
+    """A prompt that begins like one in flight waits for it; one that differs goes first."""
+    it = world(stages=2, step_tokens=4 * BT)
+    it.arrive(4 * BT)
+    it.arrive(5 * BT)
+    it.arrive(10, 1)
+    assert [spans(it, io) for io in it.steps] == [[(1, 0, 64)], [(3, 0, 10)]]
+    assert run(it)[2:] == [[(2, 64, 80)]]
+
+
+def test_a_prompt_waits_for_blocks_and_keeps_its_turn() -> None:
+    it = world(blocks=4)
+    for tokens in (3 * BT - 1, 2 * BT - 1, 1):
+        it.arrive(tokens, len(it.clients))
+    assert (len(it.core.state.waiting), len(it.core.state.started), it.core.queued_tokens) == (2, 1, 47 + 31 + 1)
+    assert run(it) == [[(1, 0, 32)], [(1, 32, 47)], [(2, 0, 31), (3, 0, 1)]]
+
+
+def test_jobs_are_not_started_far_ahead() -> None:
+    it = world(step_tokens=BT)
+    for family in range(3):
+        it.arrive(2 * BT, family)
+    assert list(it.core.state.started) == [1, 2]  # two steps of work, and what the first step leaves
+    it.run_step(1)
+    assert list(it.core.state.started) == [1, 2]
+
+
+def test_what_is_refused() -> None:
+    it = World(staged(1, blocks=2, max_queue=2))
+    it.arrive(33)
+    it.arrive(32)
+    it.arrive(1, 1)
+    it.arrive(1, 2)
+    it.post(events.Drain())
+    it.arrive(1, 3)
+    refused = [action for action in it.done if isinstance(action, actions.Refuse)]
+    assert [(action.job, action.why) for action in refused] == [
+        (1, actions.Refusal.TOO_LONG),
+        (4, actions.Refusal.QUEUE_FULL),
+        (5, actions.Refusal.DRAINING),
+    ]
+    assert refused[1].retry_after_s >= 0.1
+    with pytest.raises(ConfigError, match="at least one block"):
+        PrefillCore(staged(1, step_tokens=BT - 1), Speeds())
+
+
+def test_two_stages_take_two_steps_of_one_prompt() -> None:
+    it = world(stages=2)
+    it.arrive(80)
+    assert [spans(it, 1), spans(it, 2)] == [[(1, 0, 32)], [(1, 32, 64)]]
+    assert list(it.steps) == [1, 2]
+    it.run_step(1)
+    assert spans(it, 3) == [(1, 64, 80)]
+    assert run(it)
+    assert it.clients[1].end is not None
+
+
+def test_a_step_that_the_engine_gives_up_ends_its_jobs() -> None:
+    it = world(stages=2)
+    it.arrive(80)
+    it.end_step(1, aborted=True)
+    client = it.clients[1]
+    assert client.end == actions.EndJob(1, actions.Outcome.STEP_GIVEN_UP)
+    assert it.steps[2].aborted, "nothing of the second step counts"
+    assert it.core.state.manager.num_used == 5, "it still writes"
+    run(it)
+    it.check_rest()
+
+
+def test_leaving_keeps_the_blocks_until_the_steps_are_over() -> None:
+    it = world(stages=2)
+    it.arrive(80)
+    it.arrive(10, 1)
+    it.post(events.Leave(1))
+    assert it.clients[1].end == actions.EndJob(1, actions.Outcome.LEFT)
+    assert it.core.state.manager.num_used == 6
+    it.run_step(1)
+    assert it.core.state.manager.num_used == 6
+    it.run_step(2)
+    assert it.core.state.manager.num_used == 1
+    run(it)
+    it.check_rest()
+
+
+def loading(it: World, tokens: int, blocks: int, family: int = 0) -> tuple[Client, actions.LoadBlocks]:
+    client = it.arrive(tokens, family, sources=(events.Source("store", blocks),))
+    return client, loads(it)[-1]
+
+
+def test_a_loading_job_shares_a_step_whose_gate_is_the_least_of_its_jobs() -> None:
+    """Before its first layer has come, others go without it; then it joins them."""
+    it = world(step_tokens=4 * BT)
+    it.arrive(4 * BT, 9)
+    _, first = loading(it, 60, 2)
+    _, second = loading(it, 60, 3, 1)
+    it.arrive(4, 2)
+    it.load_layer(first.io)
+    it.load_layer(second.io)
+    it.load_layer(second.io)
+    assert not it.steps[1].order.gated
+    it.run_step(1)
+    (step,) = it.steps
+    assert spans(it, step) == [(2, 32, 60), (3, 48, 60), (4, 0, 4)]
+    assert it.steps[step].opened == 0
+    it.load_layer(first.io)
+    assert it.steps[step].opened == 1
+    it.load_all(second.io)
+    assert it.steps[step].opened == 1
+    it.load_all(first.io)
+    assert it.steps[step].opened == 2
+    run(it)
+    it.check_rest()
+    told = it.clients[2].token
+    assert told is not None
+    assert (told.loaded_tokens, told.computed_tokens) == (32, 28)
+
+
+def test_nothing_is_built_on_a_gated_chunk_before_it_is_done() -> None:
+    it = world(stages=3)
+    _, load = loading(it, 100, 2)
+    it.load_layer(load.io)
+    assert [spans(it, io) for io in it.steps] == [[(1, 32, 64)]]
+    it.load_all(load.io)
+    assert len(it.steps) == 1
+    assert run(it) == [[(1, 32, 64)], [(1, 64, 96)], [(1, 96, 100)]]
+
+
+def test_a_complete_load_needs_no_gate() -> None:
+    it = world(step_tokens=4 * BT)
+    it.arrive(4 * BT, 9)
+    _, load = loading(it, 40, 2)
+    it.load_all(load.io)
+    it.run_step(1)
+    (step,) = it.steps.values()
+    assert step.order.chunks[0].start == 32
+    assert not step.order.gated
+
+
+@pytest.mark.parametrize(("whole", "start"), [(0, 0), (1, 16)])
+def test_a_failed_load_is_computed(whole: int, start: int) -> None:
+    it = world()
+    _, load = loading(it, 60, 3)
+    it.pool.update({(layer, load.blocks[0]): it.clients[1].content(0) for layer in range(SETTINGS.layers)})
+    it.end(load.io, events.LoadEnded(whole, missing=whole))
+    assert run(it)[0] == [(1, start, start + 32)]
+    told = it.clients[1].token
+    assert told is not None
+    assert told.misses == (actions.Miss(0, whole),)
+
+
+def test_a_load_that_fails_under_its_step_is_computed_when_the_step_is_over() -> None:
+    it = world(stages=2)
+    _, load = loading(it, 60, 3)
+    it.load_layer(load.io)
+    assert spans(it, min(it.steps)) == [(1, 48, 60)]
+    it.end(load.io, events.LoadEnded(0, failed=True))
+    assert it.done[-1] == actions.AbortStep(min(it.steps))
+    assert len(it.steps) == 1
+    assert run(it)[1:] == [[(1, 0, 32)], [(1, 32, 60)]]
+
+
+def test_another_source_is_tried_before_anything_was_handed_on() -> None:
+    it = world()
+    it.arrive(60, sources=(events.Source("a", 3), events.Source("b", 2)))
+    it.end(loads(it)[0].io, events.LoadEnded(0, failed=True))
+    (second,) = loads(it)
+    assert (second.source, second.first, len(second.blocks)) == (1, 0, 3)
+    it.load_layer(second.io)
+    it.arrive(60, 1, sources=(events.Source("a", 3),))
+    assert len(loads(it)) == 1, "store a is left alone"
+
+
+def test_full_blocks_are_written_back_as_they_are_computed() -> None:
+    """The first put begins with the first step's end; what a store holds of the prefix is left out."""
+    it = world()
+    it.arrive(70, copies=(events.Copy("new", None), events.Copy("old", 1)))
+    puts = []
+    while it.steps:
+        it.run_step(min(it.steps))
+        puts.append([(a.copy, a.first, len(a.blocks)) for a in it.done if isinstance(a, actions.PutBlocks)])
+    assert puts[0] == [(0, 0, 2), (1, 0, 2)], "what is computed here is not there"
+    assert puts[1][2:] == [(0, 2, 2), (1, 2, 2)]
+    assert it.core.state.manager.num_used == 4, "held by the puts alone"
+    it.settle()
+    it.check_rest()
+
+
+def test_many_small_prompts_count_each_by_itself() -> None:
+    """A hundred equal prompts take a hundred times one's seconds, not the square in pairs of tokens."""
+    speeds = Speeds(prefill_per_token_s=1e-3, prefill_per_pair_s=1e-3)
+    it = World(staged(1, blocks=1000, step_tokens=2 * BT), speeds)
+    it.arrive(2 * BT)
+    one = it.core.drain_seconds()
+    assert one == pytest.approx(32e-3 + 32 * 33 / 2 * 1e-3)
+    for family in range(1, 100):
+        it.arrive(2 * BT, family)
+    assert it.core.drain_seconds() == pytest.approx(100 * one)
+    accepted = [action for action in it.done if isinstance(action, actions.Accept)]
+    assert accepted[50].predicted_start_s == pytest.approx(50 * one)
+
+
+def test_stages_share_the_queue_and_cached_prompts_cost_little() -> None:
+    it = World(staged(4, blocks=100, step_tokens=2 * BT), SPEEDS)
+    for family in range(4):
+        it.arrive(2 * BT, family)
+    single = World(staged(1, blocks=100, step_tokens=2 * BT), SPEEDS)
+    single.arrive(2 * BT)
+    step_s = single.core.drain_seconds()
+    # Four steps of four stages: the first stage has taken the last one after the time of one step.
+    assert it.core.drain_seconds() == pytest.approx(step_s)
+    single.settle()
+    single.arrive(2 * BT)
+    assert single.core.drain_seconds() == pytest.approx(prefill_seconds(single.core.state.tracker.speeds, BT, BT))

@@ -1,0 +1,327 @@
+"""A world around a prefill core, without I/O: a pool whose contents are checked, and I/O that ends when a test says so.
+
+Every read and write of the pool is checked: a step finds the right prefix in each layer, a batch of slices and a put
+read the same right contents from their begin to their end, and nobody writes what another one reads.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from moonpool.core.kernel import Cancel, Ended, Tick
+from moonpool.cost import Speeds
+from moonpool.kv.keys import BlockKey
+from services.prefill.core import actions, events
+from services.prefill.core.core import PrefillCore
+from services.prefill.core.state import Settings
+
+BT = 16
+LAYERS = 3
+SETTINGS = Settings(blocks=12, block_tokens=BT, layers=LAYERS, slice_bytes=1 << 10, step_tokens=40, stages=1)
+SPEEDS = Speeds(prefill_base_s=1e-3, prefill_per_token_s=1e-3, load_bytes_per_s=1e9)
+
+Content = tuple[object, ...]
+Event = events.Event | Ended[events.Result] | Tick
+
+
+def keys(family: int, num_tokens: int) -> tuple[BlockKey, ...]:
+    """Prompts of a family are prefixes of each other."""
+    return tuple(BlockKey(bytes([family, index]) * 16) for index in range(num_tokens // BT))
+
+
+@dataclass
+class Client:
+    """One job as its client sees it."""
+
+    arrive: events.Arrive
+    accepted: bool = False
+    token: actions.TellToken | None = None
+    end: actions.EndJob | None = None
+    sent: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """(layer, index) of the slices that left."""
+    counted: list[tuple[int, int]] = field(default_factory=list)
+    """Tokens that were computed and count."""
+    open: bool = False
+    closed: bool = False
+
+    def content(self, index: int) -> Content:
+        """What block `index` must hold."""
+        if index < len(self.arrive.keys):
+            return ("key", self.arrive.keys[index])
+        return ("tail", self.arrive.keys, self.arrive.num_tokens)
+
+
+@dataclass
+class Flying:
+    """A step in the engine."""
+
+    order: actions.RunStep
+    opened: int = -1
+    layers: int = 0
+    dropped: set[int] = field(default_factory=set)
+    aborted: bool = False
+
+
+class World:
+    """Drives a core; `post` checks its invariants after every event."""
+
+    def __init__(self, settings: Settings = SETTINGS, speeds: Speeds = SPEEDS) -> None:
+        self.core = PrefillCore(settings, speeds)
+        self.settings = settings
+        self.now = 0.0
+        self.clients: dict[int, Client] = {}
+        self.pool: dict[tuple[int, int], Content] = {}
+        self.steps: dict[int, Flying] = {}
+        self.ios: dict[int, actions.Action] = {}
+        self.loaded: dict[int, int] = {}
+        self.cancelled: set[int] = set()
+        self.done: list[actions.Action] = []
+        """All actions, in order."""
+
+    # --- events ----------------------------------------------------------------------------------------------------
+
+    def post(self, event: Event) -> list[actions.Action]:
+        """Hands over an event; returns what was done."""
+        out: list[actions.Action] = []
+        self.core.handle(self.now, event, out)
+        for action in out:
+            self._perform(action)
+        self.core.check_invariants()
+        return out
+
+    def pass_time(self, seconds: float) -> None:
+        """Time passes; the core is ticked when it wants to be."""
+        end = self.now + seconds
+        while (due := self.core.due()) is not None and due <= end:
+            self.now = max(self.now, due)
+            self.post(Tick())
+            again = self.core.due()
+            assert again is None or again > self.now, "ticked for nothing, again and again"
+        self.now = max(self.now, end)
+
+    def arrive(
+        self,
+        num_tokens: int,
+        family: int = 0,
+        *,
+        held: int | None = None,
+        sources: tuple[events.Source, ...] = (),
+        copies: tuple[events.Copy, ...] = (),
+    ) -> Client:
+        number = len(self.clients) + 1
+        chain = keys(family, num_tokens)
+        client = Client(events.Arrive(number, num_tokens, chain, held, sources, copies))
+        self.clients[number] = client
+        self.post(client.arrive)
+        return client
+
+    def end(self, io: int, result: events.Result) -> None:
+        action = self.ios.pop(io)
+        self._look(action, io)
+        self.loaded.pop(io, None)
+        self.cancelled.discard(io)
+        self.post(Ended(io, result))
+
+    def load_layer(self, io: int) -> None:
+        """The next layer of a load comes."""
+        order, layer = self.ios[io], self.loaded[io]
+        assert isinstance(order, actions.LoadBlocks)
+        for index, block in enumerate(order.blocks, order.first):
+            self.pool[layer, block] = self.clients[order.job].content(index)
+        self.loaded[io] = layer + 1
+        self.post(events.LayerLoaded(io, layer))
+
+    def load_all(self, io: int) -> None:
+        """The rest of a load comes, and it ends well."""
+        order = self.ios[io]
+        assert isinstance(order, actions.LoadBlocks)
+        while self.loaded[io] < LAYERS:
+            self.load_layer(io)
+        self.end(io, events.LoadEnded(len(order.blocks), seconds=0.01))
+
+    def can_compute(self, io: int) -> bool:
+        step = self.steps[io]
+        return not step.aborted and step.layers < LAYERS and (not step.order.gated or step.opened >= step.layers)
+
+    def compute_layer(self, io: int) -> None:
+        """A step computes its next layer."""
+        step = self.steps[io]
+        for index, chunk in enumerate(step.order.chunks):
+            self._compute(chunk, step.layers, garbage=index in step.dropped)
+        step.layers += 1
+        self.post(events.LayerComputed(io, step.layers - 1))
+
+    def _compute(self, chunk: actions.ChunkOrder, layer: int, *, garbage: bool) -> None:
+        client, first = self.clients[chunk.job], chunk.start // BT
+        for index, block in enumerate(chunk.blocks):
+            if index < first:
+                right = garbage or self.pool.get((layer, block)) == client.content(index)
+                assert right, f"block {index} of job {chunk.job} is not there in layer {layer}"
+            else:
+                whole = chunk.last or (index + 1) * BT <= chunk.end
+                self.pool[layer, block] = ("garbage",) if garbage or not whole else client.content(index)
+
+    def end_step(self, io: int, *, aborted: bool = False) -> None:
+        """A step ends; the engine gives it up by itself where it was not told so."""
+        step = self.steps.pop(io)
+        aborted = aborted or step.aborted
+        for index, chunk in enumerate(step.order.chunks):
+            if not aborted and index not in step.dropped and self.clients[chunk.job].end is None:
+                self.clients[chunk.job].counted.append((chunk.start, chunk.end))
+        self.ios.pop(io)
+        self.cancelled.discard(io)
+        self.post(Ended(io, events.StepEnded(aborted, 0.01)))
+
+    def run_step(self, io: int) -> None:
+        """A step is run to its end."""
+        while self.can_compute(io):
+            self.compute_layer(io)
+        if self.steps[io].aborted or self.steps[io].layers == LAYERS:
+            self.end_step(io)
+
+    # --- actions ---------------------------------------------------------------------------------------------------
+
+    def _perform(self, action: actions.Action) -> None:
+        self.done.append(action)
+        if (io := getattr(action, "io", None)) is not None and not isinstance(action, Cancel):
+            assert io not in self.ios
+            self.ios[io] = action
+        match action:
+            case actions.RunStep():
+                assert all(step.order.io < action.io for step in self.steps.values())
+                assert len({chunk.job for chunk in action.chunks}) == len(action.chunks)
+                self.steps[action.io] = Flying(action)
+            case actions.OpenGate():
+                self.steps[action.step].opened = max(self.steps[action.step].opened, action.layer)
+            case actions.DropShare():
+                self.steps[action.step].dropped.add(action.index)
+            case actions.AbortStep():
+                self.steps[action.step].aborted = True
+            case actions.LoadBlocks():
+                self.loaded[action.io] = 0
+            case Cancel():
+                assert action.io in self.ios
+                self.cancelled.add(action.io)
+            case actions.SendSlices():
+                self._send(action)
+            case actions.PutBlocks():
+                self._look(action, action.io)
+            case actions.OpenTransfer() | actions.AwaitVerdict():
+                pass
+            case _:
+                self._tell(action)
+
+    def _send(self, order: actions.SendSlices) -> None:
+        client = self.clients[order.job]
+        assert client.open
+        assert not client.closed
+        self._look(order, order.io)
+        held = client.arrive.held_blocks
+        assert held is not None
+        for piece in order.pieces:
+            for index in range(piece.first, piece.first + len(piece.blocks)):
+                assert index >= held, "decode holds it"
+                client.sent[piece.layer, index] += 1
+                assert client.sent[piece.layer, index] == 1, "a slice leaves once"
+
+    def _look(self, action: actions.Action, io: int) -> None:
+        """What is read from the pool must be right, at the begin and at the end of reading."""
+        if isinstance(action, actions.SendSlices):
+            content = self.clients[action.job].content
+            for piece in action.pieces:
+                for index, block in enumerate(piece.blocks, piece.first):
+                    assert self.pool[piece.layer, block] == content(index), f"slice of io {io} is wrong"
+        if isinstance(action, actions.PutBlocks):
+            content = self.clients[action.job].content
+            for index, block in enumerate(action.blocks, action.first):
+                for layer in range(LAYERS):
+                    assert self.pool[layer, block] == content(index), f"block of put {io} is wrong"
+
+    def _tell(self, action: actions.Action) -> None:
+        match action:
+            case actions.Accept():
+                self.clients[action.job].accepted = True
+            case actions.Refuse():
+                assert not self.clients[action.job].accepted
+            case actions.CloseTransfer():
+                client = self.clients[action.job]
+                assert client.open or action.aborted
+                client.closed = True
+            case actions.TellToken():
+                assert self.clients[action.job].token is None
+                self.clients[action.job].token = action
+                self._whole(self.clients[action.job], action)
+            case actions.EndJob():
+                client = self.clients[action.job]
+                assert client.accepted
+                assert client.end is None, "a job ends once"
+                client.end = action
+                if action.outcome is actions.Outcome.DONE:
+                    self._sent_whole(client)
+
+    def _whole(self, client: Client, told: actions.TellToken) -> None:
+        """Cached, loaded and computed tokens make up the prompt, each computed once."""
+        at = told.cached_tokens + told.loaded_tokens
+        for start, end in client.counted:
+            assert start == at, f"{client.counted} of {client.arrive.num_tokens}"
+            at = end
+        assert at == client.arrive.num_tokens
+        assert told.computed_tokens == at - told.cached_tokens - told.loaded_tokens
+
+    def _sent_whole(self, client: Client) -> None:
+        held = client.arrive.held_blocks
+        if held is not None:
+            blocks = range(held, self.settings.blocks_for(client.arrive.num_tokens))
+            assert set(client.sent) == {(layer, index) for layer in range(LAYERS) for index in blocks}
+
+    # --- to the end ------------------------------------------------------------------------------------------------
+
+    def finish_io(self, io: int) -> None:
+        """Ends one I/O well, or as it must when it was cancelled."""
+        action, cancelled = self.ios[io], io in self.cancelled
+        match action:
+            case actions.RunStep():
+                if cancelled:
+                    self.end_step(io, aborted=True)
+                elif io == min(self.steps):
+                    self.run_step(io)
+            case actions.LoadBlocks():
+                if cancelled:
+                    self.end(io, events.LoadEnded(0, failed=True))
+                else:
+                    self.load_all(io)
+            case actions.OpenTransfer():
+                self.clients[action.job].open = not cancelled
+                self.end(io, events.Failed() if cancelled else events.Done())
+            case actions.SendSlices():
+                self.end(io, events.Failed() if cancelled else events.SlicesSent(1, 1e-6))
+            case actions.AwaitVerdict():
+                self.end(io, events.Failed() if cancelled else events.Done())
+            case _:
+                self.end(io, events.Done())
+
+    def settle(self) -> None:
+        """Everything goes well from now on, until nothing is under way."""
+        for _ in range(1000):
+            if not self.ios:
+                break
+            for io in list(self.ios):
+                if io in self.ios:
+                    self.finish_io(io)
+            self.pass_time(0.001)
+        assert not self.ios
+
+    def check_rest(self) -> None:
+        """Every accepted job has ended, and everything has come back."""
+        assert all(client.end is not None for client in self.clients.values() if client.accepted)
+        state = self.core.state
+        assert not state.jobs
+        assert not len(state.ios)
+        assert state.manager.num_used == 0
+        assert self.core.queued_tokens == 0
+        assert self.core.drain_seconds() == 0.0
+        assert self.core.due() is None
+
+
+def staged(stages: int, **changes: int | float) -> Settings:
+    """The settings for so many stages."""
+    return replace(SETTINGS, stages=stages, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,180 @@
+"""A cluster in virtual time: exact times of small cases, leaps that change nothing, nothing lost under faults."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from simulator.cluster.cluster import Cluster
+from simulator.cluster.conductor import DONE, GIVEN_UP, REFUSED, TOO_LARGE
+from simulator.cluster.config import DecodeMemory, Slo
+from simulator.cluster.requests import Request
+from simulator.kernel.calls import CallDelays
+from simulator.kernel.clock import PS, ps
+from simulator.traces.mooncake import TraceRequest
+from tests.unit.simulator.cluster.rig import config, request, run
+
+
+def test_the_times_of_one_request() -> None:
+    (one,), cluster = run(config(kvstore=0), [request(1.0, 100, 4, 0)])
+    assert (one.outcome, one.made) == (DONE, 4)
+    assert one.first_at == ps(1.1)  # 100 tokens of a millisecond
+    # 10,000 bytes at a million a second: three layers of four while the prompt is computed, the last one after it
+    sent = one.first_at + ps(0.0025)
+    steps = [ps(0.011) + (100 + number) * ps(1e-6) for number in (1, 2, 3)]
+    assert one.intervals == [sent - one.first_at + steps[0], steps[1], steps[2]]
+    assert one.ended_at == sent + sum(steps)
+    assert one.predicted_ttft_s == pytest.approx(0.1)
+    assert cluster.decodes[0].use.steps == 3
+
+
+def test_an_answer_of_one_token_needs_no_decode() -> None:
+    (one,), cluster = run(config(kvstore=0), [request(0.0, 100, 1, 0)])
+    assert (one.outcome, one.ended_at, one.intervals) == (DONE, ps(0.1), [])
+    assert cluster.decodes[0].use.steps == 0
+
+
+def test_a_prefix_is_reused_from_the_pool() -> None:
+    first, second = run(config(kvstore=0), [request(0.0, 200, 2, 0), request(1.0, 300, 2, 0)])[0]
+    assert (first.reused, second.reused) == (0, 192)
+    assert second.first_at - second.arrived == ps(0.108)
+
+
+def test_a_prompt_that_is_all_cached_computes_its_last_token() -> None:
+    _, second = run(config(kvstore=0), [request(0.0, 128, 1, 0), request(1.0, 128, 1, 0)])[0]
+    assert second.reused == 127
+    assert second.first_at - second.arrived == ps(0.001)
+
+
+def test_a_prefix_is_loaded_from_a_store_ahead_of_the_computation() -> None:
+    """Two instances: the second prompt finds the first busy and loads from the store, which has what was written."""
+    long = request(1.0, 1000, 1, 100)
+    trace = [request(0.0, 640, 1, 0), replace(long, hash_ids=(*range(10), *range(110, 116))), request(1.0, 700, 1, 0)]
+    first, second, third = run(config(prefill=2, kvstore=1), trace)[0]
+    assert (first.reused, second.reused, third.reused) == (0, 640, 640)
+    # 60 tokens take 60 ms, 640 tokens of 100 bytes 64 ms: the load is longer, a quarter of the computation comes after
+    assert third.first_at - third.arrived == ps(0.064 + 0.015)
+    assert third.predicted_ttft_s == pytest.approx(0.079)
+
+
+def test_a_lost_store_costs_time_only() -> None:
+    trace = [request(0.0, 640, 1, 0), request(1.0, 1000, 1, 0), request(1.0, 700, 1, 0)]
+    ended: list[Request] = []
+    cluster = Cluster(config(prefill=2, kvstore=1), ended.append)
+    cluster.feed(trace)
+    cluster.world.at(ps(1.030), lambda _: cluster.crash("s0", 0.0))
+    cluster.run()
+    cluster.check_at_rest()
+    assert [one.outcome for one in ended] == [DONE] * 3
+    third = next(one for one in ended if one.number == 3)
+    assert third.reused == 0
+    assert third.first_at == ps(1.016 + 0.060 + 0.700)  # the step that was under way ends first
+
+
+def test_blocks_come_from_disk_when_dram_is_small() -> None:
+    trace = [request(0.0, 640, 1, 0), request(2.0, 640, 1, 100), request(4.0, 3000, 1, 200), request(4.0, 650, 1, 0)]
+    wanted = config(prefill=2, kvstore=1, store_bytes=12 * 6400, disk_bytes=100 * 6400, disk_bytes_per_s=1e6)
+    wanted = replace(wanted, policy="kvcache-centric", pool_blocks=60)
+    _, cluster = run(wanted, trace)
+    assert cluster.stores[0].read_blocks >= cluster.stores[0].disk_blocks >= 0
+
+
+def test_what_is_predicted_to_miss_the_limit_is_refused() -> None:
+    trace = [request(0.0, 1000, 2, number * 100) for number in range(4)]
+    ended = run(config(kvstore=0, refuse=True, slo=Slo(ttft_s=2.5)), trace)[0]
+    assert [one.outcome for one in ended] == [DONE, DONE, REFUSED, REFUSED]
+
+
+def test_what_fits_nowhere_is_too_large() -> None:
+    ended = run(config(kvstore=0), [request(0.0, 201 * 64, 2, 0), request(0.0, 64, 300 * 64, 500)])[0]
+    assert [one.outcome for one in ended] == [TOO_LARGE, TOO_LARGE]
+
+
+def test_the_tbt_limit_bounds_the_batch() -> None:
+    trace = [request(0.0, 10, 200, number) for number in range(30)]
+    tight = config(kvstore=0, keep_tbt=True, slo=Slo(tbt_s=0.0205))
+    crowded, cluster = run(tight, trace)
+    assert cluster.decodes[0].use.most_sequences == 10  # 10 ms + 11 x 1 ms would be too slow
+    assert [one.outcome for one in crowded] == [DONE] * 30
+
+
+# Leaps
+
+REQUESTS = st.lists(
+    st.tuples(st.integers(0, 3000), st.integers(1, 900), st.integers(1, 400), st.integers(0, 3)),
+    min_size=1,
+    max_size=12,
+)
+
+
+def trace_of(plans: list[tuple[int, int, int, int]]) -> list[TraceRequest]:
+    return [request(at / 1000, tokens, answer, 1000 * chain) for at, tokens, answer, chain in sorted(plans)]
+
+
+def story(ended: list[Request]) -> list[object]:
+    return [(one.number, one.outcome, one.first_at, one.ended_at, one.intervals) for one in ended]
+
+
+@pytest.mark.parametrize("restore", ["swap", "recompute", "cheaper"])
+@given(plans=REQUESTS, blocks=st.integers(22, 60), samples=st.integers(1, 3), growing=st.booleans())
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=40)
+def test_steps_at_once_are_as_steps_one_by_one(
+    restore: str, plans: list[tuple[int, int, int, int]], blocks: int, samples: int, growing: bool
+) -> None:
+    """Also with preemption, sharing and full pools: every token of every request comes at the same picosecond."""
+    memory = DecodeMemory(growing=growing, max_tokens=400, restore=restore)
+    wanted = config(kvstore=0, pool_blocks=blocks, memory=memory, max_batch=7)
+    leaping, leapt = run(wanted, trace_of(plans), samples=samples)
+    single, stepped = run(wanted, trace_of(plans), samples=samples, longest_leap=1)
+    assert story(leaping) == story(single)
+    assert leapt.decodes[0].use.preempted == stepped.decodes[0].use.preempted
+    assert leapt.world.events <= stepped.world.events
+    assert {one.outcome for one in leaping} <= {DONE, TOO_LARGE}
+
+
+def test_a_crowded_pool_preempts_and_loses_nothing() -> None:
+    trace = [request(0.01 * number, 64, 600, 10 * number) for number in range(12)]
+    wanted = config(kvstore=0, pool_blocks=40)
+    ended, cluster = run(wanted, trace)
+    use = cluster.decodes[0].use
+    assert use.preempted == use.swapped + use.recomputed > 0
+    assert [(one.outcome, one.made, len(one.intervals)) for one in ended] == [(DONE, 600, 599)] * 12
+
+
+@pytest.mark.parametrize(("restore", "swaps"), [("swap", True), ("recompute", False)])
+def test_how_the_preempted_come_back_can_be_forced(restore: str, swaps: bool) -> None:
+    trace = [request(0.01 * number, 64, 600, 10 * number) for number in range(12)]
+    use = run(config(kvstore=0, pool_blocks=40, memory=DecodeMemory(restore=restore)), trace)[1].decodes[0].use
+    assert (use.swapped > 0, use.recomputed > 0) == (swaps, not swaps)
+
+
+# Faults
+
+
+@pytest.mark.parametrize("name", ["p0", "p1", "d0", "d1", "s0"])
+def test_a_crash_loses_no_request(name: str) -> None:
+    trace = [request(0.05 * number, 300 + 7 * number, 50, 100 * (number % 5)) for number in range(60)]
+    ended: list[Request] = []
+    cluster = Cluster(config(prefill=2, decode=2, kvstore=1, deadline_s=60.0), ended.append)
+    cluster.feed(trace)
+    cluster.world.at(ps(2.0), lambda _: cluster.crash(name, 5.0))
+    cluster.run()
+    cluster.check_at_rest()
+    assert len(ended) == 60
+    assert {one.outcome for one in ended} == {DONE}
+    assert all(one.made == 50 and len(one.intervals) == 49 for one in ended)
+    assert (max(one.attempts for one in ended) > 1) == (name != "s0")
+    assert all(one.ended_at - one.arrived == sum(one.intervals) + one.first_at - one.arrived for one in ended)
+
+
+@given(seed=st.integers(0, 2**32), drop=st.floats(0.0, 0.3), late=st.floats(0.0, 0.2))
+@settings(deadline=None, max_examples=30)
+def test_lost_and_late_messages_leave_nothing_behind(seed: int, drop: float, late: float) -> None:
+    delays = CallDelays(drop_share=drop, late_share=late, late_s=3.0)
+    trace = [request(0.1 * number, 200, 20, 100 * (number % 3)) for number in range(15)]
+    ended = run(config(prefill=2, decode=2, deadline_s=10.0, seed=seed, delays=delays), trace)[0]
+    assert len(ended) == 15
+    assert {one.outcome for one in ended} <= {DONE, GIVEN_UP}
+    assert all(len(one.intervals) == one.made - 1 for one in ended if one.made)
+    assert all(one.ended_at < 200 * PS for one in ended)

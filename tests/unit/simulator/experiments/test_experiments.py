@@ -1,0 +1,205 @@
+"""Experiments: exact results of small ones, the published table where the trace is, the same bytes in every process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.eviction import SHIPPED, trace_file
+from benchmarks.frame import Skipped
+from moonpool.engine.emulated.profile import load_profile
+from moonpool.errors import ConfigError
+from simulator.cluster.config import ClusterConfig
+from simulator.cluster.placement import POLICIES
+from simulator.experiments.cache import cache
+from simulator.experiments.faults import faults
+from simulator.experiments.frame import Result, Source
+from simulator.experiments.memory import MemoryLoad, memory
+from simulator.experiments.serving import ratio, scale, scheduling
+from simulator.experiments.transfer import REST, paper_line, transfer, ttft_s
+from tests.unit.simulator.cluster.rig import PROFILE
+
+SMALL = Source(SHIPPED, requests=120)
+CLUSTER = ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=2, decode=1, kvstore=2, rate=2.0)
+
+
+def silent(line: str) -> None:
+    """Takes progress."""
+
+
+def by(result: Result, name: str) -> dict[Any, Any]:
+    return {row[name]: row for row in result.rows}
+
+
+def test_hit_shares_of_the_shipped_trace() -> None:
+    """The same hits as the benchmark of the policies has (tests/unit/kvstore/policies/test_table.py)."""
+    result = cache(Source(SHIPPED), silent, ["lru", "s3-fifo", "optimum"], [0, 1000, 300], "full")
+    expected = {"inf": (8522, 8522, 8522), 1000: (6018, 6384, 8522), 300: (4928, 5888, 7368)}
+    assert result.rows == [
+        {"capacity": size, **{n: round(h / 23813, 4) for n, h in zip(("lru", "s3-fifo", "optimum"), hits, strict=True)}}
+        for size, hits in expected.items()
+    ]
+    assert [x for x, _ in result.chart.series["lru"]] == [300.0, 1000.0]
+
+
+@pytest.mark.parametrize(("policies", "blocks"), [(["nice"], "all"), (["lru"], "some")])
+def test_unknown_names_are_refused(policies: list[str], blocks: str) -> None:
+    with pytest.raises(ConfigError):
+        cache(SMALL, silent, policies, [0], blocks)
+
+
+@pytest.mark.timeout(120)
+def test_four_digits_of_the_published_table() -> None:
+    """At 10,000 blocks of the public trace; the whole table is in `make test-all` (test_table.py)."""
+    try:
+        path = trace_file(None)
+    except Skipped as reason:
+        pytest.skip(str(reason))
+    policies = ["lru", "lru-head-first", "lfu", "length-aware", "s3-fifo", "optimum"]
+    (row,) = cache(Source(path), silent, policies, [10_000]).rows
+    shares = (0.2116, 0.2112, 0.1318, 0.1123, 0.2094, 0.3664)
+    assert row == {"capacity": 10_000, **dict(zip(policies, shares, strict=True))}
+
+
+def test_scheduling_by_all_there_is_known_beats_by_less() -> None:
+    found = by(scheduling(CLUSTER, SMALL, silent), "policy")
+    assert list(found) == list(POLICIES)
+    means = [found[policy]["ttft_mean_s"] for policy in ("kvcache-centric", "cache-aware", "random")]
+    assert means == sorted(means)
+    assert found["kvcache-centric"]["reused_share"] > found["random"]["reused_share"]
+
+
+def test_every_division_of_the_instances() -> None:
+    result = ratio(CLUSTER, SMALL, silent)
+    assert [(row["prefill"], row["decode"]) for row in result.rows] == [(1, 2), (2, 1)]
+    first, second = (row["ttft_mean_s"] for row in result.rows)
+    assert isinstance(first, float)
+    assert isinstance(second, float)
+    assert second < first
+
+
+def test_scale_tells_all_of_one_run() -> None:
+    (row,) = scale(CLUSTER, SMALL, silent).rows
+    assert row["requests"] == 120
+    assert row["outcomes"] == {"done": 120}
+    assert row == scale(CLUSTER, SMALL, silent).rows[0]
+
+
+def test_when_loading_pays() -> None:
+    """Computing takes a millisecond a token; loading takes as long when a token's 100 bytes take a millisecond.
+
+    What is computed after the prefix overlaps with loading, but for one layer of four: so slower links pay, too.
+    """
+    assert ttft_s(PROFILE, 2048, 0.0) == pytest.approx(2.560)
+    assert ttft_s(PROFILE, 2048, 1e6) == pytest.approx(0.512 + 0.2048 / 4)  # the first layer, then the computation
+    found = transfer(PROFILE, silent, [2048, 8192])
+    for row in found.rows:
+        prefix = row["prefix_tokens"]
+        assert isinstance(prefix, int)
+        seconds = (prefix + REST - REST / 4) * 0.001
+        assert row["simulated_gb_per_s"] == pytest.approx(prefix * 100 / seconds / 1e9, rel=1e-3)
+    assert found.rows[1]["paper_gb_per_s"] == pytest.approx(1e-4, rel=1e-3)  # at 8192 tokens the line is calibrated
+
+
+def test_the_papers_line() -> None:
+    """Reference: about 6 GB/s at 8,192 tokens on 8 x A800 (8 x 312e12 operations a second)."""
+    assert paper_line(load_profile("llama-70b-a800"), 8192, 8 * 312e12) == pytest.approx(6e9, rel=0.05)
+
+
+def test_ways_of_filling_the_pool() -> None:
+    load = MemoryLoad(requests=200, pool_blocks=400, prompt_tokens=200, answer_tokens=200, max_tokens=4096)
+    found = by(memory(load_profile("llama-70b-a800"), load, silent), "mode")
+    before, growing = found["preallocation"], found["on demand"]
+    assert before["most_sequences"] == 400 // 68  # blocks of 64 for 200 + 4096 tokens
+    assert growing["mean_sequences"] > 3 * before["mean_sequences"]
+    assert before["slots_without_token"] > 0.85
+    assert growing["slots_without_token"] < 0.15
+    assert found["on demand, swap"]["swapped"] > 0 == found["on demand, swap"]["recomputed"]
+    assert found["on demand, recompute"]["recomputed"] > 0 == found["on demand, recompute"]["swapped"]
+    assert found["n = 8, prompt shared"]["mean_sequences"] > found["n = 8, each its own prompt"]["mean_sequences"]
+    assert found["uncrowded"]["preempted"] == 0
+
+
+def test_faults_of_thirty_seeds() -> None:
+    (row,) = faults(ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=2, decode=2, kvstore=1), 30, 1,
+                    silent, Source(requests=25)).rows  # fmt: skip
+    assert row["requests"] == row["ended: done"] == 750
+    assert all(int(str(row[name])) > 10 for name in ("dropped", "late", "crashes"))
+    assert int(str(row["attempts"])) > 750
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_faults_of_ten_thousand_seeds() -> None:
+    config = ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=3, decode=3, kvstore=2)
+    (row,) = faults(config, 10_000, 1, silent, Source()).rows
+    assert row["ended: done"] == row["requests"] == 400_000
+
+
+# The command
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def simulate(*args: str, hash_seed: str = "0") -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "MOONPOOL_TRACE"}
+    return subprocess.run(
+        [sys.executable, "-m", "moonpool.cli.main", "simulate", *args],
+        env={**environment, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("scale", "--requests", "150", "--prefill", "3", "--decode", "2", "--kvstore", "2", "--rate", "2"),
+        ("faults", "--requests", "20", "--seeds", "5"),
+    ],
+)
+def test_two_runs_give_the_same_bytes_under_any_hash_seed(args: tuple[str, ...]) -> None:
+    first, second = (simulate(*args, "--json", hash_seed=seed) for seed in ("1", "77"))
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert first.stdout == second.stdout
+    assert json.loads(first.stdout)["rows"]
+    assert "of wall-clock" in first.stderr
+    assert "wall" not in first.stdout
+
+
+def test_a_table_and_a_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "cache.svg"
+    done = simulate("cache", "--requests", "200", "--capacities", "inf,100", "--policies", "lru,lfu", "--picture",
+                    str(picture))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "capacity  lru" in done.stdout
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("scale", "--trace", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("scale", "--profile", "abacus"), "no profile 'abacus'"),
+        (("scale", "--policy", "nice"), "no policy 'nice'"),
+        (("cache", "--capacities", "0"), "positive whole number or inf"),
+        (("overload",), "No such command"),
+    ],
+)
+def test_wrong_flags_are_refused(args: tuple[str, ...], message: str) -> None:
+    done = simulate(*args)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_bad_trace_is_refused_with_file_and_line(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"timestamp": 3, "input_length": 600, "output_length": 2, "hash_ids": [1]}\n')
+    done = simulate("scale", "--trace", str(bad))
+    assert done.returncode == 2
+    assert f"moonpool: {bad}, line 1: 600 tokens are 2 blocks of 512, hash_ids has 1" in done.stderr
