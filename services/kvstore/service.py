@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.cluster import HeldKeys, JoinAgent
-from moonpool.kv.frames import FRAME_BYTES
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.parts import PARTS
 from moonpool.rpc.channels import Channels
@@ -76,7 +75,6 @@ class KVStoreService(StoreListener):
         instance: its address is set before it joins.
         channels: to the conductor; None to run alone.
         on_drain: called when the conductor orders this store to drain.
-        together_bytes: largest read that is answered in one message.
 
     Attributes:
         agent: keeps it joined; None when it runs alone.
@@ -90,7 +88,6 @@ class KVStoreService(StoreListener):
         instance: kv_pb2.Instance,
         channels: Channels | None = None,
         on_drain: Callable[[], None] = lambda: None,
-        together_bytes: int = FRAME_BYTES,
     ) -> None:
         self.config = config
         self.rooms = RoomQueue(MAX_WAITING_FOR_ROOM)
@@ -115,20 +112,18 @@ class KVStoreService(StoreListener):
         rows = list(config.tenants)
         self.gauges = gauges_of(self.store, self.streams, self.rooms, ahead, self._journal, self.writer, rows)
         self.metrics.watch(self.gauges)
-        self.servicer = self._make_servicer(instance, ahead, together_bytes)
+        self.servicer = self._make_servicer(instance, ahead)
         self.hello = conductor_pb2.JoinHello(instance=instance, capacity_bytes=config.capacity_bytes)
         self.agent: JoinAgent | None = None
         if channels is not None and config.conductor:
             take = self._unreported.take
             self.agent = JoinAgent(channels, config.conductor, self.hello, self._load, take, held, on_drain)
 
-    def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits, together_bytes: int) -> KVStoreServicer:
+    def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits) -> KVStoreServicer:
         config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.session_timeout_s
         put = PutResources(store.writes, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
-        on_read = self._observer.read
-        get = GetResources(
-            store.reads, pool, ahead, instance, timeout_s, config.lease_timeout_s, on_read, together_bytes
-        )
+        lease_timeout_s, on_read = config.lease_timeout_s, self._observer.read
+        get = GetResources(store.reads, pool, ahead, instance, timeout_s, lease_timeout_s, on_read)
         operations = Operations(store, pool, ahead, self._observer.reuse, config.capacity_bytes)
         journal, closing, streams = self._journal, self._closing, self.streams
         return KVStoreServicer(put, get, self._pins, operations, journal, self.gauges, closing, streams)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,9 @@ async def rig(
     settings = {"dram_bytes": 64 * BLOCK, "ssd_bytes": 1 << 20, "drain_s": 5} | settings
     config = KVStoreConfig(data_dir=data_dir, **{"lease_bytes": settings["dram_bytes"]} | settings)
     instance = kv_pb2.Instance(id="kvstore-0", incarnation=9, kind=kv_pb2.INSTANCE_KIND_KVSTORE)
-    service = KVStoreService(config, open_tiers(config), instance, together_bytes=together_bytes)
+    service = KVStoreService(config, open_tiers(config), instance)
+    get = replace(service.servicer.get, together_bytes=together_bytes)
+    service.servicer = replace(service.servicer, get=get)
     async with (
         service.running(),
         serving("127.0.0.1:0", [service.contract], grace_s=0) as server,
