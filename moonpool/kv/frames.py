@@ -181,7 +181,7 @@ class FrameOpener:
         position = number = 0
         sizes = [run_bytes(run, self._layout) for run in runs]
         if sum(sizes) != payload.nbytes or sum([run.block_count for run in runs]) != len(hashes):
-            raise FrameError(f"frame of session {session}: its runs need {sum(sizes)} bytes, it has {payload.nbytes}")
+            raise FrameError(f"frame of session {session}: {payload.nbytes} bytes, its runs need {sum(sizes)}")
         for run, nbytes in zip(runs, sizes, strict=True):
             data, expected = payload[position : position + nbytes], hashes[number : number + run.block_count]
             position += nbytes
