@@ -8,6 +8,9 @@ from typing import Generic, TypeVar
 
 from moonpool.core.kernel import Core, Tick
 from moonpool.drive.journal import JournalWriter
+from moonpool.telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 E = TypeVar("E")
 A = TypeVar("A")
@@ -22,6 +25,7 @@ class Driver(Generic[E, A]):
     Args:
         core: decides.
         perform: does one action. It must not wait; what takes time becomes a task that posts its end. It may post.
+            What it raises is raised to whoever posted, after the event's other actions.
         clock: seconds; never goes back.
         journal: records events and actions; None = nothing is recorded.
     """
@@ -82,10 +86,11 @@ class Driver(Generic[E, A]):
             while self._events:
                 self._handle(self._events.popleft())
                 if self._events and self._clock() >= until:
-                    self._turn = asyncio.get_running_loop().call_soon(self._drain)
-                    return
+                    break
         finally:
             self._draining = False
+            if self._events:  # the turn is over, or an action has failed
+                self._turn = asyncio.get_running_loop().call_soon(self._drain)
             self._arm()
 
     def _handle(self, event: E | Tick) -> None:
@@ -96,8 +101,20 @@ class Driver(Generic[E, A]):
         self.core.handle(now, event, actions)
         if self._journal is not None:
             self._journal.record(now, event, actions)
+        self._do(actions)
+
+    def _do(self, actions: list[A]) -> None:
+        """One action's defect does not keep the others from being done: each I/O of theirs is to end."""
+        failed: Exception | None = None
         for action in actions:
-            self._perform(action)
+            try:
+                self._perform(action)
+            except Exception as defect:
+                if failed is not None:
+                    log.error("an action failed", exc_info=defect)
+                failed = failed or defect
+        if failed is not None:
+            raise failed
 
     def _arm(self) -> None:
         if self._timer is not None:

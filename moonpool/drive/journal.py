@@ -14,11 +14,15 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from moonpool.core.digest import digest_of
 from moonpool.errors import MoonpoolError
+from moonpool.telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 MAGIC = b"moonpool journal 1\n"
 _LENGTH = struct.Struct("<I")
@@ -53,7 +57,7 @@ def actions_crc(actions: Sequence[object]) -> int:
 
 
 class JournalWriter:
-    """Writes a journal of bounded size.
+    """Writes a journal of bounded size. One that cannot be written any more ends, with a warning: the core goes on.
 
     Args:
         folder: is made when it is missing.
@@ -68,13 +72,38 @@ class JournalWriter:
         self._turns = 0
         self._file: BinaryIO | None = None
         self._events_begin = 0
+        self._ended = False
         for path in self._paths:
             path.unlink(missing_ok=True)
 
     def before(self, core: object) -> None:
         """Begins a file with a snapshot when the current one is full; called before the core gets an event."""
-        if self._file is not None and self._file.tell() - self._events_begin < self._half:
-            return
+        if not self._ended and (self._file is None or self._file.tell() - self._events_begin >= self._half):
+            with self._ending_on_error():
+                self._begin(core)
+
+    def record(self, now: float, event: object, actions: Sequence[object]) -> None:
+        """Writes an event that was handled. It reaches the file when the buffer is full, or at `close`."""
+        if not self._ended:
+            with self._ending_on_error():
+                self._write((now, event, actions_crc(actions)))
+
+    def close(self) -> None:
+        """Writes what is buffered; may be called again."""
+        self._ended = True
+        if self._file is not None:
+            with self._ending_on_error():
+                self._file.close()
+
+    @contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._ended = True
+            log.warning("the journal ends", error=str(error))
+
+    def _begin(self, core: object) -> None:
         if self._file is not None:
             self._file.close()
         self._file = self._paths[self._turns % 2].open("wb")
@@ -82,15 +111,6 @@ class JournalWriter:
         self._file.write(MAGIC)
         self._write(core)
         self._events_begin = self._file.tell()
-
-    def record(self, now: float, event: object, actions: Sequence[object]) -> None:
-        """Writes an event that was handled. It reaches the file when the buffer is full, or at `close`."""
-        self._write((now, event, actions_crc(actions)))
-
-    def close(self) -> None:
-        """Writes what is buffered; may be called again."""
-        if self._file is not None:
-            self._file.close()
 
     def _write(self, value: object) -> None:
         assert self._file is not None, "before() opens the file"

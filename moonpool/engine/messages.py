@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.kv.layout import KVLayout
-from moonpool.sched.steps import LayerDone, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,3 @@ class Failed:
 @dataclass(frozen=True, slots=True)
 class Shutdown:
     """Finish the steps already sent, then exit."""
-
-
-ToWorker = StageSpec | Step | OpenGate | DropShare | AbortStep | Shutdown
-FromWorker = Ready | LayerDone | StepDone | Failed

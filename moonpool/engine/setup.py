@@ -18,8 +18,9 @@ from moonpool.checkpoint import (
     resolve_dtype,
     weights_fingerprint,
 )
-from moonpool.config import PeerAddress, ServiceConfig
+from moonpool.config import PeerAddress
 from moonpool.core.draws import draw_bits
+from moonpool.drive.config import CoreServiceConfig
 from moonpool.engine.emulated.noise import Noise
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, emulated_profile
 from moonpool.engine.incoming import IncomingRequest
@@ -35,7 +36,7 @@ WRITE_BACK_SHARE = 4
 """Write-back holds this part of the pool at most, unless told otherwise."""
 
 
-class EngineConfig(ServiceConfig):
+class EngineConfig(CoreServiceConfig):
     """Flags that prefill and decode share."""
 
     conductor: PeerAddress = Field(description="HOST:PORT of the conductor to join")

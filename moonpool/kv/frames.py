@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -74,13 +76,17 @@ class DamagedSliceError(FrameError):
 
 def checksum(header: kv_pb2.FrameHeader) -> int:
     """xxh3-64 of the header's other fields as little-endian integers: session, generation, runs, slice hashes."""
-    return _checksum(header.session, header.generation, map(_run_of, header.runs), header.slice_hashes)
+    return _checksum(header.session, header.generation, list(map(_run_of, header.runs)), header.slice_hashes)
 
 
-def _checksum(session: int, generation: int, runs: Iterable[Sequence[int]], hashes: Sequence[int]) -> int:
-    fields = [number for run in runs for number in run]
-    packed = struct.pack(f"<QI{len(fields)}I{len(hashes)}Q", session, generation, *fields, *hashes)
-    return xxhash.xxh3_64_intdigest(packed)
+def _checksum(session: int, generation: int, runs: Sequence[Sequence[int]], hashes: Sequence[int]) -> int:
+    fields = itertools.chain.from_iterable(runs)
+    return xxhash.xxh3_64_intdigest(_packing(len(runs), len(hashes)).pack(session, generation, *fields, *hashes))
+
+
+@functools.lru_cache
+def _packing(runs: int, hashes: int) -> struct.Struct:
+    return struct.Struct(f"<QI{len(Run._fields) * runs}I{hashes}Q")
 
 
 def _run_of(message: kv_pb2.SliceRun) -> Run:
@@ -165,20 +171,21 @@ class FrameOpener:
             DamagedSliceError: A slice's bytes are not what was sent.
             FrameError: Checksum, sizes or ranges are wrong; nothing of the frame may be used.
         """
-        hashes, size, position, number = header.slice_hashes[:], payload.nbytes, 0, 0
-        if not 0 < len(header.runs) <= len(hashes) <= MAX_FRAME_SLICES:
-            raise FrameError(f"frame of session {header.session}: {len(header.runs)} runs, {len(hashes)} slices")
-        runs = [_run_of(message) for message in header.runs]
-        if _checksum(header.session, header.generation, runs, hashes) != header.checksum:
-            raise FrameError(f"frame of session {header.session}: wrong checksum")
+        session, messages, hashes = header.session, header.runs, header.slice_hashes[:]
+        if not 0 < len(messages) <= len(hashes) <= MAX_FRAME_SLICES:
+            raise FrameError(f"frame of session {session}: {len(messages)} runs, {len(hashes)} slices")
+        runs = [_run_of(message) for message in messages]
+        if _checksum(session, header.generation, runs, hashes) != header.checksum:
+            raise FrameError(f"frame of session {session}: wrong checksum")
         opened: list[OpenRun] = []
-        for run in runs:
-            end, count = position + run_bytes(run, self._layout), number + run.block_count
-            last = run is runs[-1]
-            if end > size or count > len(hashes) or (last and (end < size or count < len(hashes))):
-                raise FrameError(f"frame of session {header.session}: {size} bytes, its runs need {end}")
-            data, expected = payload[position:end], hashes[number:count]
-            position, number = end, count
+        position = number = 0
+        sizes = [run_bytes(run, self._layout) for run in runs]
+        if sum(sizes) != payload.nbytes or sum([run.block_count for run in runs]) != len(hashes):
+            raise FrameError(f"frame of session {session}: {payload.nbytes} bytes, its runs need {sum(sizes)}")
+        for run, nbytes in zip(runs, sizes, strict=True):
+            data, expected = payload[position : position + nbytes], hashes[number : number + run.block_count]
+            position += nbytes
+            number += run.block_count
             if run.head_begin != self._heads.start or run.head_end != self._heads.stop:
                 whole = self._pieced(run, data)
                 if whole is None:

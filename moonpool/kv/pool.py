@@ -142,11 +142,6 @@ class KVPool:
             raise
         return cls(layout, blocks, parts)
 
-    @staticmethod
-    def blocks_for_bytes(layout: KVLayout, kv_bytes: int) -> int:
-        """Number of blocks that fit in `kv_bytes`."""
-        return kv_bytes // layout.block_bytes
-
     @property
     def nbytes(self) -> int:
         """Bytes of all parts."""

@@ -36,11 +36,6 @@ class PackedBatch:
         """T, the number of rows."""
         return self.token_ids.shape[0]
 
-    @property
-    def num_sequences(self) -> int:
-        """S."""
-        return self.context_lens.shape[0]
-
     @classmethod
     def build(
         cls,

@@ -83,7 +83,7 @@ def _write_weights(folder: Path, config: ModelConfig, seed: int, dtype: torch.dt
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {name: _draw(name, shape, config, seed).to(dtype) for name, shape in shard.items()}
+        tensors = {name: _draw(name, shape, seed).to(dtype) for name, shape in shard.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(0o644)  # safetensors makes it its writer's alone; services run as other users
         weight_map.update(dict.fromkeys(shard, file))
@@ -104,7 +104,7 @@ def _tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _draw(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
+def _draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """Return the float32 weights of one tensor, a function of seed, name and shape."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))

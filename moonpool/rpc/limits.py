@@ -84,6 +84,8 @@ def check_message(cls: type[Message], data: bytes) -> None:
 
 def read_varint(data: bytes, position: int) -> tuple[int, int]:
     """A varint and the position after it."""
+    if (value := data[position]) < 0x80:
+        return value, position + 1
     value = shift = 0
     for index in range(position, min(position + _MAX_VARINT_BYTES, len(data))):
         byte = data[index]
@@ -97,7 +99,7 @@ def read_varint(data: bytes, position: int) -> tuple[int, int]:
 def skip_value(data: bytes, position: int, kind: int) -> int | None:
     """The position after a value that is not length-delimited; None for a group."""
     if kind == _VARINT:
-        return position + 1 if data[position] < 0x80 else read_varint(data, position)[1]
+        return read_varint(data, position)[1]
     if kind == _FIXED64:
         return position + 8
     return position + 4 if kind == _FIXED32 else None

@@ -66,14 +66,6 @@ class SliceLedger:
             return
         self._accept_heads(run, end)
 
-    def block_complete(self, block: int) -> bool:
-        """All layers of the block have come, or it is held."""
-        return all(have >> block & 1 for have in self._have.values())
-
-    def slice_complete(self, layer: int, block: int) -> bool:
-        """All expected heads of one layer of the block have come, or it is held."""
-        return bool(self._have[layer] >> block & 1)
-
     def layer_complete(self, layer: int) -> bool:
         """All blocks of the layer have come or are held."""
         return self._have[layer] == self._all

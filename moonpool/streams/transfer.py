@@ -1,8 +1,8 @@
-"""The receiver's state machine of one transfer. Without I/O; time is an argument."""
+"""The receiver's state machine of one transfer, without I/O. Whoever promised it watches its lease."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 
 from moonpool.errors import FrameError, TransferFailed
@@ -37,12 +37,9 @@ class InboundTransfer:
         transfer_id: int,
         generation: int,
         layout: KVLayout,
-        blocks: Sequence[int] | None,
         num_blocks: int,
         held_blocks: int,
         last_valid_tokens: int,
-        lease_s: float,
-        now: float,
     ) -> None:
         """Promises room.
 
@@ -50,15 +47,12 @@ class InboundTransfer:
             transfer_id: Unique at this receiver.
             generation: Tells this use of the id, or of the blocks, from others.
             layout: Arrangement of what will come.
-            blocks: Pool blocks, when they are bound already; None binds them later.
             num_blocks: Blocks of the sequence, held ones included.
             held_blocks: Leading blocks that are here and will not be sent.
             last_valid_tokens: Valid tokens in the last block; all others are full.
-            lease_s: The transfer expires when nothing is heard of it for so long.
-            now: Seconds on any monotonic clock.
         """
-        if not (num_blocks >= 1 and 1 <= last_valid_tokens <= layout.block_tokens and lease_s > 0):
-            raise ValueError(f"impossible transfer: {num_blocks} blocks, {last_valid_tokens} tokens, {lease_s} s")
+        if not (num_blocks >= 1 and 1 <= last_valid_tokens <= layout.block_tokens):
+            raise ValueError(f"impossible transfer: {num_blocks} blocks, {last_valid_tokens} tokens in the last")
         self.transfer_id = transfer_id
         self.generation = generation
         self.layout = layout
@@ -66,15 +60,11 @@ class InboundTransfer:
         self.num_blocks = num_blocks
         self.held_blocks = held_blocks
         self.last_valid_tokens = last_valid_tokens
-        self.lease_s = lease_s
         self.state = TransferState.PROMISED
         self.reason = ""
         self.damaged_block: int | None = None
         self.blocks: list[int] | None = None
-        self.heard_at = now
         self._ledger = SliceLedger(range(layout.layers), num_blocks, range(layout.kv_heads), held_blocks)
-        if blocks is not None:
-            self.bind(blocks, now)
 
     @property
     def done(self) -> bool:
@@ -89,7 +79,7 @@ class InboundTransfer:
         """Number of (layer, block) slices that have not come."""
         return self._ledger.missing()
 
-    def bind(self, blocks: Sequence[int], now: float) -> None:
+    def bind(self, blocks: Sequence[int]) -> None:
         """Names the pool blocks; slices may come from now on. Complete at once when everything is held.
 
         Raises:
@@ -101,9 +91,8 @@ class InboundTransfer:
             raise ValueError(f"transfer {self.transfer_id} needs {self.num_blocks} blocks, got {len(blocks)}")
         self.blocks = list(blocks)
         self.state = TransferState.COMPLETE if self._ledger.complete else TransferState.RECEIVING
-        self.touch(now)
 
-    def accept(self, run: Run, now: float) -> None:
+    def accept(self, run: Run) -> None:
         """Records a run of an opened frame, before its bytes are written. Changes nothing when it raises.
 
         Raises:
@@ -119,22 +108,8 @@ class InboundTransfer:
         if run.valid_tokens != valid_tokens:
             raise FrameError(f"{run}: the last block of the run must have {valid_tokens} valid tokens")
         self._ledger.accept(run)
-        self.touch(now)
         if self._ledger.complete:
             self.state = TransferState.COMPLETE
-
-    def accept_all(self, runs: Iterable[Run], now: float) -> None:
-        """`accept` for each run of a frame; a frame that raises midway must `fail` the transfer."""
-        for run in runs:
-            self.accept(run, now)
-
-    def touch(self, now: float) -> None:
-        """Renews the lease: something was heard of the transfer."""
-        self.heard_at = max(self.heard_at, now)
-
-    def expired(self, now: float) -> bool:
-        """Nothing was heard for longer than the lease, and the transfer still waits for something."""
-        return not self.done and now - self.heard_at > self.lease_s
 
     def fail(self, reason: str) -> None:
         """Gives the transfer up. A final state stays as it is: a complete transfer does not fail afterwards."""

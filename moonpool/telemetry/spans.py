@@ -29,7 +29,6 @@ class Recorder:
     """
 
     def __init__(self, process_name: str, path: Path | None) -> None:
-        self._process_name = process_name
         self._lock = threading.Lock()
         self._pending: list[str] = []
         self._oldest_ns = 0

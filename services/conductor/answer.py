@@ -16,7 +16,7 @@ LENGTH = kv_pb2.FINISH_REASON_LENGTH
 
 @dataclass(slots=True)
 class Answer:
-    """What was generated so far. `finish` is set with the last token; `ended_here` when decode does not know it yet."""
+    """What was generated so far. `finish` is set with the last token."""
 
     request: Request
     text: AnswerText

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from pydantic import Field
 
-from moonpool.config import ListenAddress, ServiceConfig
+from moonpool.config import ListenAddress
+from moonpool.drive.config import CoreServiceConfig
 from services.conductor.core.stores import MAX_REPLICAS
 
 
-class ConductorConfig(ServiceConfig):
+class ConductorConfig(CoreServiceConfig):
     """Takes requests, places them on instances, and keeps the state of the cluster."""
 
     listen: ListenAddress = Field(
@@ -51,10 +52,6 @@ class ConductorConfig(ServiceConfig):
         ge=0,
         description="seconds a request may wait for room at decode, within its TTFT limit, before it is refused",
     )
-    journal_dir: Path | None = Field(
-        None, description="folder for a journal of all decisions, for `moonpool rerun`; default: none is kept"
-    )
-    journal_bytes: int = Field(64 << 20, ge=1 << 16, description="size of the journal's two files together")
     record_trace: Path | None = Field(
         None,
         description="file for a trace of all requests that the simulator reads: times, lengths and keyed hashes of "

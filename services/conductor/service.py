@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from moonpool.drive.driver import Driver
-from moonpool.drive.journal import JournalWriter
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import serving
@@ -50,7 +49,7 @@ async def conductor(
         channels = await stack.enter_async_context(Channels())
         recording = await _recording(config, stack)
         core = _core(config)
-        driver: Driver[Event, Action] = Driver(core, lambda action: desk.perform(action), journal=_journal(config))
+        driver: Driver[Event, Action] = Driver(core, lambda action: desk.perform(action), journal=config.journal())
         cluster = Cluster(checkpoint.served(), channels, driver.post)
         stack.callback(driver.close)
         stack.push_async_callback(cluster.steps.aclose)
@@ -80,12 +79,6 @@ async def _recording(config: ConductorConfig, stack: AsyncExitStack) -> Recordin
     recording = await asyncio.to_thread(Recording, config.record_trace)
     stack.push_async_callback(asyncio.to_thread, recording.close)
     return recording
-
-
-def _journal(config: ConductorConfig) -> JournalWriter | None:
-    if config.journal_dir is None:
-        return None
-    return JournalWriter(config.journal_dir, config.id, config.journal_bytes)
 
 
 async def serve(context: ProcessContext, config: ConductorConfig) -> None:

@@ -87,6 +87,11 @@ class StepsStream:
         return len(self._followers)
 
     @property
+    def is_open(self) -> bool:
+        """Whether its call is under way."""
+        return self._call is not None and self._call.error is None
+
+    @property
     def unsent(self) -> int:
         """Starts and cancels that wait to be written; a broken stream has none."""
         return len(self._call.outbox) if self._call is not None else 0
@@ -220,5 +225,5 @@ class StepsPool:
 
     def _forget(self, stream: StepsStream) -> None:
         key = stream.decode.id, stream.decode.incarnation
-        if self._streams.get(key) is stream and not len(stream):
+        if self._streams.get(key) is stream and not len(stream) and not stream.is_open:
             del self._streams[key]

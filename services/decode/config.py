@@ -33,7 +33,3 @@ class DecodeConfig(EngineConfig):
         ge=0,
         description="diagnosis: preempt a running sequence in every so many steps; 0 = only when blocks run out",
     )
-    journal_dir: str = Field(
-        "", description="folder for a journal of all decisions, for `moonpool rerun`; empty = none"
-    )
-    journal_bytes: int = Field(64 << 20, ge=1 << 16, description="bytes of the journal at most")

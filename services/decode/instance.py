@@ -3,10 +3,8 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from moonpool.cluster.speeds import speeds_to_proto
-from moonpool.drive.journal import JournalWriter
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
 from moonpool.errors import Unavailable
@@ -52,10 +50,14 @@ class DecodeInstance:
             lambda blocks: self.shell.copies.written_back(blocks),
             time.monotonic,
         )
-        folder = config.journal_dir
-        journal = JournalWriter(Path(folder), config.id or "decode", config.journal_bytes) if folder else None
         self.shell = DecodeShell(
-            self.core, engine, context.setup.max_tokens, self.write_back, context.spans, context.notify, journal
+            self.core,
+            engine,
+            context.setup.max_tokens,
+            self.write_back,
+            context.spans,
+            context.notify,
+            config.journal(),
         )
         self.subscribers: set[Subscriber] = set()
         self.receivers: set[Receiver] = set()

@@ -1,7 +1,5 @@
 """Receives KV: one object per stream from a prefill process. Each frame is checked before its slices are written."""
 
-import time
-
 from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
 from moonpool.kv.frames import DamagedSliceError, split_run
 from moonpool.kv.layout import KVLayout
@@ -128,7 +126,7 @@ class Receiver:
     def _write(self, request: LiveRequest, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
         try:
             for run, data, hashes in request.transfer.opener.open(header, payload):
-                request.transfer.accept(run, time.monotonic())
+                request.transfer.accept(run)
                 for (index, _, piece), value in zip(split_run(run, data, self._layout), hashes, strict=True):
                     self._pool.write(run.layer, request.table[index], piece, value)
             self._shell.heard(request)

@@ -151,8 +151,8 @@ class DecodeShell:
             raise Overloaded(
                 answer.why, reason=answer.reason, predicted_tbt_s=answer.tbt_s, slo_s=tbt_slo_s, retry_after_s=1.0
             )
-        now = time.monotonic()
-        live = LiveRequest(incoming, stores, self._transfer(number, tokens, answer.held, now), list(incoming.keys), now)
+        transfer = self._transfer(number, tokens, answer.held)
+        live = LiveRequest(incoming, stores, transfer, list(incoming.keys), time.monotonic())
         self._live[number] = live
         self.empty.clear()
         return live, answer.tbt_s
@@ -167,12 +167,12 @@ class DecodeShell:
             raise InvalidRequest("sequence.sampling.max_tokens", f"needs {needed} blocks, this instance has {have}")
         return tokens, total
 
-    def _transfer(self, number: int, tokens: int, held: int, now: float) -> InboundTransfer:
+    def _transfer(self, number: int, tokens: int, held: int) -> InboundTransfer:
         layout = self._layout
         blocks = layout.blocks_for(tokens)
         last = layout.valid_tokens(tokens, blocks - 1)
         generation = number % MAX_GENERATION + 1
-        return InboundTransfer(number, generation, layout, None, blocks, held, last, self.core.config.lease_s, now)
+        return InboundTransfer(number, generation, layout, blocks, held, last)
 
     def get(self, transfer_id: int, generation: int) -> LiveRequest | None:
         """The request of a transfer; None when it is unknown, has ended or has another generation."""
@@ -365,7 +365,7 @@ class DecodeShell:
     def _bound(live: LiveRequest, blocks: tuple[int, ...]) -> None:
         live.table = blocks
         if live.transfer.state is TransferState.PROMISED:
-            live.transfer.bind(blocks, time.monotonic())
+            live.transfer.bind(blocks)
 
     @staticmethod
     def _ending(live: LiveRequest, why: str) -> None:

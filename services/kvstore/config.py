@@ -54,7 +54,6 @@ class KVStoreConfig(ServiceConfig):
         description="bytes of DRAM that all reading sessions together may keep from eviction; default: three quarters "
         "of dram_bytes",
     )
-    max_calls_per_host: int = Field(1024, ge=1, description="calls and streams that one host may have open at once")
     pin_bytes: int | None = Field(
         None, ge=0, description="bytes of blocks that all pins together may keep; default: half of dram_bytes; 0 = none"
     )

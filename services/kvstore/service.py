@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.cluster import HeldKeys, JoinAgent
-from moonpool.kv.frames import FRAME_BYTES
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.parts import PARTS
 from moonpool.rpc.channels import Channels
@@ -34,7 +33,7 @@ from services.kvstore.policies import POLICIES
 from services.kvstore.servicer import KVStoreServicer
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.streams.get_stream import GetResources
-from services.kvstore.streams.open_calls import OpenCalls
+from services.kvstore.streams.open_streams import OpenStreams
 from services.kvstore.streams.put_stream import PutResources
 from services.kvstore.streams.rooms import RoomQueue
 from services.kvstore.streams.watch import Journal, Unreported
@@ -67,7 +66,7 @@ class KVStoreService(StoreListener):
     """The store with its threads and its servicer; use `running`.
 
     Without `channels` to the conductor, it runs alone; else `on_drain` is called when the conductor orders it to drain,
-    and the address of `instance` is set before it joins. A read of up to `together_bytes` is answered in one message.
+    and the address of `instance` is set before it joins.
     """
 
     def __init__(
@@ -77,13 +76,12 @@ class KVStoreService(StoreListener):
         instance: kv_pb2.Instance,
         channels: Channels | None = None,
         on_drain: Callable[[], None] = lambda: None,
-        together_bytes: int = FRAME_BYTES,
     ) -> None:
         self.config = config
         self.rooms = RoomQueue(MAX_WAITING_FOR_ROOM)
         self.idle = asyncio.Event()  # no session is open
         self.idle.set()
-        self.calls = OpenCalls(config.max_calls_per_host)
+        self.streams = OpenStreams()
         self.metrics = Metrics(config.service())
         self._closing = asyncio.Event()
         self._draining = False
@@ -100,25 +98,23 @@ class KVStoreService(StoreListener):
         self._pins = PinKeeper(self.store.tiers, asyncio.get_running_loop().time)
         ahead = ByteCredits(config.read_ahead_bytes)
         rows = list(config.tenants)
-        self.gauges = gauges_of(self.store, self.calls, self.rooms, ahead, self._journal, self.writer, rows)
+        self.gauges = gauges_of(self.store, self.streams, self.rooms, ahead, self._journal, self.writer, rows)
         self.metrics.watch(self.gauges)
-        self.servicer = self._make_servicer(instance, ahead, together_bytes)
+        self.servicer = self._make_servicer(instance, ahead)
         self.hello = conductor_pb2.JoinHello(instance=instance, capacity_bytes=config.capacity_bytes)
         self.agent: JoinAgent | None = None
         if channels is not None and config.conductor:
             take = self._unreported.take
             self.agent = JoinAgent(channels, config.conductor, self.hello, self._load, take, held, on_drain)
 
-    def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits, together_bytes: int) -> KVStoreServicer:
+    def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits) -> KVStoreServicer:
         config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.session_timeout_s
         put = PutResources(store.writes, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
-        on_read = self._observer.read
-        get = GetResources(
-            store.reads, pool, ahead, instance, timeout_s, config.lease_timeout_s, on_read, together_bytes
-        )
+        lease_timeout_s, on_read = config.lease_timeout_s, self._observer.read
+        get = GetResources(store.reads, pool, ahead, instance, timeout_s, lease_timeout_s, on_read)
         operations = Operations(store, pool, ahead, self._observer.reuse, config.capacity_bytes)
-        journal, closing, calls = self._journal, self._closing, self.calls
-        return KVStoreServicer(put, get, self._pins, operations, journal, self.gauges, closing, calls)
+        journal, closing, streams = self._journal, self._closing, self.streams
+        return KVStoreServicer(put, get, self._pins, operations, journal, self.gauges, closing, streams)
 
     @property
     def contract(self) -> Service:
@@ -190,7 +186,7 @@ class KVStoreService(StoreListener):
         await within(self.config.drain_s / 2, self.idle)
         self._closing.set()
         self._journal.close()
-        await within(END_STREAMS_S, self.calls.quiet)
+        await within(END_STREAMS_S, self.streams.quiet)
 
 
 async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:

@@ -13,7 +13,7 @@ from services.kvstore.core.assembly import MAX_SESSION_BLOCKS
 from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.pin_keeper import PinKeeper
 from services.kvstore.streams.get_stream import GetResources, GetStream
-from services.kvstore.streams.open_calls import OpenCalls, PeerContext
+from services.kvstore.streams.open_streams import OpenStreams
 from services.kvstore.streams.put_stream import PutResources, PutStream
 from services.kvstore.streams.watch import Journal
 
@@ -31,16 +31,16 @@ class KVStoreServicer:
     journal: Journal
     gauges: Gauges
     closing: asyncio.Event
-    calls: OpenCalls
+    streams: OpenStreams
 
-    async def Put(self, requests: AsyncIterator[PayloadMessage[pb.PutRequest]], context: PeerContext) -> None:  # noqa: N802
+    async def Put(self, requests: AsyncIterator[PayloadMessage[pb.PutRequest]], context: object) -> None:  # noqa: N802
         stream = PutStream(self.put, self.closing)
-        with self.calls.stream(context, stream):
+        with self.streams.running(stream):
             await stream.run(requests, context)
 
-    async def Get(self, requests: AsyncIterator[pb.GetRequest], context: PeerContext) -> None:  # noqa: N802
+    async def Get(self, requests: AsyncIterator[pb.GetRequest], context: object) -> None:  # noqa: N802
         stream = GetStream(self.get, self.closing)
-        with self.calls.stream(context, stream):
+        with self.streams.running(stream):
             await stream.run(requests, context)
 
     async def MatchPrefix(self, request: pb.MatchPrefixRequest, context: object) -> pb.MatchPrefixResponse:  # noqa: N802
@@ -61,9 +61,9 @@ class KVStoreServicer:
     async def Unpin(self, request: pb.UnpinRequest, context: object) -> pb.UnpinResponse:  # noqa: N802
         return pb.UnpinResponse(found=self.pins.unpin(request.tenant, request.name))
 
-    async def Watch(self, request: pb.WatchRequest, context: PeerContext) -> AsyncIterator[pb.WatchResponse]:  # noqa: N802
+    async def Watch(self, request: pb.WatchRequest, context: object) -> AsyncIterator[pb.WatchResponse]:  # noqa: N802
         """A snapshot (or what was missed), then changes."""
-        with self.calls.stream(context):
+        with self.streams.running(context):
             async with aclosing(self.journal.watch(request.incarnation, request.after_sequence)) as messages:
                 async for events in messages:
                     yield pb.WatchResponse(incarnation=self.put.instance.incarnation, events=events)
@@ -74,9 +74,8 @@ class KVStoreServicer:
     async def Compact(self, request: pb.CompactRequest, context: object) -> pb.CompactResponse:  # noqa: N802
         return pb.CompactResponse(segments=self.operations.compact(request.min_live_share))
 
-    async def Warm(self, request: pb.WarmRequest, context: PeerContext) -> pb.WarmResponse:  # noqa: N802
-        with self.calls.call(context):
-            blocks, nbytes = await self.operations.warm(request.max_bytes)
+    async def Warm(self, request: pb.WarmRequest, context: object) -> pb.WarmResponse:  # noqa: N802
+        blocks, nbytes = await self.operations.warm(request.max_bytes)
         return pb.WarmResponse(blocks=blocks, bytes=nbytes)
 
     async def ReuseCurve(self, request: pb.ReuseCurveRequest, context: object) -> pb.ReuseCurveResponse:  # noqa: N802

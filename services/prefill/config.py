@@ -14,8 +14,4 @@ class PrefillConfig(EngineConfig):
     load_timeout_s: float = Field(
         5.0, gt=0, description="seconds a load from a kvstore may take beyond what is predicted"
     )
-    journal_dir: str = Field(
-        "", description="folder for the journal of this instance's decisions; empty = none is kept"
-    )
-    journal_bytes: int = Field(64 << 20, ge=1 << 16, description="bytes of the journal at most; older ones are dropped")
     verdict_timeout_s: float = Field(30.0, gt=0, description="seconds a decode instance has to confirm a transfer")

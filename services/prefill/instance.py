@@ -3,10 +3,8 @@
 import asyncio
 import itertools
 import time
-from pathlib import Path
 
 from moonpool.cluster.speeds import speeds_to_proto
-from moonpool.drive.journal import JournalWriter
 from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
 from moonpool.sched.block_manager import BlockManager
@@ -63,7 +61,7 @@ class PrefillInstance:
             self.write_back,
             context.spans,
             context.notify,
-            _journal(config),
+            config.journal(),
         )
 
     @property
@@ -194,9 +192,3 @@ def _settings(context: InstanceContext, config: PrefillConfig) -> Settings:
         load_timeout_s=config.load_timeout_s,
         verdict_timeout_s=config.verdict_timeout_s,
     )
-
-
-def _journal(config: PrefillConfig) -> JournalWriter | None:
-    if not config.journal_dir:
-        return None
-    return JournalWriter(Path(config.journal_dir), config.id or "prefill", config.journal_bytes)

@@ -19,7 +19,6 @@ from simulator.traces.workload import CHAT, Workload
 REQUESTS = 40
 DEADLINE_S = 120.0
 _MOST_CRASHES = 4
-_MOST_AWAY_S = 20.0
 _MOST_DROPPED, _MOST_LATE = 0.03, 0.05
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,7 +14,6 @@ from moonpool.streams.transfer import InboundTransfer, TransferState
 from moonpool.v1 import decode_pb2, kv_pb2
 
 GENERATION = 1
-LEASE_S = 3600.0
 
 
 class Sink:
@@ -28,10 +26,10 @@ class Sink:
 
     def expect(self, number: int, tokens: int) -> kv_pb2.TransferTarget:
         """Where a prompt's KV is to be sent."""
-        layout, now = self._plan.layout, time.monotonic()
+        layout = self._plan.layout
         blocks = layout.blocks_for(tokens)
         valid = layout.valid_tokens(tokens, blocks - 1)
-        self._transfers[number] = InboundTransfer(number, GENERATION, layout, None, blocks, 0, valid, LEASE_S, now)
+        self._transfers[number] = InboundTransfer(number, GENERATION, layout, blocks, 0, valid)
         return kv_pb2.TransferTarget(decode=self.instance, transfer_id=number, generation=GENERATION)
 
     def forget(self, number: int) -> bool:
@@ -61,14 +59,14 @@ class Sink:
             case "open":
                 transfer = self._transfers.get(message.open.transfer_id)
                 if transfer is not None:
-                    transfer.bind(range(transfer.num_blocks), time.monotonic())
+                    transfer.bind(range(transfer.num_blocks))
             case "frame":
                 transfer = self._transfers.get(message.frame.session)
                 if transfer is None or transfer.done:
                     return
                 try:
-                    runs = transfer.opener.open(message.frame, payload)
-                    transfer.accept_all([opened.run for opened in runs], time.monotonic())
+                    for opened in list(transfer.opener.open(message.frame, payload)):
+                        transfer.accept(opened.run)
                 except MoonpoolError as error:
                     transfer.fail(str(error))
                 if transfer.done:

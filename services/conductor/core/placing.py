@@ -94,8 +94,9 @@ class Placing:
         """Notes why an instance gave no promise: it is full, or too slow, or could not be asked."""
         if isinstance(result, Failure) and result.kind is Kind.OVERLOADED:
             attempt.full = result
-            if result.reason == NO_DECODE_ROOM:
-                self._rooms.refused(hold.instance, self._picture.room_of(hold.instance)[0])
+            room, total = self._picture.room_of(hold.instance)
+            if result.reason == NO_DECODE_ROOM and total:  # it is there still
+                self._rooms.refused(hold.instance, room)
             return
         restarted = Failure(Kind.UNAVAILABLE, f"{hold.instance} was restarted")
         attempt.failed = result if isinstance(result, Failure) else restarted

@@ -5,7 +5,7 @@ same bytes both times.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from moonpool.errors import FrameError, InvalidRequest
 from moonpool.kv.blocks import MAX_TENANT_BYTES, NO_PARENT, BlockFormat, BlockInfo, DramBlock
@@ -167,12 +167,12 @@ class PutSession:
 
     def begun_by(self, runs: Sequence[OpenRun]) -> list[Assembly]:
         """Blocks for which a frame brings bytes and no DRAM is reserved yet."""
-        begun = {
-            index: block
-            for run, _, _ in runs
-            for index in range(run.first_block, run.first_block + run.block_count)
-            if (block := self.unfinished.get(index)) is not None and not block.reserved
-        }
+        begun: dict[int, Assembly] = {}
+        for run, _, _ in runs:
+            for index in range(run.first_block, run.first_block + run.block_count):
+                block = self.unfinished.get(index)
+                if block is not None and not block.reserved:
+                    begun[index] = block
         return list(begun.values())
 
     def next_blocks(self, first: int) -> list[Assembly]:
@@ -201,14 +201,6 @@ class PutSession:
                 at += size
                 if block is not None and block.put(run, part, value if all_heads else None, allocate):
                     yield block
-
-
-def bytes_by_tenant(blocks: Iterable[Assembly]) -> dict[str, int]:
-    """Sums up the sizes of blocks."""
-    needed: dict[str, int] = {}
-    for block in blocks:
-        needed[block.spec.tenant] = needed.get(block.spec.tenant, 0) + block.nbytes
-    return needed
 
 
 def portions(runs: list[OpenRun], spec: PutSpec) -> list[list[OpenRun]]:

@@ -45,21 +45,8 @@ class LeasedBlock:
         """Whether DRAM was reserved for the whole block."""
         return self.allocate is not None
 
-    def hash_of(self, layer: int) -> int:
-        """The hash of a layer that is in DRAM or was read, bound to the block."""
-        if self.block is not None:
-            return self.block.hashes[layer]
-        assert self.reader is not None
-        return self.reader.hashes[layer]
-
-    def take(self, layer: int, layout: KVLayout) -> memoryview:
-        """Memory for one layer's bytes: the block's own or `fill`, else new.
-
-        Raises:
-            Overloaded: the operating system gives none.
-        """
-        if self.block is not None:
-            return self.block.slice(layer)
+    def memory(self, layer: int, layout: KVLayout) -> memoryview:
+        """Memory to read one layer to: in `fill`, else new; raises Overloaded when the operating system gives none."""
         size = layout.slice_bytes
         if self.allocate is None:
             return memoryview(bytearray(size))
@@ -69,11 +56,11 @@ class LeasedBlock:
 
     def promoted(self, layout: KVLayout) -> DramBlock | None:
         """The block that was read from the SSD tier into reserved DRAM; None when not all of it was read."""
-        info = None if self.reader is None else self.reader.info
-        if info is None or self.fill is None or self.filled != (1 << layout.layers) - 1:
+        reader = self.reader
+        if reader is None or reader.info is None or self.fill is None or self.filled != (1 << layout.layers) - 1:
             return None
-        hashes = list(map(self.hash_of, range(layout.layers)))
-        return DramBlock(dataclasses.replace(info, tenant=self.tenant), self.fill, hashes)
+        hashes = [reader.hashes[layer] for layer in range(layout.layers)]
+        return DramBlock(dataclasses.replace(reader.info, tenant=self.tenant), self.fill, hashes)
 
 
 @dataclasses.dataclass(slots=True)
@@ -204,7 +191,7 @@ class Reads:
         if ssd is None or ssd.catalogue.format_of(key) != lease.format:
             return None
         source = LeasedBlock(reader=ssd.reader(key), tenant=ssd.catalogue.tenant_of(key) or "")
-        if lease.promote and fits and self.tiers.reserve(size, source.tenant):
+        if lease.promote and fits and self.tiers.reserve({source.tenant: size}):
             self.leased_bytes += size
             source.allocate = dram.arena.allocate
         return source

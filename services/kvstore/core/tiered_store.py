@@ -85,12 +85,16 @@ class TieredStore:
         if self.ssd is not None:
             self.ssd.catalogue.touch(chain)
 
-    def reserve(self, nbytes: int, tenant: str) -> bool:
-        """Reserves DRAM for blocks of a tenant, evicting others; False when too little can be evicted."""
-        victims = self.dram.reserve(nbytes, tenant)
-        if victims is None:
-            return False
-        self.removed(victims)
+    def reserve(self, nbytes: Mapping[str, int]) -> bool:
+        """Reserves DRAM by tenant, evicting others; nothing, and False, when too little can be evicted."""
+        taken: dict[str, int] = {}
+        for tenant, count in nbytes.items():
+            victims = self.dram.reserve(count, tenant)
+            if victims is None:
+                self.unreserve(taken)
+                return False
+            self.removed(victims)
+            taken[tenant] = count
         return True
 
     def unreserve(self, nbytes: Mapping[str, int]) -> None:

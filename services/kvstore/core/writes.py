@@ -13,18 +13,13 @@ from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.frames import OpenRun
 from moonpool.kv.keys import BlockKey
-from services.kvstore.core.assembly import (
-    Assembly,
-    Indices,
-    PutSession,
-    PutSpec,
-    bytes_by_tenant,
-)
+from services.kvstore.core.assembly import Assembly, Indices, PutSession, PutSpec
 from services.kvstore.core.tiered_store import TieredStore
 from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.ssd.commit import WritePlan
 from services.kvstore.ssd.records import record_size
 from services.kvstore.ssd.tier import SsdTier
+from services.kvstore.tenancy.tenants import TenantBytes
 
 MAX_OPEN_KEYS = 1 << 18
 """Most keys of all open writing sessions together."""
@@ -135,25 +130,16 @@ class Writes:
         begun = session.begun_by(runs)
         if not begun:
             return True
-        for tenant, nbytes in bytes_by_tenant(begun).items():
+        for tenant, nbytes in _by_tenant(begun).items():
             self._tiers.dram.check_possible(nbytes, tenant, now)
         ahead = session.next_blocks(max(block.writers[session] for block in begun) + 1)
-        if ahead and self._reserve([*begun, *ahead]):
+        if ahead and self._tiers.reserve(_by_tenant([*begun, *ahead])):
             begun += ahead
-        elif not self._reserve(begun):
+        elif not self._tiers.reserve(_by_tenant(begun)):
             return False
         for block in begun:
             block.reserved = True
             session.reserved_bytes += block.nbytes
-        return True
-
-    def _reserve(self, blocks: Sequence[Assembly]) -> bool:
-        taken: dict[str, int] = {}
-        for tenant, nbytes in bytes_by_tenant(blocks).items():
-            if not self._tiers.reserve(nbytes, tenant):
-                self._tiers.unreserve(taken)
-                return False
-            taken[tenant] = nbytes
         return True
 
     def write(self, session: PutSession, runs: Sequence[OpenRun], *, now: float = 0.0) -> bool:
@@ -190,7 +176,7 @@ class Writes:
         whole = [found for block in blocks if (found := self.unfinished.get(block.info.key)) is not None]
         for assembly in whole:
             self._finish(assembly)
-        self._tiers.unreserve(bytes_by_tenant(each for each in whole if each.reserved))
+        self._tiers.unreserve(_by_tenant(each for each in whole if each.reserved))
         self._tell_visible(whole)
 
     def _make_durable(self, blocks: Iterable[DramBlock]) -> None:
@@ -234,7 +220,7 @@ class Writes:
                 del self.unfinished[block.key]
                 left_alone.append(block)
         session.unfinished.clear()
-        self._tiers.unreserve(bytes_by_tenant(block for block in left_alone if block.reserved))
+        self._tiers.unreserve(_by_tenant(block for block in left_alone if block.reserved))
         for key in self.awaiting.keys() & session.spec.keys:
             left = [entry for entry in self.awaiting.pop(key) if entry[0] is not session]
             if left:
@@ -379,3 +365,7 @@ class Writes:
         for key, entries in self.awaiting.items():
             assert entries
             assert all(not session.closed and session.spec.keys[index] == key for session, index in entries)
+
+
+def _by_tenant(blocks: Iterable[Assembly]) -> TenantBytes:
+    return TenantBytes.of((block.spec.tenant, block.nbytes) for block in blocks)

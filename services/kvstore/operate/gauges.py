@@ -13,7 +13,7 @@ from moonpool.telemetry.gauges import Gauges, process_entries
 from services.kvstore.core.store import BlockStore
 from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.ssd.tier import SsdTier
-from services.kvstore.streams.open_calls import OpenCalls
+from services.kvstore.streams.open_streams import OpenStreams
 from services.kvstore.streams.rooms import RoomQueue
 from services.kvstore.streams.watch import Journal
 from services.kvstore.tenancy.tenants import DEFAULT_ROW
@@ -23,7 +23,7 @@ Add = Callable[..., None]
 
 def gauges_of(
     store: BlockStore,
-    calls: OpenCalls,
+    streams: OpenStreams,
     rooms: RoomQueue,
     ahead: ByteCredits,
     journal: Journal,
@@ -33,7 +33,7 @@ def gauges_of(
     """All gauges of a store; `writer` is None without an SSD tier, `tenants` are those with a row."""
     gauges = Gauges(process_entries())
     add = gauges.add
-    _add_sessions(add, store, calls)
+    _add_sessions(add, store, streams)
     add("sessions_waiting_for_room", lambda: len(rooms), 0)
     add("read_ahead_bytes", lambda: ahead.out, 0)
     add("watchers", lambda: journal.watchers)
@@ -45,7 +45,7 @@ def gauges_of(
     return gauges
 
 
-def _add_sessions(add: Add, store: BlockStore, calls: OpenCalls) -> None:
+def _add_sessions(add: Add, store: BlockStore, streams: OpenStreams) -> None:
     writes, reads, dram = store.writes, store.reads, store.tiers.dram
     add("put_sessions", lambda: len(writes.sessions), 0)
     add("get_sessions", lambda: reads.leases, 0)
@@ -55,11 +55,11 @@ def _add_sessions(add: Add, store: BlockStore, calls: OpenCalls) -> None:
     add("dram_held_bytes", lambda: dram.held_bytes, 0)
     add("dram_leased_bytes", lambda: reads.leased_bytes, 0)
     add("durability_awaited_blocks", lambda: len(writes.awaiting), 0)
-    add("stream_tasks", lambda: sum(stream.tasks for stream in calls.kv_streams), 0)
-    add("messages_unsent", lambda: calls.traffic.unsent, 0)
-    add("put_credits_kept_bytes", lambda: calls.traffic.credits_kept, 0)
-    add("get_credits_out_bytes", lambda: calls.traffic.credits_out, 0)
-    add("streams", lambda: calls.streams)
+    add("stream_tasks", lambda: sum(stream.tasks for stream in streams.kv), 0)
+    add("messages_unsent", lambda: streams.traffic.unsent, 0)
+    add("put_credits_kept_bytes", lambda: streams.traffic.credits_kept, 0)
+    add("get_credits_out_bytes", lambda: streams.traffic.credits_out, 0)
+    add("streams", lambda: len(streams))
 
 
 def _add_attributes(add: Add, source: object, name: str, *attributes: str) -> None:

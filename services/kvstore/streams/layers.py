@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from moonpool.errors import MoonpoolError
+from moonpool.errors import Overloaded
 from moonpool.kv.frames import FRAME_BYTES
 from moonpool.streams.credits import ByteCredits
 from moonpool.telemetry.logs import get_logger
@@ -29,8 +29,7 @@ READER_SHARE = 2  # one part in so many of the read-ahead's budget may go into o
 LAYER_BREAK_BYTES = 512 << 10  # a group so large ends with its layer, which then does not wait for the next one's bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(NamedTuple):
     """A block cannot be read: it and all after it will not come (again)."""
 
     block: int
@@ -51,6 +50,9 @@ class _Piece(NamedTuple):
     block: int
     source: LeasedBlock
     outs: list[memoryview]
+
+
+_Fetch = Future[tuple[_Piece, Exception] | None]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -111,11 +113,9 @@ class LayerReader:
         self._limit = self._told = 0  # blocks that can be read, and what the walker knows of them
         self._thickness = 1
         self._bands: collections.deque[_Band] = collections.deque()
-        self._held = 0  # bytes taken from `ahead`
-        self._walked = 0  # those of them that go back with the next group
-        self._fetches: set[Future[tuple[_Piece, Exception] | None]] = set()
+        self._walked = 0  # bytes taken from `ahead` that go back with the next group
+        self._fetches: set[_Fetch] = set()
         self._progress = asyncio.Event()
-        self._error: MoonpoolError | None = None
         self._closed = False
         self._loop = asyncio.get_running_loop()
 
@@ -123,9 +123,6 @@ class LayerReader:
         """Slices in order, in groups; after a `Lost` only of blocks before it. To be walked once the lease is complete.
 
         The bytes of a group stay as they are until `close`.
-
-        Raises:
-            Overloaded: there is no memory to read into.
         """
         group: list[Cell] = []
         self._limit = self._told = self.lease.blocks
@@ -143,9 +140,7 @@ class LayerReader:
                         for part in self._parts(group):
                             yield part
                         group = []
-                        self._sent()
-                        if unread and band.started <= block < self._limit:
-                            self._start_more(must=True)
+                        self._sent()  # of an unread block nothing is held now, so that its fetch begins
             self._bands.popleft()
             self._walked += band.ahead  # of lost blocks
             self._start_more()
@@ -163,8 +158,8 @@ class LayerReader:
             source = sources[block]
             if source.block is not None:
                 group.append(Cell(layer, block, source.block.slice(layer), source.block.hashes[layer]))
-            elif block in band.slices:
-                group.append(Cell(layer, block, band.slices[block][depth], source.hash_of(layer)))
+            elif source.reader is not None and block in band.slices:
+                group.append(Cell(layer, block, band.slices[block][depth], source.reader.hashes[layer]))
                 if not source.reserved:
                     self._walked += self._slice_bytes
                     band.ahead -= self._slice_bytes
@@ -183,25 +178,16 @@ class LayerReader:
 
     def _sent(self) -> None:
         """What was walked over has been sent."""
-        if not self._closed:
-            self.ahead.grant(self._walked)
-            self._held -= self._walked
-            self._walked = 0
-            self._start_more()
+        walked, self._walked = self._walked, 0
+        self.ahead.grant(walked)
+        self._start_more()
 
-    def _start_more(self, *, must: bool = False) -> None:
-        """Begins reading as far ahead as fetches and memory allow; at least one fetch if it is a must."""
-        if self._closed:
-            return
-        try:
-            while self._error is None and (must or len(self._fetches) < MAX_FETCHES) and self._start_one(must=must):
-                must = False
-        except MoonpoolError as error:
-            self._error = error
-        if must and self._error is not None:
-            raise self._error
+    def _start_more(self) -> None:
+        """Begins reading as far ahead as fetches and memory allow; at least one fetch while nothing is held."""
+        while not self._closed and len(self._fetches) < MAX_FETCHES and self._start_one():
+            pass
 
-    def _start_one(self, *, must: bool) -> bool:
+    def _start_one(self) -> bool:
         if not self._bands or self._bands[-1].started >= self._limit:
             if not self.layers or not self._limit or len(self._bands) >= MAX_BANDS:
                 return False
@@ -209,20 +195,27 @@ class LayerReader:
         band = self._bands[-1]
         blocks, end = self._next_blocks(band)
         cost = self._cost(blocks) if len(band.layers) == 1 else 0  # a thicker band's was taken when it was opened
-        if not self._take(cost, must=must or not self._held):
-            return False
+        if cost and not self.ahead.take(cost):
+            if self._held:
+                return False
+            self.ahead.overdraw(cost)
         band.ahead += cost
+        band.started = end
         if blocks:
             self._submit(band, blocks)
-        band.started = end
         return True
+
+    @property
+    def _held(self) -> int:
+        """Bytes taken from `ahead`."""
+        return self._walked + sum(band.ahead for band in self._bands)
 
     def _next_band(self) -> _Band:
         """The next layers: as many as a piece wants, if the read-ahead can take all of them, else one."""
         cost = self._cost(range(self._limit))
         most = self.ahead.window // READER_SHARE
         count = min(self._thickness, len(self.layers))
-        while count > 1 and not (count * cost <= most and self._take(count * cost, must=False)):
+        while count > 1 and cost and not (count * cost <= most and self.ahead.take(count * cost)):
             count //= 2
         band = _Band(self.layers[:count], count * cost if count > 1 else 0)
         self.layers = self.layers[count:]
@@ -246,20 +239,17 @@ class LayerReader:
                 blocks.append(block)
         return blocks, self._limit
 
-    def _take(self, nbytes: int, *, must: bool) -> bool:
-        if nbytes and not self.ahead.take(nbytes):
-            if not must:
-                return False
-            self.ahead.overdraw(nbytes)
-        self._held += nbytes
-        return True
-
     def _submit(self, band: _Band, blocks: list[int]) -> None:
         layout, sources = self.lease.format.layout, self.lease.sources
-        pieces = [
-            _Piece(block, sources[block], [sources[block].take(layer, layout) for layer in band.layers])
-            for block in blocks
-        ]
+        pieces: list[_Piece] = []
+        try:
+            for block in blocks:
+                outs = [sources[block].memory(layer, layout) for layer in band.layers]
+                pieces.append(_Piece(block, sources[block], outs))
+        except Overloaded as error:
+            log.warning("no memory to read into", error=str(error))
+            self._limit = blocks[0]
+            return
         fetch = self.pool.submit(_read, band.layers.start, pieces)
         self._fetches.add(fetch)
         fetch.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._ended, fetch, band, pieces))
@@ -268,7 +258,7 @@ class LayerReader:
         self._progress.clear()
         await self._progress.wait()
 
-    def _ended(self, fetch: Future[tuple[_Piece, Exception] | None], band: _Band, pieces: list[_Piece]) -> None:
+    def _ended(self, fetch: _Fetch, band: _Band, pieces: list[_Piece]) -> None:
         """Takes note of what a thread read and what it could not read."""
         self._fetches.discard(fetch)
         if fetch.cancelled():
@@ -280,10 +270,9 @@ class LayerReader:
             if piece.block < self._limit:
                 piece.source.filled |= bits
                 band.slices[piece.block] = piece.outs
-        if not self._closed:
-            self._start_more()
-            self._progress.set()
-        elif not self._fetches:
+        self._start_more()
+        self._progress.set()
+        if self._closed and not self._fetches:
             self.reads.close(self.lease)
 
     def _fail(self, piece: _Piece, error: Exception) -> None:

@@ -20,7 +20,7 @@ from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSession, PutSpec, portions
 from services.kvstore.core.writes import Writes
 from services.kvstore.dram.arena import RETRY_AFTER_S
-from services.kvstore.streams.open_calls import KVStream
+from services.kvstore.streams.open_streams import KVStream
 from services.kvstore.streams.rooms import RoomQueue
 
 MAX_UNFINISHED_BYTES = 4 * MAX_SLICE_BYTES
@@ -204,7 +204,11 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
                 await self._rooms.get(lambda: self._reserve_first(entry, session), lambda _: None, timeout_s, lane=lane)
                 async with self._turn:  # one part of one session, and others have a turn of the event loop
                     await asyncio.sleep(0)
-                    self._write_first(entry, session)
+                    runs, nbytes = entry.backlog.popleft()
+                    entry.progress_at = self._loop.time()
+                    self._settle(nbytes)
+                    written = self._writes.write(session, runs, now=entry.progress_at)
+                    assert written  # the room is its own
             entry.task = None
             if entry.silent and not session.closed:
                 self._settle(0, self._taken(entry))
@@ -218,14 +222,6 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         """Reserves room for the first of the backlog; None while there is none."""
         entry.progress_at = self._loop.time()
         return self._writes.reserve(session, entry.backlog[0][0], now=entry.progress_at) or None
-
-    def _write_first(self, entry: _Entry, session: PutSession) -> None:
-        runs, nbytes = entry.backlog[0]
-        entry.progress_at = self._loop.time()
-        written = self._writes.write(session, runs, now=entry.progress_at)
-        if written and entry.backlog:  # else there was no room after all, or the session has ended with this part
-            entry.backlog.popleft()
-            self._settle(nbytes)
 
     def _opened(self, entry: _Entry, session: PutSession) -> None:
         entry.session = session

@@ -3,15 +3,14 @@
 The journal numbers changes; changes of one turn of the event loop become one message. A watcher that knows this
 incarnation and a number that the journal still reaches gets the changes since. Others get a snapshot, step by step
 (`moonpool.cluster.events.snapshot`), each when the watcher has taken the one before, so that no turn of the loop is
-long and no watcher costs more memory than a page and twice its queue. Changes that come meanwhile go in between the
-pages. Each page carries the number of the last change that was told before it (0 at the start). With the last page the
-watcher knows exactly what is here at that number.
+long and no watcher costs more memory than a page. Changes that come meanwhile go in between the pages. Each page
+carries the number of the last change that was told before it (0 at the start). With the last page the watcher knows
+exactly what is here at that number.
 """
 
 import asyncio
-import collections
 import dataclasses
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from moonpool.cluster.events import KEYS_PER_MESSAGE, EventLog, HeldKeys, snapshot
 from moonpool.errors import Overloaded, Unavailable
@@ -21,15 +20,6 @@ from moonpool.v1 import kv_pb2
 RETRY_AFTER_S = 5.0
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Watcher:
-    """One watcher's queue; `behind` once it was too slow."""
-
-    queue: collections.deque[kv_pb2.KVEvents] = dataclasses.field(default_factory=collections.deque)
-    ready: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    behind: bool = False
-
-
 @dataclasses.dataclass(eq=False)
 class Journal:
     """All changes since the start, the last ones kept.
@@ -37,9 +27,9 @@ class Journal:
     Attributes:
         held: every key, for snapshots.
         incarnation: of this store; numbers mean something within it only.
-        journal_messages: how many messages are kept for replay at most.
+        journal_messages: how many messages are kept at most; a watcher that is further behind is cut off.
         journal_bytes: how many bytes of keys are kept in them at most, beside the last message.
-        watcher_messages: how far a watcher may be behind before it is cut off.
+        watchers: how many watch.
     """
 
     held: HeldKeys
@@ -47,21 +37,17 @@ class Journal:
     _: dataclasses.KW_ONLY
     journal_messages: int = 1024
     journal_bytes: int = 16 << 20
-    watcher_messages: int = 256
     max_watchers: int = 256
     keys_per_page: int = KEYS_PER_MESSAGE
+    watchers: int = dataclasses.field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._log = EventLog()
-        self._kept: collections.deque[kv_pb2.KVEvents] = collections.deque()
+        self._kept: dict[int, kv_pb2.KVEvents] = {}  # by number, ascending and without a gap
         self._kept_bytes = 0
-        self._watchers: set[_Watcher] = set()
+        self._news = asyncio.Event()  # another one after each flush
         self._flushing = False
         self._closed = False
-
-    @property
-    def watchers(self) -> int:
-        return len(self._watchers)
 
     @property
     def sequence(self) -> int:
@@ -78,22 +64,17 @@ class Journal:
 
     def _flush(self) -> None:
         self._flushing = False
-        while (message := self._log.next_message()) is not None:
-            self._keep(message)
-            for watcher in self._watchers:
-                if len(watcher.queue) >= self.watcher_messages:
-                    watcher.behind = True
-                    watcher.queue.clear()
-                elif not watcher.behind:
-                    watcher.queue.append(message)
-                watcher.ready.set()
-
-    def _keep(self, message: kv_pb2.KVEvents) -> None:
-        self._kept.append(message)
-        self._kept_bytes += _size(message)
         kept = self._kept
-        while len(kept) > self.journal_messages or (self._kept_bytes > self.journal_bytes and len(kept) > 1):
-            self._kept_bytes -= _size(kept.popleft())
+        while (message := self._log.next_message()) is not None:
+            kept[message.sequence] = message
+            self._kept_bytes += _size(message)
+            while len(kept) > self.journal_messages or (self._kept_bytes > self.journal_bytes and len(kept) > 1):
+                self._kept_bytes -= _size(kept.pop(next(iter(kept))))
+        self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def watch(self, incarnation: int, after_sequence: int) -> AsyncGenerator[kv_pb2.KVEvents, None]:
         """The messages, without end, of a watcher that has seen `after_sequence` of an incarnation (0 for none).
@@ -102,53 +83,45 @@ class Journal:
             Unavailable: it was too slow and may come again, or the store is closing.
             Overloaded: too many watch.
         """
-        if len(self._watchers) >= self.max_watchers:
+        if self.watchers >= self.max_watchers:
             raise Overloaded("too many watchers", reason="kvstore_watchers", retry_after_s=RETRY_AFTER_S)
         self._flush()
-        watcher = _Watcher()
-        known = incarnation == self.incarnation and self._reaches(after_sequence)
-        missed = [message for message in self._kept if message.sequence > after_sequence]
-        pages = iter([missed]) if known else self._pages(watcher)
-        self._watchers.add(watcher)
+        self.watchers += 1
+        seen = after_sequence
         try:
-            for page in pages:
-                for message in page:
-                    self._check(watcher)
-                    yield message
-                await asyncio.sleep(0)  # a quick watcher waits for nothing, but others must have turns
+            if incarnation != self.incarnation or not (seen == self.sequence or seen + 1 in self._kept):
+                seen = self.sequence
+                for page in snapshot(self.held, self.keys_per_page):
+                    self._flush()
+                    listed = self.sequence
+                    self._check_open()
+                    while seen < listed:
+                        yield self._message(seen := seen + 1)
+                    for message in page:
+                        message.sequence = listed
+                        yield message
+                    await asyncio.sleep(0)  # a quick watcher waits for nothing, but others must have turns
             while True:
-                while watcher.queue:
-                    yield watcher.queue.popleft()
-                self._check(watcher)
-                watcher.ready.clear()
-                await watcher.ready.wait()
+                while seen < self.sequence:
+                    yield self._message(seen := seen + 1)
+                self._check_open()
+                await self._news.wait()
         finally:
-            self._watchers.discard(watcher)
+            self.watchers -= 1
 
-    def _pages(self, watcher: _Watcher) -> Iterator[list[kv_pb2.KVEvents]]:
-        """A snapshot: what was told since the last page, and one further page."""
-        for page in snapshot(self.held, self.keys_per_page):
-            self._flush()
-            changes = list(watcher.queue)
-            watcher.queue.clear()
-            for message in page:
-                message.sequence = self.sequence
-            yield [*changes, *page]
-
-    def _check(self, watcher: _Watcher) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise Unavailable("the store is shutting down")
-        if watcher.behind:
+
+    def _message(self, sequence: int) -> kv_pb2.KVEvents:
+        if sequence not in self._kept:
             raise Unavailable("the watcher is too slow; watch again")
+        return self._kept[sequence]
 
     def close(self) -> None:
+        """Ends all watching, once the watchers have what was told."""
         self._closed = True
-        for watcher in self._watchers:
-            watcher.ready.set()
-
-    def _reaches(self, sequence: int) -> bool:
-        oldest = self._kept[0].sequence if self._kept else self.sequence + 1
-        return oldest - 1 <= sequence <= self.sequence
+        self._wake()
 
 
 def _size(message: kv_pb2.KVEvents) -> int:

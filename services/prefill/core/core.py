@@ -113,7 +113,8 @@ class PrefillCore:
             state.manager.keys(),
             (state.manager.num_free, state.manager.num_cached),
             state.tracker.speeds,
-            (self._draining, self._stopped),
+            (self._draining, self._stopped, self.taken, self.steps.plan_at),
+            self.loads,
         )
 
     # --- figures ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 A store that fails is not asked for a while: its failure delays one request by one deadline, not every request.
 """
 
+from moonpool.core.digest import digest_of
 from moonpool.cost import load_is_cheaper, load_seconds
 from services.prefill.core.actions import LoadBlocks, Miss
 from services.prefill.core.events import LoadEnded
@@ -68,6 +69,10 @@ class Loads:
             job.load = None
             self._steps.rewind(job, load.first + result.blocks)
             self._settle(job, load.first + result.blocks)
+
+    def digest(self) -> bytes:
+        """Hash of which stores are left alone until when, and of the counts."""
+        return digest_of(self._paused, self.loaded_blocks, self.failures)
 
     def _settle(self, job: Job, end: int) -> None:
         """The load is over: blocks up to `end` are whole."""

@@ -135,7 +135,6 @@ class ScriptedDecode(FakeMember):
     fail_at: list[int] = field(default_factory=list)  # output positions at which a sequence fails, once each
     hold_at: int = -1  # position at which sequences wait for `go`
     break_at: list[int] = field(default_factory=list)  # positions at which the whole stream breaks, once each
-    end_token: int = -1
     go: asyncio.Event = field(default_factory=asyncio.Event)
     reserved: dict[str, decode_pb2.ReserveRequest] = field(default_factory=dict)
     history: list[str] = field(default_factory=list)

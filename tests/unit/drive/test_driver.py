@@ -1,14 +1,25 @@
 import asyncio
 import re
+import shutil
 from pathlib import Path
 
-from moonpool.core.kernel import Ended
+import pytest
+
+from moonpool.core.kernel import Ended, Tick
 from moonpool.drive.driver import Driver
 from moonpool.drive.journal import JournalWriter, read_journal
 from moonpool.drive.rerun import journal_files, rerun
 from tests.unit.fakes.counter_core import Add, Counter, Said, Start
 
 OURS = re.compile(r"(moonpool\.core|tests\.unit\.fakes)\..*")
+
+
+class TwoSayings(Counter):
+    """Says a number and its double."""
+
+    def handle(self, now: float, event: Add | Ended[int] | Tick, out: list[Said | Start]) -> None:
+        if isinstance(event, Add):
+            out += [Said(event.number), Said(2 * event.number)]
 
 
 class Shell:
@@ -102,6 +113,37 @@ async def test_settling_handles_what_waits_at_once() -> None:
     driver.settle()
     assert core.total == 5
     driver.close()
+
+
+async def test_an_action_that_fails_costs_neither_the_others_nor_what_was_posted() -> None:
+    """The first of two actions posts an event and fails."""
+    core = TwoSayings()
+    done: list[Said | Start] = []
+
+    def perform(action: Said | Start) -> None:
+        done.append(action)
+        if action == Said(1):
+            driver.post(Add(5))
+            raise ValueError("broken")
+
+    driver = Driver(core, perform)
+    with pytest.raises(ValueError, match="broken"):
+        driver.post(Add(1))
+    assert done == [Said(1), Said(2)]
+    await asyncio.sleep(0)
+    assert done == [Said(1), Said(2), Said(5), Said(10)]
+    driver.close()
+
+
+async def test_a_journal_that_cannot_be_written_ends_and_the_core_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+    shell = Shell(ends_at_once=True, journal=JournalWriter(folder, "counter", 0))  # a new file for each event
+    shell.driver.post(Add(1))
+    shutil.rmtree(folder)
+    shell.driver.post(Add(2))
+    assert shell.core.ended == [1, 2]
+    assert not folder.exists()
+    shell.driver.close()
 
 
 async def test_a_journal_reruns_to_the_same_actions_and_the_same_state(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_without_memfd_a_temporary_file_serves(monkeypatch: pytest.MonkeyPatch) 
 
 def test_refuses_too_little_memory() -> None:
     with pytest.raises(ConfigError) as caught:
-        KVPool.create(LAYOUT, KVPool.blocks_for_bytes(LAYOUT, LAYOUT.block_bytes - 1), [(0, 3)])
+        KVPool.create(LAYOUT, 0, [(0, 3)])
     assert caught.value.field == "kv_bytes"
     with pytest.raises(ConfigError, match="only"):
         KVPool.create(LAYOUT, 2, [(0, 3)], lambda: LAYOUT.block_bytes)

@@ -13,6 +13,7 @@ from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from services.kvstore.core.assembly import PutSession, PutSpec
+from services.kvstore.core.reads import LeasedBlock
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.dram.tier import DramTier
@@ -84,6 +85,11 @@ def run_of(key: BlockKey, index: int, layer: int, heads: range = range(2)) -> Op
     data = slice_of(key, layer)[heads.start * LAYOUT.head_bytes : heads.stop * LAYOUT.head_bytes]
     run = Run(layer, index, 1, heads.start, heads.stop, LAYOUT.block_tokens)
     return OpenRun(run, memoryview(data), [bind(slice_hash(data), key, layer)])
+
+
+def view_of(source: LeasedBlock, layer: int) -> memoryview:
+    """One layer's bytes in DRAM, or memory to read them to."""
+    return source.memory(layer, LAYOUT) if source.block is None else source.block.slice(layer)
 
 
 def open_ssd(
@@ -215,7 +221,7 @@ class Driven(StoreListener):
         try:
             for layer in range(LAYOUT.layers):
                 for index, source in enumerate(lease.sources[: len(out)]):
-                    view = source.take(layer, LAYOUT)
+                    view = view_of(source, layer)
                     try:
                         if source.reader is not None:
                             source.reader.read_layers(layer, [view])

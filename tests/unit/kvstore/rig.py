@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ class Rig:
     async def at_rest(self) -> None:
         """Waits until streams that clients have left are gone, then checks that nothing is held."""
         async with asyncio.timeout(10):
-            await self.service.calls.quiet.wait()
+            await self.service.streams.quiet.wait()
             await self.service.idle.wait()
         assert self.service.writer is None or await self.service.writer.drain(10)
         assert restless(self.service.gauges.read()) == {}
@@ -117,7 +117,9 @@ async def rig(
     settings = {"dram_bytes": 64 * BLOCK, "ssd_bytes": 1 << 20, "drain_s": 5} | settings
     config = KVStoreConfig(data_dir=data_dir, **{"lease_bytes": settings["dram_bytes"]} | settings)
     instance = kv_pb2.Instance(id="kvstore-0", incarnation=9, kind=kv_pb2.INSTANCE_KIND_KVSTORE)
-    service = KVStoreService(config, open_tiers(config), instance, together_bytes=together_bytes)
+    service = KVStoreService(config, open_tiers(config), instance)
+    get = replace(service.servicer.get, together_bytes=together_bytes)
+    service.servicer = replace(service.servicer, get=get)
     async with (
         service.running(),
         serving("127.0.0.1:0", [service.contract], grace_s=0) as server,

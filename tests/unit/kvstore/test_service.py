@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.errors import InvalidRequest, Mismatch, Overloaded, Unavailable
+from moonpool.errors import InvalidRequest, Mismatch, Unavailable
 from moonpool.kv.keys import pack_keys, unpack_keys
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, data_of, slice_of
-from tests.unit.kvstore.rig import KEYS, failure, frames_of, opened_get, opened_put, rig
+from tests.unit.kvstore.rig import KEYS, failure, frames_of, opened_put, rig
 
 A, B, C, D = KEYS[:4]
 
@@ -123,16 +123,4 @@ async def test_closing_ends_streams_but_not_before_their_sessions() -> None:
         await finishing
         assert isinstance(await failure(call), Unavailable)
         assert isinstance(await failure(watch), Unavailable)
-        await store.at_rest()
-
-
-async def test_calls_and_streams_of_one_host_are_bounded() -> None:
-    async with rig(max_calls_per_host=2) as store:
-        calls = [await opened_put(store, [A]), await opened_get(store)]
-        assert isinstance(await failure(store.open_stream("Put")), Overloaded)
-        calls.pop().cancel()
-        await store.until("streams", 1)
-        calls.append(await opened_get(store))
-        for call in calls:
-            call.cancel()
         await store.at_rest()

@@ -23,7 +23,7 @@ def test_build() -> None:
     assert batch.block_ids.tolist() == [4, 2, 2, 6, 8, 3]
     assert batch.offsets.tolist() == [15, 0, 1, 0, 15, 0]
     assert batch.last_rows.tolist() == [2, 3, 5]
-    assert (batch.num_tokens, batch.num_sequences) == (6, 3)
+    assert batch.num_tokens == 6
     types = {getattr(batch, name).dtype for name in ("query_start", "context_lens", "block_tables")}
     assert types == {torch.int32}
     assert batch.to("cpu").positions.tolist() == batch.positions.tolist()

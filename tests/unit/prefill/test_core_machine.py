@@ -152,6 +152,17 @@ def test_long_walks() -> None:
     assert sum(end is not None and end.outcome is actions.Outcome.DONE for end in ends) > 200
 
 
+def test_stopped_steps_may_end_in_any_order() -> None:
+    """When the engine dies, the step that was just handed to it may hear of that first."""
+    world = World(staged(2))
+    world.arrive(10 * BT)
+    first, second = sorted(world.steps)
+    world.post(events.Stop())
+    world.end_step(second)
+    world.end_step(first)
+    world.check_rest()
+
+
 def test_stopping_ends_everything() -> None:
     world = World()
     for family in range(3):

@@ -97,7 +97,7 @@ class FakeDecode(FakeStreams):
         self.verdicts = True
 
     def promise(self, transfer_id: int, num_blocks: int, last_valid: int = 16, held: int = 0) -> kv_pb2.TransferTarget:
-        self.transfers[transfer_id] = InboundTransfer(transfer_id, 1, LAYOUT, None, num_blocks, held, last_valid, 9, 0)
+        self.transfers[transfer_id] = InboundTransfer(transfer_id, 1, LAYOUT, num_blocks, held, last_valid)
         return kv_pb2.TransferTarget(decode=SERVER, transfer_id=transfer_id, generation=1, held_blocks=held)
 
     async def ReceiveKV(self, requests: Any, context: Any) -> None:
@@ -113,7 +113,7 @@ class FakeDecode(FakeStreams):
                         outbox.post(decode_pb2.ReceiveKVResponse(welcome=receiver.welcome(SERVER)))
                 case "open":
                     transfer = self.transfers[message.open.transfer_id]
-                    transfer.bind(range(transfer.num_blocks), 0)
+                    transfer.bind(range(transfer.num_blocks))
                     self._decide(transfer, outbox)
                 case "frame":
                     assert isinstance(request.payload, memoryview)
@@ -151,7 +151,7 @@ class FakeDecode(FakeStreams):
             payload = memoryview(bytes(payload[:-1]) + bytes([payload[-1] ^ 1]))
         try:
             for run, data, _ in transfer.opener.open(header, payload):
-                transfer.accept(run, 0)
+                transfer.accept(run)
                 for block, offset, piece in split_run(run, data, LAYOUT):
                     cell = (header.session, run.layer, block)
                     memory = self.memory.setdefault(cell, bytearray(LAYOUT.slice_bytes))

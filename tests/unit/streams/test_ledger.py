@@ -19,13 +19,12 @@ def run(layer: int, first: int, count: int = 1, heads: tuple[int, int] = (0, 2))
 
 def test_whole_runs() -> None:
     ledger = SliceLedger(range(1, 3), 4, range(2), held_blocks=1)
-    assert (ledger.missing(), ledger.complete, ledger.block_complete(0)) == (6, False, True)
+    assert (ledger.missing(), ledger.complete) == (6, False)
     ledger.accept(run(1, 1, 3))
     assert ledger.layer_complete(1)
     assert not ledger.layer_complete(2)
-    assert not ledger.block_complete(1)
     ledger.accept(run(2, 2, 2))
-    assert (ledger.missing(), ledger.block_complete(2), ledger.slice_complete(2, 1)) == (1, True, False)
+    assert ledger.missing() == 1
     ledger.accept(run(2, 1))
     assert ledger.complete
     ledger.check_invariants()
@@ -40,7 +39,7 @@ def test_head_ranges() -> None:
     with pytest.raises(FrameError, match="before"):
         ledger.accept(run(0, 1, 1, (0, 3)))
     ledger.accept(run(0, 1, 1, (2, 3)))
-    assert (ledger.missing(), ledger.block_complete(1), ledger.block_complete(0)) == (1, True, False)
+    assert ledger.missing() == 1
     with pytest.raises(FrameError, match="before"):
         ledger.accept(run(0, 0, 2, (2, 3)))
     ledger.check_invariants()
@@ -142,5 +141,3 @@ def test_agrees_with_a_set(held: int, sequence: list[Run], heads: range) -> None
         assert ledger.complete == (got == wanted)
     for layer in layers:
         assert ledger.layer_complete(layer) == (not any(cell[0] == layer for cell in wanted - got))
-    for block in range(blocks):
-        assert ledger.block_complete(block) == (not any(cell[1] == block for cell in wanted - got))

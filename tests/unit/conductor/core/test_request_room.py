@@ -2,7 +2,7 @@
 
 from services.conductor.core.admission import Slo
 from services.conductor.core.failures import NO_DECODE_ROOM, Kind
-from services.conductor.core.messages import Fail, Reserve
+from services.conductor.core.messages import ClientGone, Fail, Reserve
 from services.conductor.core.room import HOLD_AFTER_S
 
 from .world import BLOCK, GONE, LIMITS, NO_ROOM, World
@@ -103,3 +103,16 @@ def test_an_answer_that_lost_its_place_does_not_overtake_those_who_came_before()
     world.end(world.one(Reserve), NO_ROOM)
     world.report("decode-0", 2)
     assert [call.request for call in world.open(Reserve)] == [first]
+
+
+def test_the_refusal_of_an_instance_that_has_left_is_not_kept() -> None:
+    digests = set()
+    for result in (NO_ROOM, GONE):
+        world = World()
+        request, call = world.arrive(), world.one(Reserve)
+        world.leave(call.decode, lost="")
+        world.end(call, result)
+        world.post(ClientGone(request))
+        world.finish_all()
+        digests.add(world.core.requests.digest())
+    assert len(digests) == 1

@@ -13,6 +13,7 @@ from tests.unit.kvstore.helpers import (
     open_ssd,
     run_of,
     spec_of,
+    view_of,
 )
 
 KEYS = keys_of(8)
@@ -82,7 +83,7 @@ def test_a_block_that_came_back_another_way_is_not_taken_twice(tmp_path: Path) -
     source = good.sources[0]
     assert source.reader is not None
     for layer in range(LAYOUT.layers):
-        source.reader.read_layers(layer, [source.take(layer, LAYOUT)])
+        source.reader.read_layers(layer, [view_of(source, layer)])
         source.filled |= 1 << layer
         writes.write(session, [run_of(A, 0, layer)] if layer < 2 else [])
     reads.close(good)  # promotes what was thought to be lost, and the writer hears of it

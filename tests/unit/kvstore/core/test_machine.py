@@ -24,7 +24,6 @@ from services.kvstore.tenancy.tenants import Account, TenantRow
 from tests.unit.kvstore.helpers import (
     BLOCK,
     FORMAT,
-    LAYOUT,
     RECORD,
     Driven,
     data_of,
@@ -32,6 +31,7 @@ from tests.unit.kvstore.helpers import (
     open_ssd,
     run_of,
     spec_of,
+    view_of,
 )
 
 CHAINS = {"": keys_of(6, "nobody"), "a": keys_of(5, "a"), "b": keys_of(5, "b")}
@@ -207,7 +207,7 @@ class StoreMachine(RuleBasedStateMachine):
         for source in lease.sources:
             data = b""
             for layer in range(3):
-                view = source.take(layer, LAYOUT)
+                view = view_of(source, layer)
                 if source.reader is not None:
                     source.reader.read_layers(layer, [view])
                 source.filled |= 1 << layer

@@ -20,6 +20,7 @@ from tests.unit.kvstore.helpers import (
     open_ssd,
     run_of,
     spec_of,
+    view_of,
 )
 
 KEYS = keys_of(8)
@@ -138,7 +139,7 @@ def test_a_reader_keeps_its_blocks() -> None:
     lease = driven.store.reads.open([A, B, C], FORMAT, promote=False)
     assert lease.blocks == 2
     assert driven.open(spec_of([C])) is None
-    assert bytes(lease.sources[0].take(1, LAYOUT)) == data_of(A)[LAYOUT.slice_bytes : 2 * LAYOUT.slice_bytes]
+    assert bytes(view_of(lease.sources[0], 1)) == data_of(A)[LAYOUT.slice_bytes : 2 * LAYOUT.slice_bytes]
     driven.store.reads.close(lease)
     driven.store.reads.close(lease)
     driven.put([C])

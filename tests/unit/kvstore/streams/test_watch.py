@@ -114,7 +114,7 @@ async def test_watchers_are_bounded() -> None:
 
 
 async def test_a_slow_watcher_is_cut_off() -> None:
-    watched = Watched(watcher_messages=2)
+    watched = Watched(journal_messages=2)
     events = watched.journal.watch(0, 0)
     await anext(events)
     for key in KEYS[:3]:

@@ -89,7 +89,7 @@ async def follow(steps: list[Any], keys_per_page: int = 4096) -> int:
     here: dict[BlockKey, None] = {}
     history: dict[int, set[BlockKey]] = {}
     held = HeldKeys(PARTS, lambda number: in_part(here, number))
-    journal = Journal(held, INCARNATION, journal_messages=3, watcher_messages=2, keys_per_page=keys_per_page)
+    journal = Journal(held, INCARNATION, journal_messages=2, keys_per_page=keys_per_page)
     followers = [Follower(journal), Follower(journal)]
 
     def check() -> None:
@@ -162,7 +162,7 @@ async def test_blocks_that_move_between_the_tiers_are_not_missed(tmp_path: Path,
 
     driven = Driven(ssd, dram_bytes=6 * BLOCK, listener=Watched())
     tiers = driven.store.tiers
-    journal = Journal(HeldKeys(PARTS, tiers.part), INCARNATION, watcher_messages=64, keys_per_page=2)
+    journal = Journal(HeldKeys(PARTS, tiers.part), INCARNATION, journal_messages=64, keys_per_page=2)
     followers = [Follower(journal) for _ in range(3)]
     snapshots = 0
     for _ in range(150):

@@ -1,0 +1,67 @@
+"""Streams that peers have open, and what the two kinds that carry KV have in common."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from moonpool.kv.blocks import BlockFormat
+from moonpool.streams.credits import Traffic
+from moonpool.streams.receiving import check_hello
+from moonpool.streams.serving import ServerStream
+
+Req = TypeVar("Req", bound=Message)
+
+
+class KVStream(ServerStream[Req]):
+    """One Put or Get stream of one peer. `format` is that of the KV which the peer's hello names."""
+
+    format: BlockFormat
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(unsent=len(self.outbox))
+
+    def welcome(self) -> Message:
+        """The answer to the peer's hello."""
+        raise NotImplementedError
+
+    async def on_hello(self, message: Any) -> None:
+        """Takes any KV whose layout can be kept; raises Mismatch for others."""
+        self.format = BlockFormat(message.hello.namespace, check_hello(message.hello))
+        self.outbox.post(self.welcome())
+
+
+class OpenStreams:
+    """All open Put, Get and Watch streams of a store; `quiet` is set while there are none."""
+
+    def __init__(self) -> None:
+        self._open: set[object] = set()
+        self.quiet = asyncio.Event()
+        self.quiet.set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def kv(self) -> list[KVStream[Any]]:
+        """Those that carry KV."""
+        return [stream for stream in self._open if isinstance(stream, KVStream)]
+
+    @property
+    def traffic(self) -> Traffic:
+        return sum((stream.traffic for stream in self.kv), Traffic())
+
+    @contextmanager
+    def running(self, stream: object) -> Iterator[None]:
+        """Counts `stream` while the body runs."""
+        self._open.add(stream)
+        self.quiet.clear()
+        try:
+            yield
+        finally:
+            self._open.remove(stream)
+            if not self._open:
+                self.quiet.set()
