@@ -4,7 +4,7 @@ Freed room wakes the first that fit, so one request that is too big for the room
 Not for ever the other way round: for one that has waited for `HOLD_AFTER_S`, an instance is held free.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 HOLD_AFTER_S = 5.0
@@ -31,7 +31,8 @@ class RoomQueue:
         return len(self._waiters)
 
     def __contains__(self, number: int) -> bool:
-        return any(waiter.number == number for waiter in self._waiters)
+        at = self._at(number)
+        return at < len(self._waiters) and self._waiters[at].number == number
 
     def add(self, number: int, blocks: int, since: float) -> None:
         """Lets a request wait at its place, which is that of its number."""
@@ -40,7 +41,9 @@ class RoomQueue:
 
     def remove(self, number: int) -> None:
         """The request waits no more; unknown numbers are fine."""
-        self._waiters = [waiter for waiter in self._waiters if waiter.number != number]
+        if number not in self:
+            return
+        del self._waiters[self._at(number)]
         self._holds = {decode: holder for decode, holder in self._holds.items() if holder != number}
 
     def refused(self, decode: str, room: int) -> None:
@@ -87,6 +90,9 @@ class RoomQueue:
     def state(self) -> object:
         """All of it, for a digest."""
         return self._waiters, self._holds, self._refused
+
+    def _at(self, number: int) -> int:
+        return bisect_left(self._waiters, number, key=lambda waiter: waiter.number)
 
     def _holds_now(self, waiter: Waiter, decode: str, total: int, now: float) -> bool:
         """Whether the instance is held for this one, who has waited for long and is too big for its room of now."""

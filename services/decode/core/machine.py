@@ -227,7 +227,12 @@ class DecodeCore:
             if waits and now < request.until and request.conductor in open_conductors:
                 self._leases.set(number, min(now + self.config.lease_s, request.until))
             else:
-                self._end(request, f"no frame of the transfer came for {self.config.lease_s:g} s", out)
+                self._end(request, self._why_expired(request, waits), out)
+
+    def _why_expired(self, request: Request, waits: bool) -> str:
+        if waits and request.conductor in self._streams.values():
+            return f"the promise was not taken up for {self.config.promise_s:g} s"
+        return f"no frame of the transfer came for {self.config.lease_s:g} s"
 
     def _stream(self, event: StreamOpened | StreamClosed, out: list[Action]) -> None:
         if isinstance(event, StreamOpened):
