@@ -18,7 +18,7 @@ from moonpool.errors import StreamBroken
 from moonpool.rpc.codec import has_payload
 from moonpool.rpc.wire import Payload, PayloadMessage, payload_bytes, serialize
 from moonpool.rpc.writing import write_each
-from moonpool.streams.credits import ByteCredits
+from moonpool.streams.credits import ByteCredits, CreditReturn
 
 ROOM_BYTES = 4 << 20
 MAX_MESSAGES = 4096
@@ -34,6 +34,7 @@ class Outbox:
 
     def __init__(self, *, room_bytes: int = ROOM_BYTES, max_messages: int = MAX_MESSAGES) -> None:
         self._room = ByteCredits(room_bytes)
+        self._freed = CreditReturn(room_bytes)  # in batches, so that a sender is not woken for every small frame
         self._max_messages = max_messages
         self._queue: deque[tuple[Message | bytes, int]] = deque()
         self._written = 0  # payload bytes of the message that is being written, whose room is not free yet
@@ -137,8 +138,9 @@ class Outbox:
 
     async def _take(self) -> Message | bytes | None:
         """The next message, once there is one; the one before has been written. None after the last."""
-        self._room.grant(self._written)
-        self._written = 0
+        if self._written:
+            self._room.grant(self._freed.consumed(self._written, idle=not self._queue))
+            self._written = 0
         while not self._queue:
             if self._closed is not None or self._finished:
                 return None
