@@ -159,6 +159,7 @@ class ServerStream(Generic[Req]):
             async for item in requests:
                 await self.room()
                 self.on_message(*_parts(item))
+                del item  # else its memory stays while the next message is copied into other, colder memory
             return
         while (item := await self._next(requests, self._silence_s, "nothing was heard")) is not None:
             await self.room()
