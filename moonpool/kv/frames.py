@@ -174,15 +174,19 @@ class FrameOpener:
         session, messages, hashes = header.session, header.runs, header.slice_hashes[:]
         if not 0 < len(messages) <= len(hashes) <= MAX_FRAME_SLICES:
             raise FrameError(f"frame of session {session}: {len(messages)} runs, {len(hashes)} slices")
-        runs = [_run_of(message) for message in messages]
+        runs = list(map(_run_of, messages))
         if _checksum(session, header.generation, runs, hashes) != header.checksum:
             raise FrameError(f"frame of session {session}: wrong checksum")
+        needed = slices = 0
+        for run in runs:
+            needed += run_bytes(run, self._layout)
+            slices += run.block_count
+        if needed != payload.nbytes or slices != len(hashes):
+            raise FrameError(f"frame of session {session}: {payload.nbytes} bytes, its runs need {needed}")
         opened: list[OpenRun] = []
         position = number = 0
-        sizes = [run_bytes(run, self._layout) for run in runs]
-        if sum(sizes) != payload.nbytes or sum([run.block_count for run in runs]) != len(hashes):
-            raise FrameError(f"frame of session {session}: {payload.nbytes} bytes, its runs need {sum(sizes)}")
-        for run, nbytes in zip(runs, sizes, strict=True):
+        for run in runs:
+            nbytes = needed if len(runs) == 1 else run_bytes(run, self._layout)
             data, expected = payload[position : position + nbytes], hashes[number : number + run.block_count]
             position += nbytes
             number += run.block_count

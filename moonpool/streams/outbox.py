@@ -21,6 +21,8 @@ from moonpool.rpc.writing import write_each
 from moonpool.streams.credits import ByteCredits, CreditReturn
 
 ROOM_BYTES = 4 << 20
+AHEAD_BYTES = 256 << 10
+"""A task that puts so many bytes lets the writer go on before it puts more."""
 MAX_MESSAGES = 4096
 STALL_S = 30.0
 
@@ -38,6 +40,7 @@ class Outbox:
         self._max_messages = max_messages
         self._queue: deque[tuple[Message | bytes, int]] = deque()
         self._written = 0  # payload bytes of the message that is being written, whose room is not free yet
+        self._ahead = 0  # bytes put since the writer had a turn
         self._wake = asyncio.Event()
         self._taken = asyncio.Event()
         self._finished = False
@@ -63,7 +66,9 @@ class Outbox:
             TransferFailed: There was no room for `timeout_s`.
         """
         size = payload_bytes(payload)
-        if self._queue:
+        self._ahead += size
+        if self._queue and self._ahead >= AHEAD_BYTES:
+            self._ahead = 0
             await asyncio.sleep(0)  # what waits goes out before this is copied, not after all that still comes
         await self._room.acquire(size, timeout_s=timeout_s)
         self._put(message, payload, size)
