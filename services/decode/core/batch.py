@@ -65,10 +65,10 @@ class Batch:
         request.tokens += self.ticks
         self.context -= request.tokens
 
-    def advance(self) -> None:
-        """Each member has got a token."""
-        self.ticks += 1
-        self.context += len(self._members)
+    def advance(self, steps: int = 1) -> None:
+        """Each member has got a token in each of these steps."""
+        self.ticks += steps
+        self.context += steps * len(self._members)
 
     def grew(self, member: Request) -> None:
         """Notes when a member needs its next block; call it when it has got one."""
@@ -83,6 +83,16 @@ class Batch:
             if member is not None and self._need(member) == tick:
                 found[number] = member
         return [found[number] for number in sorted(found)]
+
+    def covered(self, most: int) -> int:
+        """Steps from now on for which the blocks of all members are enough; `most` at most."""
+        while self._needs:
+            tick, number = self._needs[0]
+            member = self._members.get(number)
+            if member is not None and self._need(member) == tick:
+                return min(most, tick - self.ticks)
+            heappop(self._needs)
+        return most
 
     def _need(self, member: Request) -> int:
         """The tick from which on the blocks do not hold all tokens."""

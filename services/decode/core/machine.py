@@ -25,6 +25,7 @@ from services.decode.core.messages import (
     Run,
     Start,
     StepDone,
+    Stepped,
     Stop,
     Store,
     StreamClosed,
@@ -32,7 +33,7 @@ from services.decode.core.messages import (
     SwapEnd,
     Table,
 )
-from services.decode.core.planner import Planner
+from services.decode.core.planner import Flight, Planner
 from services.decode.core.preemption import Copy, Holds, Parking
 from services.decode.core.request import Request, State
 from services.decode.core.room import Room
@@ -88,6 +89,8 @@ class DecodeCore:
         match event:
             case StepDone():
                 self._step_done(event, out)
+            case Stepped():
+                self._stepped(event)
             case Heard(number):
                 self._heard(now, number)
             case Reserve():
@@ -104,6 +107,8 @@ class DecodeCore:
                 self._progress(now, event, out)
         if not self._dead:
             self.planner.plan(out)
+            if not isinstance(event, Stepped | StepDone):
+                self.planner.cut(out, leaving=bool(self._leaving))
 
     # --- promises --------------------------------------------------------------------------------------------------
 
@@ -291,9 +296,12 @@ class DecodeCore:
         flight = self.planner.flight
         if flight is None or flight.run.step != event.step:
             return  # of an engine that has died
-        self.planner.flight = None
-        if not event.aborted:
-            self._computed(flight.run, flight.context, event, out)
+        if event.aborted:
+            self.planner.flight = None
+        else:
+            self._observe(flight, event)
+            self.planner.advance(event.steps, over=True)
+            self._computed(flight.run, event, out)
         self._step_over(out)
         for number, _ in event.ended:
             request = self.requests.get(number)
@@ -301,10 +309,19 @@ class DecodeCore:
                 self._lengths.observe(self.planner.batch.tokens_of(request) - request.prompt_tokens)
                 self._leave(request, out)
 
-    def _computed(self, run: Run, context: int, event: StepDone, out: list[Action]) -> None:
-        if not run.chunks:
-            self.tracker.observe_decode(len(run.batch), context, event.seconds)
-        self.planner.batch.advance()
+    def _stepped(self, event: Stepped) -> None:
+        flight = self.planner.flight
+        if flight is not None and flight.run.step == event.step and event.steps:
+            self._observe(flight, event)
+            self.planner.advance(event.steps, over=False)
+
+    def _observe(self, flight: Flight, event: Stepped | StepDone) -> None:
+        if not flight.run.chunks:
+            batch = len(flight.run.batch)
+            context = flight.context + batch * (event.steps - 1) / 2
+            self.tracker.observe_decode(batch, context, event.seconds / event.steps, steps=event.steps)
+
+    def _computed(self, run: Run, event: StepDone, out: list[Action]) -> None:
         for chunk in run.chunks:
             request = self.requests[chunk.id]
             if request.state is not State.LEAVING:

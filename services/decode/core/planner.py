@@ -1,13 +1,13 @@
 """What the next step is: who is in the batch, who gets a block, who gives one up, who catches up."""
 
-from bisect import insort
-from dataclasses import dataclass
+from bisect import bisect_left, insort
+from dataclasses import dataclass, replace
 
 from moonpool.cost import SpeedTracker, decode_step_seconds, prefill_seconds
 from services.decode.core.batch import Batch
 from services.decode.core.config import CoreConfig
 from services.decode.core.lengths import AnswerLengths
-from services.decode.core.messages import Action, Chunk, Grew, Run
+from services.decode.core.messages import Action, Chunk, Cut, Grew, Run
 from services.decode.core.preemption import Parking, choose_victim
 from services.decode.core.request import Request, State
 from services.decode.core.room import Room
@@ -15,11 +15,15 @@ from services.decode.core.room import Room
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """The step that is running."""
+    """The run that the engine has."""
 
     run: Run
     context: int
-    """Tokens attended to by the batch."""
+    """Tokens attended to by the batch in the step that is being computed."""
+    left: int
+    """Steps of the run that are not over."""
+    cut: bool = False
+    """It was told to end with this step."""
 
 
 class Planner:
@@ -51,6 +55,7 @@ class Planner:
         """Requests that were promised a time between tokens and are not in the batch: places are kept for them."""
         self.steps = 0
         self.recomputed_tokens = 0
+        self._upset = False  # by this plan: somebody lost his blocks or his place, so others may fit into the next step
 
     # --- who is here -----------------------------------------------------------------------------------------------
 
@@ -97,18 +102,55 @@ class Planner:
         """Starts the next step if none is running and there is something to compute."""
         if self.flight is not None:
             return
+        self._upset = False
         self._diagnose(out)
-        self._bring_back(out)
-        self._keep_tbt()
-        self._seat(out)
-        self._grow(out)
+        self._fill(out)
+        if self._upset and not len(self.batch):  # the batch has given way to somebody who waits
+            self._fill(out)
         chunks = self._chunks()
         if not len(self.batch) and not chunks:
             return
         self.steps += 1
-        run = Run(self.steps, self.batch.ids, chunks)
-        self.flight = Flight(run, self.batch.context)
+        run = Run(self.steps, self.batch.ids, chunks, 1 if chunks else self._quiet_steps())
+        self.flight = Flight(run, self.batch.context, run.steps)
         out.append(run)
+
+    def advance(self, steps: int, *, over: bool) -> None:
+        """So many steps of the run are over, or all of it."""
+        assert self.flight is not None
+        assert steps <= self.flight.left, "the engine went on without asking"
+        self.batch.advance(steps)
+        left = self.flight.left - steps
+        self.flight = None if over else replace(self.flight, context=self.batch.context, left=left)
+
+    def cut(self, out: list[Action], *, leaving: bool) -> None:
+        """Something has happened: a run of several steps ends with this one if somebody waits for its end."""
+        flight, waits = self.flight, leaving or self.ready or self.catching or self._parking.parked
+        if flight is not None and flight.left > 1 and not flight.cut and waits:
+            self.flight = replace(flight, cut=True)
+            out.append(Cut(flight.run.step))
+
+    def _quiet_steps(self) -> int:
+        """Steps that the batch can take before there is anything to decide, unless something happens."""
+        most = self._config.run_steps
+        if most == 1 or self._upset or self._config.preempt_every or self.catching:
+            return 1
+        return self._kept_steps(self.batch.covered(most))
+
+    def _kept_steps(self, most: int) -> int:
+        """Steps before the batch becomes too slow for a promise, when somebody would have to leave it; at least one."""
+        batch, limit = self.batch, self.batch.tbt_slo_s
+        if not limit or all(member.tbt_slo_s for member in batch.members):
+            return most
+        count, context = len(batch), batch.context
+        slow = bisect_left(range(1, most), True, key=lambda n: self._tbt_s(count, context + n * count) > limit)
+        return 1 + slow
+
+    def _fill(self, out: list[Action]) -> None:
+        self._bring_back(out)
+        self._keep_tbt()
+        self._seat(out)
+        self._grow(out)
 
     def _diagnose(self, out: list[Action]) -> None:
         every = self._config.preempt_every
@@ -184,6 +226,7 @@ class Planner:
 
     def _unready(self, request: Request) -> None:
         """Back among those who wait."""
+        self._upset = True
         self._unseat(request)
         self.add(request)
 
@@ -219,6 +262,7 @@ class Planner:
         return True
 
     def _preempt(self, victim: Request, out: list[Action]) -> None:
+        self._upset = True
         self.take_out(victim)
         self._parking.preempt(victim, out)
 
