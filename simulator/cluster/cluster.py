@@ -23,8 +23,7 @@ class Cluster:
     Args:
         config: what there is.
         ended: called with each request that has ended.
-        longest_leap: decode steps at once at most; 0 = no bound.
-        samples: answers of each request.
+        longest_run: decode steps at once at most.
     """
 
     def __init__(
@@ -32,16 +31,15 @@ class Cluster:
         config: ClusterConfig,
         ended: Callable[[Request], None],
         *,
-        longest_leap: int = 0,
-        samples: int = 1,
+        longest_run: int = 1 << 40,
     ) -> None:
-        self.config, self._samples = config, samples
+        self.config = config
         self.world = World()
         self.network = Network(self.world)
         self.calls = Calls(self.world, config.delays, config.seed)
         self.stores = [self._store(number) for number in range(config.kvstore)]
         self.prefills = [self._prefill(number) for number in range(config.prefill)]
-        self.decodes = [self._decode(number, longest_leap) for number in range(config.decode)]
+        self.decodes = [self._decode(number, longest_run) for number in range(config.decode)]
         self.conductor = Conductor(self.world, config, self.calls, self.prefills, self.decodes, ended)
         self._came = 0
 
@@ -58,10 +56,13 @@ class Cluster:
             lambda new, old: self._keys(name, list(new), list(old)),
         )  # fmt: skip
 
-    def _decode(self, number: int, longest_leap: int) -> DecodeInstance:
+    def _decode(self, number: int, longest_run: int) -> DecodeInstance:
+        name = f"d{number}"
         return DecodeInstance(
-            self.world, self.network, self.config, f"d{number}", self._promised, self._ended, longest_leap
-        )
+            self.world, self.network, self.config, name, self.stores, self._answered,
+            lambda: self._room(number), self._ended, self._given_up,
+            lambda new, old: self._keys(name, list(new), list(old)), longest_run,
+        )  # fmt: skip
 
     # Requests
 
@@ -79,9 +80,7 @@ class Cluster:
         trace, requests = coming
         self._came += 1
         keys = keys_of(trace, self.config.block_tokens)
-        self.conductor.place(
-            Request(self._came, self.world.now, trace.input_length, trace.output_length, keys, self._samples)
-        )
+        self.conductor.place(Request(self._came, self.world.now, trace.input_length, trace.output_length, keys))
         self._next(requests)
 
     # Messages between parts
@@ -89,9 +88,11 @@ class Cluster:
     def _keys(self, name: str, stored: list[bytes], removed: list[bytes]) -> None:
         self.conductor.placement.keys_changed(name, stored, removed)
 
-    def _promised(self, attempt: Attempt) -> None:
+    def _answered(self, attempt: Attempt, promised: bool) -> None:
         prefill, decode = self.prefills[attempt.prefill], self.decodes[attempt.decode]
-        self.calls.send(lambda: prefill.promised(attempt, decode.receives))
+        if promised:
+            self.calls.send(lambda: prefill.promised(attempt, decode.receives))
+        self.calls.send(lambda: self.conductor.asked(attempt, promised), reliable=True)
 
     def _token(self, attempt: Attempt) -> None:
         self.calls.send(lambda: self.conductor.first_token(attempt))
@@ -102,6 +103,12 @@ class Cluster:
 
     def _ended(self, attempt: Attempt) -> None:
         self.calls.send(lambda: self.conductor.answered(attempt))
+
+    def _room(self, decode: int) -> None:
+        self.calls.send(lambda: self.conductor.room(decode), reliable=True)
+
+    def _given_up(self, attempt: Attempt) -> None:
+        self.calls.send(lambda: self.conductor.failed(attempt))
 
     # Faults
 
@@ -151,7 +158,7 @@ class Cluster:
             "prefill_busy": sum(instance.use.busy for instance in self.prefills) / elapsed / len(self.prefills),
             "decode_busy": sum(use.busy for use in decode) / elapsed / len(decode),
             "decode_batch": sum(use.sequence_steps for use in decode) / steps,
-            "preempted": sum(use.preempted for use in decode),
+            "preempted": sum(instance.preempted for instance in self.decodes),
             "loaded_blocks": sum(store.read_blocks for store in self.stores),
             "loaded_from_disk_blocks": sum(store.disk_blocks for store in self.stores),
             "virtual_s": elapsed / PS,

@@ -315,7 +315,7 @@ class PrefillInstance:
             self.pool.register(block, key)
         self._note_keys()
         if job.attempt.write_to >= 0:
-            self._stores[job.attempt.write_to].write(keys, self.sends)
+            self._stores[job.attempt.write_to].write(keys, self.sends, lambda: None)
         self._on_token(job.attempt)
         if job.attempt.decode < 0:
             self._finish(job.attempt)
@@ -333,7 +333,8 @@ class PrefillInstance:
         to = job.attempt.to
         if self._jobs.get(job.attempt) is not job or to is None or job.begun_at is None:
             return
-        nbytes = job.tokens * self._config.profile.token_bytes
+        held = min(job.tokens, job.attempt.held * self._config.block_tokens)
+        nbytes = (job.tokens - held) * self._config.profile.token_bytes
         last = nbytes // self._layers
         if job.early is None and not job.early_sent:
             job.early = self._network.send([self.sends, to], nbytes - last, lambda: self._early_sent(job))

@@ -21,10 +21,10 @@ class Request:
     """Tokens wanted."""
     keys: tuple[BlockKey, ...]
     """Of the prompt's full blocks."""
-    samples: int = 1
-    """Answers wanted, each of `answer` tokens."""
+    max_tokens: int = 0
+    """Longest answer that was asked for; 0 = the answer's own length."""
     made: int = 0
-    """Tokens that the client has of each answer."""
+    """Tokens that the client has of the answer."""
     attempts: int = 0
     reused: int = 0
     """Prompt tokens that the last attempt did not compute."""
@@ -64,6 +64,10 @@ class Attempt:
     """Where the conductor counts it; 0 = nowhere."""
     busy_s: float = 0.0
     """Seconds that it is predicted to keep its prefill instance busy; 0 once it has its first token."""
+    token: bool = False
+    """The conductor has its first token."""
+    held: int = 0
+    """Leading blocks that decode has already."""
     to: Link | None = None
     """Where its KV goes; None before decode has promised room. The promise may come before the prompt does."""
     whole: bool = False

@@ -38,7 +38,7 @@ def ttft_s(profile: Profile, prefix: int, bytes_per_s: float) -> float:
     )
     keys = tuple(BlockKey(number.to_bytes(32, "little")) for number in range(prefix // config.block_tokens))
     if bytes_per_s:
-        store.write(keys, Link("elsewhere", 1e18))
+        store.write(keys, Link("elsewhere", 1e18), lambda: None)
         world.run()
     begun = world.seconds
     request = Request(1, world.now, prefix + REST, 1, keys)
