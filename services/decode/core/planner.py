@@ -161,10 +161,21 @@ class Planner:
     def _bring_back(self, out: list[Action]) -> None:
         while self._has_seat():
             alone = not (len(self.batch) or self.ready or self.catching)
-            request = self._parking.bring_back(alone=alone, out=out)
+            request = self._parking.bring_back(self._lacking(), alone=alone, out=out)
             if request is None:
                 return
             self.returned(request)
+
+    def _lacking(self) -> int:
+        """Blocks that those lack who wait with their KV and came before the first parked one: it leaves them those.
+
+        Otherwise it would take the block, be preempted for it, and come back again, for ever.
+        """
+        first = self._parking.parked[0].id if self._parking.parked else 0
+        lack = (
+            len(request.table) < self._config.blocks_for(request.tokens) for request in self.ready if request.id < first
+        )
+        return sum(lack)
 
     def returned(self, request: Request) -> None:
         """A preempted sequence has its blocks again; with all KV it is ready."""

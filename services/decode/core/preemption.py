@@ -113,10 +113,11 @@ class Parking:
 
     # --- coming back -----------------------------------------------------------------------------------------------
 
-    def bring_back(self, *, alone: bool, out: list[Action]) -> Request | None:
+    def bring_back(self, kept: int, *, alone: bool, out: list[Action]) -> Request | None:
         """Brings the first parked sequence back if there is room for it and for what the others may need.
 
         Args:
+            kept: blocks that are left for those before it.
             alone: nobody else runs, so that nobody else's growth need be thought of.
             out: gets the actions.
 
@@ -129,7 +130,7 @@ class Parking:
         held = [] if request.recompute else self._room.blocks.match(request.keys)
         new = self._config.blocks_for(request.tokens) - len(held)
         others = self._room.claims - sum(other.claim for other in self.parked)
-        left = self._room.spare - self._room.cost(held, new)
+        left = self._room.spare - self._room.cost(held, new) - kept
         growth = request.claim - len(held) - new
         if left < 0 or (not alone and left < self._room.watermark + others + growth):
             return None
