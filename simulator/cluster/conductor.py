@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from moonpool.errors import InvalidRequest, Unavailable
 from services.conductor.core.plan import Plan
@@ -122,7 +123,7 @@ class Conductor:
             attempt = waiting.popleft()
             if not attempt.over:
                 self._asking[decode] = attempt
-                self._calls.send(lambda attempt=attempt: self._ask(attempt), reliable=True)
+                self._calls.send(partial(self._ask, attempt), reliable=True)
 
     def first_token(self, attempt: Attempt) -> None:
         """A prefill instance has the first token of an attempt."""

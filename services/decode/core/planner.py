@@ -55,7 +55,7 @@ class Planner:
         """Requests that were promised a time between tokens and are not in the batch: places are kept for them."""
         self.steps = 0
         self.recomputed_tokens = 0
-        self._upset = False  # by this plan: somebody lost his blocks or his place, so others may fit into the next step
+        self._upset = False  # by this plan: who waits may fit into the next step
 
     # --- who is here -----------------------------------------------------------------------------------------------
 
@@ -219,6 +219,7 @@ class Planner:
             if request.state is State.READY and self._may_join(request) and self._has_block(request, out):
                 self.ready.remove(request)
                 self.join(request)
+                self._upset |= bool(self._parking.parked)
 
     def join(self, request: Request) -> None:
         """Takes a sequence into the batch."""
