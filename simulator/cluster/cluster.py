@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Iterator
 from simulator.cluster.conductor import Conductor
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.decode import DecodeInstance
-from simulator.cluster.prefill import PrefillInstance
+from simulator.cluster.prefill import Peers, PrefillInstance
 from simulator.cluster.requests import Attempt, Request, keys_of
 from simulator.cluster.store import Store
 from simulator.kernel.calls import Calls
 from simulator.kernel.clock import PS, World, ps
-from simulator.kernel.links import Network
+from simulator.kernel.links import Link, Network
 from simulator.traces.mooncake import TraceRequest
 
 DETECTION_S = 3.0
@@ -51,10 +51,11 @@ class Cluster:
 
     def _prefill(self, number: int) -> PrefillInstance:
         name = f"p{number}"
-        return PrefillInstance(
-            self.world, self.network, self.config, name, self.stores, self._token, self._sent,
-            lambda new, old: self._keys(name, list(new), list(old)),
+        peers = Peers(
+            self._token, self._given_up, lambda new, old: self._keys(name, list(new), list(old)),
+            self._open, lambda attempt: self.decodes[attempt.decode].heard(attempt), self._whole,
         )  # fmt: skip
+        return PrefillInstance(self.world, self.network, self.config, name, self.stores, self.calls, peers)
 
     def _decode(self, number: int, longest_run: int) -> DecodeInstance:
         name = f"d{number}"
@@ -89,17 +90,18 @@ class Cluster:
         self.conductor.placement.keys_changed(name, stored, removed)
 
     def _answered(self, attempt: Attempt, promised: bool) -> None:
-        prefill, decode = self.prefills[attempt.prefill], self.decodes[attempt.decode]
-        if promised:
-            self.calls.send(lambda: prefill.promised(attempt, decode.receives))
         self.calls.send(lambda: self.conductor.asked(attempt, promised), reliable=True)
 
     def _token(self, attempt: Attempt) -> None:
         self.calls.send(lambda: self.conductor.first_token(attempt))
 
-    def _sent(self, attempt: Attempt) -> None:
-        attempt.whole = True
-        self.decodes[attempt.decode].kv_whole(attempt)
+    def _open(self, attempt: Attempt) -> Link | None:
+        decode = self.decodes[attempt.decode]
+        return decode.receives if decode.up and decode.open(attempt) else None
+
+    def _whole(self, attempt: Attempt) -> bool:
+        attempt.whole = self.decodes[attempt.decode].kv_whole(attempt)
+        return attempt.whole
 
     def _ended(self, attempt: Attempt) -> None:
         self.calls.send(lambda: self.conductor.answered(attempt))
@@ -151,7 +153,7 @@ class Cluster:
 
     def use(self) -> dict[str, float]:
         """How busy the parts were: shares of the time, and means."""
-        elapsed = max(1, self.world.now)
+        elapsed = max(1, self.conductor.ended_at)
         decode = [instance.use for instance in self.decodes]
         steps = max(1, sum(use.steps for use in decode))
         return {

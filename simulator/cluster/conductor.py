@@ -44,6 +44,8 @@ class Conductor:
         self._attempts: dict[Request, Attempt] = {}
         self._waiting: dict[int, deque[Attempt]] = {}
         self._asking: dict[int, Attempt] = {}
+        self.ended_at = 0
+        """When the last request ended."""
 
     def __len__(self) -> int:
         """Requests that have not ended."""
@@ -88,9 +90,7 @@ class Conductor:
     def _begin(self, attempt: Attempt, plan: Plan) -> None:
         self._attempts[attempt.request] = attempt
         self.placement.claim(attempt, plan, self._world.seconds)
-        self._calls.send(lambda: self._submit(attempt))
-        if attempt.decode >= 0:
-            self._calls.send(lambda: self._ask(attempt))
+        self._calls.send(lambda: self._ask(attempt) if attempt.decode >= 0 else self._submit(attempt))
         if self._config.deadline_s:
             self._world.after(ps(self._config.deadline_s), self.failed, attempt)
 
@@ -107,6 +107,8 @@ class Conductor:
     def asked(self, attempt: Attempt, promised: bool) -> None:
         """A decode instance has answered. Who was refused waits there for room, first come first."""
         decode = attempt.decode
+        if promised and not attempt.over:
+            self._calls.send(lambda: self._submit(attempt))
         if self._asking.get(decode) is attempt:
             del self._asking[decode]
             if promised:
@@ -197,6 +199,7 @@ class Conductor:
     def _finish(self, request: Request, outcome: str) -> None:
         self._attempts.pop(request, None)
         request.outcome, request.ended_at = outcome, self._world.now
+        self.ended_at = self._world.now
         self._ended(request)
 
 

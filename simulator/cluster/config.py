@@ -52,6 +52,7 @@ class ClusterConfig:
         threshold: Algorithm 1's balancing threshold.
         block_tokens: tokens of a KV block.
         step_tokens: tokens of one prefill step at most.
+        max_queue: prompts at a prefill instance at most.
         max_batch: sequences of one decode step at most.
         pool_blocks: blocks of an instance's KV pool; 0 = what the profile's memory holds.
         store_bytes: DRAM of a kvstore.
@@ -76,6 +77,7 @@ class ClusterConfig:
     threshold: float = 1.0
     block_tokens: int = BLOCK_TOKENS
     step_tokens: int = 4096
+    max_queue: int = 1024
     max_batch: int = 256
     pool_blocks: int = 0
     store_bytes: int = 1000 * GB
@@ -93,7 +95,7 @@ class ClusterConfig:
     attempts: int = 5
 
     def __post_init__(self) -> None:
-        for name in ("prefill", "decode", "block_tokens", "step_tokens", "max_batch", "attempts"):
+        for name in ("prefill", "decode", "block_tokens", "step_tokens", "max_queue", "max_batch", "attempts"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"must be at least 1, is {getattr(self, name)}")
         for name in ("rate", "disk_bytes_per_s"):

@@ -21,6 +21,7 @@ from services.decode.core.messages import (
     Finish,
     Gone,
     Grew,
+    Heard,
     Open,
     Promised,
     Refused,
@@ -47,6 +48,8 @@ from simulator.kernel.links import Link, Network
 
 STREAM = 1
 """The conductor's stream."""
+HEARD_PER_LEASE = 8
+"""The core is told that a transfer lives so often in a lease, as in the service."""
 STOPPED = 1
 """Why answers end."""
 
@@ -81,6 +84,8 @@ class Seat:
     keys: int
     """Full blocks whose keys the core knows."""
     blocks: int = 0
+    heard_at: int = 0
+    """When the core was last told that its transfer lives."""
 
 
 class DecodeInstance:
@@ -148,7 +153,7 @@ class DecodeInstance:
     def ask(self, attempt: Attempt) -> None:
         """An attempt wants room; answered by `on_answer` at once."""
         self._came += 1
-        keys = _keys(attempt, self._config.block_tokens)
+        keys = keys_of_chain(attempt, self._config.block_tokens)
         self._seats[self._came] = Seat(attempt, self._came, attempt.tokens + 1, attempt.left - 1, len(keys))
         self._numbers[attempt] = self._came
         tbt_slo_s = self._config.slo.tbt_s if self._config.keep_tbt else 0.0
@@ -156,16 +161,29 @@ class DecodeInstance:
         prompt, total = request.tokens, request.tokens + (request.max_tokens or request.answer)
         self._tell(Reserve(self._came, keys, attempt.tokens, prompt, total, tbt_slo_s, "conductor", stores))
 
-    def kv_whole(self, attempt: Attempt) -> None:
-        """The prompt's KV has come."""
+    def open(self, attempt: Attempt) -> bool:
+        """The prompt's KV begins to come; returns whether it is wanted."""
         number = self._numbers.get(attempt)
         if number is not None:
             self._tell(Open(number))
+        return number is not None
+
+    def heard(self, attempt: Attempt) -> None:
+        """Some of the prompt's KV has come."""
+        seat = self._seats.get(self._numbers.get(attempt, 0))
+        if seat is not None and self._world.now - seat.heard_at >= ps(self._config.memory.lease_s) // HEARD_PER_LEASE:
+            seat.heard_at = self._world.now
+            self._tell(Heard(seat.number))
+
+    def kv_whole(self, attempt: Attempt) -> bool:
+        """All of the prompt's KV has come; returns whether it is wanted."""
+        number = self._numbers.get(attempt)
+        if number is not None:
             self._tell(Arrived(number))
+        return number is not None
 
     def start(self, attempt: Attempt) -> None:
-        """The first token is known, maybe before there is room."""
-        attempt.token = True
+        """The first token is known."""
         number = self._numbers.get(attempt)
         if number is not None:
             self._tell(Start(number, STREAM, STOPPED if attempt.left == 1 else 0))
@@ -320,8 +338,6 @@ class DecodeInstance:
     def _promised(self, attempt: Attempt, held: int) -> None:
         attempt.held = held
         self._on_answer(attempt, True)
-        if attempt.token:
-            self.start(attempt)
 
     def _refused(self, number: int) -> None:
         attempt = self._seats.pop(number).attempt
@@ -351,7 +367,7 @@ class DecodeInstance:
             if not host.closed:
                 self._tell(Ended(action.io, None))
 
-        chain = _keys(attempt, self._config.block_tokens, action.index + 1)
+        chain = keys_of_chain(attempt, self._config.block_tokens, action.index + 1)
         self._stores[attempt.write_to].write(chain, self._sends, written)
 
     def _note_keys(self) -> None:
@@ -384,7 +400,7 @@ def answer_key(request: Request, index: int) -> BlockKey:
     return BlockKey(b"answer".ljust(16, b"\0") + (request.number << 32 | index).to_bytes(16, "little"))
 
 
-def _keys(attempt: Attempt, block_tokens: int, blocks: int = -1) -> tuple[BlockKey, ...]:
+def keys_of_chain(attempt: Attempt, block_tokens: int, blocks: int = -1) -> tuple[BlockKey, ...]:
     """Of the leading full blocks; by default of those whose KV comes from prefill."""
     keys = attempt.request.keys
     full = attempt.tokens // block_tokens if blocks < 0 else blocks

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 
 from moonpool.kv.keys import BlockKey
-from simulator.kernel.links import Link
 from simulator.traces.mooncake import TraceRequest
 
 
@@ -64,12 +63,8 @@ class Attempt:
     """Where the conductor counts it; 0 = nowhere."""
     busy_s: float = 0.0
     """Seconds that it is predicted to keep its prefill instance busy; 0 once it has its first token."""
-    token: bool = False
-    """The conductor has its first token."""
     held: int = 0
     """Leading blocks that decode has already."""
-    to: Link | None = None
-    """Where its KV goes; None before decode has promised room. The promise may come before the prompt does."""
     whole: bool = False
     """Decode has all KV: the prefill instance does not matter any more."""
     over: bool = False

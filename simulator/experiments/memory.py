@@ -83,7 +83,7 @@ class Crowd:
         self._waiting, self._at_once = deque(requests), at_once
         self._there = 0
         self._full = False
-        self.tokens = 0
+        self.tokens = self.ended_at = 0
 
     def run(self) -> None:
         """Until all answers are complete."""
@@ -107,11 +107,13 @@ class Crowd:
             self._waiting.popleft()
             self._there += 1
             attempt.request.made, attempt.request.last_at = 1, self.world.now  # the first token comes from prefill
+            self.instance.open(attempt)
             self.instance.kv_whole(attempt)
             self.instance.start(attempt)
 
     def _ended(self, attempt: Attempt) -> None:
         self._there -= 1
+        self.ended_at = self.world.now
         self.tokens += attempt.request.made
 
 
@@ -151,7 +153,7 @@ def run_pool(profile: Profile, load: MemoryLoad, way: Way) -> Crowd:
 
 
 def _row(name: str, load: MemoryLoad, way: Way, crowd: Crowd) -> dict[str, object]:
-    use, core, seconds = crowd.instance.use, crowd.instance.core, crowd.world.now / PS
+    use, core, seconds = crowd.instance.use, crowd.instance.core, crowd.ended_at / PS
     longest = -(-(load.prompt_tokens + load.max_tokens) // load.block_tokens) * load.block_tokens
     slots = use.sequences_time * longest if way.longest_life else use.slots_time
     return {

@@ -42,10 +42,10 @@ def test_a_prefix_is_reused_from_the_pool() -> None:
     assert second.first_at - second.arrived == ps(0.108)
 
 
-def test_a_prompt_that_is_all_cached_computes_its_last_token() -> None:
+def test_a_prompt_that_is_all_cached_computes_its_last_block() -> None:
     _, second = run(config(kvstore=0), [request(0.0, 128, 1, 0), request(1.0, 128, 1, 0)])[0]
-    assert second.reused == 127
-    assert second.first_at - second.arrived == ps(0.001)
+    assert second.reused == 64
+    assert second.first_at - second.arrived == ps(0.064)
 
 
 def test_a_prefix_is_loaded_from_a_store_ahead_of_the_computation() -> None:
@@ -55,7 +55,9 @@ def test_a_prefix_is_loaded_from_a_store_ahead_of_the_computation() -> None:
     first, second, third = run(config(prefill=2, kvstore=1), trace)[0]
     assert (first.reused, second.reused, third.reused) == (0, 640, 640)
     # 60 tokens take 60 ms, 640 tokens of 100 bytes 64 ms: the load is longer, a quarter of the computation comes after
-    assert third.first_at - third.arrived == ps(0.064 + 0.015)
+    assert third.first_at - third.arrived == pytest.approx(
+        ps(0.064 + 0.015), abs=10_000
+    )  # begun just in time, by a tick
     assert third.predicted_ttft_s == pytest.approx(0.079)
 
 
@@ -70,7 +72,8 @@ def test_a_lost_store_costs_time_only() -> None:
     assert [one.outcome for one in ended] == [DONE] * 3
     third = next(one for one in ended if one.number == 3)
     assert third.reused == 0
-    assert third.first_at == ps(1.016 + 0.060 + 0.700)  # the step that was under way ends first
+    # the step that follows the load began at 1.019; its layer of 15 ms ends first
+    assert third.first_at == pytest.approx(ps(1.019 + 0.015 + 0.700), abs=10_000)
 
 
 def test_blocks_come_from_disk_when_dram_is_small() -> None:
