@@ -1,7 +1,6 @@
 """Blocks on their way out of the pool and back: to kvstores, and to DRAM for preempted sequences."""
 
 import asyncio
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -23,9 +22,17 @@ class Copies:
         pool: the blocks.
         write_back: writes to kvstores; hand its releases to `written_back`.
         post: tells the core.
+        clock: seconds; never goes back.
     """
 
-    def __init__(self, pool: KVPool, write_back: WriteBack, post: Callable[[Ended[SwapEnd | None]], None]) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        write_back: WriteBack,
+        post: Callable[[Ended[SwapEnd | None]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._clock = clock
         self._write_back = write_back
         self._post = post
         self._space = SwapSpace(pool)
@@ -70,13 +77,13 @@ class Copies:
 
     def _copy(self, io: int, work: Callable[[], None]) -> None:
         async def copy() -> None:
-            began, ok = time.monotonic(), True
+            began, ok = self._clock(), True
             try:
                 await asyncio.to_thread(work)
             except Exception:  # a copy that is not made costs computing again
                 log.exception("swapping failed", io=io)
                 ok = False
-            self._post(Ended(io, SwapEnd(ok, time.monotonic() - began)))
+            self._post(Ended(io, SwapEnd(ok, self._clock() - began)))
 
         task = asyncio.get_running_loop().create_task(copy())
         self._copying.add(task)

@@ -22,7 +22,6 @@ class Host(Generic[E, A]):
         world: the time.
         core: decides.
         perform: does one action; it may post.
-        heard: called with (seconds, event, actions) of each event, before the actions are done.
         before_tick: called before the core is told the time; it may post.
     """
 
@@ -31,11 +30,12 @@ class Host(Generic[E, A]):
         world: World,
         core: Core[E, A],
         perform: Callable[[A], None],
-        heard: Callable[[float, E | Tick, list[A]], None] | None = None,
         before_tick: Callable[[], None] = lambda: None,
     ) -> None:
         self.core = core
-        self._world, self._perform, self._heard, self._before_tick = world, perform, heard, before_tick
+        self._world, self._perform, self._before_tick = world, perform, before_tick
+        self.heard: Callable[[float, E | Tick, list[A]], None] | None = None
+        """Called with (seconds, event, actions) of each event, before the actions are done."""
         self._events: deque[E | Tick] = deque()
         self._draining = False
         self._armed: int | None = None
@@ -62,8 +62,8 @@ class Host(Generic[E, A]):
     def _handle(self, event: E | Tick) -> None:
         actions: list[A] = []
         self.core.handle(self._world.seconds, event, actions)
-        if self._heard is not None:
-            self._heard(self._world.seconds, event, actions)
+        if self.heard is not None:
+            self.heard(self._world.seconds, event, actions)
         for action in actions:
             self._perform(action)
 
