@@ -28,7 +28,7 @@ def base_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
-    install = [*pip, "install", "--no-compile", "--no-deps", "-c", ROOT / "constraints.txt", ROOT]
+    install = [*pip, "install", "--no-compile", "--no-deps", "-c", str(ROOT / "constraints.txt"), str(ROOT)]
     subprocess.run(install, check=True, cwd=folder)
     (packages,) = folder.glob("lib/python*/site-packages")
     (ours,) = Distribution.discover(name="moonpool", path=[str(packages)])
