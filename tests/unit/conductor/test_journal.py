@@ -3,9 +3,9 @@
 import asyncio
 from pathlib import Path
 
-import pytest
+from typer.testing import CliRunner
 
-from moonpool.cli.rerun import run_rerun
+from moonpool.cli.main import app
 from moonpool.client import SamplingParams
 from moonpool.drive.rerun import journal_files, rerun
 from moonpool.errors import MoonpoolError, TransferFailed, Unavailable
@@ -16,9 +16,7 @@ from .stack import stack
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
 
-async def test_a_journal_of_requests_that_fail_and_go_on_reruns_to_the_same_actions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_journal_of_requests_that_fail_and_go_on_reruns_to_the_same_actions(tmp_path: Path) -> None:
     engines = (
         prefill(0, before=[Unavailable("gone")]),
         prefill(1, after=[TransferFailed("a slice is missing")]),
@@ -42,8 +40,8 @@ async def test_a_journal_of_requests_that_fail_and_go_on_reruns_to_the_same_acti
     assert again.difference is None
     assert again.events > 50
     assert again.core.digest() == digest()
-    assert run_rerun(tmp_path, events=False, check=False, as_json=False) == 0
-    assert capsys.readouterr().out == f"{path}: {again.events} events, all actions equal\n"
+    shown = CliRunner().invoke(app, ["rerun", str(tmp_path)])
+    assert (shown.exit_code, shown.output) == (0, f"{path}: {again.events} events, all actions equal\n")
 
 
 async def test_a_journal_whose_halves_were_overwritten_begins_with_a_snapshot(tmp_path: Path) -> None:
