@@ -31,6 +31,7 @@ class Copies:
         self._space = SwapSpace(pool)
         self._writing: defaultdict[int, list[int]] = defaultdict(list)  # by block
         self._copying: set[asyncio.Task[None]] = set()
+        self._copied_at = 0.0
         self.closed = False
         """Nothing is written back any more."""
 
@@ -76,7 +77,8 @@ class Copies:
             except Exception:  # a copy that is not made costs computing again
                 log.exception("swapping failed", io=io)
                 ok = False
-            self._post(Ended(io, SwapEnd(ok, time.monotonic() - began)))
+            began, self._copied_at = max(began, self._copied_at), time.monotonic()
+            self._post(Ended(io, SwapEnd(ok, self._copied_at - began)))
 
         task = asyncio.get_running_loop().create_task(copy())
         self._copying.add(task)

@@ -356,16 +356,16 @@ class DecodeCore:
 
     def digest(self) -> bytes:
         """Hash of the whole state."""
-        planner, parking = self.planner, self.parking
+        planner = self.planner
         return digest_of(
             list(self.requests.values()),
             [(number, self._leases.at(number)) for number in self.requests],
             self.blocks,
             (self.room.promised, self.room.claims),
             (planner.batch.ids, planner.batch.ticks, planner.batch.context, planner.steps, planner.flight),
-            [[request.id for request in place] for place in (planner.ready, planner.catching, parking.parked)],
+            [[request.id for request in place] for place in (planner.ready, planner.catching)],
             (list(planner.seats_kept), planner.recomputed_tokens, [request.id for request in self._leaving]),
-            (parking.coming, parking.saved, parking.preemptions, parking.swaps, parking.swap_bytes_per_s),
+            self.parking,
             self._lengths,
             self.tracker.speeds,
             self._streams,

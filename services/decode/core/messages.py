@@ -105,6 +105,7 @@ class SwapEnd:
 
     ok: bool
     seconds: float
+    """Since it began or, if that was later, since the copy before it ended: waiting for others is left out."""
 
 
 @dataclass(frozen=True, slots=True)

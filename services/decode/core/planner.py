@@ -49,6 +49,7 @@ class Planner:
         self.flight: Flight | None = None
         self.seats_kept: dict[int, None] = {}
         """Requests that were promised a time between tokens and are not in the batch: places are kept for them."""
+        self._waiting = 0  # requests that get one of the blocks which are being copied
         self.steps = 0
         self.recomputed_tokens = 0
 
@@ -97,11 +98,13 @@ class Planner:
         """Starts the next step if none is running and there is something to compute."""
         if self.flight is not None:
             return
+        self._waiting = 0
         self._diagnose(out)
-        self._bring_back(out)
         self._keep_tbt()
         self._seat(out)
         self._grow(out)
+        if self._bring_back(out):
+            self._seat(out)
         chunks = self._chunks()
         if not len(self.batch) and not chunks:
             return
@@ -116,13 +119,16 @@ class Planner:
             members = self.batch.members
             self._preempt(members[self.steps // every % len(members)], out)
 
-    def _bring_back(self, out: list[Action]) -> None:
-        while self._has_seat():
-            alone = not (len(self.batch) or self.ready or self.catching)
-            request = self._parking.bring_back(alone=alone, out=out)
+    def _bring_back(self, out: list[Action]) -> int:
+        """Brings preempted ones back, but not past those who wait for a block; returns how many."""
+        count = 0
+        while self._has_seat() and not self._waiting:
+            request = self._parking.bring_back([*self.batch.members, *self.ready, *self.catching], out)
             if request is None:
-                return
+                break
             self.returned(request)
+            count += 1
+        return count
 
     def returned(self, request: Request) -> None:
         """A preempted sequence has its blocks again; with all KV it is ready."""
@@ -204,7 +210,8 @@ class Planner:
     def _take(self, request: Request, out: list[Action]) -> bool:
         """Gives a sequence a block, by preempting others or itself if there is none."""
         while self._room.spare < 1:
-            if self._parking.coming:
+            if self._parking.coming > self._waiting:
+                self._waiting += 1
                 return False
             victim = choose_victim([*self.batch.members, *self.ready, *self.catching], request)
             if victim is None:

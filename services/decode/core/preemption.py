@@ -1,14 +1,14 @@
 """Preemption: who gives its blocks up, by which way, and how it comes back."""
 
-from bisect import insort
 from dataclasses import dataclass
 
+from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Ended, Outstanding
 from moonpool.cost import SpeedTracker, prefill_seconds
 from services.decode.core.config import CoreConfig, Preemption
 from services.decode.core.messages import Action, SwapDrop, SwapEnd, SwapIn, SwapOut, Table
 from services.decode.core.request import ACTIVE, Request, State
-from services.decode.core.room import Room
+from services.decode.core.room import Room, most_needed
 
 PROTECTED_AFTER = 2
 """Who was preempted so often is spared as long as there is somebody else."""
@@ -61,7 +61,8 @@ class Parking:
         self._tracker = tracker
         self._ios = ios
         self.parked: list[Request] = []
-        """Without blocks, first come first."""
+        """Without blocks, in the order in which they come back: who has waited longest is first."""
+        self._refused: tuple[int, int] | None = None  # for whom there was no room, and what was free then
         self.coming = 0
         """Blocks that are free when the copies out of the pool are over."""
         self.saved = 0
@@ -109,15 +110,15 @@ class Parking:
         request.state = State.PARKED
         needed = max(request.expected_blocks, self._config.blocks_for(request.tokens))
         self._room.claim(request, needed)
-        insort(self.parked, request, key=lambda other: other.id)
+        self.parked.append(request)
 
     # --- coming back -----------------------------------------------------------------------------------------------
 
-    def bring_back(self, *, alone: bool, out: list[Action]) -> Request | None:
-        """Brings the first parked sequence back if there is room for it and for what the others may need.
+    def bring_back(self, active: list[Request], out: list[Action]) -> Request | None:
+        """Brings the first parked sequence back if there is room for it now, and for all of them as they grow and end.
 
         Args:
-            alone: nobody else runs, so that nobody else's growth need be thought of.
+            active: who runs, or could; when nobody does, nobody else's growth need be thought of.
             out: gets the actions.
 
         Returns:
@@ -126,12 +127,16 @@ class Parking:
         if not self.parked:
             return None
         request = self.parked[0]
+        # Who grows as expected takes as much from what is free as from what is claimed: then nothing has changed.
+        asked = request.id, self._room.spare - self._room.claims
+        if active and asked == self._refused:
+            return None
         held = [] if request.recompute else self._room.blocks.match(request.keys)
         new = self._config.blocks_for(request.tokens) - len(held)
-        others = self._room.claims - sum(other.claim for other in self.parked)
         left = self._room.spare - self._room.cost(held, new)
         growth = request.claim - len(held) - new
-        if left < 0 or (not alone and left < self._room.watermark + others + growth):
+        if left < 0 or (active and left < self._room.watermark + self._needed(active, growth, new)):
+            self._refused = asked
             return None
         del self.parked[0]
         self._room.blocks.acquire(held)
@@ -140,6 +145,12 @@ class Parking:
         out.append(Table(request.id, tuple(request.table)))
         self._fill(request, len(held), out)
         return request
+
+    def _needed(self, active: list[Request], growth: int, new: int) -> int:
+        """Blocks that all will need beyond what they have, if one more comes with so many blocks and so much growth."""
+        known = sum(request.claim for request in (*active, *self.parked))
+        lives = [(request.claim, self._room.frees(request)) for request in active]
+        return self._room.claims - known + most_needed([*lives, (growth, new)])
 
     def _fill(self, request: Request, held: int, out: list[Action]) -> None:
         """Chooses how the KV that is not held comes back."""
@@ -195,10 +206,16 @@ class Parking:
             self.saved -= request.saved
             request.saved = 0
 
+    def digest(self) -> bytes:
+        """Hash of what is not the requests' own."""
+        waiting = [request.id for request in self.parked]
+        counts = (self.coming, self.saved, self.preemptions, self.swaps, self.swap_bytes_per_s)
+        return digest_of(waiting, self._refused, counts)
+
     def check_invariants(self, requests: list[Request]) -> None:
         """Asserts that lists and counts are those of the requests."""
         parked = [request for request in requests if request.state is State.PARKED]
-        assert self.parked == sorted(parked, key=lambda request: request.id)
+        assert sorted(r.id for r in self.parked) == [request.id for request in parked]
         assert not any(request.table for request in parked)
         assert self.saved == sum(request.saved for request in requests)
         out = [copy.request for _, copy in self._ios if isinstance(copy, Copy) and copy.out]
