@@ -138,7 +138,12 @@ class Planner:
             insort(self.catching, request, key=_age)
 
     def _has_seat(self) -> bool:
-        return len(self.batch) + len(self.catching) < self._config.max_batch
+        return self.places_taken < self._config.max_batch
+
+    @property
+    def places_taken(self) -> int:
+        """Places of a step that are taken, also by those who may have to catch up when they have been loaded."""
+        return len(self.batch) + len(self.catching) + self._parking.loading
 
     # --- time between tokens ---------------------------------------------------------------------------------------
 
@@ -156,9 +161,9 @@ class Planner:
 
     def _may_join(self, request: Request) -> bool:
         """Whether a sequence that was promised nothing leaves the others what they were promised."""
-        if request.tbt_slo_s:
-            return True
-        if len(self.batch) + len(self.catching) + len(self.seats_kept) >= self._config.max_batch:
+        if request.tbt_slo_s or not self.places_taken:
+            return True  # somebody must run, or nobody for whom places are kept would get room
+        if self.places_taken + len(self.seats_kept) >= self._config.max_batch:
             return False
         limit = self.batch.tbt_slo_s
         return not limit or self._tbt_s(len(self.batch) + 1, self.batch.context + request.tokens) <= limit
@@ -287,7 +292,7 @@ class Planner:
                 assert len(member.table) == self._config.blocks_for(self.batch.tokens_of(member))
         kept = [r for r in requests if r.tbt_slo_s and r.state not in (State.RUNNING, State.LEAVING)]
         assert sorted(self.seats_kept) == sorted(r.id for r in kept)
-        assert len(self.batch) + len(self.catching) <= self._config.max_batch
+        assert self.places_taken <= self._config.max_batch
 
 
 def _age(request: Request) -> int:
