@@ -32,6 +32,8 @@ class Loading:
     first: int
     blocks: tuple[int, ...]
     store: int
+    ahead: int
+    """Blocks that were being loaded when it began, its own among them."""
 
 
 Holds = Copy | Writing | Loading

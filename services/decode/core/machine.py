@@ -375,6 +375,6 @@ class DecodeCore:
             self.tracker.speeds,
             self._streams,
             [(io, holds.request.id, holds.block if isinstance(holds, Writing) else -1) for io, holds in self._ios],
-            (self.shelf.loading, self.shelf.loaded_blocks, self.shelf.failures),
+            self.shelf,
             self._dead,
         )

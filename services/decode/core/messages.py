@@ -123,6 +123,7 @@ class LoadEnd:
     blocks: int
     """Leading ones of the blocks asked for that have come whole; fewer is a miss."""
     seconds: float
+    """Since it began, however many others were under way."""
     failed: bool = False
     """For another reason than that blocks were missing: the store is not asked for this request again."""
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Outstanding
 from moonpool.cost import SpeedTracker, load_seconds, prefill_seconds
 from services.decode.core.config import CoreConfig, Preemption
@@ -11,7 +12,7 @@ from services.decode.core.request import Request, State
 from services.decode.core.room import Room
 
 SLACK = 4.0
-"""A load may take so many times its predicted seconds, and the configured timeout on top."""
+"""A load may take so many times the predicted seconds of all that is being loaded, besides the configured ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Shelf:
         self._ios = ios
         self.loading = 0
         """Sequences that are being loaded."""
+        self._loading_blocks = 0
         self.loaded_blocks = 0
         self.failures = 0
 
@@ -81,8 +83,7 @@ class Shelf:
         source, speeds = self.source(request), self._tracker.speeds
         loaded = source.blocks if source is not None else 0
         there = loaded * self._config.block_tokens
-        load_s = load_seconds(speeds, loaded * self._config.block_bytes)
-        return load_s + prefill_seconds(speeds, request.tokens - there, there)
+        return self._load_s(loaded) + prefill_seconds(speeds, request.tokens - there, there)
 
     def held(self, request: Request) -> list[int]:
         """Blocks of the pool with which a sequence comes back; none where it is to be loaded, or computed, wholly."""
@@ -98,10 +99,11 @@ class Shelf:
         if source is None or source.blocks <= held or not self._pays(request, held, source):
             return False
         blocks = tuple(request.table[held : source.blocks])
-        timeout_s = self._config.load_timeout_s + SLACK * self._load_s(len(blocks))
         request.state = State.LOADING
         self.loading += 1
-        io = self._ios.begin(Loading(request, held, blocks, source.store))
+        self._loading_blocks += len(blocks)
+        timeout_s = self._config.load_timeout_s + SLACK * self._load_s(self._loading_blocks)
+        io = self._ios.begin(Loading(request, held, blocks, source.store, self._loading_blocks))
         out.append(Load(io, request.id, held, blocks, source.store, timeout_s))
         return True
 
@@ -109,6 +111,7 @@ class Shelf:
         """A load is over. A request that has ended meanwhile is the caller's business afterwards."""
         request, end = holds.request, holds.first + result.blocks
         self.loading -= 1
+        self._loading_blocks -= len(holds.blocks)
         self._learn(holds, result)
         if request.state is not State.LOADING:
             return
@@ -117,6 +120,7 @@ class Shelf:
         request.comes_with(end * self._config.block_tokens)
 
     def _load_s(self, blocks: int) -> float:
+        """Seconds of loading by itself. Who waits for the link does not hold up the batch, as computing does."""
         return load_seconds(self._tracker.speeds, blocks * self._config.block_bytes)
 
     def _pays(self, request: Request, held: int, source: Source) -> bool:
@@ -135,7 +139,11 @@ class Shelf:
         elif result.blocks < len(holds.blocks):
             stored[holds.store] = min(stored[holds.store], holds.first + result.blocks)
         else:
-            self._tracker.observe_load(len(holds.blocks) * self._config.block_bytes, result.seconds)
+            self._tracker.observe_load(holds.ahead * self._config.block_bytes, result.seconds)
+
+    def digest(self) -> bytes:
+        """Hash of what is not the requests' own."""
+        return digest_of(self.loading, self._loading_blocks, self.loaded_blocks, self.failures)
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
@@ -143,6 +151,8 @@ class Shelf:
         """Asserts that what is read back has its I/O, and that no more is presumed than there can be."""
         loading = [holds.request for _, holds in self._ios if isinstance(holds, Loading)]
         assert len(loading) == len(set(map(id, loading))) == self.loading, "a sequence is loaded twice"
+        blocks = [len(holds.blocks) for _, holds in self._ios if isinstance(holds, Loading)]
+        assert sum(blocks) == self._loading_blocks
         for request in requests:
             assert all(0 <= blocks <= len(request.keys) for blocks in request.stored)
             assert request.state is not State.LOADING or request in loading
