@@ -55,7 +55,7 @@ def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield stack
 
 
-@pytest.fixture(scope="module", params=["cache", "recompute", "swap"])
+@pytest.fixture(scope="module", params=["cache", "recompute", "swap", "store"])
 def served(request: pytest.FixtureRequest, stack: CheckedStack, reference: Reference) -> Served:
     """The stack with a decode instance that preempts this way."""
     stack.services["decode-0"].arguments += ["--preemption", request.param]
@@ -73,8 +73,10 @@ def test_alone(served: Served, length: int) -> None:
 
 def test_in_company_and_too_many(served: Served) -> None:
     """Eight sequences grow to twice the pool."""
+    loaded = served.stack.gauge("decode-", "loaded_blocks")
     prompts = [tokens(5 + 6 * number, f"{served.way} company {number}") for number in range(8)]
     assert sum(-(-(len(prompt) + ANSWER) // BLOCK) for prompt in prompts) > 1.5 * POOL
     served.check(prompts, ANSWER)
     swaps = served.stack.gauge("decode-", "swaps")
     assert (swaps > 0) == (served.way == "swap")
+    assert (served.stack.gauge("decode-", "loaded_blocks") > loaded) == (served.way == "store")
