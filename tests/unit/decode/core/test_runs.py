@@ -69,14 +69,14 @@ class Clock:
     _begun: int = 0
     _told: int = 0
     _ends: int = 0
-    _heap: list[tuple[int, int, Event]] = field(default_factory=list)
+    _heap: list[tuple[int, int, Event | Ask]] = field(default_factory=list)
     _count: int = 0
 
     def play(self) -> None:
         """Lets everything happen. A step that ends at a time is before what else happens then."""
         self._post(StreamOpened(1, "c"))
-        for ask in sorted(self.asks, key=lambda ask: ask.at):
-            self._ask(ask.at, ask)
+        for ask in self.asks:
+            self._at(ask.at, ask)
         while self._run is not None or self._heap:
             if self._run is not None and (not self._heap or self._ends <= self._heap[0][0]):
                 self.now = self._ends
@@ -84,15 +84,19 @@ class Clock:
             else:
                 self.now, _, event = heappop(self._heap)
                 self._progress()
-                self._post(event)
+                if isinstance(event, Ask):
+                    self._reserve(event)
+                else:
+                    self._post(event)
 
-    def _ask(self, when: int, ask: Ask) -> None:
+    def _reserve(self, ask: Ask) -> None:
+        """Asks for room under the next number."""
         self._asked.append(ask)
         number, total = len(self._asked), ask.prompt + LONGEST
-        self._at(when, Reserve(number, keys(number, ask.prompt), ask.prompt, ask.prompt, total, ask.tbt_slo_s))
-        self._at(max(when, ask.left_at), Stop(number, "cancelled"))
+        self._at(max(self.now, ask.left_at), Stop(number, "cancelled"))
+        self._post(Reserve(number, keys(number, ask.prompt), ask.prompt, ask.prompt, total, ask.tbt_slo_s))
 
-    def _at(self, when: int, event: Event) -> None:
+    def _at(self, when: int, event: Event | Ask) -> None:
         self._count += 1
         heappush(self._heap, (when, self._count, event))
 
@@ -149,13 +153,13 @@ class Clock:
                 self._ends = min(self._ends, self._begun + 10 * (self._told + 1))
             case Promised(number):
                 self.made[number] = 1
-                events = Open(number), Arrived(number), Start(number, 1, 0)
-                for delay, event in zip(self.arrival if number == 1 else (3, 14, 15), events, strict=True):
-                    self._at(self.now + delay, event)
+                events: tuple[Event, ...] = Open(number), Arrived(number), Start(number, 1, 0)
+                for delay, next_one in zip(self.arrival if number == 1 else (3, 14, 15), events, strict=True):
+                    self._at(self.now + delay, next_one)
             case Refused(number):
                 ask = self._asked[number - 1]
                 if self.now < ask.left_at - 17:
-                    self._ask(self.now + 17, replace(ask, tbt_slo_s=0.0))
+                    self._at(self.now + 17, replace(ask, tbt_slo_s=0.0))
             case SwapOut(io) | SwapIn(io):
                 self._at(self.now + 25, Ended(io, SwapEnd(True, 0.0)))
 
@@ -222,12 +226,13 @@ def test_a_quiet_batch_is_asked_about_once_a_block() -> None:
 def test_a_run_is_cut_for_who_waits_and_for_nobody_else() -> None:
     core = DecodeCore(CoreConfig(num_blocks=40, block_tokens=64, block_bytes=1, max_batch=4, lease_s=1.0, run_steps=9))
     out: list[Action] = []
-    first = (Reserve(1, (), 5, 5, 50), Open(1), Arrived(1), Start(1, 1, 0))
-    for event in (StreamOpened(1, "c"), *first):
+    events: list[Event] = [StreamOpened(1, "c"), Reserve(1, (), 5, 5, 50), Open(1), Arrived(1), Start(1, 1, 0)]
+    for event in events:
         core.handle(0.0, event, out)
     assert out[-1] == Run(1, (1,), (), 9)
     out.clear()
-    for event in (Stepped(1, 2, 0.0), Reserve(2, (), 5, 5, 50), Open(2), Arrived(2), Start(2, 1, 0), Stop(1, "")):
+    events = [Stepped(1, 2, 0.0), Reserve(2, (), 5, 5, 50), Open(2), Arrived(2), Start(2, 1, 0), Stop(1, "")]
+    for event in events:
         core.handle(0.0, event, out)
     assert [action for action in out if isinstance(action, Run | Cut)] == [Cut(1)]
     core.handle(0.0, StepDone(1, False, 0.0), out)

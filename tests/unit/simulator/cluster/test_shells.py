@@ -22,6 +22,7 @@ from moonpool.drive.rerun import journal_files, rerun
 from moonpool.engine.emulated.profile import step_seconds
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.errors import Overloaded
+from moonpool.kv.keys import BlockKey
 from moonpool.sampling import SamplingParams
 from moonpool.sched.sampling import SequenceSampling
 from moonpool.sched.steps import LayerDone, Step, StepResult
@@ -105,9 +106,9 @@ class Service:
         self._loop = asyncio.get_running_loop()
         self.engine = PacedEngine(config.blocks, config.profile.speeds)
         core = DecodeCore(core_config(config, run_steps=1))
-        nowhere = WriteBack(WriteBackLimits(0), self._no_store, _read, _drop, self._loop.time)
+        nowhere = WriteBack(WriteBackLimits(0), self._no_store, _read, self._loop.time)
         self.shell = DecodeShell(
-            core, self.engine, CAPACITY, nowhere, Recorder("decode-0", None), lambda: None,
+            core, self.engine, CAPACITY, nowhere, self._no_store, Recorder("decode-0", None), lambda: None,
             JournalWriter(journal, "decode-0", 1 << 30), self._loop.time,
         )  # fmt: skip
         self._subscriber = Subscriber(kv_pb2.Instance())
@@ -152,17 +153,13 @@ class Service:
         params = SamplingParams(max_tokens=event.total_tokens - event.prompt_tokens)
         sampling = SequenceSampling.of(params, event.prompt_tokens, ())
         tokens = array("i", [event.id] * event.tokens)  # so that no two answers have a block in common
-        incoming = IncomingRequest(f"r{event.id}", tokens, event.keys, ROOT, f"t{event.id}", sampling)
+        incoming = IncomingRequest(f"r{event.id}", tokens, event.keys, BlockKey(ROOT), f"t{event.id}", sampling)
         with suppress(Overloaded):  # the core's answer is in the journal
             self._lives[event.id] = self.shell.reserve(incoming, (), event.tbt_slo_s, None)[0]
 
 
 def _read(layer: int, block: int) -> Any:
     raise AssertionError("nothing is read")
-
-
-def _drop(blocks: Any) -> None:
-    raise AssertionError("nothing is written back")
 
 
 def served(config: ClusterConfig, script: list[Noted], folder: Path) -> list[Noted]:
