@@ -13,10 +13,9 @@ from services.prefill.core import actions, events
 from services.prefill.core.core import PrefillCore
 from services.prefill.core.state import Settings
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.decode import keys_of_chain
 from simulator.cluster.host import Host
 from simulator.cluster.loading import Loading
-from simulator.cluster.requests import Attempt
+from simulator.cluster.requests import Attempt, keys_of_chain
 from simulator.cluster.store import Store
 from simulator.kernel.calls import Calls
 from simulator.kernel.clock import PS, World, ps

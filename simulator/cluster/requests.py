@@ -74,3 +74,15 @@ def keys_of(request: TraceRequest, block_tokens: int) -> tuple[BlockKey, ...]:
     """The block keys of a trace's request: of its full blocks, uniform bytes as real keys are."""
     full = request.hash_ids[: request.input_length // block_tokens]
     return tuple(BlockKey(blake3(hash_id.to_bytes(16, "little")).digest()) for hash_id in full)
+
+
+def answer_key(request: Request, index: int) -> BlockKey:
+    """Of a full block with tokens of the answer: a trace does not name it, and nobody else has it."""
+    return BlockKey(b"answer".ljust(16, b"\0") + (request.number << 32 | index).to_bytes(16, "little"))
+
+
+def keys_of_chain(attempt: Attempt, block_tokens: int, blocks: int = -1) -> tuple[BlockKey, ...]:
+    """Of the leading full blocks; by default of those whose KV comes from prefill."""
+    keys = attempt.request.keys
+    full = attempt.tokens // block_tokens if blocks < 0 else blocks
+    return (*keys[:full], *(answer_key(attempt.request, index) for index in range(len(keys), full)))
