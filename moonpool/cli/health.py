@@ -3,6 +3,7 @@
 A container's health check runs this every few seconds, so it imports little.
 """
 
+import contextlib
 import http.client
 import threading
 import time
@@ -69,15 +70,14 @@ def _ask(address: str, timeout_s: float) -> None:
 def _ask_http(address: str, timeout_s: float) -> None:
     """As `_ask`, of a gateway."""
     host, _, port = address.removeprefix(HTTP).rstrip("/").rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port) if port.isdecimal() else None, timeout=timeout_s)
     try:
-        connection.request("GET", "/health")
-        answer = connection.getresponse()
-        status, text = answer.status, answer.read(MAX_ANSWER_BYTES).decode(errors="replace")
-    except (OSError, http.client.HTTPException) as error:
+        connection = http.client.HTTPConnection(host, int(port) if port.isdecimal() else None, timeout=timeout_s)
+        with contextlib.closing(connection):
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            status, text = answer.status, answer.read(MAX_ANSWER_BYTES).decode(errors="replace")
+    except (OSError, OverflowError, http.client.HTTPException) as error:
         raise Unavailable(f"{address} does not answer: {error}") from error
-    finally:
-        connection.close()
     if status != http.HTTPStatus.OK:
         raise Unavailable(f"{address} answers that it is not serving: {text}")
 

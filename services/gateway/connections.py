@@ -37,6 +37,11 @@ class Connection(H11Protocol):
         elif self._waits_since is None:
             self._waits_since = self.loop.time()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._between_requests():
+            self._waits_since = self.loop.time()
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._blocked_since = self.loop.time()

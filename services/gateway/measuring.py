@@ -75,6 +75,7 @@ class Watch:
         self._gaps = meter.gaps.labels(model)
         self._reason = "abort"
         meter.waiting.labels(model).inc()
+        meter.running.labels(model).inc(0)  # shown from the first request on
 
     def tokens(self) -> None:
         """New tokens of the answer have come."""

@@ -21,6 +21,7 @@ BACKLOG = 2048
 KEEP_ALIVE_S = 15
 """Seconds that a connection may be idle between two requests."""
 SWEEP_S = 1.0
+"""Seconds between two looks at what waits; shorter where a timeout is."""
 DRAIN_MARGIN = 0.8
 """Share of `drain_s` that answers get to end by themselves; then they are cancelled."""
 
@@ -102,8 +103,9 @@ def _bind(listen: str) -> socket.socket:
 async def _sweep(server: Server, config: GatewayConfig) -> None:
     """End connections that wait too long, again and again."""
     loop = asyncio.get_running_loop()
+    pause_s = min(SWEEP_S, config.read_timeout_s / 4, config.write_timeout_s / 4)
     while True:
-        await asyncio.sleep(SWEEP_S)
+        await asyncio.sleep(pause_s)
         for connection in list(server.server_state.connections):
             if isinstance(connection, Connection):
                 connection.sweep(loop.time(), config.read_timeout_s, config.write_timeout_s)
