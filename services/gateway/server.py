@@ -73,7 +73,8 @@ async def http_serving(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[tup
 
 def _http_config(app: ASGIApp, config: GatewayConfig) -> HttpConfig:
     settings = HttpConfig(
-        app, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
+        app, http=Connection, ws="none", lifespan="off", log_config=None, log_level="error",
+        access_log=False, proxy_headers=False,
         server_header=False, timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(config.drain_s * DRAIN_MARGIN),
     )  # fmt: skip

@@ -63,6 +63,18 @@ async def test_requests_and_hostile_bytes() -> None:
         assert (await ask(port, closing)).startswith(b"HTTP/1.1 200 OK")
 
 
+async def test_nonsense_after_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """The rest of a body that nobody wanted is no HTTP: the connection is closed, and nothing fails."""
+    async with serving() as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /nothing HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert await reader.readuntil(b"\r\n") == b"HTTP/1.1 404 Not Found\r\n"
+        writer.write(b"what\r\n")
+        assert b"HTTP/1.1" not in await reader.read()
+        writer.close()
+    assert caplog.records == []
+
+
 async def test_what_comes_too_slowly_is_closed() -> None:
     """Nothing, half a head, half a head after a whole request, half a body."""
     async with serving(read_timeout_s=0.05) as (server, port):
