@@ -87,10 +87,6 @@ class Reply:
         await self._start(status, {"content-type": JSON, **length, **self._headers, **(headers or {})})
         await self._send({"type": "http.response.body", "body": content})
 
-    async def refuse(self, refused: Refusal) -> None:
-        """An error."""
-        await self.whole(refused.status, compact(refused.body()), refused.headers)
-
     async def piece(self, content: bytes) -> None:
         """A part of a stream of events."""
         if not self.started:
@@ -137,7 +133,7 @@ class Answering:
         if reply.started:
             await reply.end(self._job.form.failure(refused))
         else:
-            await reply.refuse(refused)
+            await reply.whole(refused.status, compact(self._job.form.refused(refused)), refused.headers)
 
     async def _stream(self, reply: Reply, watch: Watch) -> None:
         async with aclosing(self._pieces(watch)) as pieces:

@@ -16,6 +16,7 @@ from services.gateway.answering import JSON, Answering
 from services.gateway.endpoints import Endpoints
 from services.gateway.errors import HttpError, Refusal, refusal
 from services.gateway.forms import compact
+from services.gateway.messages import MESSAGES, error_body
 
 Endpoint = Callable[[Request], Awaitable[Response | Answering]]
 
@@ -29,6 +30,7 @@ def make_app(endpoints: Endpoints) -> Starlette:
         ("GET", "/v1/models/{model:path}", endpoints.model),
         ("POST", "/v1/chat/completions", endpoints.chat),
         ("POST", "/v1/completions", endpoints.completion),
+        ("POST", MESSAGES, endpoints.messages),
         ("POST", "/tokenize", endpoints.tokenize),
         ("POST", "/detokenize", endpoints.detokenize),
     ]
@@ -45,14 +47,14 @@ def make_app(endpoints: Endpoints) -> Starlette:
 
 
 class Errors:
-    """Makes OpenAI's error bodies of exceptions, and counts them."""
+    """Makes error bodies of exceptions, and counts them."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self._meter = endpoints.meter
 
     async def ours(self, request: Request, error: Exception) -> Response:
         """An error that Moonpool raises on purpose."""
-        return self._response(refusal(error))
+        return self._response(request, refusal(error))
 
     async def of_routes(self, request: Request, error: Exception) -> Response:
         """No such path, or not with this method."""
@@ -60,7 +62,7 @@ class Errors:
         status = HTTPStatus(error.status_code)
         what = f"{request.method} {request.url.path}: {status.phrase.lower()}"
         refused = refusal(HttpError(status, "unknown_url", what))
-        return self._response(refused, error.headers)
+        return self._response(request, refused, error.headers)
 
     async def gone(self, request: Request, error: Exception) -> Response:
         """The client left before it was answered: nobody reads this."""
@@ -68,10 +70,9 @@ class Errors:
 
     async def defect(self, request: Request, error: Exception) -> Response:
         """A defect of ours; uvicorn logs it."""
-        return self._response(refusal(error))
+        return self._response(request, refusal(error))
 
-    def _response(self, refused: Refusal, headers: Mapping[str, str] | None = None) -> Response:
+    def _response(self, request: Request, refused: Refusal, headers: Mapping[str, str] | None = None) -> Response:
         self._meter.refused(refused.status, refused.code or "")
-        return Response(
-            compact(refused.body()), refused.status, {**(headers or {}), **refused.headers}, media_type=JSON
-        )
+        body = error_body(refused) if request.url.path == MESSAGES else refused.body()
+        return Response(compact(body), refused.status, {**(headers or {}), **refused.headers}, media_type=JSON)

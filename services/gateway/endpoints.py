@@ -16,10 +16,11 @@ from moonpool.errors import NotFound, Unavailable
 from services.gateway.answering import JSON, Answering, Job
 from services.gateway.cluster import Cluster
 from services.gateway.config import GatewayConfig
-from services.gateway.fields import Body, BodyT, ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from services.gateway.fields import AnsweredBody, Body, BodyT, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from services.gateway.forms import ChatForm, CompletionForm, Form, compact
 from services.gateway.keys import ApiKeys
 from services.gateway.measuring import Meter
+from services.gateway.messages import MessageForm, MessagesBody
 from services.gateway.reading import read_body
 from services.gateway.text import Texts
 
@@ -103,6 +104,15 @@ class Endpoints:
         form = CompletionForm(state.model, stream=bool(body.stream), include_usage=body.include_usage())
         return self._answering(request, body, arguments, form, state, ignored)
 
+    async def messages(self, request: Request) -> Answering:
+        """`/v1/messages`, as Anthropic's."""
+        tenant, body, ignored = await self._read(request, MessagesBody)
+        state = await self._cluster.state()
+        arguments = self._arguments(body, tenant, body.max_tokens)
+        arguments["messages"] = body.turns()
+        form = MessageForm(state.model, body.stop_sequences or (), self._texts.decode_now)
+        return self._answering(request, body, arguments, form, state, ignored)
+
     async def tokenize(self, request: Request) -> Response:
         """`/tokenize`, as vLLM's."""
         _, body, ignored = await self._read(request, TokenizeBody)
@@ -135,7 +145,8 @@ class Endpoints:
         if self._keys is None:
             return ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        return self._keys.tenant(key.strip() if scheme.lower() == "bearer" else "")
+        key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        return self._keys.tenant(key)
 
     async def _read(self, request: Request, cls: type[BodyT]) -> tuple[str, BodyT, dict[str, str]]:
         """The tenant, the checked body, and the answer's warning about fields that were ignored."""
@@ -144,7 +155,7 @@ class Endpoints:
         body.check()
         return tenant, body, _warning(body)
 
-    def _arguments(self, body: GenerationBody, tenant: str, max_tokens: int) -> GenerateArguments:
+    def _arguments(self, body: AnsweredBody, tenant: str, max_tokens: int) -> GenerateArguments:
         return {
             "sampling": body.sampling(max_tokens),
             "slo": body.limits(),
@@ -156,7 +167,7 @@ class Endpoints:
     def _answering(
         self,
         request: Request,
-        body: GenerationBody,
+        body: AnsweredBody,
         arguments: GenerateArguments,
         form: Form,
         state: ClusterState,

@@ -7,7 +7,7 @@ what happens anyway.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -62,6 +62,9 @@ BodyT = TypeVar("BodyT", bound="Body")
 class Body(BaseModel):
     """A body or a part of one."""
 
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
+    """Fields that are refused, with the values that ask for nothing."""
+
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
     def ignored(self) -> Iterator[str]:
@@ -71,8 +74,8 @@ class Body(BaseModel):
             InvalidRequest: names a field that is known and not built.
         """
         for name, value in (self.model_extra or {}).items():
-            if name in UNSUPPORTED:
-                _refuse_unless_harmless(name, value)
+            if name in self.unsupported:
+                _refuse_unless_harmless(name, value, self.unsupported[name])
             elif value is not None:
                 yield name
         for name, part in self.parts():
@@ -90,8 +93,8 @@ class Body(BaseModel):
         """
 
 
-def _refuse_unless_harmless(name: str, value: object) -> None:
-    if not any(type(value) is type(harmless) and value == harmless for harmless in UNSUPPORTED[name]):
+def _refuse_unless_harmless(name: str, value: object, harmless: tuple[Any, ...]) -> None:
+    if not any(type(value) is type(one) and value == one for one in harmless):
         raise InvalidRequest(name, "is not supported yet")
 
 
@@ -108,10 +111,33 @@ class SloField(Body):
     tbt_s: float | None = None
 
 
-class GenerationBody(Body):
-    """What chat and plain completions have in common."""
+class AnsweredBody(Body):
+    """A body that asks for an answer."""
 
     model: str | None = None
+    stream: bool | None = None
+    slo: SloField | None = None
+
+    def parts(self) -> Iterator[tuple[str, Body]]:
+        if self.slo is not None:
+            yield "slo", self.slo
+
+    def limits(self) -> Slo | None:
+        """The latency limits."""
+        return None if self.slo is None else Slo(ttft_s=self.slo.ttft_s, tbt_s=self.slo.tbt_s)
+
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        """How tokens are chosen, at most `max_tokens` of them. Values are checked by the conductor.
+
+        Raises:
+            InvalidRequest: names a field that cannot be passed on.
+        """
+        raise NotImplementedError
+
+
+class GenerationBody(AnsweredBody):
+    """What chat and plain completions have in common."""
+
     prompt_token_ids: list[int] | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -127,14 +153,12 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    slo: SloField | None = None
 
     def parts(self) -> Iterator[tuple[str, Body]]:
-        for name, part in (("stream_options", self.stream_options), ("slo", self.slo)):
-            if part is not None:
-                yield name, part
+        yield from super().parts()
+        if self.stream_options is not None:
+            yield "stream_options", self.stream_options
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -144,16 +168,7 @@ class GenerationBody(Body):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def limits(self) -> Slo | None:
-        """The latency limits."""
-        return None if self.slo is None else Slo(ttft_s=self.slo.ttft_s, tbt_s=self.slo.tbt_s)
-
     def sampling(self, max_tokens: int) -> SamplingParams:
-        """How tokens are chosen, at most `max_tokens` of them. Values are checked by the conductor.
-
-        Raises:
-            InvalidRequest: `logit_bias` names no token.
-        """
         names = (
             "min_tokens", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
             "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "seed",
@@ -185,6 +200,10 @@ class Turn(Body):
     def ignored(self) -> Iterator[str]:
         return (name for name in super().ignored() if name not in _TOOL_FIELDS)
 
+    def parts(self) -> Iterator[tuple[str, Body]]:
+        if isinstance(self.content, list):
+            yield from ((f"content.{index}", part) for index, part in enumerate(self.content))
+
     def message(self, place: str) -> Message:
         """The turn as the SDK takes it; a developer's turn is a system's.
 
@@ -200,16 +219,25 @@ class Turn(Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": self._text(place)}
 
     def _text(self, place: str) -> str:
-        if self.content is None:
-            if self.role != "assistant":
-                raise InvalidRequest(f"{place}.content", "must be text")
+        if self.content is None and self.role == "assistant":
             return ""
-        if isinstance(self.content, str):
-            return self.content
-        for index, part in enumerate(self.content):
-            if part.type != "text" or part.text is None:
-                raise InvalidRequest(f"{place}.content.{index}", f"must be a text, not {part.type!r}")
-        return "\n".join(part.text or "" for part in self.content)
+        if self.content is None:
+            raise InvalidRequest(f"{place}.content", "must be text")
+        return joined(self.content, f"{place}.content")
+
+
+def joined(content: str | list[ContentPart], place: str) -> str:
+    """The text of a content: parts become lines.
+
+    Raises:
+        InvalidRequest: names the part that is not text, below `place`.
+    """
+    if isinstance(content, str):
+        return content
+    for index, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise InvalidRequest(f"{place}.{index}", f"must be a text, not {part.type!r}")
+    return "\n".join(part.text or "" for part in content)
 
 
 class Conversation(Body):

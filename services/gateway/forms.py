@@ -40,6 +40,10 @@ class Form(Protocol):
         """The last event of a stream that broke."""
         ...
 
+    def refused(self, refused: Refusal) -> dict[str, Any]:
+        """The body of a refusal."""
+        ...
+
 
 def event(content: Mapping[str, Any]) -> bytes:
     """An event with a JSON object."""
@@ -92,6 +96,9 @@ class OpenAIForm:
 
     def failure(self, refused: Refusal) -> bytes:
         return event(refused.body())
+
+    def refused(self, refused: Refusal) -> dict[str, Any]:
+        return refused.body()
 
     def closing(self, result: GenerateResult) -> Iterator[bytes]:
         yield self._chunk(self.nothing, result.finish_reason)

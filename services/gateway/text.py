@@ -55,6 +55,10 @@ class Texts:
             raise InvalidRequest("tokens", f"must be in [0, {self._tokenizer.vocab_size})")
         return await self._run(lambda: self._tokenizer.decode(tokens, skip_special=False))
 
+    def decode_now(self, tokens: Sequence[int]) -> str:
+        """Text of an answer's tokens, on the caller's thread."""
+        return self._tokenizer.decode(tokens)
+
     async def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Text of each token alone."""
         return await self._run(lambda: [self._tokenizer.decode([token], skip_special=False) for token in tokens])

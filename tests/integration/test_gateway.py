@@ -5,8 +5,10 @@ import json
 import socket
 from collections.abc import AsyncIterator, Iterator
 
+import anthropic
 import openai
 import pytest
+from anthropic.types import MessageParam
 from openai.types.chat import ChatCompletionMessageParam
 
 from moonpool.cli.check import wait_at_rest
@@ -74,6 +76,24 @@ async def test_asyncio_client(aio: openai.AsyncOpenAI) -> None:
     texts.append("".join([chunk.choices[0].text async for chunk in stream]))
     assert len(set(texts)) == 1
     assert [model.id async for model in aio.models.list()] == [MODEL]
+
+
+def test_anthropics_client(address: str, client: openai.OpenAI) -> None:
+    """The same answer in Anthropic's form, whole and streamed."""
+    chat = client.chat.completions.create(model=MODEL, messages=TURNS, max_tokens=8, temperature=0)
+    messages: list[MessageParam] = [{"role": "user", "content": str(TURNS[0]["content"])}]
+    with anthropic.Anthropic(base_url=f"http://{address}", api_key="any", max_retries=0) as other:
+        whole = other.messages.create(model=MODEL, max_tokens=8, messages=messages, extra_body={"temperature": 0})
+        with other.messages.stream(
+            model=MODEL, max_tokens=8, messages=messages, extra_body={"temperature": 0}
+        ) as stream:
+            streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert [block.text for block in message.content if block.type == "text"] == [chat.choices[0].message.content]
+        assert chat.usage is not None
+        read = message.usage.cache_read_input_tokens or 0
+        assert read >= BLOCK
+        assert message.usage.input_tokens + read == chat.usage.prompt_tokens
 
 
 def test_tokens_and_text(address: str, client: openai.OpenAI) -> None:

@@ -75,6 +75,10 @@ async def test_keys_make_tenants(tmp_path: Path) -> None:
         gateway.http.headers["authorization"] = "Bearer bob-key"
         assert (await gateway.chat()).status_code == 200
         assert gateway.asked.tenant == "bob & co"
+        del gateway.http.headers["authorization"]
+        gateway.http.headers["x-api-key"] = "ann-key"  # as Anthropic's clients send it
+        assert (await gateway.chat()).status_code == 200
+        assert gateway.fake.requests[-1].tenant == "ann"
 
 
 @pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer wrong", "Basic ann-key", "ann-key", "Bearer ännn"])
