@@ -4,6 +4,7 @@ import http.client
 import json
 import socket
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import anthropic
 import openai
@@ -12,7 +13,7 @@ from anthropic.types import MessageParam
 from openai.types.chat import ChatCompletionMessageParam
 
 from moonpool.cli.check import wait_at_rest
-from moonpool.client import Client, SamplingParams
+from moonpool.client import Client, Message, SamplingParams
 from tests.integration.conftest import BLOCK, wait_busy
 from tests.integration.stack import CheckedStack
 
@@ -45,8 +46,8 @@ async def aio(address: str) -> AsyncIterator[openai.AsyncOpenAI]:
 def test_chat_equals_the_sdk(stack: CheckedStack, client: openai.OpenAI) -> None:
     """Whole and streamed: the SDK's greedy text, and the second time from cached KV."""
     with Client(stack.address) as sdk:
-        messages = [{"role": "user", "content": str(TURNS[0]["content"])}]
-        expected = sdk.generate(messages=messages, sampling=SamplingParams(max_tokens=12, temperature=0.0))  # type: ignore[typeddict-item]
+        messages: list[Message] = [{"role": "user", "content": str(TURNS[0]["content"])}]
+        expected = sdk.generate(messages=messages, sampling=SamplingParams(max_tokens=12, temperature=0.0))
     whole = client.chat.completions.create(model=MODEL, messages=TURNS, max_tokens=12, temperature=0)
     assert whole.choices[0].message.content == expected.text
     assert whole.choices[0].finish_reason == expected.finish_reason
@@ -146,14 +147,14 @@ def test_trace_reaches_the_conductor(stack: CheckedStack, client: openai.OpenAI)
     assert spans.count(TRACE) == 1
 
 
-def post(address: str, path: str, body: object) -> dict[str, list[int] | int | str]:
+def post(address: str, path: str, body: object) -> dict[str, Any]:
     """The answer of a POST that succeeds."""
     connection = http.client.HTTPConnection(address, timeout=30)
     try:
         connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
         answered = connection.getresponse()
         assert answered.status == 200, answered.read()
-        found: dict[str, list[int] | int | str] = json.loads(answered.read())
+        found: dict[str, Any] = json.loads(answered.read())
         return found
     finally:
         connection.close()
