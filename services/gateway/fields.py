@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
 
 from moonpool.client import Message, SamplingParams, Slo
 from moonpool.errors import InvalidRequest
@@ -55,6 +56,11 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 _TOOL_FIELDS = ("tool_calls", "function_call", "tool_call_id", "audio")
 """Fields of a turn that are refused; without a value they say nothing."""
+
+MAX_OBJECTS = 1 << 14
+MAX_ITEMS = 1 << 20
+"""JSON objects in a body, such as turns; members and list items in all, such as token ids."""
+_TOO_MANY = f"a body has at most {MAX_OBJECTS} objects and {MAX_ITEMS} items"
 
 BodyT = TypeVar("BodyT", bound="Body")
 
@@ -322,11 +328,39 @@ def parse(cls: type[BodyT], raw: bytes) -> BodyT:
     """Read a body.
 
     Raises:
-        InvalidRequest: it is no JSON, or a field is wrong; names it.
+        InvalidRequest: it is no JSON, has too many parts, or a field is wrong; names it.
     """
+    if raw.count(b"[") + raw.count(b"{") > MAX_ITEMS:
+        raise InvalidRequest("", _TOO_MANY)
     try:
-        return cls.model_validate_json(raw)
+        content = from_json(raw)
+    except ValueError as error:
+        raise InvalidRequest("", f"invalid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InvalidRequest("", "a body must be a JSON object")
+    _check_size(content)
+    try:
+        return cls.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(step) for step in first["loc"] if step != "str" and "[" not in str(step))
         raise InvalidRequest(place, first["msg"][:200]) from None
+
+
+def _check_size(content: Any) -> None:
+    """Refuse what would take seconds to check: other requests would wait for it.
+
+    Raises:
+        InvalidRequest: it has too many parts.
+    """
+    waiting, objects, items = [content], 0, 0
+    while waiting:
+        current = waiting.pop()
+        objects += isinstance(current, dict)
+        items += len(current) if isinstance(current, dict | list) else 0
+        if objects > MAX_OBJECTS or items > MAX_ITEMS:
+            raise InvalidRequest("", _TOO_MANY)
+        if isinstance(current, dict):
+            current = list(current.values())
+        if isinstance(current, list):
+            waiting.extend(item for item in current if isinstance(item, dict | list))

@@ -129,18 +129,21 @@ async def test_unknown_fields_are_told(gateway: Answers) -> None:
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
-        (b"", "Invalid JSON"),
-        (b"{", "Invalid JSON"),
-        (b'{"messages": "\xff\xfe"}', "Invalid JSON"),
-        (b'{"x": "\\ud800"}', "Invalid JSON"),
+        (b"", "invalid JSON"),
+        (b"{", "invalid JSON"),
+        (b'{"messages": "\xff\xfe"}', "invalid JSON"),
+        (b'{"x": "\\ud800"}', "invalid JSON"),
         (b"[" * 1_000_000, "recursion limit"),
         (b'{"a":' * 200_000, "recursion limit"),
         (b'{"temperature": NaN, "messages": []}', "finite"),
         (b'{"seed": 1' + b"0" * 100_000 + b"}", "out of range"),
-        (b"[]", "should be an object"),
-        (b"null", "should be an object"),
+        (b"[]", "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+        (b'{"messages":[' + b'{"role":"user","content":""},' * 20_000 + b"{}]}", "at most 16384 objects"),
+        (b'{"prompt_token_ids":[' + b"1," * 1_100_000 + b"1]}", "1048576 items"),
+        (b"[" + b"[]," * 1_100_000 + b"[]]", "1048576 items"),
     ],
-    ids=range(10),
+    ids=range(13),
 )
 async def test_what_is_no_request(gateway: Answers, raw: bytes, says: str) -> None:
     answered = await gateway.http.post(CHAT, content=raw, headers={"content-type": "application/json"})
