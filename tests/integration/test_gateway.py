@@ -2,7 +2,9 @@
 
 import http.client
 import json
+import shutil
 import socket
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ from anthropic.types import MessageParam
 from openai.types.chat import ChatCompletionMessageParam
 
 from moonpool.cli.check import wait_at_rest
+from moonpool.cli.up import curl_line
 from moonpool.client import Client, Message, SamplingParams
 from tests.integration.conftest import BLOCK, wait_busy
 from tests.integration.stack import CheckedStack
@@ -107,6 +110,14 @@ def test_tokens_and_text(address: str, client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(model=MODEL, messages=TURNS, max_tokens=4, temperature=0)
     assert whole.choices[0].text == chat.choices[0].message.content
     assert post(address, "/detokenize", {"tokens": told["tokens"]})["prompt"].startswith("<s>[user] the tide")
+
+
+def test_pasted_command(address: str) -> None:
+    """What `moonpool up` prints, in a shell."""
+    if shutil.which("curl") is None:
+        pytest.skip("no curl")
+    done = subprocess.run(["sh", "-c", curl_line(address)], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["usage"]["completion_tokens"] <= 64
 
 
 def test_refusals(client: openai.OpenAI) -> None:
