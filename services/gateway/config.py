@@ -27,7 +27,9 @@ class GatewayConfig(ServiceConfig):
         "asked for, and all requests are of one tenant",
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, le=1 << 30, description="bytes of a request's body at most")
-    max_connections: int = Field(4096, ge=1, description="connections open at once; further ones are closed")
+    max_connections: int = Field(
+        4096, ge=1, description="connections open at once; a further one takes the place of one without a request"
+    )
     read_timeout_s: float = Field(
         30.0, gt=0, le=3600, description="seconds that the head of a request may take, and its body again"
     )

@@ -23,12 +23,17 @@ class Connection(H11Protocol):
     _blocked_since: float | None = None
     _closing_since: float | None = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether it is open and waits for the head of a request."""
+        return self._waits_since is not None and not self.transport.is_closing()
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._waits_since = self.loop.time()
         limit = self.config.max_connections if isinstance(self.config, HttpConfig) else 0
         if limit and len(self.connections) > limit:
-            transport.close()
+            self._least_missed().transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -68,6 +73,11 @@ class Connection(H11Protocol):
             self.transport.abort()
         elif self._waits_since is not None and now - self._waits_since > read_timeout_s:
             self.transport.close()
+
+    def _least_missed(self) -> Connection:
+        """A connection without a request, so that idle ones cannot keep others out; this one when all have some."""
+        others = (one for one in self.connections if isinstance(one, Connection) and one is not self)
+        return next((one for one in others if one.waits), self)
 
     def _between_requests(self) -> bool:
         """No request is being answered: the next one's head, or the rest of an answered one's body, is coming."""

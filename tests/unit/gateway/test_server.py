@@ -22,6 +22,7 @@ from .test_gone import Holding
 BODY = b'{"messages":[{"role":"user","content":"hi"}]}'
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 CHAT = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+CLOSING = CHAT.replace(b"host: x", b"host: x\r\nconnection: close")
 STREAMED = BODY[:-1] + b',"stream":true}'
 STREAM = HEAD + b"content-length: %d\r\n\r\n" % len(STREAMED) + STREAMED
 
@@ -50,8 +51,7 @@ async def ask(port: int, *pieces: bytes) -> bytes:
 async def test_requests_and_hostile_bytes() -> None:
     """One after the other at one server, which serves on."""
     async with serving(max_body_bytes=2048) as (_, port):
-        closing = CHAT.replace(b"host: x", b"host: x\r\nconnection: close")
-        assert (await ask(port, closing)).startswith(b"HTTP/1.1 200 OK")
+        assert (await ask(port, CLOSING)).startswith(b"HTTP/1.1 200 OK")
         assert (await ask(port, b"\x16\x03\x01\x02\x00 hello TLS")).startswith(b"HTTP/1.1 400 ")
         assert (await ask(port, b"GET /health HTTP/1.1\r\nbad header\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
         assert (await ask(port, HEAD + b"x: " + b"y" * 100_000)).startswith(b"HTTP/1.1 400 ")
@@ -60,7 +60,7 @@ async def test_requests_and_hostile_bytes() -> None:
         chunks = HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"400\r\n" + b" " * 1024 + b"\r\n"
         assert (await ask(port, chunks, b"800\r\n" + b" " * 2048)).startswith(b"HTTP/1.1 413 ")
         assert (await ask(port, chunks, b"what\r\n")).startswith(b"HTTP/1.1 400 ")
-        assert (await ask(port, closing)).startswith(b"HTTP/1.1 200 OK")
+        assert (await ask(port, CLOSING)).startswith(b"HTTP/1.1 200 OK")
 
 
 async def test_nonsense_after_an_answer(caplog: pytest.LogCaptureFixture) -> None:
@@ -87,17 +87,26 @@ async def test_what_comes_too_slowly_is_closed() -> None:
         assert server.open_connections == 0
 
 
-async def test_connections_are_counted() -> None:
-    """One too many is closed at once; the others are served."""
-    async with serving(max_connections=2) as (_, port):
+async def test_idle_connections_keep_nobody_out() -> None:
+    """One too many takes the place of one without a request."""
+    async with serving(max_connections=2) as (server, port):
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-        for _, writer in held:
-            writer.write(CHAT)
-        for reader, _ in held:
-            assert (await reader.readuntil(b"\r\n")) == b"HTTP/1.1 200 OK\r\n"
-        assert await ask(port) == b""
+        assert (await ask(port, CLOSING)).startswith(b"HTTP/1.1 200 OK")
+        assert server.open_connections == 1
         for _, writer in held:
             writer.close()
+
+
+async def test_requests_keep_their_connections() -> None:
+    """When all have a request, one too many is closed."""
+    holding = Holding(answer()[:2])
+    async with serving(AsyncClient(transport=holding), max_connections=1) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(STREAM)
+        assert await reader.readuntil(b"\r\n") == b"HTTP/1.1 200 OK\r\n"
+        assert await ask(port) == b""
+        assert not holding.call.cancelled
+        writer.close()
 
 
 async def test_answer_that_is_not_read_is_given_up() -> None:
