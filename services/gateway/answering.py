@@ -166,6 +166,7 @@ class Answering:
         watch.finished(result)
         if not begun:
             self._begin(tokens)
+            yield b"".join(form.opening())
         yield b"".join(form.closing(result))
 
     def _begin(self, tokens: AsyncTokenStream) -> None:

@@ -89,6 +89,14 @@ async def test_plain_stream() -> None:
     assert [event["choices"][0]["finish_reason"] for event in found] == [None, None, "length"]
 
 
+async def test_an_answer_without_tokens_is_whole() -> None:
+    async with answering(FakeConductor(lambda _: answer([], request_id="r1"))) as gateway:
+        assert (await gateway.chat()).json()["choices"][0]["message"]["content"] == ""
+        found = events((await gateway.chat(stream=True)).text)
+    assert [event["choices"][0]["delta"] for event in found] == [{"role": "assistant", "content": ""}, {}]
+    assert {event["id"] for event in found} == {"chatcmpl-r1"}
+
+
 async def test_emulated_answers_say_so() -> None:
     messages = answer()
     messages[0].placed.placement.emulated = messages[-1].finished.placement.emulated = True
