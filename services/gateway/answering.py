@@ -76,15 +76,15 @@ class Reply:
     """Sends one answer over ASGI."""
 
     def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
-        """Take headers that every answer has."""
+        """Take headers of the answer; more can be added to `headers` before it starts."""
         self._send = send
-        self._headers = headers
+        self.headers = dict(headers)
         self.started = False
 
     async def whole(self, status: int, content: bytes, headers: Mapping[str, str] | None = None) -> None:
         """A JSON answer in one piece."""
         length = {"content-length": str(len(content))}
-        await self._start(status, {"content-type": JSON, **length, **self._headers, **(headers or {})})
+        await self._start(status, {"content-type": JSON, **length, **self.headers, **(headers or {})})
         await self._send({"type": "http.response.body", "body": content})
 
     async def piece(self, content: bytes) -> None:
@@ -92,7 +92,7 @@ class Reply:
         if not self.started:
             # A proxy that gathers what it passes on would hold back the first token.
             plain = {"content-type": EVENTS, "cache-control": "no-cache", "x-accel-buffering": "no"}
-            await self._start(200, {**plain, **self._headers})
+            await self._start(200, {**plain, **self.headers})
         await self._send({"type": "http.response.body", "body": content, "more_body": True})
 
     async def end(self, content: bytes = b"") -> None:
@@ -136,7 +136,7 @@ class Answering:
             await reply.whole(refused.status, compact(self._job.form.refused(refused)), refused.headers)
 
     async def _stream(self, reply: Reply, watch: Watch) -> None:
-        async with aclosing(self._pieces(watch)) as pieces:
+        async with aclosing(self._pieces(reply, watch)) as pieces:
             async for piece in pieces:
                 await reply.piece(piece)
         await reply.end()
@@ -147,10 +147,10 @@ class Answering:
                 watch.tokens()
         result = _complete(tokens)
         watch.finished(result)
-        self._begin(tokens)
+        self._begin(reply, tokens)
         await reply.whole(200, compact(self._job.form.whole(result)))
 
-    async def _pieces(self, watch: Watch) -> AsyncGenerator[bytes, None]:
+    async def _pieces(self, reply: Reply, watch: Watch) -> AsyncGenerator[bytes, None]:
         """The events of a stream, several at once where they come together."""
         form, begun = self._job.form, False
         async with self._client.stream(**self._job.arguments) as tokens:
@@ -158,18 +158,19 @@ class Answering:
                 watch.tokens()
                 if not begun:
                     begun = True
-                    self._begin(tokens)
+                    self._begin(reply, tokens)
                     yield b"".join(form.opening()) + (form.piece(event.text) if event.text else b"")
                 elif event.text:
                     yield form.piece(event.text)
         result = _complete(tokens)
         watch.finished(result)
         if not begun:
-            self._begin(tokens)
+            self._begin(reply, tokens)
             yield b"".join(form.opening())
         yield b"".join(form.closing(result))
 
-    def _begin(self, tokens: AsyncTokenStream) -> None:
+    def _begin(self, reply: Reply, tokens: AsyncTokenStream) -> None:
+        reply.headers["x-request-id"] = tokens.request_id
         placement = tokens.placement
         self._job.form.begin(tokens.request_id, emulated=placement is not None and placement.emulated)
 

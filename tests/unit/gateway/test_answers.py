@@ -29,7 +29,9 @@ def events(text: str) -> list[dict[str, Any]]:
 
 async def test_chat() -> None:
     async with answering(two_tokens()) as gateway:
-        body = (await gateway.chat()).json()
+        answered = await gateway.chat()
+        assert answered.headers["x-request-id"] == "r1"
+        body = answered.json()
         created = body.pop("created")
         assert created > 1_700_000_000
         assert body == {
@@ -64,6 +66,7 @@ async def test_chat_stream(usage: bool) -> None:
         options = {"stream_options": {"include_usage": usage}}
         answered = await gateway.chat(stream=True, **options)
         assert answered.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert answered.headers["x-request-id"] == "r1"
         found = events(answered.text)
     assert {event["object"] for event in found} == {"chat.completion.chunk"}
     assert {event["id"] for event in found} == {"chatcmpl-r1"}
