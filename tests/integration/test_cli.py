@@ -82,7 +82,9 @@ def up(
                 break
         else:
             pytest.fail(f"no ready line: {lines}")
-        assert {line["service"] for line in lines[:-1]} == {"conductor", "kvstore-0", "prefill-0", "decode-0"}
+        services = {line["service"]: line["address"] for line in lines[:-1]}
+        assert set(services) == {"conductor", "kvstore-0", "prefill-0", "decode-0", "gateway-0"}
+        assert lines[-1]["http"] == services["gateway-0"] != "127.0.0.1:8000"  # --port 0 implies any free one
         yield process, lines[-1]["ready"]
         if process.poll() is None:
             check_at_rest(lines[-1]["ready"])
