@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from moonpool.core.kernel import Ended, Outstanding
 from moonpool.cost import SpeedTracker, prefill_seconds
+from services.decode.core import groups
 from services.decode.core.config import CoreConfig, Preemption
 from services.decode.core.messages import Action, SwapDrop, SwapEnd, SwapIn, SwapOut, Table
 from services.decode.core.request import ACTIVE, Request, State
@@ -46,7 +47,7 @@ def choose_victim(active: list[Request], wanting: Request) -> Request | None:
 
 
 class Parking:
-    """The preempted sequences.
+    """The preempted requests.
 
     Args:
         config: of the core.
@@ -73,11 +74,12 @@ class Parking:
     # --- giving up -------------------------------------------------------------------------------------------------
 
     def preempt(self, request: Request, out: list[Action]) -> None:
-        """Takes the blocks of a sequence that is in no container and no step any more."""
+        """Takes the blocks of a request that is in no container and no step any more."""
         request.preemptions += 1
         self.preemptions += 1
+        request.shape = groups.shape_of(request, self._config)
         whole = request.state is not State.CATCHING_UP
-        blocks = tuple(request.table[: self._config.blocks_for(request.tokens - 1)]) if whole else ()
+        blocks = tuple(request.blocks_of(request.shape)) if whole else ()
         if blocks and self._swaps(request, len(blocks)):
             self._swap_out(request, blocks, out)
         else:
@@ -86,9 +88,9 @@ class Parking:
             self._park(request)
 
     def predicted_s(self, request: Request, blocks: int) -> tuple[float, float]:
-        """Seconds until a sequence would be back, by swapping and by computing all of it."""
+        """Seconds until a request would be back, by swapping and by computing all of it."""
         swap_s = 2 * blocks * self._config.block_bytes / self.swap_bytes_per_s
-        return swap_s, prefill_seconds(self._tracker.speeds, request.tokens, 0)
+        return swap_s, prefill_seconds(self._tracker.speeds, groups.tokens_to_compute(request, self._config), 0)
 
     def _swaps(self, request: Request, blocks: int) -> bool:
         way = self._config.preemption
@@ -101,56 +103,53 @@ class Parking:
         request.state = State.SWAPPING_OUT
         request.saved = len(blocks)
         self.saved += len(blocks)
-        self.coming += len(request.table)
+        self.coming += len(request.blocks)
         self.swaps += 1
         out.append(SwapOut(self._ios.begin(Copy(request, True, blocks)), request.id, blocks))
 
     def _park(self, request: Request) -> None:
         request.state = State.PARKED
-        needed = max(request.expected_blocks, self._config.blocks_for(request.tokens))
-        self._room.claim(request, needed)
+        self._room.claim(request, max(request.expected_blocks, groups.needed(request, self._config)))
         insort(self.parked, request, key=lambda other: other.id)
 
     # --- coming back -----------------------------------------------------------------------------------------------
 
     def bring_back(self, *, alone: bool, out: list[Action]) -> Request | None:
-        """Brings the first parked sequence back if there is room for it and for what the others may need.
+        """Brings the first parked request back if there is room for it and for what the others may need.
 
         Args:
             alone: nobody else runs, so that nobody else's growth need be thought of.
             out: gets the actions.
 
         Returns:
-            The sequence, READY, CATCHING_UP or SWAPPING_IN; None when there is no room, or nobody is parked.
+            The request, READY, CATCHING_UP or SWAPPING_IN; None when there is no room, or nobody is parked.
         """
         if not self.parked:
             return None
-        request = self.parked[0]
-        held = [] if request.recompute else self._room.blocks.match(request.keys)
-        new = self._config.blocks_for(request.tokens) - len(held)
+        request, manager = self.parked[0], self._room.blocks
+        held = {} if request.recompute else groups.find(request, manager)
+        new = groups.needed(request, self._config) - len(held)
         others = self._room.claims - sum(other.claim for other in self.parked)
-        left = self._room.spare - self._room.cost(held, new)
+        left = self._room.spare - self._room.cost(list(held.values()), new)
         growth = request.claim - len(held) - new
         if left < 0 or (not alone and left < self._room.watermark + others + growth):
             return None
         del self.parked[0]
-        self._room.blocks.acquire(held)
-        request.table = [*held, *self._room.blocks.allocate(new)]
+        blocks = groups.rebuild(request, held, self._config, manager)
         self._room.claim(request, growth)
-        out.append(Table(request.id, tuple(request.table)))
-        self._fill(request, len(held), out)
+        out += [Table(member.id, tuple(member.table)) for member in request.members]
+        self._fill(request, len(held), blocks, out)
         return request
 
-    def _fill(self, request: Request, held: int, out: list[Action]) -> None:
+    def _fill(self, request: Request, held: int, blocks: list[int], out: list[Action]) -> None:
         """Chooses how the KV that is not held comes back."""
-        request.computed = held * self._config.block_tokens
         if request.saved > held:
-            blocks = tuple(request.table[held : request.saved])
+            copied = tuple(blocks[held : request.saved])
             request.state = State.SWAPPING_IN
-            out.append(SwapIn(self._ios.begin(Copy(request, False, blocks)), request.id, held, blocks))
+            out.append(SwapIn(self._ios.begin(Copy(request, False, copied)), request.id, held, copied))
             return
         self.forget(request, out)
-        request.state = State.READY if request.computed >= request.tokens - 1 else State.CATCHING_UP
+        request.state = State.READY if groups.is_whole(request) else State.CATCHING_UP
 
     def copied(self, ended: Ended[SwapEnd], copy: Copy) -> None:
         """A copy is over. A request that has ended meanwhile is the caller's business afterwards."""
@@ -163,7 +162,7 @@ class Parking:
             self._in(request, ok=result.ok)
 
     def _out(self, request: Request, *, ok: bool) -> None:
-        self.coming -= len(request.table)
+        self.coming -= len(request.blocks)
         self._room.give_back(request)
         if not ok:
             self.saved -= request.saved
@@ -180,8 +179,9 @@ class Parking:
             self._room.give_back(request)
             self._park(request)
             return
-        for block, key in zip(request.table, request.keys, strict=False):
-            self._room.blocks.register(block, key)
+        for member in request.members:
+            for block, key in zip(member.table, member.keys, strict=False):
+                self._room.blocks.register(block, key)
         request.state = State.READY
 
     def _observe(self, nbytes: int, seconds: float) -> None:
@@ -199,8 +199,8 @@ class Parking:
         """Asserts that lists and counts are those of the requests."""
         parked = [request for request in requests if request.state is State.PARKED]
         assert self.parked == sorted(parked, key=lambda request: request.id)
-        assert not any(request.table for request in parked)
+        assert not any(request.blocks for request in parked)
         assert self.saved == sum(request.saved for request in requests)
         out = [copy.request for _, copy in self._ios if isinstance(copy, Copy) and copy.out]
-        assert self.coming == sum(len(request.table) for request in out)
+        assert self.coming == sum(len(request.blocks) for request in out)
         assert not any(request.saved for request in requests if request.state in ACTIVE)

@@ -32,14 +32,16 @@ class Room:
     def promise(self, request: Request, held: list[int], new: int) -> None:
         """Acquires the held prefix and promises blocks behind it."""
         self.blocks.acquire(held)
-        request.table = held
+        [member] = request.members
+        member.table = held
         request.promised = new
         self.promised += new
 
     def bind(self, request: Request) -> None:
         """Turns the promise into blocks; cannot fail."""
+        [member] = request.members
         self.promised -= request.promised
-        request.table += self.blocks.allocate(request.promised)
+        member.table += self.blocks.allocate(request.promised)
         request.promised = 0
 
     def claim(self, request: Request, blocks: int) -> None:
@@ -49,8 +51,9 @@ class Room:
 
     def give_back(self, request: Request) -> None:
         """Takes all blocks and any promise from a request."""
-        self.blocks.release(request.table)
-        request.table = []
+        for member in request.members:
+            self.blocks.release(member.table)
+            member.table = []
         self.promised -= request.promised
         request.promised = 0
 
