@@ -10,7 +10,7 @@ from moonpool.kv.pool import KVPool
 from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
 from services.decode.core.messages import Store, SwapDrop, SwapEnd, SwapIn, SwapOut
-from services.decode.live import LiveRequest
+from services.decode.live import LiveSequence
 from services.decode.swap import SwapSpace
 
 log = get_logger(__name__)
@@ -34,15 +34,15 @@ class Copies:
         self.closed = False
         """Nothing is written back any more."""
 
-    def store(self, action: Store, live: LiveRequest) -> None:
+    def store(self, action: Store, sequence: LiveSequence) -> None:
         """Writes a block to one of a request's kvstores, if the write-back has room for it."""
-        store = live.stores[action.store]
+        store = sequence.request.stores[action.store]
         if self.closed or not self._write_back.room(store, 1):
             self._post(Ended(action.io, None))
             return
         self._writing[action.block].append(action.io)
-        key, parent = live.keys[action.index], live.parent(action.index)
-        self._write_back.submit(store, [key], [parent], live.incoming.tenant, [action.block])
+        key, parent = sequence.keys[action.index], sequence.parent(action.index)
+        self._write_back.submit(store, [key], [parent], sequence.request.incoming.tenant, [action.block])
 
     def written_back(self, blocks: Sequence[int]) -> None:
         """The write-back lets go of blocks, once each. Which of a block's copies it was makes no difference."""
