@@ -162,6 +162,7 @@ _DEFAULTS: dict[str, Any] = {
 _VALUES = attrgetter(*_DEFAULTS)
 _SETTERS = [getattr(SamplingParams, name).__set__ for name in _DEFAULTS]
 
+
 def stream_seed(seed: int, index: int) -> int:
     """Seed by which a request's sample of this index is drawn: (seed + index) mod 2^64.
 

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Sequence
 
 from moonpool.engine.emulated.content import continuation, token_seed
-from moonpool.sampling import SampleSpec, SamplingParams
 from tests.integration.reference import GAP_TOLERANCE, Reference
 
 DRAW_TOLERANCE = 1e-4

@@ -35,7 +35,7 @@ def longest_blocks(config: CoreConfig, prompt: int, total: int, width: int) -> i
     return shared + width * (config.blocks_for(total) - shared)
 
 
-# --- copy on write -----------------------------------------------------------------------------------------------------
+# --- copy on write ---------------------------------------------------------------------------------------------------
 
 
 def lacking(places: list[tuple[Member, int]], manager: BlockManager) -> int:
@@ -50,9 +50,7 @@ def lacking(places: list[tuple[Member, int]], manager: BlockManager) -> int:
     return count
 
 
-def copy_block(
-    request: Request, member: Member, index: int, manager: BlockManager, out: list[Action]
-) -> Copied | None:
+def copy_block(request: Request, member: Member, index: int, manager: BlockManager, out: list[Action]) -> Copied | None:
     """Gives a member a block of its own in place of one that others refer to; None where nobody else does."""
     source = member.table[index]
     if manager.ref_count(source) == 1:
@@ -74,7 +72,7 @@ def _replace(member: Member, index: int, block: int, manager: BlockManager, out:
     out.append(Table(member.id, tuple(member.table)))
 
 
-# --- coming back -------------------------------------------------------------------------------------------------------
+# --- coming back -----------------------------------------------------------------------------------------------------
 
 
 def shape_of(request: Request, config: CoreConfig) -> Shape:

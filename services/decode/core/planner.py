@@ -10,10 +10,10 @@ from moonpool.cost import SpeedTracker, decode_step_seconds, prefill_seconds
 from services.decode.core import groups
 from services.decode.core.batch import Batch
 from services.decode.core.config import CoreConfig
+from services.decode.core.groups import Copied
 from services.decode.core.lengths import AnswerLengths
 from services.decode.core.messages import Action, Chunk, Grew, Run
 from services.decode.core.preemption import Parking, choose_victim
-from services.decode.core.groups import Copied
 from services.decode.core.request import Member, Request, State
 from services.decode.core.room import Room
 
@@ -108,7 +108,7 @@ class Planner:
             return
         self._diagnose(out)
         self._bring_back(out)
-        self._keep_tbt()
+        self._keep_tbt(out)
         self._seat(out)
         self._grow(out)
         chunks = self._chunks()
@@ -160,7 +160,7 @@ class Planner:
     def _tbt_s(self, sequences: int, context: int) -> float:
         return decode_step_seconds(self._tracker.speeds, sequences, context)
 
-    def _keep_tbt(self) -> None:
+    def _keep_tbt(self, out: list[Action]) -> None:
         """Lets go those who were promised no time, last come first, while the batch is too slow for the others."""
         limit = self.batch.tbt_slo_s
         while limit and self._tbt_s(len(self.batch), self.batch.context) > limit:

@@ -3,13 +3,17 @@
 import pytest
 
 from services.decode.core.config import Preemption
-from services.decode.core.messages import Grew, Stop, SwapOut, Table
+from services.decode.core.messages import Grew, Run, Stop, SwapOut, Table
 from services.decode.core.request import State
 from tests.unit.decode.core.world import BT, WAYS, World, config, prompt
 
 
 def referred(world: World, block: int) -> int:
     return world.core.blocks.ref_count(block)
+
+
+def batches(world: World) -> list[tuple[int, ...]]:
+    return [action.batch for action in world.actions if isinstance(action, Run)]
 
 
 def test_the_prompt_is_held_once_and_its_last_block_copied_when_it_is_written_to() -> None:
@@ -48,7 +52,7 @@ def test_each_grows_at_each_border(length: int) -> None:
     number = world.go(prompt(length), (2 * BT + 3, BT, 2))
     world.work()
     assert [len(world.answers[number + index]) for index in range(3)] == [2 * BT + 3, BT, 2]
-    copies = [action.copies for action in world.actions if hasattr(action, "copies")]
+    copies = [action.copies for action in world.actions if isinstance(action, Run)]
     assert [len(pairs) for pairs in copies if pairs] == ([2] if length % BT else [])
     assert sum(isinstance(action, Grew) for action in world.actions) >= 2
     world.assert_at_rest()
@@ -84,13 +88,13 @@ def test_it_takes_its_places_or_none() -> None:
     second = world.go(prompt(5, 1), (3, 3))
     third = world.go(prompt(5, 2), 3)
     world.step()
-    assert world.run is not None
-    assert world.run.batch == (first, first + 1, first + 2), "who came later waits behind the group that does not fit"
+    assert batches(world)[-1] == (first, first + 1, first + 2), (
+        "who came later waits behind the group that does not fit"
+    )
     world.step()
     world.step()
     world.step()
-    assert world.run is not None
-    assert world.run.batch == (first, second, second + 1, third)
+    assert batches(world)[-1] == (first, second, second + 1, third)
     world.work()
     world.assert_at_rest()
 

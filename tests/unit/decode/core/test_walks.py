@@ -27,7 +27,7 @@ def advance(world: World, rng: random.Random) -> None:
 @pytest.mark.parametrize("way", Preemption)
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("groups", [False, True])
-def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:  # noqa: FBT001
+def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:
     """Answers three times longer than expected, in a pool for a few of them."""
     rng = random.Random(f"{way} {every}")
     world = World(
