@@ -1,11 +1,13 @@
 """How the members of a request share blocks: forks, copies on write, and the way back from preemption."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from moonpool.sched.block_manager import BlockManager
+from services.decode.core.batch import Batch
 from services.decode.core.config import CoreConfig
-from services.decode.core.messages import Action, Table
-from services.decode.core.request import Member, Request, Shape
+from services.decode.core.messages import Action, Chunk, Table
+from services.decode.core.request import Member, Request, Shape, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,8 @@ def fork(request: Request, manager: BlockManager) -> None:
     [first] = request.members
     for number in range(first.id + 1, first.id + request.width):
         manager.acquire(first.table)
-        request.members.append(Member(number, list(first.keys), first.tokens, list(first.table)))
+        copy = Member(number, list(first.keys), first.tokens, list(first.table), stored=list(first.stored))
+        request.members.append(copy)
 
 
 def longest_blocks(config: CoreConfig, prompt: int, total: int, width: int) -> int:
@@ -121,7 +124,6 @@ def rebuild(request: Request, held: dict[int, int], config: CoreConfig, manager:
         fresh.difference_update(table)
         member.table = [place[number] for number in table]
         member.table += manager.allocate(growth(member, table, config))
-    _to_compute(request, held, config)
     return [place[number] for number in range(shape.blocks)]
 
 
@@ -137,8 +139,17 @@ def needed(request: Request, config: CoreConfig) -> int:
     return request.shape.blocks + sum(growth(member, table, config) for member, table in members)
 
 
-def _to_compute(request: Request, held: dict[int, int], config: CoreConfig) -> None:
-    """Where each member begins to compute: behind what is held, and what members before it compute."""
+def leading(request: Request, held: Collection[int]) -> int:
+    """Leading blocks of the first member that are held."""
+    assert request.shape is not None
+    return next((number for number in request.shape.tables[0] if number not in held), len(request.shape.tables[0]))
+
+
+def comes_with(request: Request, held: Collection[int], config: CoreConfig) -> None:
+    """A request comes back with some blocks of its shape: ready with all that have KV, else it catches up.
+
+    Each member begins to compute behind what is held, and behind what members before it compute.
+    """
     assert request.shape is not None
     done = set(held)
     for member, table in zip(request.members, request.shape.tables, strict=True):
@@ -146,6 +157,7 @@ def _to_compute(request: Request, held: dict[int, int], config: CoreConfig) -> N
         member.computed = min(blocks * config.block_tokens, member.tokens - 1)
         member.shared = member.computed
         done.update(table)
+    request.state = State.READY if is_whole(request) else State.CATCHING_UP
 
 
 def tokens_to_compute(request: Request, config: CoreConfig) -> int:
@@ -158,17 +170,58 @@ def tokens_to_compute(request: Request, config: CoreConfig) -> int:
     return tokens
 
 
+# --- catching up -----------------------------------------------------------------------------------------------------
+
+
 def goal(request: Request, member: Member) -> int:
     """Leading tokens that a member computes before it runs again: one alone samples its next token with that."""
     return member.tokens if request.width == 1 else member.tokens - 1
 
 
-def may_compute(request: Request, member: Member) -> bool:
+def is_whole(request: Request) -> bool:
+    """Whether all KV is there but that of the members' last tokens."""
+    return all(member.computed >= member.tokens - 1 for member in request.members)
+
+
+def chunks(catching: list[Request], tokens: int) -> tuple[Chunk, ...]:
+    """Chunks of up to so many tokens in all, first come first. No member computes before what it shares is there."""
+    found = []
+    for request in catching:
+        for member in request.members:
+            count = min(tokens, goal(request, member) - member.computed)
+            if count > 0 and _may_compute(request, member):
+                tokens -= count
+                sample = member.computed + count == member.tokens
+                found.append(Chunk(member.id, member.computed, count, sample))
+    return tuple(found)
+
+
+def _may_compute(request: Request, member: Member) -> bool:
     """Whether what a member shares with those before it has been computed."""
     before = request.members[: request.members.index(member)]
     return all(other.computed >= min(goal(request, other), member.shared) for other in before)
 
 
-def is_whole(request: Request) -> bool:
-    """Whether all KV is there but that of the members' last tokens."""
-    return all(member.computed >= member.tokens - 1 for member in request.members)
+def computed(request: Request, chunk: Chunk, config: CoreConfig, manager: BlockManager) -> Member:
+    """A chunk was computed: its member's blocks that are full now can be found by their keys."""
+    member, size = request.member(chunk.id), config.block_tokens
+    assert member is not None, "members end in the batch only"
+    member.computed = chunk.start + chunk.count
+    for index in range(chunk.start // size, min(member.computed // size, len(member.keys))):
+        manager.register(member.table[index], member.keys[index])
+    return member
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_writes(batch: Batch, manager: BlockManager, config: CoreConfig, copies: list[Copied]) -> None:
+    """Asserts that each sequence writes to a block of its own, and that blocks which are copied stay."""
+    for request in batch.requests:
+        for member in request.members:
+            assert len(member.table) == config.blocks_for(batch.tokens_of(member))
+            assert manager.ref_count(member.table[-1]) == 1, "two sequences write to one block"
+    sources, blocks = [it.source for it in copies], [it.block for it in copies]
+    assert len(set(blocks)) == len(blocks), "two copies to one block"
+    assert not set(blocks) & set(sources), "a copy of a copy"
+    assert all(map(manager.ref_count, [*sources, *blocks])), "a copy from or to a free block"

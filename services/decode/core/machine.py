@@ -1,14 +1,14 @@
 """The decode core: takes events, keeps requests, blocks and the batch, gives actions."""
 
-from collections.abc import Iterator
-
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Ended, Outstanding, Tick
 from moonpool.core.timers import Timers
-from moonpool.cost import SpeedTracker, decode_step_seconds
+from moonpool.cost import SpeedTracker
 from moonpool.sched.block_manager import BlockManager
 from services.decode.core import groups
+from services.decode.core.admission import Admission
 from services.decode.core.config import CoreConfig
+from services.decode.core.holds import Copy, Holds, Loading, Writing
 from services.decode.core.lengths import AnswerLengths
 from services.decode.core.messages import (
     Action,
@@ -19,6 +19,8 @@ from services.decode.core.messages import (
     Finish,
     Gone,
     Heard,
+    IoEnd,
+    LoadEnd,
     Open,
     Promised,
     Refused,
@@ -27,18 +29,18 @@ from services.decode.core.messages import (
     Start,
     StepDone,
     Stop,
-    Store,
     StreamClosed,
     StreamOpened,
     SwapEnd,
     Table,
 )
 from services.decode.core.planner import Planner
-from services.decode.core.preemption import Copy, Holds, Parking
+from services.decode.core.preemption import Parking
 from services.decode.core.request import TRANSFERRING, Member, Request, State
 from services.decode.core.room import Room
+from services.decode.core.shelf import Shelf
 
-_IN_USE = (State.SWAPPING_OUT, State.SWAPPING_IN)
+_IN_USE = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
 
 
 class DecodeCore:
@@ -49,6 +51,7 @@ class DecodeCore:
         room: what of them is promised and expected to be needed.
         planner: the batch and those who wait.
         parking: the preempted ones.
+        shelf: what is in kvstores.
         tracker: the engine's speeds, as measured.
         requests: all, by id.
     """
@@ -59,9 +62,11 @@ class DecodeCore:
         self.room = Room(self.blocks, config.watermark_blocks)
         self.tracker = SpeedTracker(config.speeds)
         self._ios: Outstanding[Holds] = Outstanding()
-        self.parking = Parking(config, self.room, self.tracker, self._ios)
+        self.shelf = Shelf(config, self.room, self.tracker, self._ios)
+        self.parking = Parking(config, self.room, self.tracker, self._ios, self.shelf)
         self._lengths = AnswerLengths(config.assumed_answer_tokens)
         self.planner = Planner(config, self.room, self.parking, self._lengths, self.tracker)
+        self._admission = Admission(config, self.room, self.planner, self.tracker)
         self.requests: dict[int, Request] = {}
         self._leases: Timers[int] = Timers()
         self._streams: dict[int, str] = {}
@@ -114,10 +119,10 @@ class DecodeCore:
     # --- promises --------------------------------------------------------------------------------------------------
 
     def _reserve(self, now: float, event: Reserve, out: list[Action]) -> None:
-        tbt_s = self._predicted_tbt_s(event)
+        tbt_s = self._admission.predicted_tbt_s(event, self.requests.values())
         request = Request(
             event.id,
-            [Member(event.id, list(event.keys), event.tokens)],
+            [Member(event.id, list(event.keys), event.tokens, stored=[len(event.keys)] * event.stores)],
             event.width,
             event.prompt_tokens,
             event.total_tokens,
@@ -126,7 +131,7 @@ class DecodeCore:
             event.stores,
             until=now + self.config.promise_s,
         )
-        refused = self._breaks_tbt(event, tbt_s) or self._admit(request)
+        refused = self._admission.refuse(event, request, tbt_s, self.requests.values())
         if refused is not None:
             reason, why = refused
             out.append(Refused(event.id, reason, why, tbt_s))
@@ -136,43 +141,6 @@ class DecodeCore:
         self.planner.keep_seat(request)
         self._leases.set(event.id, now + self.config.lease_s)
         out.append(Promised(event.id, len(request.blocks), tbt_s))
-
-    def _predicted_tbt_s(self, event: Reserve) -> float:
-        """Seconds per step with all requests that are here, and this one, in the batch."""
-        batch, requests = self.planner.batch, self.requests.values()
-        context = event.tokens * event.width + sum(batch.context_of(request) for request in requests)
-        sequences = min(self.sequences + event.width, self.config.max_batch)
-        return decode_step_seconds(self.tracker.speeds, sequences, context)
-
-    def _breaks_tbt(self, event: Reserve, tbt_s: float) -> tuple[str, str] | None:
-        """Why a promised time between tokens could not be kept: the new request's, or an earlier one's."""
-        taken, places = self.planner.places_taken + sum(self.planner.seats_kept.values()), self.config.max_batch
-        if event.tbt_slo_s and taken + event.width > places:
-            return "tbt_slo", f"{taken} of the {places} places of a step are taken, {event.width} are needed"
-        promised = min((r.tbt_slo_s for r in self.requests.values() if r.tbt_slo_s), default=event.tbt_slo_s)
-        limit = min(promised, event.tbt_slo_s)
-        if event.tbt_slo_s and tbt_s > limit:
-            return "tbt_slo", f"a token every {tbt_s:.4g} s is predicted, {limit:.4g} s is wanted or promised to others"
-        return None
-
-    def _admit(self, request: Request) -> tuple[str, str] | None:
-        """Promises blocks for the prompt if what is expected to be needed later fits as well; else says why not."""
-        [member] = request.members
-        held = self.blocks.match(member.keys)
-        new = self.config.blocks_for(member.tokens) - len(held)
-        cost = self.room.cost(held, new)
-        member.table, request.promised = held, new
-        self.planner.expect(request)
-        reserve = self.room.watermark + self.room.claims if self.requests else 0
-        if self.room.spare < cost or (self.requests and self.room.spare < cost + reserve):
-            needed = cost + request.claim
-            self.room.claim(request, 0)
-            return "no_decode_room", (
-                f"no room for {needed} blocks, {self.room.spare} are free and not promised, "
-                f"{max(0, reserve - request.claim)} of them expected to be needed"
-            )
-        self.room.promise(request, held, new)
-        return None
 
     # --- a request's way -------------------------------------------------------------------------------------------
 
@@ -344,21 +312,21 @@ class DecodeCore:
                 index = len(member.keys)
                 member.keys.append(key)
                 self.blocks.register(member.table[index], key)
-                out += self._store(request, member, index)
+                for store in range(request.stores):
+                    self.shelf.write(request, member, index, store, out)
 
-    def _store(self, request: Request, member: Member, index: int) -> Iterator[Action]:
-        block = member.table[index]
-        for store in range(request.stores):
-            self.blocks.acquire([block])
-            yield Store(self._ios.begin(block), member.id, index, block, store)
-
-    def _ended(self, event: Ended[SwapEnd | None], out: list[Action]) -> None:
+    def _ended(self, event: Ended[IoEnd], out: list[Action]) -> None:
         holds = self._ios.end(event.io)
-        if not isinstance(holds, Copy):
-            self.blocks.release([holds])
-            return
-        assert event.result is not None
-        self.parking.copied(Ended(event.io, event.result), holds)
+        match holds, event.result:
+            case Writing(), _:
+                self.shelf.written(holds, event.result)
+                return
+            case Loading(), LoadEnd() as result:
+                self.shelf.loaded(holds, result)
+            case Copy(), SwapEnd() as result:
+                self.parking.copied(result, holds)
+            case _:
+                raise TypeError(f"{event.result} does not answer I/O {event.io}")
         if holds.request.state is State.LEAVING:
             self._gone(holds.request, out)
         else:
@@ -373,9 +341,10 @@ class DecodeCore:
         self.parking.check_invariants(requests)
         self.planner.check_invariants(requests)
         held = [block for request in requests for block in request.refs]
-        held += [holds for _, holds in self._ios if not isinstance(holds, Copy)]
+        held += [holds.block for _, holds in self._ios if isinstance(holds, Writing)]
         assert len(held) == sum(map(self.blocks.ref_count, range(self.blocks.num_blocks))), "a block is lost or leaked"
-        copying = [holds.request for _, holds in self._ios if isinstance(holds, Copy)]
+        copying = [holds.request for _, holds in self._ios if not isinstance(holds, Writing)]
+        self.shelf.check_invariants(requests)
         for request in requests:
             assert 1 <= len(request.members) <= request.width
             for member in request.members:
@@ -388,25 +357,21 @@ class DecodeCore:
 
     def digest(self) -> bytes:
         """Hash of the whole state."""
-        planner, parking = self.planner, self.parking
+        planner = self.planner
         return digest_of(
             list(self.requests.values()),
             [(number, self._leases.at(number)) for number in self.requests],
             self.blocks,
             (self.room.promised, self.room.claims),
-            (
-                planner.batch.ids,
-                planner.batch.ticks,
-                planner.batch.context,
-                planner.steps,
-                planner.flight and planner.flight.run,
-            ),
-            [[request.id for request in place] for place in (planner.ready, planner.catching, parking.parked)],
+            (planner.batch.ids, planner.batch.ticks, planner.batch.context, planner.steps),
+            planner.flight.run if planner.flight is not None else None,
+            [[request.id for request in place] for place in (planner.ready, planner.catching)],
             (list(planner.seats_kept), planner.recomputed_tokens, [request.id for request in self._leaving]),
-            (parking.coming, parking.saved, parking.preemptions, parking.swaps, parking.swap_bytes_per_s),
+            self.parking,
             self._lengths,
             self.tracker.speeds,
             self._streams,
-            [(io, holds if isinstance(holds, int) else holds.request.id) for io, holds in self._ios],
+            [(io, holds.request.id, holds.block if isinstance(holds, Writing) else -1) for io, holds in self._ios],
+            self.shelf,
             self._dead,
         )

@@ -58,6 +58,7 @@ class Planner:
         """To be made before the next step."""
         self.seats_kept: dict[int, int] = {}
         """Requests that were promised a time between tokens and are not in the batch, and the places kept for them."""
+        self._waiting = 0  # blocks of those being copied that somebody waits for
         self.steps = 0
         self.recomputed_tokens = 0
 
@@ -106,11 +107,13 @@ class Planner:
         """Starts the next step if none is running and there is something to compute."""
         if self.flight is not None:
             return
+        self._waiting = 0
         self._diagnose(out)
-        self._bring_back(out)
         self._keep_tbt(out)
         self._seat(out)
         self._grow(out)
+        if self._bring_back(out):
+            self._seat(out)
         chunks = self._chunks()
         if not len(self.batch) and not chunks:
             return
@@ -132,13 +135,16 @@ class Planner:
             requests = self.batch.requests
             self._preempt(requests[self.steps // every % len(requests)], out)
 
-    def _bring_back(self, out: list[Action]) -> None:
-        while self._parking.parked and self._has_seats(self._parking.parked[0]):
-            alone = not (len(self.batch) or self.ready or self.catching)
-            request = self._parking.bring_back(alone=alone, out=out)
+    def _bring_back(self, out: list[Action]) -> int:
+        """Brings preempted ones back, but not past those who wait for a block; returns how many."""
+        count, parked = 0, self._parking.parked
+        while parked and self._has_seats(parked[0]) and not self._waiting:
+            request = self._parking.bring_back([*self.batch.requests, *self.ready, *self.catching], out)
             if request is None:
-                return
+                break
             self.returned(request)
+            count += 1
+        return count
 
     def returned(self, request: Request) -> None:
         """A preempted sequence has its blocks again; with all KV it is ready."""
@@ -147,13 +153,13 @@ class Planner:
         elif request.state is State.CATCHING_UP:
             insort(self.catching, request, key=_age)
 
-    @property
-    def places_taken(self) -> int:
-        """Places of a step that are taken."""
-        return len(self.batch) + sum(len(request.members) for request in self.catching)
-
     def _has_seats(self, request: Request) -> bool:
         return self.places_taken + len(request.members) <= self._config.max_batch
+
+    @property
+    def places_taken(self) -> int:
+        """Places of a step that are taken, also by those who may have to catch up when they have been loaded."""
+        return len(self.batch) + sum(len(request.members) for request in self.catching) + self._parking.loading
 
     # --- time between tokens ---------------------------------------------------------------------------------------
 
@@ -171,8 +177,8 @@ class Planner:
 
     def _may_join(self, request: Request) -> bool:
         """Whether a request that was promised nothing leaves the others what they were promised."""
-        if request.tbt_slo_s:
-            return True
+        if request.tbt_slo_s or not self.places_taken:
+            return True  # somebody must run, or nobody for whom places are kept would get room
         count = len(request.members)
         if self.places_taken + sum(self.seats_kept.values()) + count > self._config.max_batch:
             return False
@@ -240,9 +246,9 @@ class Planner:
         """Gives the members blocks of their own for their last tokens, by preempting others or itself if need be."""
         manager = self._room.blocks
         places = [(member, self._config.blocks_for(self.batch.tokens_of(member)) - 1) for member in request.members]
-        self.expect(request, groups.lacking(places, manager))  # nobody is brought back into what is lacking here
-        while self._room.spare < groups.lacking(places, manager):
-            if self._parking.coming:
+        while self._room.spare < (lacking := groups.lacking(places, manager)):
+            if self._parking.coming > self._waiting:
+                self._waiting += lacking
                 return False
             victim = choose_victim([*self.batch.requests, *self.ready, *self.catching], request)
             if victim is None:
@@ -272,41 +278,29 @@ class Planner:
                 groups.undo_copy(copied, self._room.blocks, out)
         self.copies = [copied for copied in self.copies if copied.request is not request]
 
-    def expect(self, request: Request, lacking: int = 0) -> None:
-        """Claims what a request is expected to need, `lacking` blocks at least; thinks anew when that was exceeded."""
+    def expect(self, request: Request) -> None:
+        """Claims what a request is expected to need; thinks anew when that was exceeded."""
         have = len(request.blocks) + request.promised
-        if have + lacking > request.expected_blocks or not request.expected_blocks:
+        if have > request.expected_blocks or not request.expected_blocks:
             tokens = max(self.batch.tokens_of(member) for member in request.members)
             answer = self._lengths.expected(max(0, tokens - request.prompt_tokens))
             total = max(tokens, min(request.total_tokens, request.prompt_tokens + answer))
             needed = groups.longest_blocks(self._config, request.prompt_tokens, total, request.places)
-            request.expected_blocks = max(have + lacking, needed)
+            request.expected_blocks = max(have, needed)
         self._room.claim(request, request.expected_blocks - have)
 
     # --- catching up -----------------------------------------------------------------------------------------------
 
     def _chunks(self) -> tuple[Chunk, ...]:
-        chunks, left = [], self._chunk_tokens() if self.catching else 0
-        for request in self.catching:
-            for member in request.members:
-                end = groups.goal(request, member)
-                count = min(left, end - member.computed)
-                if count <= 0 or not groups.may_compute(request, member):
-                    continue
-                left -= count
-                begin = member.computed
-                sample = begin + count == member.tokens
-                chunks.append(Chunk(member.id, begin, count, sample))
-        return tuple(chunks)
-
-    def _chunk_tokens(self) -> int:
-        """Tokens that may be computed again beside the batch: fewer when its time between tokens was promised."""
+        """What is computed again beside the batch: less of it when the batch's time between tokens was promised."""
+        if not self.catching:
+            return ()
         tokens, limit = self._config.step_tokens, self.batch.tbt_slo_s
         step_s = self._tbt_s(len(self.batch), self.batch.context)
         longest = max(member.computed for request in self.catching for member in request.members)
         while limit and tokens > 1 and step_s + prefill_seconds(self._tracker.speeds, tokens, longest) > limit:
             tokens //= 2
-        return tokens
+        return groups.chunks(self.catching, tokens)
 
     def caught(self, chunk: Chunk, request: Request) -> None:
         """A chunk was computed.
@@ -314,12 +308,7 @@ class Planner:
         With its last one a sequence alone has got a token and is in the batch again; a group is ready when all are.
         """
         self.recomputed_tokens += chunk.count
-        member = request.member(chunk.id)
-        assert member is not None, "members end in the batch only"
-        member.computed = chunk.start + chunk.count
-        for index in range(chunk.start // self._config.block_tokens, member.computed // self._config.block_tokens):
-            if index < len(member.keys):
-                self._room.blocks.register(member.table[index], member.keys[index])
+        member = groups.computed(request, chunk, self._config, self._room.blocks)
         if chunk.sample:
             self.catching.remove(request)
             member.tokens += 1
@@ -343,22 +332,10 @@ class Planner:
                 assert len(member.table) >= self._config.blocks_for(member.tokens - 1)
         assert not self.copies, "a copy belongs to a step"
         if self.flight is not None:
-            self._check_flight(self.flight)
+            groups.check_writes(self.batch, self._room.blocks, self._config, self.flight.copies)
         kept = [r for r in requests if r.tbt_slo_s and r.state not in (State.RUNNING, State.LEAVING)]
         assert dict(sorted(self.seats_kept.items())) == {r.id: r.places for r in sorted(kept, key=_age)}
         assert self.places_taken <= self._config.max_batch
-
-    def _check_flight(self, flight: Flight) -> None:
-        """Each sequence writes to a block of its own; what is copied is read from blocks that stay."""
-        refs = self._room.blocks.ref_count
-        for request in self.batch.requests:
-            for member in request.members:
-                assert len(member.table) == self._config.blocks_for(self.batch.tokens_of(member))
-                assert refs(member.table[-1]) == 1, "two sequences write to one block"
-        sources, blocks = [it.source for it in flight.copies], [it.block for it in flight.copies]
-        assert len(set(blocks)) == len(blocks), "two copies to one block"
-        assert not set(blocks) & set(sources), "a copy of a copy"
-        assert all(map(refs, [*sources, *blocks])), "a copy from or to a free block"
 
 
 def _age(request: Request) -> int:

@@ -26,6 +26,8 @@ class State(Enum):
     PARKED = "parked"
     """Preempted, without blocks."""
     SWAPPING_IN = "swapping in"
+    LOADING = "loading"
+    """Its full blocks are being read from a kvstore."""
     LEAVING = "leaving"
     """Has ended, but a step or a copy still uses its blocks."""
 
@@ -60,6 +62,8 @@ class Member:
     """Its blocks, each referred to once."""
     computed: int = 0
     """Leading tokens whose KV is there, or is computed by an earlier member, while it catches up."""
+    stored: list[int] = field(default_factory=list)
+    """Leading full blocks that each of its request's kvstores is presumed to have."""
     shared: int = 0
     """Leading tokens whose KV an earlier member has, or computes; while it catches up."""
 

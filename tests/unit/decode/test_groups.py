@@ -1,5 +1,7 @@
 """Several answers to one prompt at a decode instance."""
 
+from typing import Any
+
 import pytest
 
 from moonpool.errors import InvalidRequest
@@ -13,7 +15,7 @@ FIRST = (9, 11, 13)
 
 @pytest.mark.parametrize("length", [BLOCK - 2, BLOCK, 2 * BLOCK + 5])
 @pytest.mark.parametrize("flags", [{}, {"preemption": "swap", "preempt_every": 1}])
-async def test_each_goes_on_from_its_first_token(length: int, flags: dict[str, object]) -> None:
+async def test_each_goes_on_from_its_first_token(length: int, flags: dict[str, Any]) -> None:
     """The prompt's KV comes once. Tokens are a function of the KV: a block of another answer would change them."""
     tokens = prompt(length)
     async with decoding(**flags) as it, conducting(it) as conductor:

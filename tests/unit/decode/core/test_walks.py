@@ -57,3 +57,5 @@ def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:
     print(f"{way}: {world.core.planner.steps} steps, {parking.preemptions} preemptions, {parking.swaps} swaps")
     assert parking.preemptions > (3 if groups else 10)
     assert (parking.swaps > 0) == (way in (Preemption.SWAP, Preemption.AUTO))
+    loads = world.core.shelf.loaded_blocks > 0
+    assert loads == (way is Preemption.STORE) or way is Preemption.AUTO
