@@ -64,8 +64,8 @@ class SamplingParams:
     logprobs: int | None = None
     """Not supported yet."""
     n: int = 1
-    """Number of answers (choices) to the prompt. Answer i is that of a request of its own with seed `seed` + i
-    (`stream_seed`)."""
+    """Number of answers (choices) to the prompt, at most 64 and as many as a decode instance has places in a step.
+    Answer i is that of a request of its own with seed `seed` + i (`stream_seed`)."""
     response_format: str = ""
     """Not supported yet."""
 

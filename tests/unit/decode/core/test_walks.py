@@ -33,7 +33,7 @@ def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:
     world = World(
         config(24, preemption=way, swap_blocks=40, step_tokens=40, preempt_every=every, assumed_answer_tokens=20)
     )
-    left = count = 10 if every else 30
+    left = count = (10 if every else 30) // (2 if groups else 1)
     while left or world.core.requests:
         if left and rng.random() < 0.2:
             total = rng.randint(2, 20 * BT)
