@@ -6,7 +6,7 @@ from moonpool.cost import SpeedTracker, decode_step_seconds
 from services.decode.core.config import CoreConfig
 from services.decode.core.messages import Reserve
 from services.decode.core.planner import Planner
-from services.decode.core.request import Request
+from services.decode.core.request import Request, State
 from services.decode.core.room import Room
 
 
@@ -28,9 +28,14 @@ class Admission:
 
     def predicted_tbt_s(self, event: Reserve, others: Collection[Request]) -> float:
         """Seconds per step with all requests that are here, and this one, in the batch."""
-        context = event.tokens * event.width + sum(map(self._planner.batch.context_of, others))
-        sequences = min(sum(request.places for request in others) + event.width, self._config.max_batch)
-        return decode_step_seconds(self._tracker.speeds, sequences, context)
+        batch, running = (
+            self._planner.batch,
+            State.RUNNING,
+        )  # a local name: there are many, and few are not in the batch
+        apart = [request for request in others if request.state is not running and request not in batch]
+        context = batch.context + event.tokens * event.width + sum(map(batch.context_of, apart))
+        sequences = len(batch) + event.width + sum(request.places for request in apart)
+        return decode_step_seconds(self._tracker.speeds, min(sequences, self._config.max_batch), context)
 
     def refuse(
         self, event: Reserve, request: Request, tbt_s: float, others: Collection[Request]

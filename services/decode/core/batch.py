@@ -55,7 +55,9 @@ class Batch:
 
     def context_of(self, request: Request) -> int:
         """Tokens of all sequences of a request, in the batch or not, or of those that it will begin with."""
-        tokens = sum(self.tokens_of(member) for member in request.members)
+        if request.width == 1:
+            return self.tokens_of(request.members[0])
+        tokens = sum(map(self.tokens_of, request.members))
         return tokens * request.places // len(request.members)
 
     def join(self, request: Request) -> None:
