@@ -129,7 +129,7 @@ class Clock:
         filled = tuple(
             (number, key(number, tokens))
             for number, tokens in computed
-            if tokens % BT == 0 and len(self.core.requests[number].keys) < tokens // BT
+            if tokens % BT == 0 and len(self.core.requests[number].members[0].keys) < tokens // BT
         )
         return StepDone(run.step, False, 0.0, ended, filled, steps)
 
@@ -229,12 +229,12 @@ def test_a_run_is_cut_for_who_waits_and_for_nobody_else() -> None:
     events: list[Event] = [StreamOpened(1, "c"), Reserve(1, (), 5, 5, 50), Open(1), Arrived(1), Start(1, 1, 0)]
     for event in events:
         core.handle(0.0, event, out)
-    assert out[-1] == Run(1, (1,), (), 9)
+    assert out[-1] == Run(1, (1,), steps=9)
     out.clear()
     events = [Stepped(1, 2, 0.0), Reserve(2, (), 5, 5, 50), Open(2), Arrived(2), Start(2, 1, 0), Stop(1, "")]
     for event in events:
         core.handle(0.0, event, out)
     assert [action for action in out if isinstance(action, Run | Cut)] == [Cut(1)]
     core.handle(0.0, StepDone(1, False, 0.0), out)
-    assert out[-1] == Run(2, (2,), (), 9)
-    assert core.requests[2].tokens + core.planner.batch.ticks == 6
+    assert out[-1] == Run(2, (2,), steps=9)
+    assert core.requests[2].members[0].tokens + core.planner.batch.ticks == 6
