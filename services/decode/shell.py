@@ -69,6 +69,7 @@ class DecodeShell:
         spans: where spans are recorded.
         notify: called when load or keys have changed.
         journal: records what the core was told.
+        clock: seconds; never goes back.
     """
 
     def __init__(
@@ -81,14 +82,16 @@ class DecodeShell:
         spans: Recorder,
         notify: Callable[[], None],
         journal: JournalWriter | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.core = core
+        self._clock = clock
         self._engine = engine
         self._layout = engine.layout
         self._max_tokens = max_tokens
         self._spans = spans
         self.notify = notify
-        self._driver: Driver[Event, Action] = Driver(core, self._perform, journal=journal)
+        self._driver: Driver[Event, Action] = Driver(core, self._perform, clock=clock, journal=journal)
         self._live: dict[int, LiveRequest] = {}
         self._sequences: dict[int, LiveSequence] = {}
         self._next = 1
@@ -97,7 +100,7 @@ class DecodeShell:
         self._stream_numbers = itertools.count(1)
         self._order: Run | None = None
         self._wake = asyncio.Event()
-        self.copies = Copies(engine.pool, write_back, open_reader, self._post)
+        self.copies = Copies(engine.pool, write_back, open_reader, self._post, clock)
         self.empty = asyncio.Event()
         self.empty.set()
         self.dead = ""
@@ -159,7 +162,7 @@ class DecodeShell:
                 answer.why, reason=answer.reason, predicted_tbt_s=answer.tbt_s, slo_s=tbt_slo_s, retry_after_s=1.0
             )
         transfer = self._transfer(number, tokens, answer.held)
-        live = self._live[number] = LiveRequest(incoming, stores, transfer, time.monotonic())
+        live = self._live[number] = LiveRequest(incoming, stores, transfer, self._clock())
         self._sequences |= {sequence.id: sequence for sequence in live.sequences}
         self.empty.clear()
         return live, answer.tbt_s
@@ -192,7 +195,7 @@ class DecodeShell:
 
     def heard(self, live: LiveRequest) -> None:
         """Something of the transfer came."""
-        now = time.monotonic()
+        now = self._clock()
         if now - live.heard_at >= self.core.config.lease_s / HEARD_PER_LEASE:
             live.heard_at = now
             self._driver.post(Heard(live.id))

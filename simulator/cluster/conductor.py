@@ -1,6 +1,8 @@
 """The life of each request in virtual time: placed, its first token, its end; placed anew when an attempt fails."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from moonpool.errors import InvalidRequest, Unavailable
 from services.conductor.core.plan import Plan
@@ -40,6 +42,10 @@ class Conductor:
         self._world, self._config, self._calls = world, config, calls
         self._prefills, self._decodes, self._ended = prefills, decodes, ended
         self._attempts: dict[Request, Attempt] = {}
+        self._waiting: dict[int, deque[Attempt]] = {}
+        self._asking: dict[int, Attempt] = {}
+        self.ended_at = 0
+        """When the last request ended."""
 
     def __len__(self) -> int:
         """Requests that have not ended."""
@@ -49,9 +55,6 @@ class Conductor:
 
     def place(self, request: Request) -> None:
         """Places a request, or ends it."""
-        if self._config.most_blocks(request.tokens, request.answer, request.samples) > self._config.blocks:
-            self._finish(request, TOO_LARGE)
-            return
         try:
             plan = self.placement.plan(request, self._world.seconds)
         except Unavailable:
@@ -87,9 +90,7 @@ class Conductor:
     def _begin(self, attempt: Attempt, plan: Plan) -> None:
         self._attempts[attempt.request] = attempt
         self.placement.claim(attempt, plan, self._world.seconds)
-        self._calls.send(lambda: self._submit(attempt))
-        if attempt.decode >= 0:
-            self._calls.send(lambda: self._ask(attempt))
+        self._calls.send(lambda: self._ask(attempt) if attempt.decode >= 0 else self._submit(attempt))
         if self._config.deadline_s:
             self._world.after(ps(self._config.deadline_s), self.failed, attempt)
 
@@ -102,6 +103,29 @@ class Conductor:
         instance = self._decodes[attempt.decode]
         if instance.up and not attempt.over:
             instance.ask(attempt)
+
+    def asked(self, attempt: Attempt, promised: bool) -> None:
+        """A decode instance has answered. Who was refused waits there for room, first come first."""
+        decode = attempt.decode
+        if promised and not attempt.over:
+            self._calls.send(lambda: self._submit(attempt))
+        if self._asking.get(decode) is attempt:
+            del self._asking[decode]
+            if promised:
+                self.room(decode)
+            else:
+                self._waiting[decode].appendleft(attempt)
+        elif not promised:
+            self._waiting.setdefault(decode, deque()).append(attempt)
+
+    def room(self, decode: int) -> None:
+        """Somebody has left a decode instance: the first who waits there asks again."""
+        waiting = self._waiting.get(decode)
+        while waiting and decode not in self._asking:
+            attempt = waiting.popleft()
+            if not attempt.over:
+                self._asking[decode] = attempt
+                self._calls.send(partial(self._ask, attempt), reliable=True)
 
     def first_token(self, attempt: Attempt) -> None:
         """A prefill instance has the first token of an attempt."""
@@ -149,6 +173,9 @@ class Conductor:
         """An instance is lost: attempts that need it fail."""
         number, prefill = int(name[1:]), name[0] == "p"
         self.placement.lost(name)
+        if not prefill:
+            self._waiting.pop(number, None)
+            self._asking.pop(number, None)
         for attempt in list(self._attempts.values()):
             if attempt.prefill == number and not attempt.whole if prefill else attempt.decode == number:
                 self.failed(attempt)
@@ -164,7 +191,7 @@ class Conductor:
 
     def _close(self, attempt: Attempt) -> None:
         if attempt.decode >= 0:
-            self._decodes[attempt.decode].settle(attempt)
+            self._decodes[attempt.decode].settle()
         attempt.over = True
         self.placement.prompt_done(attempt, self._world.seconds)
         self.placement.answer_done(attempt, self._world.seconds)
@@ -172,6 +199,7 @@ class Conductor:
     def _finish(self, request: Request, outcome: str) -> None:
         self._attempts.pop(request, None)
         request.outcome, request.ended_at = outcome, self._world.now
+        self.ended_at = self._world.now
         self._ended(request)
 
 

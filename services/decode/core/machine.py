@@ -28,6 +28,7 @@ from services.decode.core.messages import (
     Run,
     Start,
     StepDone,
+    Stepped,
     Stop,
     StreamClosed,
     StreamOpened,
@@ -38,6 +39,7 @@ from services.decode.core.planner import Planner
 from services.decode.core.preemption import Parking
 from services.decode.core.request import TRANSFERRING, Member, Request, State
 from services.decode.core.room import Room
+from services.decode.core.runs import Flight
 from services.decode.core.shelf import Shelf
 
 _IN_USE = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
@@ -99,6 +101,8 @@ class DecodeCore:
         match event:
             case StepDone():
                 self._step_done(event, out)
+            case Stepped():
+                self._stepped(event)
             case Heard(number):
                 self._heard(now, number)
             case Reserve():
@@ -115,6 +119,8 @@ class DecodeCore:
                 self._progress(now, event, out)
         if not self._dead:
             self.planner.plan(out)
+            if not isinstance(event, Stepped | StepDone):
+                self.planner.cut(out, leaving=bool(self._leaving))
 
     # --- promises --------------------------------------------------------------------------------------------------
 
@@ -276,11 +282,12 @@ class DecodeCore:
         flight = self.planner.flight
         if flight is None or flight.run.step != event.step:
             return  # of an engine that has died
-        self.planner.flight = None
-        if not event.aborted:
-            self._computed(flight.run, flight.context, event, out)
-        else:
+        if event.aborted:
             self.planner.not_computed(flight, out)
+        else:
+            self._observe(flight, event)
+            self.planner.advance(event.steps, over=True)
+            self._computed(flight.run, event, out)
         self._step_over(out)
         for number, _ in event.ended:
             self._ended_itself(number, out)
@@ -297,10 +304,19 @@ class DecodeCore:
         else:
             self._leave(request, out)
 
-    def _computed(self, run: Run, context: int, event: StepDone, out: list[Action]) -> None:
-        if not run.chunks:
-            self.tracker.observe_decode(len(run.batch), context, event.seconds)
-        self.planner.batch.advance()
+    def _stepped(self, event: Stepped) -> None:
+        flight = self.planner.flight
+        if flight is not None and flight.run.step == event.step and event.steps:
+            self._observe(flight, event)
+            self.planner.advance(event.steps, over=False)
+
+    def _observe(self, flight: Flight, event: Stepped | StepDone) -> None:
+        if not flight.run.chunks:
+            batch = len(flight.run.batch)
+            context = flight.context + batch * (event.steps - 1) / 2
+            self.tracker.observe_decode(batch, context, event.seconds / event.steps, steps=event.steps)
+
+    def _computed(self, run: Run, event: StepDone, out: list[Action]) -> None:
         for chunk in run.chunks:
             request = self._of[chunk.id]
             if request.state is not State.LEAVING:

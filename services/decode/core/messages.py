@@ -91,10 +91,22 @@ class StreamClosed:
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
-    """The running step is over, and nothing writes to its blocks any more."""
+class Stepped:
+    """Some steps of the run are over, which goes on. Nobody ended in them, and no block became full."""
 
     step: int
+    """The run's number."""
+    steps: int
+    seconds: float
+    """Of all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The run is over, and nothing writes to its blocks any more."""
+
+    step: int
+    """The run's number."""
     aborted: bool
     """Nothing was computed."""
     seconds: float
@@ -102,6 +114,8 @@ class StepDone:
     """Sequences that ended with the token of this step, with the reason."""
     filled: tuple[tuple[int, BlockKey], ...] = ()
     """Sequences whose last block became full, with its key."""
+    steps: int = 1
+    """Steps that took these seconds: those of the run that were not told by `Stepped`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +165,7 @@ Event = (
     | Stop
     | StreamOpened
     | StreamClosed
+    | Stepped
     | StepDone
     | Died
     | Ended[IoEnd]
@@ -211,13 +226,26 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a step: one token for each sequence of the batch, and some chunks. Answered by `StepDone`."""
+    """Run a step: one token for each sequence of the batch, and some chunks. Answered by one `StepDone`.
+
+    The same batch may go on for `steps` steps without asking: until then nobody needs a block, and nobody who waits
+    could join. The run ends early with the first step in which a sequence ends, and after a `Cut`. Before the core is
+    told anything else, it is told by `Stepped` how many steps are over.
+    """
 
     step: int
     batch: tuple[int, ...]
     chunks: tuple[Chunk, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     """Blocks that are copied before the step writes anything: from, to."""
+    steps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """End the run with the step that is being computed: there is something to decide."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,4 +325,6 @@ class Load:
     """Seconds after which it must have ended."""
 
 
-Action = Promised | Refused | Table | Grew | Run | Finish | Ending | Gone | SwapOut | SwapIn | SwapDrop | Store | Load
+Action = (
+    Promised | Refused | Table | Grew | Run | Cut | Finish | Ending | Gone | SwapOut | SwapIn | SwapDrop | Store | Load
+)
