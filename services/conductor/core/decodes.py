@@ -167,17 +167,17 @@ class Decodes(Pool[Decode]):
         choices = []
         for slot, blocks in found:
             one = self.by_slot[slot]
-            speeds = one.tracker.speeds
-            choices.append((one, model.choice(one.facts.id, speeds, one.sequences, one.context_tokens, blocks)))
-        best_s = min((choice.finish_s for _, choice in choices), default=0.0)
+            sequences = one.sequences
+            choice = model.choice(one.facts.id, one.tracker.speeds, sequences, one.context_tokens, blocks)
+            choices.append((sequences, choice.finish_s, one.turn, choice))
+        best_s = min([finish_s for _, finish_s, _, _ in choices], default=0.0)
 
-        def order(pair: tuple[Decode, DecodeChoice]) -> tuple[int, float, int, str]:
-            one, choice = pair
-            noise = SPEED_NOISE if one.turn else UNPROVEN_NOISE
-            near = choice.finish_s <= noise * best_s
-            return one.sequences if near else sys.maxsize, choice.finish_s, one.turn, one.facts.id
+        def order(one: tuple[int, float, int, DecodeChoice]) -> tuple[int, float, int, str]:
+            sequences, finish_s, turn, choice = one
+            near = finish_s <= (SPEED_NOISE if turn else UNPROVEN_NOISE) * best_s
+            return sequences if near else sys.maxsize, finish_s, turn, choice.id
 
-        return [choice for _, choice in sorted(choices, key=order)]
+        return [choice for _, _, _, choice in sorted(choices, key=order)]
 
 
 def _cost(model: DecodeModel, found: RankClass, blocks: int) -> float:

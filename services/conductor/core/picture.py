@@ -15,7 +15,7 @@ from services.conductor.core.index import Applied, PrefixIndex
 from services.conductor.core.instances import Instance, instance_of
 from services.conductor.core.plan import Plan
 from services.conductor.core.prefills import Prefill, Prefills
-from services.conductor.core.stores import Store, Stores, StoreView, by_reading, sources
+from services.conductor.core.stores import Store, Stores, StoreView, first_by_reading, sources
 
 EXPECTED_ANSWER_TOKENS = 256
 """Answers are mostly shorter than their limit; decode instances are compared for at most so many tokens."""
@@ -287,7 +287,7 @@ class Picture:
             prefill=best,
             decodes=tuple(decodes),
             sources=sources(views, best.kvstore, best.local_blocks),
-            write_back=self._stores.write_back(keys, views),
+            write_back=self._stores.write_back(keys, prompt_key, views),
             candidates=tuple(candidates),
             demand=demand,
             index_version=self.index.version,
@@ -303,7 +303,7 @@ class Picture:
         now: float,
         suspects: Collection[str],
     ) -> list[PrefillChoice]:
-        model = PrefillModel(demand, shape, next(iter(by_reading(views)), None), self._threshold)
+        model = PrefillModel(demand, shape, first_by_reading(views), self._threshold)
         choices = self._prefills.choose(demand, model, prefixes, now, self._prefills.mask_of(suspects))
         if choices[0].excluded:
             if demand.prompt_blocks <= self._prefills.largest_blocks:
