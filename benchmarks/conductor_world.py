@@ -112,7 +112,7 @@ class ConductorWorld:
             tokens=len(keys) * BLOCK_TOKENS + 5, answer_tokens=400, keys=keys, prompt_key=keys[0], now=self._now
         )
         prefill = self.picture.claim_prefill(plan.prefill.id, plan.prefill.busy_s, self._now, plan.prefill.kvstore)
-        decode = self.picture.claim_decode(plan.decodes[0].id, plan.demand.prompt_tokens, plan.demand.total_blocks)
+        decode = self.picture.claim_decode(plan.decodes[0].id, plan.demand.prompt_tokens, plan.decodes[0].blocks)
         seconds = time.thread_time() - begin
         self._open.append((prefill, decode))
         if len(self._open) > IN_FLIGHT:

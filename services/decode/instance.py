@@ -144,6 +144,7 @@ class DecodeInstance:
             speed=speeds_to_proto(core.tracker.speeds),
             draining=self.draining,
             taken=self.taken,
+            expected_answer_tokens=core.expected_answer_tokens,
         )
 
     def gauges(self) -> Gauges:

@@ -105,9 +105,7 @@ class Placement:
             plan.prefill.id, plan.prefill.busy_s, now, plan.prefill.kvstore
         )
         if plan.decodes:
-            attempt.decode_claim = self.picture.claim_decode(
-                plan.decodes[0].id, attempt.tokens, plan.demand.total_blocks
-            )
+            attempt.decode_claim = self.picture.claim_decode(plan.decodes[0].id, attempt.tokens, plan.decodes[0].blocks)
 
     def prompt_done(self, attempt: Attempt, now: float) -> None:
         """The prompt keeps its instance busy no longer; a second time is fine."""

@@ -17,6 +17,8 @@ class Book:
 
     def __init__(self, legs: Legs, rooms: RoomQueue, timers: Timers[tuple[str, int]]) -> None:
         self.requests: dict[int, Request] = {}
+        self.memberless: dict[int, None] = {}
+        """Those that wait for an instance to join."""
         self._legs = legs
         self._rooms = rooms
         self._timers = timers
@@ -58,6 +60,7 @@ class Book:
     def _remove(self, request: Request) -> None:
         number = request.ask.number
         del self.requests[number]
+        self.memberless.pop(number, None)
         self._rooms.remove(number)
         for kind in TIMERS:
             self._timers.clear((kind, number))

@@ -50,11 +50,16 @@ class PrefillChoice(NamedTuple):
 
 
 class DecodeChoice(NamedTuple):
-    """The prediction for one decode instance: seconds between tokens, and seconds until the request is done there."""
+    """The prediction for one decode instance.
+
+    `tbt_s`: seconds between tokens. `finish_s`: seconds until the request is done there. `blocks`: room that it is
+    expected to need there.
+    """
 
     id: str
     tbt_s: float
     finish_s: float
+    blocks: int = 0
 
 
 class PrefillCost(NamedTuple):
@@ -132,8 +137,18 @@ class DecodeModel:
     def __init__(self, demand: Demand, shape: Shape) -> None:
         self._prompt_tokens = demand.prompt_tokens
         self._tokens = demand.decode_tokens
+        self._total_blocks = demand.total_blocks
         self._shape = shape
         self._lacking: dict[int, int] = {}
+        self._needs: dict[int, int] = {}
+
+    def blocks(self, answer_tokens: int) -> int:
+        """Room that the request is expected to need where answers are expected to have so many tokens."""
+        blocks = self._needs.get(answer_tokens)
+        if blocks is None:
+            blocks = expected_blocks(self._shape, self._prompt_tokens, answer_tokens, self._total_blocks)
+            self._needs[answer_tokens] = blocks
+        return blocks
 
     def fixed_s(self, speeds: Speeds, held_blocks: int) -> float:
         """Seconds of the request on an idle instance: receiving the KV it lacks, and its own share of steps."""
@@ -144,11 +159,13 @@ class DecodeModel:
         """Seconds added by what runs there already, which makes each step longer by `step_load_s`."""
         return self._tokens * step_load_s
 
-    def choice(self, name: str, speeds: Speeds, sequences: int, context_tokens: int, held_blocks: int) -> DecodeChoice:
-        """The prediction for an instance with this load."""
+    def choice(
+        self, name: str, speeds: Speeds, sequences: int, context_tokens: int, held_blocks: int, blocks: int
+    ) -> DecodeChoice:
+        """The prediction for an instance with this load, where the request is expected to need so many blocks."""
         tbt_s = decode_step_seconds(speeds, sequences + 1, context_tokens + self._prompt_tokens)
         receive_s = transfer_seconds(speeds, self._lacking_bytes(held_blocks))
-        return DecodeChoice(name, tbt_s, receive_s + self._tokens * tbt_s)
+        return DecodeChoice(name, tbt_s, receive_s + self._tokens * tbt_s, blocks)
 
     def _lacking_bytes(self, held_blocks: int) -> int:
         nbytes = self._lacking.get(held_blocks)
@@ -156,6 +173,18 @@ class DecodeModel:
             held = min(held_blocks * self._shape.block_tokens, self._prompt_tokens)
             nbytes = self._lacking[held_blocks] = (self._prompt_tokens - held) * self._shape.token_bytes
         return nbytes
+
+
+def expected_blocks(shape: Shape, tokens: int, answer_tokens: int, longest: int) -> int:
+    """Blocks that a request of so many tokens is expected to need, `longest` at most.
+
+    Args:
+        shape: of the KV.
+        tokens: of the request now.
+        answer_tokens: that the decode instance expects an answer to have; 0 = not told: the longest is assumed.
+        longest: blocks of the request with its longest answer.
+    """
+    return min(shape.blocks_for(tokens + answer_tokens), longest) if answer_tokens else longest
 
 
 def step_load_s(speeds: Speeds, sequences: int, context_tokens: int) -> float:

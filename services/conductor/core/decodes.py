@@ -36,7 +36,12 @@ class Answer:
 
 @dataclass(slots=True)
 class Decode:
-    """One instance; `told` are the speeds as it reported them."""
+    """One instance; `told` are the speeds as it reported them.
+
+    `sequences` are what the last report says and what it did not include, at least our own; `context_tokens` the
+    context of all of them, where what our own generated since they were placed shows in reports only; `room_blocks`
+    the blocks that could be promised.
+    """
 
     facts: InstanceFacts
     slot: int
@@ -48,22 +53,19 @@ class Decode:
     unreported: int = 0  # of our answers, those that no report includes
     unreported_blocks: int = 0
     own_context_tokens: int = 0
+    sequences: int = field(init=False)
+    context_tokens: int = field(init=False)
+    room_blocks: int = field(init=False)
 
-    @property
-    def sequences(self) -> int:
-        """Sequences there: what the last report says and what it did not include, at least our own."""
-        return max(self.load.running + self.load.waiting + self.unreported, len(self.answers))
+    def __post_init__(self) -> None:
+        self.count()
 
-    @property
-    def context_tokens(self) -> int:
-        """Context of all of them; what our own generated since they were placed shows in reports only."""
-        return max(self.load.context_tokens, self.own_context_tokens)
-
-    @property
-    def room_blocks(self) -> int:
-        """Blocks that could be promised."""
+    def count(self) -> None:
+        """Counts what is there anew: by the last report, and what it did not include."""
         load = self.load
-        return load.free_blocks + load.cached_blocks - load.promised_blocks - self.unreported_blocks
+        self.sequences = max(load.running + load.waiting + self.unreported, len(self.answers))
+        self.context_tokens = max(load.context_tokens, self.own_context_tokens)
+        self.room_blocks = load.free_blocks + load.cached_blocks - load.promised_blocks - self.unreported_blocks
 
     def claim(self, number: int, context_tokens: int, blocks: int) -> None:
         """Counts an answer from now on."""
@@ -71,6 +73,7 @@ class Decode:
         self.unreported += 1
         self.unreported_blocks += blocks
         self.own_context_tokens += context_tokens
+        self.count()
 
     def known(self, claim: int, number: int) -> None:
         """Notes that the instance has promised room, as its how many-th; the last report may include it already."""
@@ -78,6 +81,7 @@ class Decode:
         answer.number = number
         if 0 < number <= self.load.taken and not answer.covered:
             self._cover(answer)
+            self.count()
 
     def release(self, number: int) -> None:
         """Stops counting an answer."""
@@ -85,6 +89,7 @@ class Decode:
         self.own_context_tokens -= answer.context_tokens
         if not answer.covered:
             self._cover(answer)
+        self.count()
 
     def report(self, load: LoadFacts) -> None:
         """Takes a report, which includes the answers that the instance has promised room for."""
@@ -93,6 +98,7 @@ class Decode:
             for answer in self.answers.values():
                 if not answer.covered and answer.number is not None and answer.number <= load.taken:
                     self._cover(answer)
+        self.count()
 
     def _cover(self, answer: Answer) -> None:
         answer.covered = True
@@ -105,6 +111,9 @@ class Decode:
 
     def check_invariants(self) -> None:
         """Asserts that the sums are those of the answers."""
+        counted = self.sequences, self.context_tokens, self.room_blocks
+        self.count()
+        assert counted == (self.sequences, self.context_tokens, self.room_blocks)
         open_ones = [answer for answer in self.answers.values() if not answer.covered]
         assert self.unreported == len(open_ones)
         assert self.unreported_blocks == sum(answer.blocks for answer in open_ones)
@@ -134,15 +143,17 @@ class Decodes(Pool[Decode]):
         """The instances that could take the request, best first, a few only; none when none is large enough.
 
         Those without room by their last report come after the others: the report may be stale, and Reserve decides.
+        Room is for what each expects an answer to need, as it is admitted there, and not for the longest.
         Those of the mask `suspects`, which failed this request before, come last.
         """
-        able, need = self.able(demand.total_blocks), demand.total_blocks
+        able = self.able(demand.total_blocks)
 
         def roomy(slot: int) -> bool:
-            return self.by_slot[slot].room_blocks >= need
+            one = self.by_slot[slot]
+            return one.room_blocks >= model.blocks(one.load.answer_tokens)
 
         def crowded(slot: int) -> bool:
-            return self.by_slot[slot].room_blocks < need
+            return not roomy(slot)
 
         choices: list[DecodeChoice] = []
         for allowed in (able & ~suspects, able & suspects):
@@ -168,7 +179,8 @@ class Decodes(Pool[Decode]):
         for slot, blocks in found:
             one = self.by_slot[slot]
             sequences = one.sequences
-            choice = model.choice(one.facts.id, one.tracker.speeds, sequences, one.context_tokens, blocks)
+            need = model.blocks(one.load.answer_tokens)
+            choice = model.choice(one.facts.id, one.tracker.speeds, sequences, one.context_tokens, blocks, need)
             choices.append((sequences, choice.finish_s, one.turn, choice))
         best_s = min([finish_s for _, finish_s, _, _ in choices], default=0.0)
 

@@ -53,6 +53,27 @@ class Legs:
         self._picture = picture
         self._timers = timers
         self._reserve_timeout_s = reserve_timeout_s
+        self._at: dict[str, dict[int, None]] = {}  # requests whose attempts have a part at an instance
+
+    def at(self, instance: str) -> list[int]:
+        """Requests whose attempts have, or had, a part at an instance; first come first."""
+        return sorted(self._at.get(instance, ()))
+
+    def _take_part(self, request: Request, attempt: Attempt, instance: str) -> None:
+        attempt.places.append(instance)
+        self._at.setdefault(instance, {})[request.ask.number] = None
+
+    def _leave(self, request: Request, attempt: Attempt) -> None:
+        for instance in dict.fromkeys(attempt.places):
+            there = self._at[instance]
+            del there[request.ask.number]
+            if not there:
+                del self._at[instance]
+
+    def check_places(self, requests: Iterable[Request]) -> None:
+        """Asserts that an instance's requests are those whose attempts name it."""
+        named = [(place, r.ask.number) for r in requests if r.attempt is not None for place in r.attempt.places]
+        assert {(place, number) for place, there in self._at.items() for number in there} == set(named)
 
     def begin(self, request: Request, plan: Plan, options: Sequence[DecodeChoice], now: float) -> Attempt:
         """Begins an attempt: the prompt counts at prefill from now on."""
@@ -62,6 +83,7 @@ class Legs:
         claim = self._picture.claim_prefill(best.id, best.busy_s, now, best.kvstore)
         attempt = request.attempt = Attempt(sequence, plan, incarnation, list(options), claim)
         request.phase = Phase.PLACED
+        self._take_part(request, attempt, best.id)
         return attempt
 
     def ask(self, request: Request, attempt: Attempt, now: float, out: list[Action]) -> bool:
@@ -180,6 +202,7 @@ class Legs:
             self._timers.clear((kind, number))
         if attempt is None:
             return
+        self._leave(request, attempt)
         self._release_claim(attempt, now)
         if attempt.prefill is PrefillLeg.TOKEN and complete:
             self._timers.set(("linger", attempt.prefill_io), now + LINGER_S)
@@ -205,11 +228,12 @@ class Legs:
         return digest_of(self.calls)
 
     def _reserve(self, request: Request, attempt: Attempt, option: DecodeChoice, now: float, out: list[Action]) -> None:
-        number, demand = request.ask.number, attempt.plan.demand
+        number = request.ask.number
         incarnation = self._picture.incarnation(option.id)
-        claim = self._picture.claim_decode(option.id, demand.prompt_tokens, demand.total_blocks)
+        claim = self._picture.claim_decode(option.id, attempt.plan.demand.prompt_tokens, option.blocks)
         hold = Hold(Call.RESERVE, number, attempt.sequence, option.id, incarnation, claim)
         attempt.asked = io = self.calls.begin(hold)
+        self._take_part(request, attempt, option.id)
         request.reserves += 1
         self._timers.set(("reserve", io), now + self._reserve_timeout_s)
         stores = tuple(store.id for store in attempt.plan.write_back)

@@ -4,11 +4,11 @@ The picture of an instance is its last report, and those of our own requests the
 request counts from the moment its place is chosen (a *claim*), so that a burst does not go to one instance.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from moonpool.core.digest import digest_of
 from moonpool.errors import InvalidRequest, Unavailable
-from services.conductor.core.cost import DecodeChoice, DecodeModel, PrefillChoice, PrefillModel
+from services.conductor.core.cost import DecodeChoice, DecodeModel, PrefillChoice, PrefillModel, expected_blocks
 from services.conductor.core.decodes import Decode, Decodes
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts, Shape
 from services.conductor.core.index import Applied, PrefixIndex
@@ -67,6 +67,12 @@ class Picture:
         if instance is None or instance.load.draining:
             return 0, 0
         return instance.room_blocks, instance.facts.total_blocks
+
+    def needs_at(self, decode: str) -> Callable[[int, int], int]:
+        """Tells how many blocks a request of so many tokens, and of so many blocks at most, needs there by expectation."""
+        instance, shape = self._decodes.get(decode), self.shape
+        answer = instance.load.answer_tokens if instance is not None else 0
+        return lambda tokens, longest: expected_blocks(shape, tokens, answer, longest) if shape else longest
 
     def only(self, suspects: Collection[str]) -> bool:
         """Whether all prefill instances, or all decode instances, are among the suspects."""

@@ -13,7 +13,7 @@ from services.conductor.core.life import Attempt, Phase, Request
 from services.conductor.core.messages import Action, Announce, Rehash, Result
 from services.conductor.core.picture import Picture
 from services.conductor.core.plan import Plan
-from services.conductor.core.room import RoomQueue
+from services.conductor.core.room import RoomQueue, Waiter
 
 MAX_ASKED = 4
 """Decode instances asked for one placement."""
@@ -62,6 +62,7 @@ class Placing:
 
     def place(self, now: float, request: Request, out: list[Action]) -> None:
         """Plans a request and begins an attempt, or lets it wait, or refuses it."""
+        self._book.memberless.pop(request.ask.number, None)
         plan = self._plan(now, request)
         if isinstance(plan, Failure):
             self._nowhere(now, request, plan, out)
@@ -117,14 +118,14 @@ class Placing:
         if not len(self._rooms):
             return
         room, total = self._picture.room_of(decode)
-        for number in self._rooms.woken(decode, room, total, now):
+        for number in self._rooms.woken(decode, room, total, self._picture.needs_at(decode), now):
             self._rooms.remove(number)
             self.place(now, self._book.requests[number], out)
 
     def member_news(self, now: float, out: list[Action]) -> None:
         """An instance has joined: those for whom one was missing look for a place again."""
-        for request in [it for it in self._book.requests.values() if it.phase is Phase.MEMBER]:
-            self.place(now, request, out)
+        for number in sorted(self._book.memberless):
+            self.place(now, self._book.requests[number], out)
 
     def anew(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:
         """Places a request again after its attempt has failed: at once if it is the first and others can take over."""
@@ -158,20 +159,22 @@ class Placing:
 
     def _options(self, request: Request, plan: Plan) -> list[DecodeChoice]:
         """The instances to ask. A report may be stale, so at first also those that seem to be full are asked."""
-        first, need = request.waits_since is None, plan.demand.total_blocks
+        first = request.waits_since is None
         free = [option for option in plan.decodes if self._rooms.free_to(option.id, request.ask.number)]
-        return [option for option in free if first or self._picture.room_of(option.id)[0] >= need][:MAX_ASKED]
+        return [option for option in free if first or self._picture.room_of(option.id)[0] >= option.blocks][:MAX_ASKED]
 
     def _no_room(self, now: float, request: Request, refusal: Failure, plan: Plan, out: list[Action]) -> None:
         if refusal.reason != NO_DECODE_ROOM and not request.recovering:
             self._book.fail(now, request, refusal, out, refused=True, candidates=plan.candidates)
         elif self._may_wait(now, request, Phase.ROOM, refusal, out):
             assert request.waits_since is not None
-            self._rooms.add(request.ask.number, plan.demand.total_blocks, request.waits_since)
+            demand = plan.demand
+            self._rooms.add(Waiter(request.ask.number, demand.prompt_tokens, demand.total_blocks, request.waits_since))
 
     def _nowhere(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:
         if failure.kind is Kind.UNAVAILABLE and request.recovering:
-            self._may_wait(now, request, Phase.MEMBER, failure, out)
+            if self._may_wait(now, request, Phase.MEMBER, failure, out):
+                self._book.memberless[request.ask.number] = None
         else:
             self._book.fail(now, request, failure, out, refused=True)
 

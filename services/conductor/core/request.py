@@ -256,7 +256,8 @@ class Requests:
                 self._placing.room_news(now, instance, out)
             case Left(instance, incarnation, lost):
                 self._rooms.forget(instance)
-                for request in list(self._book.requests.values()) if lost else ():
+                for number in self._legs.at(instance) if lost else ():
+                    request = self._book.requests[number]
                     if request.attempt is not None:
                         self._lost(now, request, request.attempt, (instance, incarnation), lost, out)
 
@@ -333,12 +334,14 @@ class Requests:
     def check_invariants(self) -> None:
         """Asserts what must hold between any two events."""
         self._rooms.check_invariants()
+        self._legs.check_places(self._book.requests.values())
         reserves = [hold.request for _, hold in self._legs.calls if hold.call is Call.RESERVE]
         for number, request in self._book.requests.items():
             assert number == request.ask.number
             assert request.reserves == reserves.count(number) <= MAX_RESERVES
             assert (request.phase is Phase.ROOM) == (number in self._rooms)
             assert (request.phase is Phase.PLACED) == (request.attempt is not None)
+            assert (request.phase is Phase.MEMBER) == (number in self._book.memberless)
             assert (request.phase is Phase.PAUSE) == (self._timers.at(("pause", number)) is not None)
             assert self._timers.at(("deadline", number)) is not None
             if request.phase in (Phase.ROOM, Phase.MEMBER):

@@ -75,6 +75,11 @@ class DecodeCore:
         """Tokens of all started sequences."""
         return sum(self.planner.batch.tokens_of(request) for request in self.requests.values() if request.is_started)
 
+    @property
+    def expected_answer_tokens(self) -> int:
+        """Tokens that a new answer is expected to have, and for which room is kept."""
+        return self._lengths.expected(0)
+
     def count(self, *states: State) -> int:
         """Requests in one of these states."""
         return sum(request.state in states for request in self.requests.values())

@@ -255,6 +255,27 @@ class TestDecode:
         world.report("decode-1", running=9, free_blocks=50)
         assert [choice.id for choice in world.plan(64).decodes] == ["decode-1", "decode-0"]
 
+    def test_room_is_what_an_answer_is_expected_to_need_there(self) -> None:
+        world = self.world("decode-0", "decode-1", "decode-2")
+        world.report("decode-0", running=9, free_blocks=10, answer_tokens=16)
+        world.report("decode-1", running=8, free_blocks=10, answer_tokens=100)
+        world.report("decode-2", free_blocks=10)  # does not tell: the longest is expected
+        plan = world.plan(64, answer_tokens=320)
+        assert [(choice.id, choice.blocks) for choice in plan.decodes] == [
+            ("decode-0", 5),
+            ("decode-2", 24),
+            ("decode-1", 11),
+        ]
+        for _ in range(2):
+            world.picture.claim_decode("decode-0", 64, plan.decodes[0].blocks)
+        assert world.picture.room_of("decode-0") == (0, 50)
+        assert world.plan(64, answer_tokens=320).decodes[0].id == "decode-2"
+
+    def test_an_answer_is_not_expected_to_be_longer_than_asked_for(self) -> None:
+        world = self.world("decode-0")
+        world.report("decode-0", free_blocks=50, answer_tokens=1000)
+        assert world.plan(64, answer_tokens=32).decodes[0].blocks == 6
+
     @pytest.mark.parametrize(("slower", "busy", "first"), [(1.4, 1, "slow"), (2.0, 1, "fast"), (10.0, 1, "fast")])
     def test_within_noise_fewer_sequences_beyond_it_the_speed(self, slower: float, busy: int, first: str) -> None:
         step = Speeds(decode_base_s=0.01, transfer_bytes_per_s=1e12)
