@@ -69,7 +69,7 @@ class Picture:
         return instance.room_blocks, instance.facts.total_blocks
 
     def needs_at(self, decode: str) -> Callable[[int, int], int]:
-        """Tells how many blocks a request of so many tokens, and of so many blocks at most, needs there by expectation."""
+        """Tells for a request of so many tokens, and of so many blocks at most, what it is expected to need there."""
         instance, shape = self._decodes.get(decode), self.shape
         answer = instance.load.answer_tokens if instance is not None else 0
         return lambda tokens, longest: expected_blocks(shape, tokens, answer, longest) if shape else longest
