@@ -63,7 +63,7 @@ def transfer_seconds(speeds: Speeds, nbytes: int) -> float:
     return nbytes / (speeds.transfer_bytes_per_s or DEFAULT_BYTES_PER_S)
 
 
-def decode_step_seconds(speeds: Speeds, sequences: int, context_tokens: int) -> float:
+def decode_step_seconds(speeds: Speeds, sequences: float, context_tokens: float) -> float:
     """Predict the seconds of one decode step over `sequences` with `context_tokens` of context in total."""
     return (
         speeds.decode_base_s

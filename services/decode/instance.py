@@ -86,9 +86,10 @@ class DecodeInstance:
         stores: Sequence[kv_pb2.Instance],
         tbt_slo_s: float,
         conductor: kv_pb2.Instance | None,
+        starts_in_s: float,
     ) -> tuple[LiveRequest, float]:
         """Promises room; see `DecodeShell.reserve`."""
-        promised, predicted_s = self.shell.reserve(incoming, stores, tbt_slo_s, conductor)
+        promised, predicted_s = self.shell.reserve(incoming, stores, tbt_slo_s, conductor, starts_in_s)
         self.taken += 1
         return promised, predicted_s
 

@@ -120,8 +120,9 @@ class DecodeShell:
         stores: Sequence[kv_pb2.Instance],
         tbt_slo_s: float,
         conductor: kv_pb2.Instance | None,
+        starts_in_s: float,
     ) -> tuple[LiveRequest, float]:
-        """Promises room.
+        """Promises room; `tbt_slo_s` is to be kept from `starts_in_s` seconds on.
 
         Returns:
             The request, and the predicted seconds between its tokens.
@@ -143,6 +144,7 @@ class DecodeShell:
                 tbt_slo_s,
                 who,
                 len(stores),
+                starts_in_s,
             )
         )
         self._driver.settle()

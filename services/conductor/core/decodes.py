@@ -8,6 +8,7 @@ from moonpool.core.digest import digest_of
 from moonpool.cost import Speeds, SpeedTracker, decode_step_seconds
 from services.conductor.core.cost import DecodeChoice, DecodeModel, step_load_s
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
+from services.conductor.core.lengths import Stratum
 from services.conductor.core.pool import Pool
 from services.conductor.core.ranks import SHORTLIST, RankClass, Ranks
 
@@ -22,14 +23,19 @@ TRANSFER_BYTES = 1 << 28
 
 @dataclass(slots=True)
 class Answer:
-    """An answer that we have placed: its context and its blocks.
+    """An answer that we have placed: its context when it was placed, and its blocks.
 
+    `made` are its tokens at `told_at`; as long as they are 0, that is when it is expected to begin. `stratum` says how
+    long it may become.
     `number` is the instance's own of the promise, 0 if it gives none, None while we have not heard of one. `covered`:
     the last report includes it, so its blocks are not counted any more.
     """
 
     context_tokens: int
     blocks: int
+    stratum: Stratum = ()
+    told_at: float = 0.0
+    made: int = 0
     number: int | None = None
     covered: bool = False
 
@@ -67,12 +73,12 @@ class Decode:
         self.context_tokens = max(load.context_tokens, self.own_context_tokens)
         self.room_blocks = load.free_blocks + load.cached_blocks - load.promised_blocks - self.unreported_blocks
 
-    def claim(self, number: int, context_tokens: int, blocks: int) -> None:
+    def claim(self, number: int, answer: Answer) -> None:
         """Counts an answer from now on."""
-        self.answers[number] = Answer(context_tokens, blocks)
+        self.answers[number] = answer
         self.unreported += 1
-        self.unreported_blocks += blocks
-        self.own_context_tokens += context_tokens
+        self.unreported_blocks += answer.blocks
+        self.own_context_tokens += answer.context_tokens
         self.count()
 
     def known(self, claim: int, number: int) -> None:
@@ -136,6 +142,18 @@ class Decodes(Pool[Decode]):
             instance.turn,
             instance.facts.id,
         )
+
+    def room_of(self, decode: str) -> tuple[int, int]:
+        """Blocks that an instance could promise now, and all its blocks; (0, 0) when it takes no requests."""
+        instance = self.get(decode)
+        if instance is None or instance.load.draining:
+            return 0, 0
+        return instance.room_blocks, instance.facts.total_blocks
+
+    def answer_tokens(self, decode: str) -> int:
+        """Tokens that an instance expects a new answer to have; 0 = not told."""
+        instance = self.get(decode)
+        return instance.load.answer_tokens if instance is not None else 0
 
     def choose(
         self, demand: Demand, model: DecodeModel, prefixes: Sequence[tuple[int, int]], suspects: int

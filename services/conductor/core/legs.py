@@ -10,6 +10,7 @@ from enum import Enum
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Cancel, Outstanding
 from moonpool.core.timers import Timers
+from services.conductor.core.admission import Gate
 from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.life import Attempt, DecodeLeg, Phase, PrefillLeg, Request
@@ -48,11 +49,12 @@ class Hold:
 class Legs:
     """Carries out attempts: starts calls, and gives back what they hold. What to do next is for `Requests`."""
 
-    def __init__(self, picture: Picture, timers: Timers[tuple[str, int]], reserve_timeout_s: float) -> None:
+    def __init__(self, picture: Picture, timers: Timers[tuple[str, int]], reserve_timeout_s: float, gate: Gate) -> None:
         self.calls: Outstanding[Hold] = Outstanding()
         self._picture = picture
         self._timers = timers
         self._reserve_timeout_s = reserve_timeout_s
+        self._gate = gate
         self._at: dict[str, dict[int, None]] = {}  # requests whose attempts have a part at an instance
 
     def at(self, instance: str) -> list[int]:
@@ -230,15 +232,20 @@ class Legs:
     def _reserve(self, request: Request, attempt: Attempt, option: DecodeChoice, now: float, out: list[Action]) -> None:
         number = request.ask.number
         incarnation = self._picture.incarnation(option.id)
-        claim = self._picture.claim_decode(option.id, attempt.plan.demand.prompt_tokens, option.blocks)
+        plan = attempt.plan
+        begins_at = now + plan.prefill.ttft_s
+        claim = self._picture.claim_decode(
+            option.id, plan.demand.prompt_tokens, option.blocks, begins_at, request.ask.stratum
+        )
         hold = Hold(Call.RESERVE, number, attempt.sequence, option.id, incarnation, claim)
         attempt.asked = io = self.calls.begin(hold)
         self._take_part(request, attempt, option.id)
         request.reserves += 1
         self._timers.set(("reserve", io), now + self._reserve_timeout_s)
-        stores = tuple(store.id for store in attempt.plan.write_back)
+        stores = tuple(store.id for store in plan.write_back)
         tbt_slo_s = None if request.recovering else request.ask.slo.tbt_s
-        out.append(Reserve(io, number, attempt.sequence, option.id, incarnation, tbt_slo_s, stores))
+        starts_in_s = self._gate.starts_in_s(plan)
+        out.append(Reserve(io, number, attempt.sequence, option.id, incarnation, tbt_slo_s, starts_in_s, stores))
 
     def _release_claim(self, attempt: Attempt, now: float) -> None:
         if attempt.claim:

@@ -1,12 +1,14 @@
 """Finds places for requests: plans, asks decode for room, and lets those wait that find none now."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moonpool.core.timers import Timers
 from moonpool.errors import InvalidRequest, Unavailable
 from services.conductor.core import admission
+from services.conductor.core.admission import Admission, Gate
 from services.conductor.core.book import Book
-from services.conductor.core.cost import DecodeChoice
+from services.conductor.core.cost import DecodeChoice, expected_blocks
 from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
 from services.conductor.core.legs import Hold, Legs
 from services.conductor.core.life import Attempt, Phase, Request
@@ -30,6 +32,7 @@ class Limits:
     recovery_s: float
     room_wait_s: float
     reserve_timeout_s: float
+    admission: Admission = Admission.PREDICTIVE
 
 
 class Placing:
@@ -42,6 +45,7 @@ class Placing:
         legs: carries attempts out.
         rooms: who waits for room.
         timers: shared by the whole core.
+        gate: refuses.
     """
 
     def __init__(
@@ -52,8 +56,10 @@ class Placing:
         legs: Legs,
         rooms: RoomQueue,
         timers: Timers[tuple[str, int]],
+        gate: Gate,
     ) -> None:
         self._limits = limits
+        self._gate = gate
         self._picture = picture
         self._book = book
         self._legs = legs
@@ -68,11 +74,11 @@ class Placing:
             self._nowhere(now, request, plan, out)
             return
         ask = request.ask
-        refusal = None if request.recovering else admission.check_plan(ask.slo, plan, now - ask.arrived)
-        if refusal is not None:
-            self._book.fail(now, request, refusal, out, refused=True, candidates=plan.candidates)
+        able = plan.decodes if request.recovering else self._gate.check(ask.slo, plan, now, now - ask.arrived)
+        if isinstance(able, Failure):
+            self._book.fail(now, request, able, out, refused=True, candidates=plan.candidates)
             return
-        attempt = self._legs.begin(request, plan, self._options(request, plan), now)
+        attempt = self._legs.begin(request, plan, self._options(request, able), now)
         if plan.decodes:
             self.ask(now, request, attempt, out)
         else:
@@ -95,7 +101,7 @@ class Placing:
         """Notes why an instance gave no promise: it is full, or too slow, or could not be asked."""
         if isinstance(result, Failure) and result.kind is Kind.OVERLOADED:
             attempt.full = result
-            room, total = self._picture.room_of(hold.instance)
+            room, total = self._picture.decodes.room_of(hold.instance)
             if result.reason == NO_DECODE_ROOM and total:  # it is there still
                 self._rooms.refused(hold.instance, room)
             return
@@ -117,10 +123,15 @@ class Placing:
         """A decode instance has reported or joined: those who fit there look for a place again."""
         if not len(self._rooms):
             return
-        room, total = self._picture.room_of(decode)
-        for number in self._rooms.woken(decode, room, total, self._picture.needs_at(decode), now):
+        room, total = self._picture.decodes.room_of(decode)
+        for number in self._rooms.woken(decode, room, total, self._needs_at(decode), now):
             self._rooms.remove(number)
             self.place(now, self._book.requests[number], out)
+
+    def _needs_at(self, decode: str) -> Callable[[int, int], int]:
+        """Tells how many blocks a request of so many tokens, of so many blocks at most, is expected to need there."""
+        shape, answer = self._picture.shape, self._picture.decodes.answer_tokens(decode)
+        return lambda tokens, longest: expected_blocks(shape, tokens, answer, longest) if shape else longest
 
     def member_news(self, now: float, out: list[Action]) -> None:
         """An instance has joined: those for whom one was missing look for a place again."""
@@ -157,11 +168,12 @@ class Placing:
         except InvalidRequest as error:
             return Failure(Kind.INVALID, error.message, field=error.field)
 
-    def _options(self, request: Request, plan: Plan) -> list[DecodeChoice]:
+    def _options(self, request: Request, able: Sequence[DecodeChoice]) -> list[DecodeChoice]:
         """The instances to ask. A report may be stale, so at first also those that seem to be full are asked."""
         first = request.waits_since is None
-        free = [option for option in plan.decodes if self._rooms.free_to(option.id, request.ask.number)]
-        return [option for option in free if first or self._picture.room_of(option.id)[0] >= option.blocks][:MAX_ASKED]
+        free = [option for option in able if self._rooms.free_to(option.id, request.ask.number)]
+        room_of = self._picture.decodes.room_of
+        return [option for option in free if first or room_of(option.id)[0] >= option.blocks][:MAX_ASKED]
 
     def _no_room(self, now: float, request: Request, refusal: Failure, plan: Plan, out: list[Action]) -> None:
         if refusal.reason != NO_DECODE_ROOM and not request.recovering:

@@ -113,7 +113,7 @@ class DecodeCore:
     # --- promises --------------------------------------------------------------------------------------------------
 
     def _reserve(self, now: float, event: Reserve, out: list[Action]) -> None:
-        tbt_s = self._predicted_tbt_s(event.tokens)
+        tbt_s = self._predicted_tbt_s(event.tokens, event.starts_in_s)
         request = Request(
             event.id,
             list(event.keys),
@@ -135,11 +135,28 @@ class DecodeCore:
         self._leases.set(event.id, now + self.config.lease_s)
         out.append(Promised(event.id, len(request.table), tbt_s))
 
-    def _predicted_tbt_s(self, tokens: int) -> float:
-        """Seconds per step with all requests that are here, and one of so many tokens, in the batch."""
-        context = tokens + sum(self.planner.batch.tokens_of(request) for request in self.requests.values())
-        sequences = min(len(self.requests) + 1, self.config.max_batch)
-        return decode_step_seconds(self.tracker.speeds, sequences, context)
+    def _predicted_tbt_s(self, tokens: int, starts_in_s: float) -> float:
+        """Seconds per step with one of so many tokens in the batch, and all that are here and expected to be then."""
+        lengths = [self.planner.batch.tokens_of(request) for request in self.requests.values()]
+        now_s = self._step_s(tokens, lengths)
+        if not starts_in_s or not now_s:
+            return now_s
+        steps = int(starts_in_s / now_s)
+        stay = (
+            length
+            for length, request in zip(lengths, self.requests.values(), strict=True)
+            if not request.is_started or self._left(request, length) > steps
+        )
+        return self._step_s(tokens, list(stay))
+
+    def _step_s(self, tokens: int, lengths: list[int]) -> float:
+        sequences = min(len(lengths) + 1, self.config.max_batch)
+        return decode_step_seconds(self.tracker.speeds, sequences, tokens + sum(lengths))
+
+    def _left(self, request: Request, tokens: int) -> int:
+        """Tokens that a sequence of so many is expected to make yet."""
+        made = max(0, tokens - request.prompt_tokens)
+        return min(request.total_tokens - tokens, self._lengths.expected(made) - made)
 
     def _breaks_tbt(self, event: Reserve, tbt_s: float) -> tuple[str, str] | None:
         """Why a promised time between tokens could not be kept: the new request's, or an earlier one's."""

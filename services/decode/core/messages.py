@@ -28,6 +28,8 @@ class Reserve:
     """Who asks; "" when it does not say."""
     stores: int = 0
     """Copies of each full block of the answer that are to be written back."""
+    starts_in_s: float = 0.0
+    """Seconds until it is expected to start: the time between tokens is to be kept from then on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,7 +268,7 @@ class TestDecode:
         ]
         for _ in range(2):
             world.picture.claim_decode("decode-0", 64, plan.decodes[0].blocks)
-        assert world.picture.room_of("decode-0") == (0, 50)
+        assert world.picture.decodes.room_of("decode-0") == (0, 50)
         assert world.plan(64, answer_tokens=320).decodes[0].id == "decode-2"
 
     def test_an_answer_is_not_expected_to_be_longer_than_asked_for(self) -> None:

@@ -107,6 +107,7 @@ class World:
         slo: float = 0.0,
         conductor: str = "",
         stores: int = 0,
+        starts_in_s: float = 0.0,
     ) -> int | None:
         """Asks for room; the request's id, None when it was refused."""
         number, self._next = self._next, self._next + 1
@@ -114,7 +115,7 @@ class World:
         total_tokens = total or len(prompt) + answer
         self.sequences[number] = Sequence(tokens, answer, len(prompt))
         keys = tuple(block_keys(ROOT, tokens, BT))
-        self.post(Reserve(number, keys, len(prompt), len(prompt), total_tokens, slo, conductor, stores))
+        self.post(Reserve(number, keys, len(prompt), len(prompt), total_tokens, slo, conductor, stores, starts_in_s))
         if number not in self.core.requests:
             del self.sequences[number]
             return None

@@ -1,0 +1,95 @@
+"""What will run on a decode instance at some later time, by what was placed there and how long answers become.
+
+The Mooncake paper refuses early by the load that decode will have when the prefill has ended, not by that of now:
+prompts that are being computed are no load yet, and many of the answers of now will have ended by then.
+"""
+
+from dataclasses import dataclass
+
+from moonpool.cost import decode_step_seconds
+from services.conductor.core.decodes import Answer, Decode, Decodes
+from services.conductor.core.lengths import Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Sequences and their context that are expected to run; means, so they are no whole numbers."""
+
+    sequences: float
+    context_tokens: float
+
+
+def running_now(instance: Decode) -> Outlook:
+    """What runs now, without what was promised room and is still being prefilled."""
+    to_come = [answer for answer in instance.answers.values() if not answer.made]
+    context = instance.context_tokens - sum([answer.context_tokens for answer in to_come])
+    return Outlook(max(instance.sequences - len(to_come), 0), max(context, 0))
+
+
+def running_at(instance: Decode, lengths: Lengths, now: float, at: float) -> Outlook:
+    """What is expected to run at the time `at`.
+
+    An answer of ours counts by the probability that it is still running then. What others have placed there is known
+    from reports only, and is taken to stay.
+    """
+    step_s = step_seconds(instance, Outlook(instance.sequences, instance.context_tokens)) or 1.0
+    sequences = float(instance.sequences - len(instance.answers))
+    context = float(max(instance.context_tokens - instance.own_context_tokens, 0))
+    for answer in instance.answers.values():
+        tokens, share = _then(answer, lengths, now, at, step_s)
+        sequences += share
+        context += share * (answer.context_tokens + tokens)
+    return Outlook(sequences, context)
+
+
+def _then(answer: Answer, lengths: Lengths, now: float, at: float, step_s: float) -> tuple[float, float]:
+    """Tokens that an answer will have, and the probability that it runs then."""
+    since = answer.told_at if answer.made else max(answer.told_at, now)  # it cannot have begun without our knowing
+    if at < since:
+        return 0.0, 0.0
+    tokens = answer.made + (at - since) / step_s
+    so_far = answer.made + (now - since) / step_s if answer.made else 0.0
+    return tokens, lengths.outlives(answer.stratum, tokens, so_far)
+
+
+def step_seconds(instance: Decode, outlook: Outlook, more_tokens: int = 0) -> float:
+    """Seconds of a step over what is expected, and one more sequence of so many tokens if that is not 0."""
+    return decode_step_seconds(
+        instance.tracker.speeds,
+        outlook.sequences + (1 if more_tokens else 0),
+        outlook.context_tokens + more_tokens,
+    )
+
+
+class Forecasts:
+    """Forecasts for all decode instances.
+
+    Args:
+        decodes: the instances.
+        assumed: mean length of answers that is believed before any was seen.
+    """
+
+    def __init__(self, decodes: Decodes, assumed: int) -> None:
+        self.lengths = Lengths(assumed)
+        """How long answers become."""
+        self._decodes = decodes
+
+    def tbt_now(self, decode: str, tokens: int) -> float:
+        """Seconds between tokens on a decode instance if a sequence of so many tokens joined what runs there now."""
+        instance = self._decodes.get(decode)
+        return step_seconds(instance, running_now(instance), tokens) if instance is not None else 0.0
+
+    def tbt_at(self, decode: str, tokens: int, now: float, at: float) -> float:
+        """Seconds between tokens if it joins what is expected to run there at the time `at`."""
+        instance = self._decodes.get(decode)
+        return (
+            step_seconds(instance, running_at(instance, self.lengths, now, at), tokens) if instance is not None else 0.0
+        )
+
+    def digest(self) -> bytes:
+        """Hash of what was learnt."""
+        return self.lengths.digest()
+
+    def check_invariants(self) -> None:
+        """Asserts that what was learnt agrees with itself."""
+        self.lengths.check_invariants()
