@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from moonpool.core.draws import draw_below
 from services.conductor.core.facts import InstanceFacts, Kind, Shape
+from services.conductor.core.lengths import Stratum, stratum_of
 from services.conductor.core.picture import Picture
 from services.conductor.core.plan import Plan
 from simulator.cluster.config import ClusterConfig
@@ -17,6 +18,10 @@ POLICIES = {
 }
 """How prefill instances are chosen, the worst first."""
 _KINDS = {"p": Kind.PREFILL, "d": Kind.DECODE, "s": Kind.KVSTORE}
+
+
+def _stratum(request: Request) -> Stratum:
+    return stratum_of("", request.tokens)
 
 
 class Placement:
@@ -105,7 +110,26 @@ class Placement:
             plan.prefill.id, plan.prefill.busy_s, now, plan.prefill.kvstore
         )
         if plan.decodes:
-            attempt.decode_claim = self.picture.claim_decode(plan.decodes[0].id, attempt.tokens, plan.decodes[0].blocks)
+            choice, stratum = plan.decodes[0], _stratum(attempt.request)
+            attempt.decode_claim = self.picture.claim_decode(
+                choice.id, attempt.tokens, choice.blocks, now + plan.prefill.ttft_s, stratum
+            )
+
+    def started(self, attempt: Attempt, now: float) -> None:
+        """An answer has its first token."""
+        self.picture.grew(attempt.decode_claim, 1, now)
+        self.picture.forecasts.lengths.begin(attempt.request.number, _stratum(attempt.request))
+
+    def over(self, request: Request, *, done: bool) -> None:
+        """A request has ended, by itself (`done`) or not."""
+        lengths = self.picture.forecasts.lengths
+        if done:
+            lengths.ended(request.number, request.answer)
+        lengths.gone(request.number)
+
+    def queued_s(self, prefill: str) -> float:
+        """Seconds of prompts that were placed on a prefill instance and are not computed."""
+        return max(self._queued_s[prefill], 0.0)
 
     def prompt_done(self, attempt: Attempt, now: float) -> None:
         """The prompt keeps its instance busy no longer; a second time is fine."""

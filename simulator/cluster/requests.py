@@ -52,6 +52,8 @@ class Attempt:
     """-1: nothing is loaded."""
     loaded_blocks: int
     """Leading blocks that the store is to hold."""
+    prefill_s: float
+    """That computing what is not loaded is predicted to take."""
     write_to: int
     """The store that shall hold the chain; -1: none."""
     begun: int = 0

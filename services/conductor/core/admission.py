@@ -6,6 +6,7 @@ The Mooncake paper refuses with HTTP 429 when the predicted time to first token 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from operator import itemgetter
 
 from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
@@ -68,6 +69,8 @@ class Gate:
             return plan.decodes
         at = now + plan.prefill.ttft_s
         predicted = [(self._tbt_s(option, plan, slo.tbt_s, now, at), option) for option in plan.decodes]
+        if self.admission is Admission.PREDICTIVE and any(option.tbt_s > slo.tbt_s for option in plan.decodes):
+            predicted.sort(key=itemgetter(0))
         kept = [option for tbt_s, option in predicted if tbt_s <= slo.tbt_s]
         return kept or self._too_slow(slo.tbt_s, plan, now, min([tbt_s for tbt_s, _ in predicted]))
 

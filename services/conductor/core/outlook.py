@@ -30,9 +30,14 @@ def running_at(instance: Decode, lengths: Lengths, now: float, at: float) -> Out
     """What is expected to run at the time `at`.
 
     An answer of ours counts by the probability that it is still running then. What others have placed there is known
-    from reports only, and is taken to stay.
+    from reports only, and is taken to stay. Tokens are made with the mean of the step of now and the one of then.
     """
-    step_s = step_seconds(instance, Outlook(instance.sequences, instance.context_tokens)) or 1.0
+    now_s = step_seconds(instance, running_now(instance)) or 1.0
+    then_s = step_seconds(instance, _running_at(instance, lengths, now, at, now_s)) or 1.0
+    return _running_at(instance, lengths, now, at, (now_s + then_s) / 2)
+
+
+def _running_at(instance: Decode, lengths: Lengths, now: float, at: float, step_s: float) -> Outlook:
     sequences = float(instance.sequences - len(instance.answers))
     context = float(max(instance.context_tokens - instance.own_context_tokens, 0))
     for answer in instance.answers.values():
@@ -80,11 +85,17 @@ class Forecasts:
         return step_seconds(instance, running_now(instance), tokens) if instance is not None else 0.0
 
     def tbt_at(self, decode: str, tokens: int, now: float, at: float) -> float:
-        """Seconds between tokens if it joins what is expected to run there at the time `at`."""
+        """Seconds between tokens if a sequence of so many tokens joins what is expected to run there at the time `at`.
+
+        The longer of then and of when the last of those begins that were promised room before and come later: they
+        would be too slow by a sequence that only looks at its own beginning.
+        """
         instance = self._decodes.get(decode)
-        return (
-            step_seconds(instance, running_at(instance, self.lengths, now, at), tokens) if instance is not None else 0.0
-        )
+        if instance is None:
+            return 0.0
+        last = max([answer.told_at for answer in instance.answers.values() if not answer.made], default=at)
+        times = (at, last) if last > at else (at,)
+        return max([step_seconds(instance, running_at(instance, self.lengths, now, time), tokens) for time in times])
 
     def digest(self) -> bytes:
         """Hash of what was learnt."""

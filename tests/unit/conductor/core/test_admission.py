@@ -130,6 +130,13 @@ def test_load_that_is_on_its_way_is_seen_by_prediction_only() -> None:
     assert "in 20.000 s, when the prompt is computed" in refusal.message
 
 
+def test_who_was_promised_room_before_is_not_made_slow_by_who_begins_earlier() -> None:
+    world = Busy(coming=10, begins_at=60.0)
+    refusal = world.check(Admission.PREDICTIVE, LIMIT)
+    assert isinstance(refusal, Failure)
+    assert refusal.predicted_tbt_s == pytest.approx(1.1), "at 60 s, not at 20 s, when nothing runs"
+
+
 def test_load_that_will_have_ended_refuses_nobody_by_prediction() -> None:
     world = Busy(running=10)
     refusal = world.check(Admission.EARLY, LIMIT)
