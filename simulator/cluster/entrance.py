@@ -7,6 +7,7 @@ from moonpool.errors import ConfigError
 from services.conductor.core.admission import Admission, Gate, Slo
 from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.failures import Failure
+from services.conductor.core.outlook import Outlook
 from services.conductor.core.picture import Picture
 from services.conductor.core.plan import Plan
 from simulator.cluster.config import ClusterConfig
@@ -55,7 +56,7 @@ class Entrance:
         """Whether decode refuses a request whose prompt has been computed, because it is too slow now."""
         if self._config.admission == "all" or attempt.decode < 0 or attempt.request.attempts > 1:
             return False
-        if self._forecasts.tbt_now(f"d{attempt.decode}", attempt.tokens) <= self._tbt_s:
+        if self._forecasts.tbt_now(f"d{attempt.decode}", Outlook(1, attempt.tokens)) <= self._tbt_s:
             return False
         self.refused_late += 1
         self.wasted_s += attempt.prefill_s

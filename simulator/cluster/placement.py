@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from moonpool.core.draws import draw_below
+from services.conductor.core.decodes import Answer
 from services.conductor.core.facts import InstanceFacts, Kind, Shape
 from services.conductor.core.lengths import Stratum, stratum_of
 from services.conductor.core.picture import Picture
@@ -112,7 +113,8 @@ class Placement:
         if plan.decodes:
             choice, stratum = plan.decodes[0], _stratum(attempt.request)
             attempt.decode_claim = self.picture.claim_decode(
-                choice.id, attempt.tokens, choice.blocks, now + plan.prefill.ttft_s, stratum
+                choice.id,
+                Answer(attempt.tokens, choice.blocks, stratum=stratum, told_at=now + plan.prefill.ttft_s),
             )
 
     def started(self, attempt: Attempt, now: float) -> None:

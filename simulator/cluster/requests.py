@@ -52,8 +52,6 @@ class Attempt:
     """-1: nothing is loaded."""
     loaded_blocks: int
     """Leading blocks that the store is to hold."""
-    prefill_s: float
-    """That computing what is not loaded is predicted to take."""
     write_to: int
     """The store that shall hold the chain; -1: none."""
     begun: int = 0
@@ -66,6 +64,8 @@ class Attempt:
     """Where the conductor counts it; 0 = nowhere."""
     busy_s: float = 0.0
     """Seconds that it is predicted to keep its prefill instance busy; 0 once it has its first token."""
+    prefill_s: float = 0.0
+    """That computing what is not loaded is predicted to take."""
     to: Link | None = None
     """Where its KV goes; None before decode has promised room. The promise may come before the prompt does."""
     whole: bool = False

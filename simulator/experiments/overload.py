@@ -38,7 +38,7 @@ class Loads:
         placement = cluster.conductor.placement
         queued_s = fmean([placement.queued_s(f"p{number}") for number in range(config.prefill)])
         forecasts = placement.picture.forecasts
-        step_s = fmean([forecasts.tbt_now(f"d{number}", 0) for number in range(config.decode)])
+        step_s = fmean([forecasts.tbt_now(f"d{number}") for number in range(config.decode)])
         self.prefill.append(queued_s / config.slo.ttft_s)
         self.decode.append(step_s / config.slo.tbt_s)
         if len(cluster.world):

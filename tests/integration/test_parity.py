@@ -5,6 +5,7 @@ small multiple of the error that `transformers` itself makes in bfloat16.
 """
 
 import asyncio
+import dataclasses
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ import torch
 from moonpool.cli.stack import StackPlan
 from moonpool.client import AsyncClient, Client, GenerateResult, SamplingParams
 from moonpool.model.create import create
+from moonpool.sampling import stream_seed
 from tests.integration.reference import GAP_TOLERANCE, Reference, error_of
 from tests.integration.stack import CheckedStack
 from tests.integration.topologies import BF16, REST, SELECTED, Topology, missing
@@ -69,6 +71,10 @@ class Served:
 
     def assert_greedy(self, prompt: list[int], result: GenerateResult) -> None:
         self.reference.assert_greedy(prompt, result.token_ids, self.tolerance)
+
+    def same_prefill(self, *results: GenerateResult) -> bool:
+        """Whether all went to one prefill instance, so that the later ones found what the first one left there."""
+        return len({result.placement.prefill for result in results}) == 1
 
     async def gather(self, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[GenerateResult]:
         """Sends requests at once."""
@@ -163,7 +169,7 @@ def test_same_prompt_twice(served: Served) -> None:
     first = served.check(prompt)
     assert first.usage.cached_tokens == 0
     second = served.check(prompt)
-    assert second.usage.cached_tokens == 4 * BLOCK
+    assert second.usage.cached_tokens == 4 * BLOCK or not served.same_prefill(first, second)
     assert second.token_ids == first.token_ids or not served.topology.exact
 
 
@@ -184,14 +190,15 @@ def test_prefix_from_the_store(served: Served) -> None:
 def test_shared_prefix(served: Served) -> None:
     """Two prompts with a common beginning, then a second turn that continues prompt and answer."""
     common = served.prompt(3 * BLOCK, seed=200)
-    served.check(common + served.prompt(21, seed=201))
+    first = served.check(common + served.prompt(21, seed=201))
     tail = served.prompt(30, seed=202)
     result = served.check(common + tail, max_tokens=20)
-    assert result.usage.cached_tokens == 3 * BLOCK
+    assert result.usage.cached_tokens == 3 * BLOCK or not served.same_prefill(first, result)
     second_turn = [*common, *tail, *result.token_ids, *served.prompt(9, seed=203)]
     served.stack.check_at_rest()
     again = served.check(second_turn)
-    assert again.usage.cached_tokens >= (len(common) + len(tail)) // BLOCK * BLOCK
+    if served.same_prefill(result, again):
+        assert again.usage.cached_tokens >= (len(common) + len(tail)) // BLOCK * BLOCK
 
 
 def test_sixteen_at_once(served: Served) -> None:
@@ -247,6 +254,21 @@ def test_answers_are_the_same_alone_cached_and_in_company(served: Served) -> Non
             assert missed <= (DRAW_TOLERANCE if served.topology.dtype == BF16 else GAP_TOLERANCE)
 
 
+def test_several_answers_are_those_of_their_seeds(served: Served) -> None:
+    """Sampled and greedy, beside the same requests one by one; a prompt that ends on and beside a block's border."""
+    for length, temperature in ((2 * BLOCK, 1.0), (2 * BLOCK + 5, 1.0), (40, 0.0)):
+        prompt = served.prompt(length, seed=650 + length)
+        how = SamplingParams(max_tokens=BLOCK + 2, temperature=temperature, seed=2**64 - 1, n=3, ignore_eos=True)
+        together = served.client.generate(token_ids=prompt, sampling=how)
+        assert together.usage.completion_tokens == 3 * (BLOCK + 2)
+        for index, choice in enumerate(together.choices):
+            seed = stream_seed(how.seed or 0, index)
+            alone = served.client.generate(token_ids=prompt, sampling=dataclasses.replace(how, n=1, seed=seed))
+            assert (choice.token_ids, choice.text) == (alone.token_ids, alone.text) or not served.topology.exact
+            if not temperature:
+                served.assert_greedy(prompt, alone)
+
+
 def test_stream_is_the_answer(served: Served) -> None:
     """Deltas add up to the result, tokens and text."""
     prompt = served.prompt(40, seed=700)
@@ -261,17 +283,18 @@ def test_stream_is_the_answer(served: Served) -> None:
 
 
 def test_work_is_spread(served: Served) -> None:
-    """With two instances of a kind both are used: at once, or soon, where measured speeds seem to differ much."""
+    """Both prefill instances are used: at once, or soon, where measured speeds seem to differ much.
+
+    A decode instance that seemed three times slower when it started may stay without requests.
+    """
     if served.topology.each == 1:
         pytest.skip("one instance of a kind")
     sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     asked = [(served.prompt(90, seed=800 + number), sampling) for number in range(8)]
-    prefills, decodes = set(), set()
+    prefills: set[str] = set()
     for _ in range(20):  # requests elsewhere until even a twenty times slower estimate is doubted
         results = asyncio.run(served.gather(asked))
         prefills |= {result.placement.prefill for result in results}
-        decodes |= {result.placement.decode for result in results}
-        if len(prefills) == len(decodes) == 2:
+        if len(prefills) == 2:
             break
     assert prefills == {"prefill-0", "prefill-1"}
-    assert decodes == {"decode-0", "decode-1"}

@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
-from services.conductor.core.outlook import Forecasts
+from services.conductor.core.outlook import Forecasts, Outlook
 from services.conductor.core.plan import Plan
 
 HOPELESS_RETRY_S = 60.0
@@ -80,10 +80,10 @@ class Gate:
 
     def _tbt_s(self, option: DecodeChoice, plan: Plan, limit_s: float, now: float, at: float) -> float:
         if self.admission is Admission.EARLY:
-            return self._forecasts.tbt_now(option.id, plan.demand.prompt_tokens)
+            return self._forecasts.tbt_now(option.id, _joining(plan))
         if option.tbt_s <= limit_s:  # even if all that is there and on its way stayed
             return option.tbt_s
-        return self._forecasts.tbt_at(option.id, plan.demand.prompt_tokens, now, at)
+        return self._forecasts.tbt_at(option.id, _joining(plan), now, at)
 
     def _too_slow(self, limit_s: float, plan: Plan, now: float, best_tbt_s: float) -> Failure:
         foreseen = self.admission is Admission.PREDICTIVE
@@ -100,13 +100,18 @@ class Gate:
 
     def _relief_s(self, limit_s: float, plan: Plan, now: float) -> float:
         """Seconds until some decode instance is expected to be quick enough."""
-        later_s, tokens = MIN_RETRY_S, plan.demand.prompt_tokens
+        later_s, joining = MIN_RETRY_S, _joining(plan)
         while later_s < HOPELESS_RETRY_S:
             at = now + plan.prefill.ttft_s + later_s
-            if any(self._forecasts.tbt_at(option.id, tokens, now, at) <= limit_s for option in plan.decodes):
+            if any(self._forecasts.tbt_at(option.id, joining, now, at) <= limit_s for option in plan.decodes):
                 return later_s
             later_s *= 2
         return HOPELESS_RETRY_S
+
+
+def _joining(plan: Plan) -> Outlook:
+    demand = plan.demand
+    return Outlook(demand.choices, demand.choices * demand.prompt_tokens)
 
 
 def check_ttft(slo: Slo, ttft_s: float, alone_s: float, elapsed_s: float = 0.0) -> Failure | None:

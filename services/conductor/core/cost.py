@@ -137,6 +137,8 @@ class DecodeModel:
     def __init__(self, demand: Demand, shape: Shape) -> None:
         self._prompt_tokens = demand.prompt_tokens
         self._tokens = demand.decode_tokens
+        self._choices = demand.choices
+        self._context_tokens = demand.prompt_tokens * demand.choices
         self._total_blocks = demand.total_blocks
         self._shape = shape
         self._lacking: dict[int, int] = {}
@@ -146,14 +148,15 @@ class DecodeModel:
         """Room that the request is expected to need where answers are expected to have so many tokens."""
         blocks = self._needs.get(answer_tokens)
         if blocks is None:
-            blocks = expected_blocks(self._shape, self._prompt_tokens, answer_tokens, self._total_blocks)
+            need = Need(self._prompt_tokens, self._total_blocks, self._choices)
+            blocks = expected_blocks(self._shape, need, answer_tokens)
             self._needs[answer_tokens] = blocks
         return blocks
 
     def fixed_s(self, speeds: Speeds, held_blocks: int) -> float:
         """Seconds of the request on an idle instance: receiving the KV it lacks, and its own share of steps."""
         receive_s = transfer_seconds(speeds, self._lacking_bytes(held_blocks))
-        return receive_s + self._tokens * decode_step_seconds(speeds, 1, self._prompt_tokens)
+        return receive_s + self._tokens * decode_step_seconds(speeds, self._choices, self._context_tokens)
 
     def load_s(self, step_load_s: float) -> float:
         """Seconds added by what runs there already, which makes each step longer by `step_load_s`."""
@@ -163,7 +166,7 @@ class DecodeModel:
         self, name: str, speeds: Speeds, sequences: int, context_tokens: int, held_blocks: int, blocks: int
     ) -> DecodeChoice:
         """The prediction for an instance with this load, where the request is expected to need so many blocks."""
-        tbt_s = decode_step_seconds(speeds, sequences + 1, context_tokens + self._prompt_tokens)
+        tbt_s = decode_step_seconds(speeds, sequences + self._choices, context_tokens + self._context_tokens)
         receive_s = transfer_seconds(speeds, self._lacking_bytes(held_blocks))
         return DecodeChoice(name, tbt_s, receive_s + self._tokens * tbt_s, blocks)
 
@@ -175,16 +178,25 @@ class DecodeModel:
         return nbytes
 
 
-def expected_blocks(shape: Shape, tokens: int, answer_tokens: int, longest: int) -> int:
-    """Blocks that a request of so many tokens is expected to need, `longest` at most.
+class Need(NamedTuple):
+    """What room depends on: tokens of the request now, blocks with its longest answers, and how many these are."""
+
+    tokens: int
+    longest: int
+    choices: int = 1
+
+
+def expected_blocks(shape: Shape, need: Need, answer_tokens: int) -> int:
+    """Blocks that a request is expected to need.
 
     Args:
         shape: of the KV.
-        tokens: of the request now.
+        need: of the request.
         answer_tokens: that the decode instance expects an answer to have; 0 = not told: the longest is assumed.
-        longest: blocks of the request with its longest answer.
     """
-    return min(shape.blocks_for(tokens + answer_tokens), longest) if answer_tokens else longest
+    if not answer_tokens:
+        return need.longest
+    return min(shape.blocks_for_choices(need.tokens, answer_tokens, need.choices), need.longest)
 
 
 def step_load_s(speeds: Speeds, sequences: int, context_tokens: int) -> float:

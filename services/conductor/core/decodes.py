@@ -23,7 +23,7 @@ TRANSFER_BYTES = 1 << 28
 
 @dataclass(slots=True)
 class Answer:
-    """An answer that we have placed: its context when it was placed, and its blocks.
+    """An answer that we have placed, or several to one prompt: context when it was placed, and blocks.
 
     `made` are its tokens at `told_at`; as long as they are 0, that is when it is expected to begin. `stratum` says how
     long it may become.
@@ -33,6 +33,7 @@ class Answer:
 
     context_tokens: int
     blocks: int
+    sequences: int = 1
     stratum: Stratum = ()
     told_at: float = 0.0
     made: int = 0
@@ -56,7 +57,8 @@ class Decode:
     load: LoadFacts
     turn: int = 0
     answers: dict[int, Answer] = field(default_factory=dict)
-    unreported: int = 0  # of our answers, those that no report includes
+    own_sequences: int = 0
+    unreported: int = 0  # of these, those that no report includes
     unreported_blocks: int = 0
     own_context_tokens: int = 0
     sequences: int = field(init=False)
@@ -69,14 +71,15 @@ class Decode:
     def count(self) -> None:
         """Counts what is there anew: by the last report, and what it did not include."""
         load = self.load
-        self.sequences = max(load.running + load.waiting + self.unreported, len(self.answers))
+        self.sequences = max(load.running + load.waiting + self.unreported, self.own_sequences)
         self.context_tokens = max(load.context_tokens, self.own_context_tokens)
         self.room_blocks = load.free_blocks + load.cached_blocks - load.promised_blocks - self.unreported_blocks
 
     def claim(self, number: int, answer: Answer) -> None:
-        """Counts an answer from now on."""
+        """Counts an answer, or several together, from now on."""
         self.answers[number] = answer
-        self.unreported += 1
+        self.own_sequences += answer.sequences
+        self.unreported += answer.sequences
         self.unreported_blocks += answer.blocks
         self.own_context_tokens += answer.context_tokens
         self.count()
@@ -92,6 +95,7 @@ class Decode:
     def release(self, number: int) -> None:
         """Stops counting an answer."""
         answer = self.answers.pop(number)
+        self.own_sequences -= answer.sequences
         self.own_context_tokens -= answer.context_tokens
         if not answer.covered:
             self._cover(answer)
@@ -108,7 +112,7 @@ class Decode:
 
     def _cover(self, answer: Answer) -> None:
         answer.covered = True
-        self.unreported -= 1
+        self.unreported -= answer.sequences
         self.unreported_blocks -= answer.blocks
 
     def digest(self) -> bytes:
@@ -121,7 +125,8 @@ class Decode:
         self.count()
         assert counted == (self.sequences, self.context_tokens, self.room_blocks)
         open_ones = [answer for answer in self.answers.values() if not answer.covered]
-        assert self.unreported == len(open_ones)
+        assert self.own_sequences == sum(answer.sequences for answer in self.answers.values())
+        assert self.unreported == sum(answer.sequences for answer in open_ones)
         assert self.unreported_blocks == sum(answer.blocks for answer in open_ones)
         assert self.own_context_tokens == sum(answer.context_tokens for answer in self.answers.values())
 

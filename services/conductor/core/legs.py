@@ -12,6 +12,7 @@ from moonpool.core.kernel import Cancel, Outstanding
 from moonpool.core.timers import Timers
 from services.conductor.core.admission import Gate
 from services.conductor.core.cost import DecodeChoice
+from services.conductor.core.decodes import Answer
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.life import Attempt, DecodeLeg, Phase, PrefillLeg, Request
 from services.conductor.core.messages import ATTEMPT_MARK, Action, Prefill, Promised, Renew, Reserve, Start, Undo
@@ -233,9 +234,10 @@ class Legs:
         number = request.ask.number
         incarnation = self._picture.incarnation(option.id)
         plan = attempt.plan
-        begins_at = now + plan.prefill.ttft_s
+        demand, begins_at = plan.demand, now + plan.prefill.ttft_s
+        context = demand.prompt_tokens * demand.choices
         claim = self._picture.claim_decode(
-            option.id, plan.demand.prompt_tokens, option.blocks, begins_at, request.ask.stratum
+            option.id, Answer(context, option.blocks, demand.choices, request.ask.stratum, begins_at)
         )
         hold = Hold(Call.RESERVE, number, attempt.sequence, option.id, incarnation, claim)
         attempt.asked = io = self.calls.begin(hold)

@@ -19,11 +19,15 @@ class Outlook:
     context_tokens: float
 
 
+NOTHING = Outlook(0.0, 0.0)
+
+
 def running_now(instance: Decode) -> Outlook:
     """What runs now, without what was promised room and is still being prefilled."""
     to_come = [answer for answer in instance.answers.values() if not answer.made]
+    sequences = instance.sequences - sum([answer.sequences for answer in to_come])
     context = instance.context_tokens - sum([answer.context_tokens for answer in to_come])
-    return Outlook(max(instance.sequences - len(to_come), 0), max(context, 0))
+    return Outlook(max(sequences, 0), max(context, 0))
 
 
 def running_at(instance: Decode, lengths: Lengths, now: float, at: float) -> Outlook:
@@ -38,12 +42,12 @@ def running_at(instance: Decode, lengths: Lengths, now: float, at: float) -> Out
 
 
 def _running_at(instance: Decode, lengths: Lengths, now: float, at: float, step_s: float) -> Outlook:
-    sequences = float(instance.sequences - len(instance.answers))
+    sequences = float(instance.sequences - instance.own_sequences)
     context = float(max(instance.context_tokens - instance.own_context_tokens, 0))
     for answer in instance.answers.values():
         tokens, share = _then(answer, lengths, now, at, step_s)
-        sequences += share
-        context += share * (answer.context_tokens + tokens)
+        sequences += share * answer.sequences
+        context += share * (answer.context_tokens + answer.sequences * tokens)
     return Outlook(sequences, context)
 
 
@@ -57,12 +61,12 @@ def _then(answer: Answer, lengths: Lengths, now: float, at: float, step_s: float
     return tokens, lengths.outlives(answer.stratum, tokens, so_far)
 
 
-def step_seconds(instance: Decode, outlook: Outlook, more_tokens: int = 0) -> float:
-    """Seconds of a step over what is expected, and one more sequence of so many tokens if that is not 0."""
+def step_seconds(instance: Decode, outlook: Outlook, joining: Outlook = NOTHING) -> float:
+    """Seconds of a step over what is expected and what joins it."""
     return decode_step_seconds(
         instance.tracker.speeds,
-        outlook.sequences + (1 if more_tokens else 0),
-        outlook.context_tokens + more_tokens,
+        outlook.sequences + joining.sequences,
+        outlook.context_tokens + joining.context_tokens,
     )
 
 
@@ -79,13 +83,13 @@ class Forecasts:
         """How long answers become."""
         self._decodes = decodes
 
-    def tbt_now(self, decode: str, tokens: int) -> float:
-        """Seconds between tokens on a decode instance if a sequence of so many tokens joined what runs there now."""
+    def tbt_now(self, decode: str, joining: Outlook = NOTHING) -> float:
+        """Seconds between tokens on a decode instance if something joined what runs there now."""
         instance = self._decodes.get(decode)
-        return step_seconds(instance, running_now(instance), tokens) if instance is not None else 0.0
+        return step_seconds(instance, running_now(instance), joining) if instance is not None else 0.0
 
-    def tbt_at(self, decode: str, tokens: int, now: float, at: float) -> float:
-        """Seconds between tokens if a sequence of so many tokens joins what is expected to run there at the time `at`.
+    def tbt_at(self, decode: str, joining: Outlook, now: float, at: float) -> float:
+        """Seconds between tokens if something joins what is expected to run there at the time `at`.
 
         The longer of then and of when the last of those begins that were promised room before and come later: they
         would be too slow by a sequence that only looks at its own beginning.
@@ -95,7 +99,7 @@ class Forecasts:
             return 0.0
         last = max([answer.told_at for answer in instance.answers.values() if not answer.made], default=at)
         times = (at, last) if last > at else (at,)
-        return max([step_seconds(instance, running_at(instance, self.lengths, now, time), tokens) for time in times])
+        return max([step_seconds(instance, running_at(instance, self.lengths, now, time), joining) for time in times])
 
     def digest(self) -> bytes:
         """Hash of what was learnt."""

@@ -13,7 +13,6 @@ from services.conductor.core.decodes import Answer, Decode, Decodes
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts, Shape
 from services.conductor.core.index import Applied, PrefixIndex
 from services.conductor.core.instances import Instance, instance_of
-from services.conductor.core.lengths import Stratum
 from services.conductor.core.outlook import Forecasts
 from services.conductor.core.plan import Plan
 from services.conductor.core.prefills import Prefill, Prefills
@@ -173,17 +172,12 @@ class Picture:
             instances.append(store)
         return number
 
-    def claim_decode(
-        self, instance_id: str, context_tokens: int, blocks: int, begins_at: float = 0.0, stratum: Stratum = ()
-    ) -> int:
-        """Counts an answer on an instance until `release`; returns the claim's number.
-
-        It is expected to need so many blocks, and to begin at `begins_at`; `stratum` is for forecasts of its length.
-        """
+    def claim_decode(self, instance_id: str, answer: Answer) -> int:
+        """Counts an answer, or several together, on an instance until `release`; returns the claim's number."""
         number, instances = self._new_claim()
         instance = self.decodes.get(instance_id)
         if instance is not None:
-            instance.claim(number, Answer(context_tokens, blocks, stratum, begins_at))
+            instance.claim(number, answer)
             instance.turn = self._next_turn()
             self.decodes.rank(instance)
             instances.append(instance)
@@ -264,6 +258,7 @@ class Picture:
         prompt_key: bytes,
         now: float,
         suspects: Collection[str] = (),
+        choices: int = 1,
     ) -> Plan:
         """Plans a sequence of `tokens` tokens to compute and `answer_tokens` more to generate.
 
@@ -274,6 +269,7 @@ class Picture:
             prompt_key: hash of the prompt, which decides on the store when there is no full block.
             now: seconds.
             suspects: ids of instances that failed this request before; used only when no other is left.
+            choices: answers to generate.
 
         Raises:
             Unavailable: no instance that is large enough takes requests now.
@@ -285,8 +281,9 @@ class Picture:
         demand = Demand(
             prompt_tokens=tokens,
             prompt_blocks=shape.blocks_for(tokens),
-            total_blocks=shape.blocks_for(tokens + answer_tokens),
+            total_blocks=shape.blocks_for_choices(tokens, answer_tokens, choices),
             decode_tokens=min(answer_tokens - 1, EXPECTED_ANSWER_TOKENS),
+            choices=choices,
         )
         prefixes = self.index.match(keys)
         views = self._stores.views(keys, prompt_key, prefixes)

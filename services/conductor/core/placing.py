@@ -8,7 +8,7 @@ from moonpool.errors import InvalidRequest, Unavailable
 from services.conductor.core import admission
 from services.conductor.core.admission import Admission, Gate
 from services.conductor.core.book import Book
-from services.conductor.core.cost import DecodeChoice, expected_blocks
+from services.conductor.core.cost import DecodeChoice, Need, expected_blocks
 from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
 from services.conductor.core.legs import Hold, Legs
 from services.conductor.core.life import Attempt, Phase, Request
@@ -128,10 +128,10 @@ class Placing:
             self._rooms.remove(number)
             self.place(now, self._book.requests[number], out)
 
-    def _needs_at(self, decode: str) -> Callable[[int, int], int]:
-        """Tells how many blocks a request of so many tokens, of so many blocks at most, is expected to need there."""
+    def _needs_at(self, decode: str) -> Callable[[Need], int]:
+        """Tells how many blocks a request is expected to need at a decode instance."""
         shape, answer = self._picture.shape, self._picture.decodes.answer_tokens(decode)
-        return lambda tokens, longest: expected_blocks(shape, tokens, answer, longest) if shape else longest
+        return lambda need: expected_blocks(shape, need, answer) if shape is not None else need.longest
 
     def member_news(self, now: float, out: list[Action]) -> None:
         """An instance has joined: those for whom one was missing look for a place again."""
@@ -158,6 +158,7 @@ class Placing:
             return self._picture.plan(
                 tokens=ask.prompt_tokens + request.tokens,
                 answer_tokens=ask.max_tokens - request.tokens,
+                choices=ask.choices,
                 keys=request.keys,
                 prompt_key=ask.prompt_key,
                 now=now,
@@ -181,7 +182,8 @@ class Placing:
         elif self._may_wait(now, request, Phase.ROOM, refusal, out):
             assert request.waits_since is not None
             demand = plan.demand
-            self._rooms.add(Waiter(request.ask.number, demand.prompt_tokens, demand.total_blocks, request.waits_since))
+            need = Need(demand.prompt_tokens, demand.total_blocks, demand.choices)
+            self._rooms.add(Waiter(request.ask.number, need, request.waits_since))
 
     def _nowhere(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:
         if failure.kind is Kind.UNAVAILABLE and request.recovering:

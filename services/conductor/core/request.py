@@ -134,18 +134,20 @@ class Requests:
             case FirstToken():
                 self._first_token(now, request, attempt, event, out)
             case Tokens():
-                self.picture.grew(hold.claim, request.tokens + event.count, now)
+                if request.ask.choices == 1:  # of several, none tells the length of all
+                    self.picture.grew(hold.claim, request.tokens + event.count, now)
                 self._tokens(now, request, attempt, event, out)
 
     def _first_token(
         self, now: float, request: Request, attempt: Attempt | None, event: FirstToken, out: list[Action]
     ) -> None:
-        request.tokens += 1  # also one of an attempt that is over: the answer has it
+        request.grow(1)  # also one of an attempt that is over: the answer has it
         if attempt is not None:
             self._legs.token(attempt, now)
             self._learn(attempt.plan, event.how)
-            self.picture.grew(attempt.promise, request.tokens, now)
-        self._lengths.begin(request.ask.number, request.ask.stratum)
+            self.picture.grew(attempt.promise, max(request.tokens, 1), now)
+        if request.ask.choices == 1:
+            self._lengths.begin(request.ask.number, request.ask.stratum)
         if event.finish is not None:
             self._book.complete(now, request, event.finish, out)
         elif attempt is not None and attempt.decode is DecodeLeg.PROMISED:
@@ -158,7 +160,7 @@ class Requests:
             self.picture.forget(store, [key], plan.index_version)
 
     def _tokens(self, now: float, request: Request, attempt: Attempt | None, event: Tokens, out: list[Action]) -> None:
-        request.tokens += event.count
+        request.grow(event.count)
         self._lengths.grew(request.ask.number, request.tokens)
         if attempt is not None and event.count:  # decode begins only when it has everything
             attempt.decode = DecodeLeg.STREAMING

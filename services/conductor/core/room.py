@@ -8,16 +8,17 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.conductor.core.cost import Need
+
 HOLD_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Waiter:
-    """A request of so many tokens, that will have `longest` blocks at most; lower numbers came first."""
+    """A request and what room it needs; lower numbers came first."""
 
     number: int
-    tokens: int
-    longest: int
+    need: Need
     since: float
 
 
@@ -65,14 +66,14 @@ class RoomQueue:
         """Whether the instance is not held for a request that came earlier."""
         return self._holds.get(decode, number) >= number
 
-    def woken(self, decode: str, room: int, total: int, need: Callable[[int, int], int], now: float) -> list[int]:
+    def woken(self, decode: str, room: int, total: int, needs: Callable[[Need], int], now: float) -> list[int]:
         """Those who fit into the room of one instance, first come first; to be called when it has reported.
 
         Args:
             decode: the instance.
             room: blocks that it could promise.
             total: blocks of its pool.
-            need: blocks that a request of so many tokens, and of so many blocks at most, is expected to need there.
+            needs: blocks that a request is expected to need there.
             now: seconds.
 
         Where room that seemed to be there was refused, and nothing has changed since, one at a time finds out.
@@ -82,8 +83,8 @@ class RoomQueue:
         for waiter in self._waiters:
             if len(found) >= most:
                 break
-            blocks = need(waiter.tokens, waiter.longest)
-            if blocks <= room and waiter.longest <= total and self.free_to(decode, waiter.number):
+            blocks = needs(waiter.need)
+            if blocks <= room and waiter.need.longest <= total and self.free_to(decode, waiter.number):
                 found.append(waiter.number)
                 room -= blocks
             elif self._holds_now(waiter, decode, total, now):
@@ -106,6 +107,10 @@ class RoomQueue:
 
     def _holds_now(self, waiter: Waiter, decode: str, total: int, now: float) -> bool:
         """Whether the instance is held for this one, who has waited for long and is too big for its room of now."""
-        if waiter.longest <= total and now - waiter.since >= HOLD_AFTER_S and waiter.number not in self._holds.values():
+        if (
+            waiter.need.longest <= total
+            and now - waiter.since >= HOLD_AFTER_S
+            and waiter.number not in self._holds.values()
+        ):
             self._holds.setdefault(decode, waiter.number)
         return self._holds.get(decode) == waiter.number

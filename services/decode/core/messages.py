@@ -13,7 +13,8 @@ class Reserve:
     """Room is asked for; answered by `Promised` or `Refused`."""
 
     id: int
-    """Grows from request to request: who has a lower one came earlier."""
+    """Grows from request to request: who has a lower one came earlier. The sequences of a group have this id and the
+    following ones; the next request's is higher than all of them."""
     keys: tuple[BlockKey, ...]
     """Of the full blocks of the tokens whose KV will come."""
     tokens: int
@@ -28,6 +29,8 @@ class Reserve:
     """Who asks; "" when it does not say."""
     stores: int = 0
     """Copies of each full block of the answer that are to be written back."""
+    width: int = 1
+    """Sequences that begin with these tokens and run together."""
     starts_in_s: float = 0.0
     """Seconds until it is expected to start: the time between tokens is to be kept from then on."""
 
@@ -62,6 +65,8 @@ class Start:
     """The conductor's stream; when it closes, the sequence ends."""
     finish: int
     """Why the sequence has ended with its first token; 0 = it goes on."""
+    others: tuple[int, ...] = ()
+    """The same for the further sequences of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,27 @@ class SwapEnd:
 
     ok: bool
     seconds: float
+    """Since it began or, if that was later, since the copy before it ended: waiting for others is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEnd:
+    """Result of `Store`."""
+
+    ok: bool
+    """The kvstore has the block now."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnd:
+    """Result of `Load`; comes within its time. Nothing is written into the blocks any more."""
+
+    blocks: int
+    """Leading ones of the blocks asked for that have come whole; fewer is a miss."""
+    seconds: float
+    """Since it began, however many others were under way."""
+    failed: bool = False
+    """For another reason than that blocks were missing: the store is not asked for this request again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +141,8 @@ class Died:
 
     why: str
 
+
+IoEnd = SwapEnd | StoreEnd | LoadEnd
 
 Event = (
     Reserve
@@ -127,7 +155,7 @@ Event = (
     | StreamClosed
     | StepDone
     | Died
-    | Ended[SwapEnd | None]
+    | Ended[IoEnd]
     | Tick
 )
 
@@ -158,7 +186,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The request's blocks from now on, in order."""
+    """A sequence's blocks from now on, in order."""
 
     id: int
     blocks: tuple[int, ...]
@@ -190,6 +218,8 @@ class Run:
     step: int
     batch: tuple[int, ...]
     chunks: tuple[Chunk, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    """Blocks that are copied before the step writes anything: from, to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +273,7 @@ class SwapDrop:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Write a full block of the answer to one of the request's kvstores; it stays as it is until it has `Ended`."""
+    """Write a full block to one of the request's kvstores; it stays as it is until it has `Ended`."""
 
     io: int
     id: int
@@ -254,4 +284,19 @@ class Store:
     """Which of the request's kvstores."""
 
 
-Action = Promised | Refused | Table | Grew | Run | Finish | Ending | Gone | SwapOut | SwapIn | SwapDrop | Store
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Read the sequence's full blocks from `first` on from one of its kvstores into these blocks of the pool."""
+
+    io: int
+    id: int
+    first: int
+    """Of the blocks in the sequence."""
+    blocks: tuple[int, ...]
+    store: int
+    """Which of the request's kvstores."""
+    timeout_s: float
+    """Seconds after which it must have ended."""
+
+
+Action = Promised | Refused | Table | Grew | Run | Finish | Ending | Gone | SwapOut | SwapIn | SwapDrop | Store | Load

@@ -1,7 +1,27 @@
 """What of the pool is free, promised and expected to be needed."""
 
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+
 from moonpool.sched.block_manager import BlockManager
 from services.decode.core.request import Request
+
+
+def most_needed(lives: Iterable[tuple[int, int]]) -> int:
+    """Blocks that are needed beyond those taken now at the worst moment, if all grow alike and end as expected.
+
+    The worst moments are those before a sequence ends, as in the Past-Future scheduler (ASPLOS 2025).
+
+    Args:
+        lives: of each sequence the blocks that it will still take, and those that come free with its end.
+    """
+    most = freed = 0
+    ends = sorted(lives)
+    for index, (claim, frees) in enumerate(ends):
+        most = max(most, (len(ends) - index) * claim - freed)
+        freed += frees
+    return most
 
 
 class Room:
@@ -29,17 +49,26 @@ class Room:
         """Blocks by which `spare` falls when blocks that were matched are acquired and others taken."""
         return new + sum(self.blocks.is_cached(block) for block in held)
 
+    def frees(self, request: Request) -> int:
+        """Blocks that nobody but a request refers to. Others share leading ones only."""
+        if request.width > 1:
+            return sum(self.blocks.ref_count(block) == count for block, count in Counter(request.refs).items())
+        table = request.blocks
+        return len(table) - bisect_left(table, True, key=lambda block: self.blocks.ref_count(block) == 1)
+
     def promise(self, request: Request, held: list[int], new: int) -> None:
         """Acquires the held prefix and promises blocks behind it."""
         self.blocks.acquire(held)
-        request.table = held
+        [member] = request.members
+        member.table = held
         request.promised = new
         self.promised += new
 
     def bind(self, request: Request) -> None:
         """Turns the promise into blocks; cannot fail."""
+        [member] = request.members
         self.promised -= request.promised
-        request.table += self.blocks.allocate(request.promised)
+        member.table += self.blocks.allocate(request.promised)
         request.promised = 0
 
     def claim(self, request: Request, blocks: int) -> None:
@@ -49,8 +78,9 @@ class Room:
 
     def give_back(self, request: Request) -> None:
         """Takes all blocks and any promise from a request."""
-        self.blocks.release(request.table)
-        request.table = []
+        for member in request.members:
+            self.blocks.release(member.table)
+            member.table = []
         self.promised -= request.promised
         request.promised = 0
 

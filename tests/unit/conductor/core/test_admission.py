@@ -15,6 +15,7 @@ from services.conductor.core.admission import (
     check_ttft,
 )
 from services.conductor.core.cost import DecodeChoice
+from services.conductor.core.decodes import Answer
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.outlook import Outlook, running_at, running_now
 from services.conductor.core.plan import Plan
@@ -47,7 +48,7 @@ class TestOutlook:
 
     def test_a_prompt_that_is_being_computed_is_no_load_now(self) -> None:
         world = self.world()
-        started, _ = (world.picture.claim_decode("decode-0", 64, 4, begins_at=9.0) for _ in range(2))
+        started, _ = (world.picture.claim_decode("decode-0", Answer(64, 4, told_at=9.0)) for _ in range(2))
         world.picture.grew(started, 1, 0.0)
         instance = world.picture.decodes.get("decode-0")
         assert instance is not None
@@ -61,7 +62,7 @@ class TestOutlook:
         instance = picture.decodes.get("decode-0")
         assert instance is not None
         for _ in range(10):
-            picture.grew(picture.claim_decode("decode-0", 100, 7), 8, 5.0)
+            picture.grew(picture.claim_decode("decode-0", Answer(100, 7)), 8, 5.0)
         later = running_at(instance, lengths, 5.0, 15.0)  # 100 tokens more; a mean of 256 is believed
         share = exp(-100 / 256)
         assert later.sequences == pytest.approx(10 * share)
@@ -72,7 +73,7 @@ class TestOutlook:
         lengths, picture = world.picture.forecasts.lengths, world.picture
         instance = picture.decodes.get("decode-0")
         assert instance is not None
-        picture.claim_decode("decode-0", 100, 7, begins_at=20.0)
+        picture.claim_decode("decode-0", Answer(100, 7, told_at=20.0))
         assert running_at(instance, lengths, 0.0, 10.0) == Outlook(0.0, 0.0)
         assert running_at(instance, lengths, 0.0, 20.0) == Outlook(1.0, 100.0)
         assert running_at(instance, lengths, 0.0, 45.6).sequences == pytest.approx(exp(-1))
@@ -92,9 +93,9 @@ class Busy:
         picture = self.world.picture
         for name in ("decode-0", "decode-1"):
             for _ in range(running):
-                picture.grew(picture.claim_decode(name, 10, 1), 1, 0.0)
+                picture.grew(picture.claim_decode(name, Answer(10, 1)), 1, 0.0)
             for _ in range(coming):
-                picture.claim_decode(name, 10, 1, begins_at=begins_at)
+                picture.claim_decode(name, Answer(10, 1, told_at=begins_at))
 
     def check(self, admission: Admission, slo: Slo, tokens: int = 20) -> Failure | Sequence[DecodeChoice]:
         plan: Plan = self.world.plan(tokens)

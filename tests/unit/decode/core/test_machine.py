@@ -44,6 +44,15 @@ class DecodeMachine(RuleBasedStateMachine):
     def reserve(self, length: int, seed: int, answer: int, slo: float, stores: int) -> None:
         self.world.reserve(prompt(length, seed), answer, slo=slo, conductor="conductor", stores=stores, total=9 * BT)
 
+    @rule(
+        length=st.integers(1, 2 * BT),
+        seed=st.integers(0, 2),
+        answers=st.lists(st.integers(1, 2 * BT), min_size=2, max_size=3),
+        slo=st.sampled_from([0.0, 0.0, 1.0]),
+    )
+    def reserve_group(self, length: int, seed: int, answers: list[int], slo: float) -> None:
+        self.world.reserve(prompt(length, seed), tuple(answers), slo=slo, conductor="conductor", stores=1, total=4 * BT)
+
     @precondition(lambda self: self.states(State.PROMISED))
     @rule()
     def arrive(self) -> None:
@@ -60,6 +69,11 @@ class DecodeMachine(RuleBasedStateMachine):
         self.world.step()
 
     @precondition(lambda self: self.world.run)
+    @rule()
+    def give_a_step_up(self) -> None:
+        self.world.abort()
+
+    @precondition(lambda self: self.world.run)
     @rule(times=st.integers(2, 40))
     def steps(self, times: int) -> None:
         for _ in range(times):
@@ -70,6 +84,14 @@ class DecodeMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 5), ok=st.sampled_from([True, True, True, False]))
     def end_io(self, pick: int, ok: bool) -> None:
         self.world.end_io(sorted(self.world.ios)[pick % len(self.world.ios)], ok=ok)
+
+    @precondition(lambda self: self.world.stored)
+    @rule(store=st.integers(0, 1), keep=st.integers(0, 3))
+    def lose(self, store: int, keep: int) -> None:
+        """A kvstore evicts what it wants."""
+        for number, place in enumerate(list(self.world.stored)):
+            if place[0] == store and number % 4 >= keep:
+                del self.world.stored[place]
 
     @precondition(lambda self: self.world.core.requests)
     @rule(pick=st.integers(0, 20))

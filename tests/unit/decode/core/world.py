@@ -22,6 +22,8 @@ from services.decode.core.messages import (
     Finish,
     Gone,
     Grew,
+    Load,
+    LoadEnd,
     Open,
     Promised,
     Refused,
@@ -30,6 +32,7 @@ from services.decode.core.messages import (
     Start,
     StepDone,
     Store,
+    StoreEnd,
     StreamOpened,
     SwapDrop,
     SwapEnd,
@@ -51,12 +54,15 @@ def config(blocks: int, **settings: object) -> CoreConfig:
 
 @dataclass
 class Sequence:
-    """A request in this world."""
+    """A sequence in this world; the members of a group have the following numbers."""
 
     tokens: "array[int]"
     answer: int
     """Length of its answer."""
     prompt: int
+    request: int
+    index: int = 0
+    """Which of its group."""
     table: list[int] = field(default_factory=list)
     saved: dict[int, dict[int, bytes]] = field(default_factory=dict)
     contents: list[bytes] = field(default_factory=list)
@@ -65,7 +71,7 @@ class Sequence:
         return block_keys(ROOT, self.tokens, BT)
 
     def token_after(self, tokens: int) -> int:
-        return (len(self.tokens) * 31 + tokens * 7 + self.tokens[0]) % 1000
+        return (len(self.tokens) * 31 + tokens * 7 + self.tokens[0] + 101 * self.index) % 1000
 
 
 class World:
@@ -81,10 +87,13 @@ class World:
         self.events: list[tuple[float, Event, bytes]] = []
         self.begun = pickle.dumps(self.core)
         self.run: Run | None = None
-        self.ios: dict[int, SwapOut | SwapIn | Store] = {}
+        self.ios: dict[int, SwapOut | SwapIn | Store | Load] = {}
+        self.stored: dict[tuple[int, BlockKey], dict[int, bytes]] = {}
+        """What each kvstore has."""
         self.refused: list[Refused] = []
         self.failed: dict[int, str] = {}
         self._check = check
+        self._writing: dict[int, BlockKey] = {}
         self._next = 1
         self.post(StreamOpened(1, "conductor"))
 
@@ -101,7 +110,7 @@ class World:
     def reserve(
         self,
         prompt: list[int],
-        answer: int = 4,
+        answer: int | tuple[int, ...] = 4,
         *,
         total: int = 0,
         slo: float = 0.0,
@@ -109,33 +118,47 @@ class World:
         stores: int = 0,
         starts_in_s: float = 0.0,
     ) -> int | None:
-        """Asks for room; the request's id, None when it was refused."""
-        number, self._next = self._next, self._next + 1
-        tokens = array("i", prompt)
-        total_tokens = total or len(prompt) + answer
-        self.sequences[number] = Sequence(tokens, answer, len(prompt))
-        keys = tuple(block_keys(ROOT, tokens, BT))
-        self.post(Reserve(number, keys, len(prompt), len(prompt), total_tokens, slo, conductor, stores, starts_in_s))
+        """Asks for room for one answer or several; the request's id, None when it was refused."""
+        answers = (answer,) if isinstance(answer, int) else answer
+        number, self._next = self._next, self._next + len(answers)
+        total_tokens = total or len(prompt) + max(answers)
+        for index, length in enumerate(answers):
+            self.sequences[number + index] = Sequence(array("i", prompt), length, len(prompt), number, index)
+        keys = tuple(self.sequences[number].keys())
+        asked = Reserve(
+            number, keys, len(prompt), len(prompt), total_tokens, slo, conductor, stores, len(answers), starts_in_s
+        )
+        self.post(asked)
         if number not in self.core.requests:
-            del self.sequences[number]
+            for index in range(len(answers)):
+                del self.sequences[number + index]
             return None
         return number
 
+    def group(self, number: int) -> "list[tuple[int, Sequence]]":
+        """The sequences of a request, with their numbers."""
+        return [(other, it) for other, it in self.sequences.items() if it.request == number]
+
     def arrive(self, number: int) -> None:
-        """The prompt's KV comes."""
+        """The prompt's KV comes; prefill has written it to the kvstores as well."""
         self.post(Open(number))
         it = self.sequences[number]
         for position in range(len(it.tokens)):
             self._write(it, position)
+        for store in range(self.core.requests[number].stores):
+            for block, key in zip(it.table, it.keys(), strict=False):
+                self.stored[store, key] = dict(self.pool[block])
         self.post(Arrived(number))
 
     def start(self, number: int, stream: int = 1) -> None:
-        it = self.sequences[number]
-        it.tokens.append(it.token_after(len(it.tokens)))
-        self.answers[number] = [it.tokens[-1]]
-        self.post(Start(number, stream, STOP if it.answer == 1 else 0))
+        finishes = []
+        for other, it in self.group(number):
+            it.tokens.append(it.token_after(len(it.tokens)))
+            self.answers[other] = [it.tokens[-1]]
+            finishes.append(STOP if it.answer == 1 else 0)
+        self.post(Start(number, stream, finishes[0], tuple(finishes[1:])))
 
-    def go(self, prompt: list[int], answer: int = 4, **options: object) -> int:
+    def go(self, prompt: list[int], answer: int | tuple[int, ...] = 4, **options: object) -> int:
         """A request up to its start."""
         number = self.reserve(prompt, answer, **options)  # type: ignore[arg-type]
         assert number is not None, self.refused[-1]
@@ -148,6 +171,8 @@ class World:
         assert self.run is not None
         run, self.run = self.run, None
         ended, filled = [], []
+        for source, block in run.copies:
+            self.pool[block] = dict(self.pool[source])
         for number, start, count, sample in [
             *((number, len(self.sequences[number].tokens) - 1, 1, True) for number in run.batch),
             *((chunk.id, chunk.start, chunk.count, chunk.sample) for chunk in run.chunks),
@@ -156,13 +181,15 @@ class World:
             assert len(it.table) == -(-len(it.tokens) // BT), "blocks for the tokens, no more and no fewer"
             for position in range(start):
                 held = self.pool[it.table[position // BT]].get(position % BT)
-                assert held == self._content(it, position), f"wrong KV at {position} of request {number}"
+                assert held == self._content(it, position), f"wrong KV at {position} of sequence {number}"
             for position in range(start, start + count):
                 self._write(it, position)
-            if not sample or self.core.requests[number].state.value == "leaving":
+            if not sample or self.core.requests[it.request].state.value == "leaving":
                 continue
             assert start + count == len(it.tokens)
-            if len(it.tokens) % BT == 0 and len(it.tokens) // BT > len(self.core.requests[number].keys):
+            member = self.core.requests[it.request].member(number)
+            assert member is not None
+            if len(it.tokens) % BT == 0 and len(it.tokens) // BT > len(member.keys):
                 filled.append((number, it.keys()[-1]))
             it.tokens.append(it.token_after(len(it.tokens)))
             self.answers[number].append(it.tokens[-1])
@@ -171,20 +198,44 @@ class World:
         seconds = decode_step_seconds(self.core.config.speeds, len(run.batch), 0)
         self.post(StepDone(run.step, False, seconds, tuple(ended), tuple(filled)))
 
+    def abort(self) -> None:
+        """The running step is given up: nothing was copied or computed."""
+        assert self.run is not None
+        run, self.run = self.run, None
+        self.post(StepDone(run.step, True, 0.0))
+
     def end_io(self, io: int, *, ok: bool = True) -> None:
-        """A copy or a write-back ends."""
+        """A copy, a write or a load ends."""
         action = self.ios.pop(io)
-        if isinstance(action, Store):
-            self.post(Ended(io, None))
-            return
+        match action:
+            case Store():
+                if ok:
+                    self.stored[action.store, self._writing.pop(io)] = dict(self.pool[action.block])
+                self.post(Ended(io, StoreEnd(ok)))
+            case Load():
+                self.post(Ended(io, LoadEnd(self._load(action) if ok else 0, 1e-6, failed=not ok)))
+            case _:
+                self._copy(action, ok=ok)
+                self.post(Ended(io, SwapEnd(ok, 1e-6)))
+
+    def _load(self, action: Load) -> int:
+        """What a kvstore has comes; returns how many leading blocks that were."""
+        keys = self.sequences[action.id].keys()[action.first :]
+        assert len(keys) >= len(action.blocks), "full blocks only"
+        for number, (block, key) in enumerate(zip(action.blocks, keys, strict=False)):
+            if (action.store, key) not in self.stored:
+                return number
+            self.pool[block] = dict(self.stored[action.store, key])
+        return len(action.blocks)
+
+    def _copy(self, action: SwapOut | SwapIn, *, ok: bool) -> None:
         it = self.sequences[action.id]
         if isinstance(action, SwapOut):
             it.saved = {n: dict(self.pool[block]) for n, block in enumerate(action.blocks)} if ok else {}
-        else:
-            for n, block in enumerate(action.blocks, action.first):
-                self.pool[block] = it.saved[n]
-            it.saved = {}
-        self.post(Ended(io, SwapEnd(ok, 1e-6)))
+            return
+        for n, block in enumerate(action.blocks, action.first):
+            self.pool[block] = it.saved[n]
+        it.saved = {}
 
     def work(self, limit: int = 10_000) -> None:
         """Ends I/O and steps until there are none."""
@@ -235,9 +286,11 @@ class World:
             case Run():
                 assert self.run is None
                 self.run = action
-            case SwapOut() | SwapIn() | Store():
+            case SwapOut() | SwapIn() | Store() | Load():
                 assert action.io not in self.ios
                 self.ios[action.io] = action
+                if isinstance(action, Store):
+                    self._writing[action.io] = self.sequences[action.id].keys()[action.index]
             case SwapDrop(number):
                 self.sequences[number].saved = {}
             case Refused():
@@ -245,7 +298,9 @@ class World:
             case Ending(number, why):
                 self.failed[number] = why
             case Gone(number):
-                assert not self.sequences.pop(number).saved, "swapped out and forgotten"
+                for other, it in self.group(number):
+                    assert not it.saved, "swapped out and forgotten"
+                    del self.sequences[other]
             case Finish() | Promised():
                 pass
 
@@ -255,4 +310,4 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [seed * 1000 + n for n in range(length)]
 
 
-WAYS = (Preemption.CACHE, Preemption.RECOMPUTE, Preemption.SWAP)
+WAYS = (Preemption.CACHE, Preemption.RECOMPUTE, Preemption.SWAP, Preemption.STORE)
