@@ -53,8 +53,7 @@ from services.decode.subscriber import Subscriber
 log = get_logger(__name__)
 
 MAX_GENERATION = (1 << 32) - 1
-HEARD_PER_LEASE = 8
-"""The core is told that a transfer lives so often in a lease, not with every frame."""
+HEARD_PER_LEASE = 8  # the core is told that a transfer lives so often in a lease, not with every frame
 
 
 class DecodeShell:
@@ -129,8 +128,9 @@ class DecodeShell:
         stores: Sequence[kv_pb2.Instance],
         tbt_slo_s: float,
         conductor: kv_pb2.Instance | None,
+        starts_in_s: float,
     ) -> tuple[LiveRequest, float]:
-        """Promises room.
+        """Promises room; `tbt_slo_s` is to be kept from `starts_in_s` seconds on.
 
         Returns:
             The request, and the predicted seconds between its tokens.
@@ -142,19 +142,9 @@ class DecodeShell:
         tokens, total = sequence_lengths(incoming, self.core.config, self._max_tokens)
         number, self._next = self._next, self._next + incoming.choices
         who = "" if conductor is None else _identity(conductor)
-        self._post(
-            Reserve(
-                number,
-                tuple(incoming.keys),
-                tokens,
-                incoming.sampling.prompt_tokens,
-                total,
-                tbt_slo_s,
-                who,
-                len(stores),
-                incoming.choices,
-            )
-        )
+        keys, prompt = tuple(incoming.keys), incoming.sampling.prompt_tokens
+        width, targets = incoming.choices, len(stores)
+        self._post(Reserve(number, keys, tokens, prompt, total, tbt_slo_s, who, targets, width, starts_in_s))
         self._driver.settle()
         answer = self._answers.pop(number)
         if isinstance(answer, Refused):

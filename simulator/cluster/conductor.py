@@ -8,6 +8,7 @@ from moonpool.errors import InvalidRequest, Unavailable
 from services.conductor.core.plan import Plan
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.decode import DecodeInstance
+from simulator.cluster.entrance import Entrance
 from simulator.cluster.placement import Placement
 from simulator.cluster.prefill import PrefillInstance
 from simulator.cluster.requests import Attempt, Request
@@ -39,6 +40,7 @@ class Conductor:
         ended: Callable[[Request], None],
     ) -> None:
         self.placement = Placement(config)
+        self.entrance = Entrance(config, self.placement.picture)
         self._world, self._config, self._calls = world, config, calls
         self._prefills, self._decodes, self._ended = prefills, decodes, ended
         self._attempts: dict[Request, Attempt] = {}
@@ -67,9 +69,11 @@ class Conductor:
     def _go(self, request: Request, plan: Plan) -> None:
         if not request.attempts:
             request.predicted_ttft_s = plan.prefill.ttft_s
-            if self._config.refuse and plan.prefill.ttft_s > self._config.slo.ttft_s:
+            able = self.entrance.let_in(plan, self._world.seconds)
+            if able is None:
                 self._finish(request, REFUSED)
                 return
+            plan = able
         request.attempts += 1
         self._begin(self._attempt(request, plan), plan)
 
@@ -81,6 +85,7 @@ class Conductor:
             decode=_number(plan.decodes[0].id) if plan.decodes else -1,
             store=_number(plan.prefill.kvstore),
             loaded_blocks=plan.prefill.used_blocks,
+            prefill_s=plan.prefill.prefill_s,
             write_to=_number(plan.write_back[0].id) if plan.write_back else -1,
             begun=self._world.now,
             tokens=request.tokens + request.made,
@@ -132,7 +137,12 @@ class Conductor:
         request = attempt.request
         if attempt.over:
             return
+        if self.entrance.too_late(attempt):
+            self._give_up(attempt)
+            self._finish(request, REFUSED)
+            return
         self.placement.prompt_done(attempt, self._world.seconds)
+        self.placement.started(attempt, self._world.seconds)
         now = self._world.now
         if request.made:
             request.intervals.append(now - request.last_at)
@@ -153,13 +163,15 @@ class Conductor:
 
     def failed(self, attempt: Attempt) -> None:
         """An attempt cannot go on: what its instances hold comes back, and the request is placed anew."""
-        if attempt.over:
-            return
+        if not attempt.over:
+            self._give_up(attempt)
+            self._world.after(ps(RETRY_S), self._again, attempt.request)
+
+    def _give_up(self, attempt: Attempt) -> None:
         self._close(attempt)
         self._calls.send(lambda: self._prefills[attempt.prefill].cancel(attempt), reliable=True)
         if attempt.decode >= 0:
             self._calls.send(lambda: self._decodes[attempt.decode].cancel(attempt), reliable=True)
-        self._world.after(ps(RETRY_S), self._again, attempt.request)
 
     def _again(self, request: Request) -> None:
         if request.made >= request.answer:
@@ -198,6 +210,7 @@ class Conductor:
 
     def _finish(self, request: Request, outcome: str) -> None:
         self._attempts.pop(request, None)
+        self.placement.over(request, done=outcome == DONE)
         request.outcome, request.ended_at = outcome, self._world.now
         self.ended_at = self._world.now
         self._ended(request)

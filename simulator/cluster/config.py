@@ -61,7 +61,7 @@ class ClusterConfig:
         eviction: the kvstores' policy.
         rate: times as quick as in the trace requests come.
         slo: for goodput, and for refusing.
-        refuse: requests that are predicted to miss the TTFT limit are refused.
+        admission: who is let in, see `simulator.cluster.entrance`.
         keep_tbt: decode steps never hold more sequences than the TBT limit allows.
         delays: of calls between services.
         seed: of delays and of the policy "random".
@@ -86,7 +86,7 @@ class ClusterConfig:
     eviction: str = "lru"
     rate: float = 1.0
     slo: Slo = field(default_factory=Slo)
-    refuse: bool = False
+    admission: str = "all"
     keep_tbt: bool = False
     memory: DecodeMemory = field(default_factory=DecodeMemory)
     delays: CallDelays = field(default_factory=CallDelays)

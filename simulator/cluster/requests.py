@@ -65,6 +65,8 @@ class Attempt:
     """Seconds that it is predicted to keep its prefill instance busy; 0 once it has its first token."""
     held: int = 0
     """Leading blocks that decode has already."""
+    prefill_s: float = 0.0
+    """That computing what is not loaded is predicted to take."""
     whole: bool = False
     """Decode has all KV: the prefill instance does not matter any more."""
     over: bool = False

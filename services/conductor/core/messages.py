@@ -8,6 +8,7 @@ from services.conductor.core.admission import Slo
 from services.conductor.core.cost import PrefillChoice
 from services.conductor.core.facts import InstanceFacts, LoadFacts
 from services.conductor.core.failures import Failure
+from services.conductor.core.lengths import Stratum, stratum_of
 from services.conductor.core.plan import Plan
 
 ATTEMPT_MARK = "~"
@@ -35,6 +36,7 @@ class Ask:
         slo: what is expected.
         arrived: when it came; `deadline` when it fails. Seconds of the core's clock.
         choices: answers that are wanted; several begin again when the request is placed anew.
+        tenant: whose it is.
     """
 
     number: int
@@ -46,6 +48,12 @@ class Ask:
     arrived: float
     deadline: float
     choices: int = 1
+    tenant: str = ""
+
+    @property
+    def stratum(self) -> Stratum:
+        """For forecasts of the answer's length."""
+        return stratum_of(self.tenant, self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +222,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Ask a decode instance for room. Ends with `Promised` or a failure; it is never cancelled."""
+    """Ask a decode instance for room. Ends with `Promised` or a failure; it is never cancelled.
+
+    `tbt_slo_s` is to be kept from `starts_in_s` seconds on.
+    """
 
     io: int
     request: int
@@ -222,6 +233,7 @@ class Reserve:
     decode: str
     incarnation: int
     tbt_slo_s: float | None
+    starts_in_s: float
     stores: tuple[str, ...]
 
 

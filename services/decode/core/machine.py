@@ -68,7 +68,7 @@ class DecodeCore:
         self.parking = Parking(config, self.room, self.tracker, self._ios, self.shelf)
         self._lengths = AnswerLengths(config.assumed_answer_tokens)
         self.planner = Planner(config, self.room, self.parking, self._lengths, self.tracker)
-        self._admission = Admission(config, self.room, self.planner, self.tracker)
+        self._admission = Admission(config, self.room, self.planner, self.tracker, self._lengths)
         self.requests: dict[int, Request] = {}
         self._leases: Timers[int] = Timers()
         self._streams: dict[int, str] = {}
@@ -87,6 +87,11 @@ class DecodeCore:
     def sequences(self) -> int:
         """Sequences of all requests, also of those that have not begun."""
         return sum(request.places for request in self.requests.values())
+
+    @property
+    def expected_answer_tokens(self) -> int:
+        """Tokens that a new answer is expected to have, and for which room is kept."""
+        return self._lengths.expected(0)
 
     def count(self, *states: State) -> int:
         """Requests in one of these states."""

@@ -31,6 +31,8 @@ class Reserve:
     """Copies of each full block of the answer that are to be written back."""
     width: int = 1
     """Sequences that begin with these tokens and run together."""
+    starts_in_s: float = 0.0
+    """Seconds until it is expected to start: the time between tokens is to be kept from then on."""
 
 
 @dataclass(frozen=True, slots=True)

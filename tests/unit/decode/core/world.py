@@ -116,6 +116,7 @@ class World:
         slo: float = 0.0,
         conductor: str = "",
         stores: int = 0,
+        starts_in_s: float = 0.0,
     ) -> int | None:
         """Asks for room for one answer or several; the request's id, None when it was refused."""
         answers = (answer,) if isinstance(answer, int) else answer
@@ -125,7 +126,7 @@ class World:
             self.sequences[number + index] = Sequence(array("i", prompt), length, len(prompt), number, index)
         keys = tuple(self.sequences[number].keys())
         asked = Reserve(
-            number, keys, len(prompt), len(prompt), total_tokens, slo, conductor, stores, width=len(answers)
+            number, keys, len(prompt), len(prompt), total_tokens, slo, conductor, stores, len(answers), starts_in_s
         )
         self.post(asked)
         if number not in self.core.requests:

@@ -86,7 +86,7 @@ def test_blocks_come_from_disk_when_dram_is_small() -> None:
 
 def test_what_is_predicted_to_miss_the_limit_is_refused() -> None:
     trace = [request(0.0, 1000, 2, number * 100) for number in range(4)]
-    ended = run(config(kvstore=0, refuse=True, slo=Slo(ttft_s=2.5)), trace)[0]
+    ended = run(config(kvstore=0, admission="early", slo=Slo(ttft_s=2.5)), trace)[0]
     assert [one.outcome for one in ended] == [DONE, DONE, REFUSED, REFUSED]
 
 

@@ -155,7 +155,7 @@ class Service:
         tokens = array("i", [event.id] * event.tokens)  # so that no two answers have a block in common
         incoming = IncomingRequest(f"r{event.id}", tokens, event.keys, BlockKey(ROOT), f"t{event.id}", sampling)
         with suppress(Overloaded):  # the core's answer is in the journal
-            self._lives[event.id] = self.shell.reserve(incoming, (), event.tbt_slo_s, None)[0]
+            self._lives[event.id] = self.shell.reserve(incoming, (), event.tbt_slo_s, None, event.starts_in_s)[0]
 
 
 def _read(layer: int, block: int) -> Any:
