@@ -13,11 +13,13 @@ from moonpool.cost.predict import (
     prefill_seconds,
     transfer_seconds,
 )
+from moonpool.cost.regression import Regression
 from moonpool.cost.speeds import DEFAULT_BYTES_PER_S, Speeds
 from moonpool.cost.tracker import SpeedTracker
 
 __all__ = [
     "DEFAULT_BYTES_PER_S",
+    "Regression",
     "SpeedTracker",
     "Speeds",
     "attention_pairs",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moonpool.core.digest import digest_of
-from moonpool.cost import Speeds, SpeedTracker, decode_step_seconds
+from moonpool.cost import Speeds, decode_step_seconds
 from services.conductor.core.cost import DecodeChoice, DecodeModel, step_load_s
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
 from services.conductor.core.pool import Pool
@@ -36,12 +36,11 @@ class Answer:
 
 @dataclass(slots=True)
 class Decode:
-    """One instance; `told` are the speeds as it reported them."""
+    """One instance; `speeds` are as it tells them: it learns from its steps."""
 
     facts: InstanceFacts
     slot: int
-    tracker: SpeedTracker
-    told: Speeds
+    speeds: Speeds
     load: LoadFacts
     turn: int = 0
     answers: dict[int, Answer] = field(default_factory=dict)
@@ -101,7 +100,7 @@ class Decode:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(self.facts, self.slot, self.tracker.speeds, self.told, self.load, self.turn, self.answers)
+        return digest_of(self.facts, self.slot, self.speeds, self.load, self.turn, self.answers)
 
     def check_invariants(self) -> None:
         """Asserts that the sums are those of the answers."""
@@ -122,7 +121,7 @@ class Decodes(Pool[Decode]):
         sequences, context = instance.sequences, instance.context_tokens
         self.ranks.put(
             instance.slot,
-            instance.tracker.speeds,
+            instance.speeds,
             lambda speeds: step_load_s(speeds, sequences, context),
             instance.turn,
             instance.facts.id,
@@ -167,8 +166,7 @@ class Decodes(Pool[Decode]):
         choices = []
         for slot, blocks in found:
             one = self.by_slot[slot]
-            speeds = one.tracker.speeds
-            choices.append((one, model.choice(one.facts.id, speeds, one.sequences, one.context_tokens, blocks)))
+            choices.append((one, model.choice(one.facts.id, one.speeds, one.sequences, one.context_tokens, blocks)))
         best_s = min((choice.finish_s for _, choice in choices), default=0.0)
 
         def order(pair: tuple[Decode, DecodeChoice]) -> tuple[int, float, int, str]:

@@ -102,16 +102,16 @@ class Picture:
         match instance:
             case Prefill():
                 instance.report(load, now)
+                if load.speeds is not None:
+                    instance.learnt.told(load.speeds)
             case Decode():
                 instance.report(load)
+                instance.speeds = instance.speeds if load.speeds in (None, instance.speeds) else load.speeds
             case Store():
                 self._stores.report(instance, load)
                 return
             case None:
                 return
-        if load.speeds is not None and load.speeds != instance.told:
-            instance.told = load.speeds
-            instance.tracker.rebase(load.speeds)
         self._changed(instance)
 
     def events(
@@ -148,12 +148,24 @@ class Picture:
         """Drops blocks that an instance was found not to hold, unless they were reported after `version`."""
         self.index.forget(instance_id, keys, version)
 
-    def observe_prefill(self, instance_id: str, computed: int, cached: int, seconds: float) -> None:
-        """Learns that a prompt took so long, of which `cached` tokens were there already."""
-        instance = self._prefills.get(instance_id)
-        if instance is not None:
-            instance.observe(computed, cached, seconds)
-            self._prefills.rank(instance)
+    def first_token(self, plan: Plan, computed: int, seconds: float, now: float) -> None:
+        """Learns that a prompt has its first token, so many seconds after it was placed.
+
+        Args:
+            plan: by which it was placed.
+            computed: tokens of it that were computed.
+            seconds: measured.
+            now: seconds.
+        """
+        instance, demand = self._prefills.get(plan.prefill.id), plan.demand
+        if instance is None or self.shape is None:
+            return
+        size = self.shape.block_tokens
+        foreseen = demand.prompt_tokens - min(plan.prefill.used_blocks * size, demand.prompt_tokens - 1)
+        if abs(computed - foreseen) < size:  # else it was another prompt that was predicted
+            instance.learnt.observe(plan.prefill.sizes, seconds)
+        instance.computed(now)
+        self._prefills.rank(instance)
 
     # --- claims ----------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from services.decode.core.messages import (
     SwapEnd,
     Table,
 )
-from services.decode.core.planner import Planner
+from services.decode.core.planner import Flight, Planner
 from services.decode.core.preemption import Copy, Holds, Parking
 from services.decode.core.request import Request, State
 from services.decode.core.room import Room
@@ -87,7 +87,7 @@ class DecodeCore:
         """Takes an event."""
         match event:
             case StepDone():
-                self._step_done(event, out)
+                self._step_done(now, event, out)
             case Heard(number):
                 self._heard(now, number)
             case Reserve():
@@ -103,7 +103,7 @@ class DecodeCore:
             case _:
                 self._progress(now, event, out)
         if not self._dead:
-            self.planner.plan(out)
+            self.planner.plan(now, out)
 
     # --- promises --------------------------------------------------------------------------------------------------
 
@@ -287,13 +287,13 @@ class DecodeCore:
 
     # --- steps and copies ------------------------------------------------------------------------------------------
 
-    def _step_done(self, event: StepDone, out: list[Action]) -> None:
+    def _step_done(self, now: float, event: StepDone, out: list[Action]) -> None:
         flight = self.planner.flight
         if flight is None or flight.run.step != event.step:
             return  # of an engine that has died
         self.planner.flight = None
         if not event.aborted:
-            self._computed(flight.run, flight.context, event, out)
+            self._computed(now, flight, event, out)
         self._step_over(out)
         for number, _ in event.ended:
             request = self.requests.get(number)
@@ -301,9 +301,10 @@ class DecodeCore:
                 self._lengths.observe(self.planner.batch.tokens_of(request) - request.prompt_tokens)
                 self._leave(request, out)
 
-    def _computed(self, run: Run, context: int, event: StepDone, out: list[Action]) -> None:
-        if not run.chunks:
-            self.tracker.observe_decode(len(run.batch), context, event.seconds)
+    def _computed(self, now: float, flight: Flight, event: StepDone, out: list[Action]) -> None:
+        run = flight.run
+        if not run.chunks:  # tokens wait for the whole way to the engine and back, not just for its computing
+            self.tracker.observe_decode(len(run.batch), flight.context, max(event.seconds, now - flight.began))
         self.planner.batch.advance()
         for chunk in run.chunks:
             request = self.requests[chunk.id]

@@ -20,6 +20,7 @@ class Flight:
     run: Run
     context: int
     """Tokens attended to by the batch."""
+    began: float
 
 
 class Planner:
@@ -93,7 +94,7 @@ class Planner:
 
     # --- the next step ---------------------------------------------------------------------------------------------
 
-    def plan(self, out: list[Action]) -> None:
+    def plan(self, now: float, out: list[Action]) -> None:
         """Starts the next step if none is running and there is something to compute."""
         if self.flight is not None:
             return
@@ -107,7 +108,7 @@ class Planner:
             return
         self.steps += 1
         run = Run(self.steps, self.batch.ids, chunks)
-        self.flight = Flight(run, self.batch.context)
+        self.flight = Flight(run, self.batch.context, now)
         out.append(run)
 
     def _diagnose(self, out: list[Action]) -> None:
