@@ -11,7 +11,7 @@ GATE = 1.5
 """A measurement counts as if it were at most so many standard deviations from its prediction."""
 LEAST_SHARE = 0.05
 """No coefficient falls below this share of its first value."""
-DRIFT = 1e-4
+DRIFT = 5e-4
 """Variance of a coefficient that each measurement adds, as a share of its largest: old measurements fade."""
 CHANGE = 4
 """So many measurements in a row beyond the gate, on one side, are no outliers: what was learnt before is not true."""
@@ -46,7 +46,8 @@ class Regression:
 
     def seconds(self, sizes: Sequence[float]) -> float:
         """The prediction."""
-        return sum(map(mul, self.coefficients, sizes))
+        total: float = sum(map(mul, self.coefficients, sizes))
+        return total
 
     @property
     def state(self) -> tuple[object, ...]:

@@ -87,7 +87,7 @@ class Conductor:
     def _begin(self, attempt: Attempt, plan: Plan) -> None:
         self._attempts[attempt.request] = attempt
         self.placement.claim(attempt, plan, self._world.seconds)
-        self._calls.send(lambda: self._submit(attempt))
+        self._calls.send(lambda: self._submit(attempt), longer_s=self._config.delays.prompt_s)
         if attempt.decode >= 0:
             self._calls.send(lambda: self._ask(attempt))
         if self._config.deadline_s:

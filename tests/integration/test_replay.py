@@ -32,7 +32,7 @@ def test_measured_beside_simulated(tmp_path: Path, capsys: pytest.CaptureFixture
     with LocalStack(plan) as stack:
         status = run_replay(
             trace, stack.address, model=str(model_dir()), requests=0, time_scale=TIME_SCALE, prompt_tokens=0,
-            output_tokens=0, slo=Slo(), profile=PROFILE, instances=INSTANCES, as_json=True,
+            output_tokens=0, slo=Slo(), profile=PROFILE, step_tokens=4096, calibrate_on=0, as_json=True,
         )  # fmt: skip
     assert status == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)

@@ -15,24 +15,25 @@ LEAST_S = 0.005
 class Corrections:
     """Speeds of a prefill instance: those that it tells, corrected by what its prompts took.
 
-    The time from placing a prompt to its first token is `overhead + queue * waiting + load * loading + compute *
-    computing`, a `Regression` that begins with (0, 1, 1, 1): what the instance says is believed first. The overhead
-    are calls, tokens on their way and all else that does not grow with the prompt. Prompts that come later and share
-    steps are in the factor of waiting.
+    What a prompt takes at its instance, from coming to its first token, is `queue * waiting + load * loading + compute
+    * computing`, a `Regression` that begins with (1, 1, 1): what the instance says is believed first. Prompts that come
+    later and share steps are in the factor of waiting. What is left of the time that the conductor measures is
+    overhead: calls, tokenising, tokens on their way, and all else that does not grow with the prompt.
     """
 
-    __slots__ = ("_regression", "_speeds", "_told")
+    __slots__ = ("_overhead", "_parts", "_speeds", "_told")
 
     def __init__(self, told: Speeds) -> None:
         self._told = told
-        self._regression = Regression((0.0, 1.0, 1.0, 1.0), (OVERHEAD_S, SPREAD, SPREAD, SPREAD), least_s=LEAST_S)
+        self._overhead = Regression((0.0,), (OVERHEAD_S,), least_s=LEAST_S)
+        self._parts = Regression((1.0, 1.0, 1.0), (SPREAD, SPREAD, SPREAD), least_s=LEAST_S)
         self._speeds: Speeds | None = None
 
     @property
     def speeds(self) -> Speeds:
         """The corrected speeds; the same object as long as nothing changes."""
         if self._speeds is None:
-            _, _, load, compute = self._regression.coefficients
+            _, load, compute = self._parts.coefficients
             speeds = self._told if compute == 1.0 else self._told.slowed_prefill(compute)
             rate = (speeds.load_bytes_per_s or DEFAULT_BYTES_PER_S) / load
             self._speeds = speeds if load == 1.0 else replace(speeds, load_bytes_per_s=rate)
@@ -41,24 +42,24 @@ class Corrections:
     @property
     def overhead_s(self) -> float:
         """Seconds that each prompt takes beside waiting, loading and computing."""
-        return self._regression.coefficients[0]
+        return self._overhead.coefficients[0]
 
     @property
     def queue(self) -> float:
         """Factor of waiting."""
-        return self._regression.coefficients[1]
+        return self._parts.coefficients[0]
 
     @property
     def compute(self) -> float:
         """Factor of computing."""
-        return self._regression.coefficients[3]
+        return self._parts.coefficients[2]
 
     def told(self, speeds: Speeds) -> None:
         """The instance tells its speeds. What was learnt stays true until it is measured anew."""
         if speeds != self._told:
             self._told, self._speeds = speeds, None
 
-    def sizes(self, waits_s: float, load_s: float, compute_s: float) -> tuple[float, float, float, float]:
+    def sizes(self, waits_s: float, load_s: float, compute_s: float) -> tuple[float, float, float]:
         """What a measurement is compared with: predictions without these corrections.
 
         Args:
@@ -66,15 +67,23 @@ class Corrections:
             load_s: with it, as speeds are corrected.
             compute_s: likewise.
         """
-        _, _, load, compute = self._regression.coefficients
-        return 1.0, waits_s, load_s / load, compute_s / compute
+        _, load, compute = self._parts.coefficients
+        return waits_s, load_s / load, compute_s / compute
 
-    def observe(self, sizes: tuple[float, ...], seconds: float) -> None:
-        """Learns that a prompt placed with these `sizes` had its first token after so many seconds."""
-        self._regression.observe(sizes, seconds)
-        self._speeds = None
+    def observe(self, sizes: tuple[float, ...], there_s: float, overhead_s: float) -> None:
+        """Learns from a prompt that has its first token.
+
+        Args:
+            sizes: with which it was placed; empty = these are not known, or not what was computed.
+            there_s: measured by the instance, from the prompt's coming.
+            overhead_s: what was measured beside that.
+        """
+        self._overhead.observe((1.0,), overhead_s)
+        if sizes:
+            self._parts.observe(sizes, there_s)
+            self._speeds = None
 
     @property
     def state(self) -> tuple[object, ...]:
         """Everything that later predictions depend on."""
-        return self._told, *self._regression.state
+        return self._told, *self._overhead.state, *self._parts.state

@@ -102,9 +102,13 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """How a prompt was prefilled; `misses` are (kvstore, key) that the index believed to be there."""
+    """How a prompt was prefilled; `misses` are (kvstore, key) that the index believed to be there.
+
+    `there_s` are seconds from its coming to its first token, as the instance measured them.
+    """
 
     computed_tokens: int
+    there_s: float
     misses: tuple[tuple[str, bytes], ...] = ()
 
 

@@ -148,13 +148,14 @@ class Picture:
         """Drops blocks that an instance was found not to hold, unless they were reported after `version`."""
         self.index.forget(instance_id, keys, version)
 
-    def first_token(self, plan: Plan, computed: int, seconds: float, now: float) -> None:
-        """Learns that a prompt has its first token, so many seconds after it was placed.
+    def first_token(self, plan: Plan, computed: int, there_s: float, overhead_s: float, now: float) -> None:
+        """Learns that a prompt has its first token.
 
         Args:
             plan: by which it was placed.
             computed: tokens of it that were computed.
-            seconds: measured.
+            there_s: seconds that it took at its prefill instance, as that measured them.
+            overhead_s: seconds that it took beside those since it was placed.
             now: seconds.
         """
         instance, demand = self._prefills.get(plan.prefill.id), plan.demand
@@ -162,8 +163,8 @@ class Picture:
             return
         size = self.shape.block_tokens
         foreseen = demand.prompt_tokens - min(plan.prefill.used_blocks * size, demand.prompt_tokens - 1)
-        if abs(computed - foreseen) < size:  # else it was another prompt that was predicted
-            instance.learnt.observe(plan.prefill.sizes, seconds)
+        as_foreseen = abs(computed - foreseen) < size  # else it was another prompt that was predicted
+        instance.learnt.observe(plan.prefill.sizes if as_foreseen else (), there_s, overhead_s)
         instance.computed(now)
         self._prefills.rank(instance)
 

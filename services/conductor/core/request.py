@@ -145,7 +145,8 @@ class Requests:
             self._legs.start(request, attempt, out)
 
     def _learn(self, now: float, attempt: Attempt, how: Prefilled) -> None:
-        self.picture.first_token(attempt.plan, how.computed_tokens, now - attempt.begun, now)
+        overhead_s = now - attempt.begun - how.there_s
+        self.picture.first_token(attempt.plan, how.computed_tokens, how.there_s, overhead_s, now)
         for store, key in how.misses:
             self.picture.forget(store, [key], attempt.plan.index_version)
 

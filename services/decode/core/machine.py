@@ -22,7 +22,6 @@ from services.decode.core.messages import (
     Promised,
     Refused,
     Reserve,
-    Run,
     Start,
     StepDone,
     Stop,

@@ -130,7 +130,11 @@ class PrefillCore:
         return sum(job.num_tokens - job.computed for job in self.state.jobs.values())
 
     def drain_seconds(self, now: float | None = None) -> float:
-        """Predicted seconds until everything that is queued now is computed; `now` is that of the last event if left out."""
+        """Predicted seconds until everything that is queued now is computed.
+
+        Args:
+            now: seconds; None = as at the last event.
+        """
         return queue_seconds(self.state, self.state.now if now is None else now)
 
     def started(self, job: int) -> bool:
