@@ -13,8 +13,6 @@ LEAST_SHARE = 0.05
 """No coefficient falls below this share of its first value."""
 DRIFT = 5e-4
 """Variance of a coefficient that each measurement adds, as a share of its largest: old measurements fade."""
-CHANGE = 4
-"""So many measurements in a row beyond the gate, on one side, are no outliers: what was learnt before is not true."""
 
 
 class Regression:
@@ -28,17 +26,36 @@ class Regression:
         coefficients: first ones.
         spreads: how uncertain each is by itself, as a standard deviation.
         common: how uncertain the factor is that all of them have in common. Without either a coefficient stays.
+        change: so many measurements in a row beyond the gate, on one side, are no outliers: what was learnt before is
+            not true any more.
         least_s: shorter predictions count as so many seconds when an error is taken relative to them.
     """
 
-    __slots__ = ("_common", "_covariance", "_firsts", "_least_s", "_noise", "_spreads", "_streak", "coefficients")
+    __slots__ = (
+        "_change",
+        "_common",
+        "_covariance",
+        "_firsts",
+        "_least_s",
+        "_noise",
+        "_spreads",
+        "_streak",
+        "coefficients",
+    )
 
     def __init__(
-        self, coefficients: Sequence[float], spreads: Sequence[float], common: float = 0.0, least_s: float = 1e-6
+        self,
+        coefficients: Sequence[float],
+        spreads: Sequence[float],
+        *,
+        common: float = 0.0,
+        change: int = 4,
+        least_s: float = 1e-6,
     ) -> None:
         self.coefficients = self._firsts = tuple(coefficients)
         self._spreads = tuple(spreads)
         self._common = common * common
+        self._change = change
         self._least_s = least_s
         self._noise = FIRST_NOISE
         self._streak = 0
@@ -82,7 +99,7 @@ class Regression:
         """Whether this error is one of too many on one side."""
         side = 0 if abs(error) <= limit else 1 if error > 0 else -1
         self._streak = self._streak + side if side * self._streak >= 0 and side else side
-        if abs(self._streak) < CHANGE:
+        if abs(self._streak) < self._change:
             return False
         self._streak = 0
         return True

@@ -39,12 +39,12 @@ class SpeedTracker:
         chunk_s = prefill_seconds(base, TYPICAL_CHUNK, 0)
         grows = base.prefill_per_token_s, base.prefill_per_pair_s
         self._prefill = Regression(
-            (base.prefill_base_s, *grows, 1.0), (FIXED * chunk_s, *(OWN * one for one in grows), OWN), COMMON
+            (base.prefill_base_s, *grows, 1.0), (FIXED * chunk_s, *(OWN * one for one in grows), OWN), common=COMMON
         )
         batch_s = decode_step_seconds(base, TYPICAL_BATCH, TYPICAL_CONTEXT)
         grows = base.decode_per_sequence_s, base.decode_per_context_token_s
         self._decode = Regression(
-            (base.decode_base_s, *grows), (FIXED * batch_s, *(OWN * one for one in grows)), COMMON
+            (base.decode_base_s, *grows), (FIXED * batch_s, *(OWN * one for one in grows)), common=COMMON
         )
         self._speeds: Speeds | None = base  # None: computed when they are asked for
 

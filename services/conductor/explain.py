@@ -92,4 +92,5 @@ def _explain(choice: PrefillChoice) -> conductor_pb2.CandidateExplanation:
         load_s=choice.load_s,
         prefill_s=choice.prefill_s,
         excluded=choice.excluded,
+        overhead_s=choice.overhead_s,
     )

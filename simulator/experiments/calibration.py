@@ -6,7 +6,7 @@ other requests; how well that works, only those tell.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from simulator.cluster.cluster import Cluster
@@ -18,10 +18,10 @@ from simulator.traces.mooncake import TraceRequest
 
 SHARES = tuple(tenth / 10 for tenth in range(1, 10))
 """Quantiles that are compared."""
-HEAVY = {0.5: 3.0, 0.9: 2.0}
-"""How much some of them count; the others count once."""
-FIRST_STEP, LEAST_STEP = 0.6, 0.03
+FIRST_STEP, LEAST_STEP = 1.2, 0.03
 """Steps of the search, in natural logarithms."""
+FACTORS = {"prefill", "decode", "links"}
+"""Extras that multiply: their steps are a quarter of those of seconds, which can be of any size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,15 @@ class Extras:
         return asdict(self)
 
 
+_NAMES = tuple(field.name for field in fields(Extras))
+
+
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Sorted seconds of requests that were answered: to the first token, and the mean from one to the next."""
+    """Seconds of requests that were answered, in their order: to the first token, and the mean from one to the next.
+
+    The second is 0 for an answer of one token.
+    """
 
     ttft_s: Sequence[float]
     tpot_s: Sequence[float]
@@ -74,8 +80,12 @@ class Times:
         """Those of some requests."""
         done = [request for request in requests if request.outcome == DONE]
         first = [(request.first_at - request.arrived) / PS for request in done]
-        mean = [sum(request.intervals) / len(request.intervals) / PS for request in done if request.intervals]
-        return cls(sorted(first), sorted(mean))
+        return cls(first, [sum(one.intervals) / len(one.intervals) / PS if one.intervals else 0.0 for one in done])
+
+    @property
+    def figures(self) -> dict[str, list[float]]:
+        """Sorted values by name."""
+        return {"TTFT": sorted(self.ttft_s), "TPOT": sorted(filter(None, self.tpot_s))}
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -97,25 +107,31 @@ def serve(config: ClusterConfig, requests: Sequence[TraceRequest]) -> list[Reque
 
 
 def distance(one: Times, other: Times) -> float:
-    """Mean of |ln ratio| over the quantiles of both figures; infinite when one has values and the other none."""
-    total = weights = 0.0
-    for ours, theirs in ((one.ttft_s, other.ttft_s), (one.tpot_s, other.tpot_s)):
-        if bool(ours) != bool(theirs):
-            return math.inf
-        for share in SHARES if ours else ():
-            weight = HEAVY.get(share, 1.0)
-            total += weight * abs(math.log(quantile(ours, share) / quantile(theirs, share)))
-            weights += weight
-    return total / weights if weights else 0.0
+    """Mean of |ln ratio| over all requests and over the quantiles, of both figures; infinite for other requests.
+
+    Requests tell what depends on their lengths, quantiles how much chance adds to each.
+    """
+    if len(one.ttft_s) != len(other.ttft_s):
+        return math.inf
+    each = [*_logs(one.ttft_s, other.ttft_s), *_logs(one.tpot_s, other.tpot_s)]
+    ours, theirs = one.figures, other.figures
+    points = [quantile(ours[name], share) for name in ours for share in SHARES]
+    shape = list(_logs(points, [quantile(theirs[name], share) for name in theirs for share in SHARES]))
+    return sum(sum(logs) / len(logs) for logs in (each, shape) if logs)
+
+
+def _logs(ours: Sequence[float], theirs: Sequence[float]) -> Iterator[float]:
+    return (abs(math.log(a / b)) for a, b in zip(ours, theirs, strict=True) if a > 0 and b > 0)
 
 
 def fit(
-    config: ClusterConfig, requests: Sequence[TraceRequest], measured: Times, *, simulations: int = 150
+    config: ClusterConfig, requests: Sequence[TraceRequest], measured: Times, *, simulations: int = 200
 ) -> tuple[Extras, float]:
-    """The extras with which a simulation comes nearest to what was measured, and how near: mean |ln ratio|.
+    """The extras with which a simulation comes nearest to what was measured, and their `distance`.
 
-    A pattern search: each number in turn is made larger and smaller by a factor, and the factor is reduced when nothing
-    helps. Equal arguments give equal results.
+    A pattern search (Hooke and Jeeves, 1961): each number in turn is made larger or smaller by a factor as often as
+    that helps, then all move on the way that they went together; the factor is reduced when nothing helps. Equal
+    arguments give equal results.
 
     Args:
         config: the cluster without extras.
@@ -123,28 +139,47 @@ def fit(
         measured: what came.
         simulations: at most.
     """
-    best = Extras()
-
-    def off(extras: Extras) -> float:
-        return distance(Times.of(serve(extras.applied(config), requests)), measured)
-
-    least, left, step = off(best), simulations - 1, FIRST_STEP
-    while left > 0 and step > LEAST_STEP:
-        before = least
-        for name in [field.name for field in fields(Extras)]:
-            for other in _moved(best, name, step):
-                if left <= 0:
-                    break
-                left -= 1
-                found = off(other)
-                if found < least:
-                    best, least = other, found
-                    break
-        if least > 0.99 * before:
+    search = _Search(lambda extras: distance(Times.of(serve(extras.applied(config), requests)), measured), simulations)
+    step = FIRST_STEP
+    while search.left > 0 and step > LEAST_STEP:
+        before, least = search.best, search.least
+        for name in _NAMES:
+            for factor in _factors(name, step):
+                while search.better(_moved(search.best, {name: factor})):
+                    pass
+        on = {name: getattr(search.best, name) / getattr(before, name) for name in _NAMES}
+        while search.best != before and search.better(_moved(search.best, on)):
+            pass
+        if search.least > 0.98 * least:
             step /= 2
-    return best, least
+    return search.best, search.least
 
 
-def _moved(extras: Extras, name: str, step: float) -> Iterator[Extras]:
-    for factor in (math.exp(step), math.exp(-step)):
-        yield replace(extras, **{name: getattr(extras, name) * factor})
+class _Search:
+    """The best so far, of so many that may be tried."""
+
+    def __init__(self, off: Callable[[Extras], float], left: int) -> None:
+        self._off = off
+        self.left = left - 1
+        self.best = Extras()
+        self.least = off(self.best)
+
+    def better(self, other: Extras) -> bool:
+        """Tries one; whether it is the best now."""
+        if self.left <= 0:
+            return False
+        self.left -= 1
+        found = self._off(other)
+        if found >= self.least:
+            return False
+        self.best, self.least = other, found
+        return True
+
+
+def _factors(name: str, step: float) -> tuple[float, float]:
+    step = step / 4 if name in FACTORS else step
+    return math.exp(step), math.exp(-step)
+
+
+def _moved(extras: Extras, factors: Mapping[str, float]) -> Extras:
+    return replace(extras, **{name: getattr(extras, name) * factor for name, factor in factors.items()})

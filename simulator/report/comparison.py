@@ -60,5 +60,5 @@ def charts(measured: Times, simulated: Times) -> list[Chart]:
 
 
 def _figures(measured: Times, simulated: Times) -> list[tuple[str, Sequence[float], Sequence[float]]]:
-    pairs = [("TTFT", measured.ttft_s, simulated.ttft_s), ("TPOT", measured.tpot_s, simulated.tpot_s)]
-    return [pair for pair in pairs if pair[1] and pair[2]]
+    others = simulated.figures
+    return [(name, values, others[name]) for name, values in measured.figures.items() if values and others[name]]

@@ -6,8 +6,11 @@ from moonpool.cost import DEFAULT_BYTES_PER_S, Regression, Speeds
 
 OVERHEAD_S = 0.02
 """How uncertain the fixed part is before anything was measured."""
-SPREAD = 0.3
+SPREAD = 0.2
 """The same of the factors of waiting, loading and computing."""
+CHANGE = 16
+"""An instance learns from each of its steps and tells what it has learnt. The factors are about what it cannot see, and
+are in no hurry: otherwise both would learn one slow moment, and it would count twice."""
 LEAST_S = 0.005
 """Errors of predictions shorter than this count as those of one so long."""
 
@@ -26,7 +29,7 @@ class Corrections:
     def __init__(self, told: Speeds) -> None:
         self._told = told
         self._overhead = Regression((0.0,), (OVERHEAD_S,), least_s=LEAST_S)
-        self._parts = Regression((1.0, 1.0, 1.0), (SPREAD, SPREAD, SPREAD), least_s=LEAST_S)
+        self._parts = Regression((1.0, 1.0, 1.0), (SPREAD, SPREAD, SPREAD), change=CHANGE, least_s=LEAST_S)
         self._speeds: Speeds | None = None
 
     @property

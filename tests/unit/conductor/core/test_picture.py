@@ -286,7 +286,7 @@ class TestSpeeds:
             world.picture.first_token(world.plan(64), 64, 128.0, 0.0, 0.0)
             told = replace(SECOND_PER_TOKEN, prefill_per_token_s=1.0 + number % 2 * 1e-3)
             world.report("prefill-0", drain_s=0.0, speeds=told)
-        assert world.plan(64).prefill.prefill_s == pytest.approx(128.0, rel=0.03)
+        assert world.plan(64).prefill.prefill_s == pytest.approx(128.0, rel=0.1)
 
     def test_a_new_process_starts_from_what_it_tells(self) -> None:
         world = prefills("prefill-0")
