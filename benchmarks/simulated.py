@@ -1,7 +1,7 @@
 """How far the simulator is from a real stack, calibrated on one slice of a trace and compared on the next one.
 
-A stack of emulated instances (8 + 8) and one of the bundled model (1 + 1) get two slices of a trace each. The simulator's
-extras (`simulator.experiments.calibration`) are fitted to the first slice, the second is compared: TTFT and TPOT at p50
+A stack of emulated instances (8 + 8) and one of the bundled model (1 + 1) get two slices of a trace each. The
+simulator's extras (`simulator.experiments.calibration`) are fitted to the first slice, the second is compared: TTFT and TPOT at p50
 within 15 %, at p90 within 25 %. The bundled model's profile is measured first, as `moonpool calibrate` does. `--picture
 FILE.svg` has the quantiles of the last run of each stack.
 """

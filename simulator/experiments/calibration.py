@@ -62,6 +62,13 @@ class Extras:
         return asdict(self)
 
 
+STARTS = tuple(
+    Extras(prefill=prefill, decode=decode, prompt_s=prompt_s)
+    for prefill in (0.7, 1.0, 1.5, 2.5)
+    for decode in (1.0, 1.5, 2.5)
+    for prompt_s in (0.005, 0.05)
+)
+"""Where the search may begin: at the best of these."""
 _NAMES = tuple(field.name for field in fields(Extras))
 
 
@@ -140,6 +147,8 @@ def fit(
         simulations: at most.
     """
     search = _Search(lambda extras: distance(Times.of(serve(extras.applied(config), requests)), measured), simulations)
+    for start in STARTS:
+        search.better(start)
     step = FIRST_STEP
     while search.left > 0 and step > LEAST_STEP:
         before, least = search.best, search.least
@@ -150,7 +159,7 @@ def fit(
         on = {name: getattr(search.best, name) / getattr(before, name) for name in _NAMES}
         while search.best != before and search.better(_moved(search.best, on)):
             pass
-        if search.least > 0.98 * least:
+        if search.least > 0.95 * least:
             step /= 2
     return search.best, search.least
 

@@ -1,0 +1,93 @@
+"""What measured times to first token teach of an instance."""
+
+import pytest
+
+from moonpool.cost import Speeds
+from services.conductor.core.corrections import Corrections
+from tests.unit.conductor.core.worlds import World, facts
+
+TOLD = Speeds(prefill_per_token_s=1e-3, load_bytes_per_s=1e9)
+TOKENS = 64
+DECODE = facts("decode-0")
+
+
+def world() -> World:
+    return World(DECODE, facts("prefill-0", speeds=TOLD))
+
+
+def test_what_an_instance_tells_is_believed_first() -> None:
+    learnt = Corrections(TOLD)
+    assert learnt.speeds is TOLD
+    assert (learnt.overhead_s, learnt.queue, learnt.compute) == (0.0, 1.0, 1.0)
+    other = Speeds(prefill_per_token_s=2e-3)
+    learnt.told(other)
+    assert learnt.speeds is other
+
+
+def test_overhead_is_learnt_apart_from_what_grows() -> None:
+    """Prompts of all lengths take as long as they say there, and nine milliseconds beside it."""
+    learnt = Corrections(TOLD)
+    for number in range(30):
+        compute_s = 0.01 * (1 + number % 7)
+        learnt.observe(learnt.sizes(0.0, 0.0, compute_s), compute_s, 0.009)
+    assert learnt.overhead_s == pytest.approx(0.009, rel=0.05)
+    assert learnt.compute == pytest.approx(1.0, rel=0.01)
+    assert learnt.queue == 1.0, "nothing waited"
+
+
+def test_each_part_has_a_factor_of_its_own() -> None:
+    learnt = Corrections(TOLD)
+    for number in range(400):
+        sizes = 0.01 * (number % 5), 0.02 * (number % 3), 0.01 * (1 + number % 7)
+        learnt.observe(sizes, 1.3 * sizes[0] + 1.2 * sizes[1] + 0.9 * sizes[2], 0.001)
+    assert (learnt.queue, learnt.compute) == (pytest.approx(1.3, rel=0.05), pytest.approx(0.9, rel=0.05))
+    assert learnt.speeds.prefill_per_token_s == pytest.approx(0.9e-3, rel=0.05)
+    assert learnt.speeds.load_bytes_per_s == pytest.approx(1e9 / 1.2, rel=0.05)
+
+
+def test_sizes_are_predictions_without_corrections() -> None:
+    learnt = Corrections(TOLD)
+    for _ in range(50):
+        learnt.observe((0.0, 0.0, 0.1), 0.15, 0.001)
+    compute = learnt.compute
+    assert compute > 1.3
+    assert learnt.sizes(0.2, 0.4, 0.3 * compute) == pytest.approx((0.2, 0.4, 0.3))
+
+
+class TestPicture:
+    def test_a_plan_has_the_overhead_in_its_sum(self) -> None:
+        it = world()
+        for _ in range(30):
+            plan = it.plan(TOKENS)
+            it.picture.first_token(plan, TOKENS, plan.prefill.prefill_s, 0.02, 0.0)
+        choice = it.plan(TOKENS).prefill
+        assert choice.overhead_s == pytest.approx(0.02, rel=0.05)
+        assert choice.ttft_s == pytest.approx(choice.overhead_s + 0.064, rel=0.01)
+
+    def test_a_prompt_that_was_not_what_was_foreseen_teaches_overhead_alone(self) -> None:
+        it = world()
+        it.picture.first_token(it.plan(TOKENS), TOKENS // 2, 5.0, 0.02, 0.0)
+        choice = it.plan(TOKENS).prefill
+        assert choice.prefill_s == pytest.approx(0.064)
+        assert choice.overhead_s > 0.01
+
+    def test_what_is_left_begins_when_a_prompt_has_its_token(self) -> None:
+        """A report said one second, three prompts are ours; the first takes longer than foreseen."""
+        it = world()
+        plan, claims = it.plan(TOKENS), list[int]()
+        for number in range(1, 4):
+            claims.append(it.picture.claim_prefill("prefill-0", 0.2, 0.0))
+            it.picture.known(claims[-1], number)
+        it.report("prefill-0", now=0.0, drain_s=0.8, taken=3)  # 0.2 s of it are another conductor's
+        assert it.plan(TOKENS, now=0.0).prefill.queue_s == pytest.approx(0.8)
+        it.picture.release(claims[0], 0.5)
+        it.picture.first_token(plan, TOKENS, plan.prefill.alone_s, 0.0, 0.5)
+        assert it.plan(TOKENS, now=0.5).prefill.queue_s == pytest.approx(0.4), "two are left, and no others"
+
+    def test_another_process_is_learnt_anew_and_unknown_ones_are_fine(self) -> None:
+        it = world()
+        plan = it.plan(TOKENS)
+        it.picture.leave("prefill-0")
+        it.picture.first_token(plan, TOKENS, 1.0, 1.0, 0.0)
+        it.join(facts("prefill-0", incarnation=2, speeds=TOLD))
+        assert it.plan(TOKENS).prefill.overhead_s == 0.0
