@@ -1,9 +1,9 @@
 """How far the simulator is from a real stack, calibrated on one slice of a trace and compared on the next one.
 
 A stack of emulated instances (8 + 8) and one of the bundled model (1 + 1) get two slices of a trace each. The
-simulator's extras (`simulator.experiments.calibration`) are fitted to the first slice, the second is compared: TTFT and TPOT at p50
-within 15 %, at p90 within 25 %. The bundled model's profile is measured first, as `moonpool calibrate` does. `--picture
-FILE.svg` has the quantiles of the last run of each stack.
+simulator's extras (`simulator.experiments.calibration`) are fitted to the first slice, the second is compared: TTFT and
+TPOT at p50 within 15 %, at p90 within 25 %. The bundled model's profile is measured first, by `moonpool calibrate`.
+`--picture FILE.svg` has the quantiles of the last run of each stack.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.frame import Progress, Row, bounded, run
+from benchmarks.frame import Progress, Row, Skipped, bounded, run
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import load_config
 from moonpool.cli.calibrate import run_calibrate
@@ -22,8 +22,8 @@ from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.engine.emulated.profile import load_profile
 from simulator.cluster.config import ClusterConfig, Slo
 from simulator.experiments.calibration import Times
+from simulator.experiments.comparison import charts
 from simulator.report.charts import Chart
-from simulator.report.comparison import charts
 from simulator.traces.mooncake import BLOCK_TOKENS, Trace, TraceRequest, trace_path
 
 GENERATED = Path(__file__).parent / "traces" / "generated.jsonl"
@@ -67,11 +67,16 @@ KINDS = {
 
 
 def slices(trace: Sequence[TraceRequest], kind: Kind, number: int) -> list[TraceRequest]:
-    """The `number`-th two slices of the trace, shrunk; times begin at 0 and are as quick as wanted."""
+    """The `number`-th two slices of the trace, shrunk, from its start again after its end; times begin at 0.
+
+    Raises:
+        Skipped: the trace is too short.
+    """
     count = 2 * kind.requests
-    found = [shrunk(one, kind) for one in trace[number * count : (number + 1) * count]]
-    if len(found) < count:
-        raise ValueError(f"the trace has {len(trace)} requests, run {number + 1} needs {(number + 1) * count}")
+    if len(trace) < count:
+        raise Skipped(f"the trace has {len(trace)} requests, two slices are {count}")
+    first = number % (len(trace) // count) * count
+    found = [shrunk(one, kind) for one in trace[first : first + count]]
     begin, span = found[0].timestamp, found[-1].timestamp - found[0].timestamp
     faster = span / 1000 * kind.rate / (count - 1)
     return [replace(one, timestamp=(one.timestamp - begin) / faster) for one in found]

@@ -15,9 +15,9 @@ from simulator.cluster.conductor import DONE
 from simulator.cluster.config import ClusterConfig, Slo
 from simulator.cluster.requests import Request
 from simulator.experiments.calibration import Extras, Times, fit, serve
+from simulator.experiments.comparison import Line, compare
 from simulator.kernel.clock import PS
 from simulator.report.collector import Collector, Summary
-from simulator.report.comparison import Line, compare
 from simulator.traces.mooncake import Trace, TraceRequest
 
 FIGURES = ("ttft_s", "tbt_s", "tpot_s", "e2e_s", "ttft_error")

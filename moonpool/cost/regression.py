@@ -11,8 +11,6 @@ GATE = 1.5
 """A measurement counts as if it were at most so many standard deviations from its prediction."""
 LEAST_SHARE = 0.05
 """No coefficient falls below this share of its first value."""
-DRIFT = 5e-4
-"""Variance of a coefficient that each measurement adds, as a share of its largest: old measurements fade."""
 
 
 class Regression:
@@ -28,6 +26,7 @@ class Regression:
         common: how uncertain the factor is that all of them have in common. Without either a coefficient stays.
         change: so many measurements in a row beyond the gate, on one side, are no outliers: what was learnt before is
             not true any more.
+        drift: variance of a coefficient that each measurement adds, as a share of its first: old measurements fade.
         least_s: shorter predictions count as so many seconds when an error is taken relative to them.
     """
 
@@ -35,6 +34,7 @@ class Regression:
         "_change",
         "_common",
         "_covariance",
+        "_drift_share",
         "_firsts",
         "_least_s",
         "_noise",
@@ -50,12 +50,13 @@ class Regression:
         *,
         common: float = 0.0,
         change: int = 4,
+        drift: float = 5e-4,
         least_s: float = 1e-6,
     ) -> None:
         self.coefficients = self._firsts = tuple(coefficients)
         self._spreads = tuple(spreads)
         self._common = common * common
-        self._change = change
+        self._change, self._drift_share = change, drift
         self._least_s = least_s
         self._noise = FIRST_NOISE
         self._streak = 0
@@ -114,12 +115,12 @@ class Regression:
 
     def _drift(self) -> None:
         """Old measurements fade. What no measurement tells of does not become more uncertain than it was at first."""
-        shared = DRIFT * self._common
+        shared = self._drift_share * self._common
         for at, (row, one, most) in enumerate(zip(self._covariance, self.coefficients, self._most(), strict=True)):
             if shared:
                 row[:] = [value + shared * one * other for value, other in zip(row, self.coefficients, strict=True)]
             if row[at] < most:
-                row[at] += DRIFT * most
+                row[at] += self._drift_share * most
 
     def _most(self) -> list[float]:
         """The largest variance of each coefficient by itself: as at the start, more where it has grown."""

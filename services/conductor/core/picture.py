@@ -149,14 +149,10 @@ class Picture:
         self.index.forget(instance_id, keys, version)
 
     def first_token(self, plan: Plan, computed: int, there_s: float, overhead_s: float, now: float) -> None:
-        """Learns that a prompt has its first token.
+        """Learns that a prompt, placed by a plan, has its first token.
 
-        Args:
-            plan: by which it was placed.
-            computed: tokens of it that were computed.
-            there_s: seconds that it took at its prefill instance, as that measured them.
-            overhead_s: seconds that it took beside those since it was placed.
-            now: seconds.
+        `computed` of its tokens were computed. It took `there_s` seconds at its prefill instance, as that measured
+        them, and since it was placed `overhead_s` beside those.
         """
         instance, demand = self._prefills.get(plan.prefill.id), plan.demand
         if instance is None or self.shape is None:
