@@ -72,11 +72,14 @@ class Regression:
         """Everything that later predictions depend on."""
         return self.coefficients, self._noise, self._streak, self._covariance
 
-    def observe(self, sizes: Sequence[float], seconds: float) -> None:
-        """Learns that something of these sizes took so long; times that are not positive are left out."""
+    def observe(self, sizes: Sequence[float], seconds: float, known_s: float = 0.0) -> None:
+        """Learns that something of these sizes took so long; times that are not positive are left out.
+
+        `known_s` of the seconds are foreseen by something else.
+        """
         if seconds <= 0.0:
             return
-        predicted = self.seconds(sizes)
+        predicted = known_s + self.seconds(sizes)
         scale = max(predicted, self._least_s)
         shares = [size / scale for size in sizes]
         error = (seconds - predicted) / scale

@@ -37,8 +37,8 @@ def test_overhead_is_learnt_apart_from_what_grows() -> None:
 
 def test_each_part_has_a_factor_of_its_own() -> None:
     learnt = Corrections(TOLD)
-    for number in range(400):
-        sizes = 0.01 * (number % 5), 0.02 * (number % 3), 0.01 * (1 + number % 7)
+    for number in range(600):
+        sizes = 0.05 * (number % 2), 0.02 * (number % 3), 0.01 * (1 + number % 7)
         learnt.observe(sizes, 1.3 * sizes[0] + 1.2 * sizes[1] + 0.9 * sizes[2], 0.001)
     assert [learnt.queue, learnt.compute] == pytest.approx([1.3, 0.9], rel=0.05)
     assert learnt.speeds.prefill_per_token_s == pytest.approx(0.9e-3, rel=0.05)
