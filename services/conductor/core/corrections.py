@@ -17,6 +17,10 @@ LEAST_S = 0.005
 """Errors of predictions shorter than this count as those of one so long."""
 
 
+Factors = tuple[float, float, float]
+"""Of waiting, loading and computing."""
+
+
 class Corrections:
     """Speeds of a prefill instance: those that it tells, corrected by what its prompts took.
 
@@ -25,9 +29,13 @@ class Corrections:
     the last two. Those that waited teach the first, which has in it what later prompts take that share their steps.
     What is left of the time that the conductor measures is overhead: calls, tokenising, tokens on their way, and all
     else that does not grow with the prompt.
+
+    Attributes:
+        overhead_s: seconds that each prompt takes beside waiting, loading and computing.
+        factors: of waiting, loading and computing.
     """
 
-    __slots__ = ("_overhead", "_parts", "_speeds", "_told", "_waiting")
+    __slots__ = ("_overhead", "_parts", "_speeds", "_told", "_waiting", "factors", "overhead_s")
 
     def __init__(self, told: Speeds) -> None:
         self._told = told
@@ -35,65 +43,45 @@ class Corrections:
         self._waiting = Regression((1.0,), (SPREAD,), change=CHANGE, least_s=LEAST_S)
         self._parts = Regression((1.0, 1.0), (SPREAD, SPREAD), change=CHANGE, least_s=LEAST_S)
         self._speeds: Speeds | None = None
+        self.overhead_s = 0.0
+        self.factors: Factors = (1.0, 1.0, 1.0)
 
     @property
     def speeds(self) -> Speeds:
         """The corrected speeds; the same object as long as nothing changes."""
         if self._speeds is None:
-            load, compute = self._parts.coefficients
+            _, load, compute = self.factors
             speeds = self._told if compute == 1.0 else self._told.slowed_prefill(compute)
             rate = (speeds.load_bytes_per_s or DEFAULT_BYTES_PER_S) / load
             self._speeds = speeds if load == 1.0 else replace(speeds, load_bytes_per_s=rate)
         return self._speeds
-
-    @property
-    def overhead_s(self) -> float:
-        """Seconds that each prompt takes beside waiting, loading and computing."""
-        return self._overhead.coefficients[0]
-
-    @property
-    def queue(self) -> float:
-        """Factor of waiting."""
-        return self._waiting.coefficients[0]
-
-    @property
-    def compute(self) -> float:
-        """Factor of computing."""
-        return self._parts.coefficients[1]
 
     def told(self, speeds: Speeds) -> None:
         """The instance tells its speeds. What was learnt stays true until it is measured anew."""
         if speeds != self._told:
             self._told, self._speeds = speeds, None
 
-    def sizes(self, waits_s: float, load_s: float, compute_s: float) -> tuple[float, float, float]:
-        """What a measurement is compared with: predictions without these corrections.
+    def observe(self, foreseen: tuple[float, float, float], by: Factors, there_s: float) -> None:
+        """Learns from a prompt what it took at its instance, in seconds from its coming to its first token.
 
         Args:
-            waits_s: without correction.
-            load_s: with it, as speeds are corrected.
-            compute_s: likewise.
+            foreseen: seconds of waiting, loading and computing, as it was placed.
+            by: the factors in them.
+            there_s: measured by the instance.
         """
-        load, compute = self._parts.coefficients
-        return waits_s, load_s / load, compute_s / compute
-
-    def observe(self, sizes: tuple[float, ...], there_s: float, overhead_s: float) -> None:
-        """Learns from a prompt that has its first token.
-
-        Args:
-            sizes: with which it was placed; empty = these are not known, or not what was computed.
-            there_s: measured by the instance, from the prompt's coming.
-            overhead_s: what was measured beside that.
-        """
-        self._overhead.observe((1.0,), overhead_s)
-        if not sizes:
-            return
-        waits_s, *rest = sizes
+        waits_s, load_s, compute_s = (seconds / factor for seconds, factor in zip(foreseen, by, strict=True))
         if waits_s > 0.0:
-            self._waiting.observe((waits_s,), there_s, known_s=self._parts.seconds(rest))
+            self._waiting.observe((waits_s,), there_s, known_s=self._parts.seconds((load_s, compute_s)))
         else:
-            self._parts.observe(rest, there_s)
+            self._parts.observe((load_s, compute_s), there_s)
             self._speeds = None
+        (queue,), (load, compute) = self._waiting.coefficients, self._parts.coefficients
+        self.factors = queue, load, compute
+
+    def observe_overhead(self, seconds: float) -> None:
+        """Learns what a prompt took from being placed to its first token, less what it took at its instance."""
+        self._overhead.observe((1.0,), seconds)
+        (self.overhead_s,) = self._overhead.coefficients
 
     @property
     def state(self) -> tuple[object, ...]:

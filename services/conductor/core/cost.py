@@ -25,8 +25,8 @@ class PrefillChoice:
     """The prediction for one prefill instance, seconds; `excluded` says why it cannot be used.
 
     `load_s` is what computing does not hide of loading. `busy_s` is how much later the next prompt begins for this
-    one: less than its own time where stages overlap. `overhead_s` is what calls take. `sizes` is what measurements are
-    learnt by, see `Corrections`.
+    one: less than its own time where stages overlap. `overhead_s` is what calls take; `factors` are those by which
+    queue, load and prefill are corrected.
     """
 
     id: str
@@ -39,7 +39,7 @@ class PrefillChoice:
     kvstore: str = ""
     excluded: str = ""
     overhead_s: float = 0.0
-    sizes: tuple[float, ...] = ()
+    factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     @property
     def alone_s(self) -> float:

@@ -159,8 +159,10 @@ class Picture:
             return
         size = self.shape.block_tokens
         foreseen = demand.prompt_tokens - min(plan.prefill.used_blocks * size, demand.prompt_tokens - 1)
-        as_foreseen = abs(computed - foreseen) < size  # else it was another prompt that was predicted
-        instance.learnt.observe(plan.prefill.sizes if as_foreseen else (), there_s, overhead_s)
+        choice, learnt = plan.prefill, instance.learnt
+        learnt.observe_overhead(overhead_s)
+        if abs(computed - foreseen) < size:  # else it was another prompt that was predicted
+            learnt.observe((choice.queue_s, choice.load_s, choice.prefill_s), choice.factors, there_s)
         instance.computed(now)
         self._prefills.rank(instance)
 

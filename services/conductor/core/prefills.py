@@ -76,7 +76,7 @@ class Prefill:
             return
         for prompt in self.prompts.values():
             prompt.covered = prompt.covered or (prompt.number is not None and prompt.number <= load.taken)
-        drain_s = load.drain_s * self.learnt.compute
+        drain_s = load.drain_s * self.learnt.factors[2]
         ahead_s = drain_s + self._uncovered_s()
         self.others_at = now + max(0.0, drain_s - sum([it.busy_s for it in self.prompts.values() if it.covered]))
         # An idle one keeps the time since when it is: the one that was idle longest is chosen first.
@@ -155,14 +155,14 @@ class Prefills(Pool[Prefill]):
             facts.id,
             blocks,
             cost.used_blocks,
-            waits_s * learnt.queue,
+            waits_s * learnt.factors[0],
             cost.load_s,
             cost.prefill_s,
             cost.busy_s,
             cost.kvstore,
             excluded,
             learnt.overhead_s,
-            learnt.sizes(waits_s, cost.load_s, cost.prefill_s),
+            learnt.factors,
         )
 
     def _excluded(

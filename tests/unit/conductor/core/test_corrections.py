@@ -18,40 +18,43 @@ def world() -> World:
 def test_what_an_instance_tells_is_believed_first() -> None:
     learnt = Corrections(TOLD)
     assert learnt.speeds is TOLD
-    assert (learnt.overhead_s, learnt.queue, learnt.compute) == (0.0, 1.0, 1.0)
+    assert (learnt.overhead_s, learnt.factors) == (0.0, (1.0, 1.0, 1.0))
     other = Speeds(prefill_per_token_s=2e-3)
     learnt.told(other)
     assert learnt.speeds is other
 
 
-def test_overhead_is_learnt_apart_from_what_grows() -> None:
-    """Prompts of all lengths take as long as they say there, and nine milliseconds beside it."""
+def test_overhead_is_learnt_apart() -> None:
     learnt = Corrections(TOLD)
-    for number in range(30):
-        compute_s = 0.01 * (1 + number % 7)
-        learnt.observe(learnt.sizes(0.0, 0.0, compute_s), compute_s, 0.009)
+    for _ in range(30):
+        learnt.observe_overhead(0.009)
     assert learnt.overhead_s == pytest.approx(0.009, rel=0.05)
-    assert learnt.compute == pytest.approx(1.0, rel=0.01)
-    assert learnt.queue == 1.0, "nothing waited"
+    assert learnt.factors == (1.0, 1.0, 1.0)
 
 
 def test_each_part_has_a_factor_of_its_own() -> None:
     learnt = Corrections(TOLD)
     for number in range(600):
         sizes = 0.05 * (number % 2), 0.02 * (number % 3), 0.01 * (1 + number % 7)
-        learnt.observe(sizes, 1.3 * sizes[0] + 1.2 * sizes[1] + 0.9 * sizes[2], 0.001)
-    assert [learnt.queue, learnt.compute] == pytest.approx([1.3, 0.9], rel=0.05)
+        learnt.observe(sizes, (1.0, 1.0, 1.0), 1.3 * sizes[0] + 1.2 * sizes[1] + 0.9 * sizes[2])
+    assert learnt.factors == pytest.approx((1.3, 1.2, 0.9), rel=0.05)
     assert learnt.speeds.prefill_per_token_s == pytest.approx(0.9e-3, rel=0.05)
     assert learnt.speeds.load_bytes_per_s == pytest.approx(1e9 / 1.2, rel=0.05)
 
 
-def test_sizes_are_predictions_without_corrections() -> None:
+def test_those_that_waited_teach_the_factor_of_waiting_alone() -> None:
     learnt = Corrections(TOLD)
-    for _ in range(50):
-        learnt.observe((0.0, 0.0, 0.1), 0.15, 0.001)
-    compute = learnt.compute
-    assert compute > 1.3
-    assert learnt.sizes(0.2, 0.4, 0.3 * compute) == pytest.approx((0.2, 0.4, 0.3))
+    for _ in range(30):
+        learnt.observe((0.1, 0.0, 0.1), (1.0, 1.0, 1.0), 0.24)
+    assert learnt.factors == (pytest.approx(1.4, rel=0.05), 1.0, 1.0)
+
+
+def test_what_was_foreseen_is_compared_without_the_factors_of_then() -> None:
+    one, other = Corrections(TOLD), Corrections(TOLD)
+    one.observe((0.0, 0.0, 0.1), (1.0, 1.0, 1.0), 0.15)
+    other.observe((0.0, 0.0, 0.2), (3.0, 0.5, 2.0), 0.15)
+    assert one.factors == pytest.approx(other.factors)
+    assert one.factors[2] > 1.1
 
 
 class TestPicture:
