@@ -11,6 +11,7 @@ from moonpool.engine.handle import Engine
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.sched.steps import Step, StepResult
+from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.transfer import InboundTransfer, TransferState
 from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
@@ -28,6 +29,7 @@ from services.decode.core.messages import (
     Gone,
     Grew,
     Heard,
+    Load,
     Open,
     Promised,
     Refused,
@@ -61,7 +63,8 @@ class DecodeShell:
         core: decides.
         engine: runs the steps.
         max_tokens: longest sequence the model takes.
-        write_back: takes the answers' full blocks; hand its releases to `copies.written_back`.
+        write_back: takes the answers' full blocks.
+        open_reader: makes the client of a kvstore at an address, from which preempted sequences come back.
         spans: where spans are recorded.
         notify: called when load or keys have changed.
         journal: records what the core was told.
@@ -73,6 +76,7 @@ class DecodeShell:
         engine: Engine,
         max_tokens: int,
         write_back: WriteBack,
+        open_reader: Callable[[str], StoreReader],
         spans: Recorder,
         notify: Callable[[], None],
         journal: JournalWriter | None,
@@ -91,7 +95,7 @@ class DecodeShell:
         self._stream_numbers = itertools.count(1)
         self._order: Run | None = None
         self._wake = asyncio.Event()
-        self.copies = Copies(engine.pool, write_back, self._post)
+        self.copies = Copies(engine.pool, write_back, open_reader, self._post)
         self.empty = asyncio.Event()
         self.empty.set()
         self.dead = ""
@@ -358,6 +362,8 @@ class DecodeShell:
                 self._ending(self._live[number], why)
             case Gone(number):
                 self._gone(self._live.pop(number))
+            case Load(_, number):
+                self.copies.loads.start(action, self._live[number])
             case SwapOut() | SwapIn() | SwapDrop():
                 self.copies.swap(action)
 
