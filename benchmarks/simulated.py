@@ -21,7 +21,7 @@ from moonpool.cli.replay import Foreseen, Replay, cut, drive, served, side_by_si
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.engine.emulated.profile import load_profile
 from simulator.cluster.config import ClusterConfig, Slo
-from simulator.experiments.calibration import Times
+from simulator.experiments.calibration import SIMULATIONS, Times
 from simulator.experiments.comparison import charts
 from simulator.report.charts import Chart
 from simulator.traces.mooncake import BLOCK_TOKENS, Trace, TraceRequest, trace_path
@@ -89,7 +89,7 @@ def shrunk(request: TraceRequest, kind: Kind) -> TraceRequest:
                kind.block_tokens)  # fmt: skip
 
 
-def foreseen(kind: Kind, wanted: Sequence[TraceRequest], profile: str, folder: Path) -> Foreseen:
+def foreseen(kind: Kind, wanted: Sequence[TraceRequest], profile: str, folder: Path, simulations: int) -> Foreseen:
     """Starts a stack, sends both slices, and simulates the second."""
     plan = StackPlan(
         str(model_dir()), folder, engine=kind.engine, time_scale=0.0 if kind.engine == "real" else 1.0,
@@ -101,7 +101,7 @@ def foreseen(kind: Kind, wanted: Sequence[TraceRequest], profile: str, folder: P
     with LocalStack(plan) as stack:
         config = asyncio.run(served(stack.address, config))
         measured = asyncio.run(drive(stack.address, Replay(wanted, kind.block_tokens, 1.0, vocab_size, Slo())))
-    return side_by_side(config, wanted, measured, kind.requests)
+    return side_by_side(config, wanted, measured, kind.requests, simulations)
 
 
 def measured_kind(
@@ -115,7 +115,7 @@ def measured_kind(
             profile = options.profile or str(_calibrated(Path(folder)))
         for number in range(options.runs):
             wanted = slices(trace, kind, number)
-            found.append(foreseen(kind, wanted, profile, Path(folder) / str(number)))
+            found.append(foreseen(kind, wanted, profile, Path(folder) / str(number), options.simulations))
             lines = ", ".join(f"{line.figure} {line.ratio:.2f}" for line in found[-1].lines)
             extras = ", ".join(f"{name} {value:.3g}" for name, value in found[-1].extras.to_json().items())
             progress(f"{kind.name}, run {number + 1}: simulated / measured {lines}; fit {found[-1].near:.3f}, {extras}")
@@ -166,6 +166,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--only", default=",".join(KINDS), help=f"some of {','.join(KINDS)} (default: all)")
     add("--trace", type=Path, help="Mooncake's form (default: $MOONPOOL_TRACE, or the generated one)")
     add("--requests", type=int, default=0, help="of each slice; 0 = as many as the stack's kind has")
+    add("--simulations", type=int, default=SIMULATIONS, help=f"that a fit may take (default {SIMULATIONS})")
     add("--profile", default="", help="of the bundled model; default: it is measured")
     add("--picture", type=Path, help="SVG file (default: beside --out)")
 

@@ -14,7 +14,7 @@ from moonpool.errors import ConfigError, MoonpoolError
 from simulator.cluster.conductor import DONE
 from simulator.cluster.config import ClusterConfig, Slo
 from simulator.cluster.requests import Request
-from simulator.experiments.calibration import Extras, Times, fit, serve
+from simulator.experiments.calibration import SIMULATIONS, Extras, Times, fit, serve
 from simulator.experiments.comparison import Line, compare
 from simulator.kernel.clock import PS
 from simulator.report.collector import Collector, Summary
@@ -131,10 +131,14 @@ async def served(address: str, config: ClusterConfig) -> ClusterConfig:
 
 
 def side_by_side(
-    config: ClusterConfig, requests: Sequence[TraceRequest], measured: Sequence[Request], first: int
+    config: ClusterConfig,
+    requests: Sequence[TraceRequest],
+    measured: Sequence[Request],
+    first: int,
+    simulations: int = SIMULATIONS,
 ) -> Foreseen:
     """Fits the cluster to the first of some measured requests, and simulates all: the others tell how good it is."""
-    extras, near = fit(config, requests[:first], Times.of(measured[:first]))
+    extras, near = fit(config, requests[:first], Times.of(measured[:first]), simulations=simulations)
     simulated = serve(extras.applied(config), requests)
     return Foreseen(extras, near, measured[first:], simulated[first:])
 

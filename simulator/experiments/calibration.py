@@ -18,6 +18,8 @@ from simulator.traces.mooncake import TraceRequest
 
 SHARES = tuple(tenth / 10 for tenth in range(1, 10))
 """Quantiles that are compared."""
+SIMULATIONS = 200
+"""That a fit may take."""
 FIRST_STEP, LEAST_STEP = 1.2, 0.03
 """Steps of the search, in natural logarithms."""
 FACTORS = {"prefill", "decode", "links"}
@@ -132,7 +134,7 @@ def _logs(ours: Sequence[float], theirs: Sequence[float]) -> Iterator[float]:
 
 
 def fit(
-    config: ClusterConfig, requests: Sequence[TraceRequest], measured: Times, *, simulations: int = 200
+    config: ClusterConfig, requests: Sequence[TraceRequest], measured: Times, *, simulations: int = SIMULATIONS
 ) -> tuple[Extras, float]:
     """The extras with which a simulation comes nearest to what was measured, and their `distance`.
 
