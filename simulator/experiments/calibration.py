@@ -22,6 +22,8 @@ SIMULATIONS = 200
 """That a fit may take."""
 FIRST_STEP, LEAST_STEP = 1.2, 0.03
 """Steps of the search, in natural logarithms."""
+WORTH = 0.999
+"""A try must be better by a thousandth: what hardly matters stays where it is."""
 FACTORS = {"prefill", "decode", "links"}
 """Extras that multiply: their steps are a quarter of those of seconds, which can be of any size."""
 
@@ -181,7 +183,7 @@ class _Search:
             return False
         self.left -= 1
         found = self._off(other)
-        if found >= self.least:
+        if found > WORTH * self.least:
             return False
         self.best, self.least = other, found
         return True
