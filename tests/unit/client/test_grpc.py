@@ -118,6 +118,15 @@ async def test_cancelling_the_task_that_reads_cancels_the_request() -> None:
             assert await asyncio.to_thread(scripted.cancelled.wait, WAIT_S)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own answer to SIGINT, which a process that runs tests beside others ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_keyboard_interrupt_cancels_the_request() -> None:
     scripted = Scripted()
     with served(scripted) as address, Client(address, timeout_s=WAIT_S) as client:
