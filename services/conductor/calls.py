@@ -171,11 +171,14 @@ class Calls:
 
     def start(self, order: Start, serving: Serving) -> None:
         """Starts a sequence at decode with the answer's last token, and follows it."""
-        steps = self._steps.get(decode_proto(order.target))
+        steps, target = self._steps.get(decode_proto(order.target)), target_proto(order.target)
         self._cancels[order.io] = lambda: self._end_sequence(order, steps, None, tell=True)
         end = partial(self._end_sequence, order, steps)
-        steps.subscribe(order.sequence, _Following(order.io, serving, self._post, end))
-        steps.start(order.sequence, target_proto(order.target), serving.answer.tokens[-1])
+        stop = partial(steps.cancel, order.sequence, target)
+        following = _Following(order.io, serving, self._post, end, stop)
+        steps.subscribe(order.sequence, following)
+        steps.start(order.sequence, target, serving.answer.next_tokens)
+        following.stop_complete()
 
     def renew(self, order: Renew) -> None:
         """Keeps a promise."""
@@ -196,7 +199,7 @@ class Calls:
 
 
 class _Following:
-    """Follows one sequence: its tokens go to the answer, their number to the core. No token is lost or doubled."""
+    """Follows one request: tokens go to its answers, their number to the core. No token is lost or doubled."""
 
     def __init__(
         self,
@@ -204,26 +207,41 @@ class _Following:
         serving: Serving,
         post: Callable[[Event], None],
         end: Callable[..., None],
+        stop: Callable[[int], None],
     ) -> None:
         self._io = io
         self._serving = serving
         self._post = post
         self._end = end
-        self._next = len(serving.answer.tokens)
+        self._stop = stop
+        self._going = set(range(len(serving.answer.choices)))  # answers that decode has not ended
 
-    def tokens(self, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType) -> None:
-        """Takes tokens; those known already are dropped, a gap is a failure."""
-        if position > self._next:
-            self._end(failure_of(StreamBroken(f"tokens {self._next} to {position - 1} were lost")), tell=True)
-            return
-        new = token_ids[self._next - position :]
-        self._next += len(new)
-        count = self._serving.tokens(new, reason)
-        finish = finish_of(self._serving.answer.finish)
-        if count or finish:
-            self._post(Tokens(self._io, count, finish, known=bool(reason)))
+    def tokens(
+        self, choice: int, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType
+    ) -> bool:
+        """See `Follower.tokens`. Tokens known already are dropped, a gap is a failure."""
+        answer = self._serving.answer
+        try:
+            count = self._serving.tokens(choice, position, token_ids, reason)
+        except StreamBroken as error:
+            self._end(failure_of(error), tell=True)
+            return True
         if reason:
+            self._going.discard(choice)
+        elif count and answer.choices[choice].finish and not answer.finish:
+            self._stop(choice)
+        finish = finish_of(answer.finish)
+        if count or finish:
+            self._post(Tokens(self._io, count, finish, known=not self._going))
+        if not self._going:
             self._end(None, tell=False)
+        return not self._going
+
+    def stop_complete(self) -> None:
+        """Answers that are complete, from an earlier placement, need not be generated to their end."""
+        for choice in self._serving.answer.choices:
+            if choice.finish:
+                self._stop(choice.index)
 
     def fail(self, error: MoonpoolError) -> None:
         """The sequence cannot go on."""
@@ -235,6 +253,8 @@ async def _guarded(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         return await work()
     except grpc.aio.AioRpcError as error:
         return failure_of(from_rpc_error(error))
+    except MoonpoolError as error:
+        return failure_of(error)
     except Exception as defect:
         log.error("a call failed", exc_info=defect)
         return Failure(Kind.INTERNAL, "a call failed")

@@ -79,6 +79,7 @@ class Desk:
             id=request.id,
             prompt_tokens=len(request.prompt),
             max_tokens=request.max_tokens,
+            choices=request.choices,
             prompt_key=request.prompt_key,
             slo=request.slo,
             arrived=answer.arrived,
@@ -141,7 +142,7 @@ class Desk:
                 serving.outgoing.end()
         del self._serving[action.request]
         if self._recording is not None:
-            self._recording.ended(action.request, len(serving.answer.tokens))
+            self._recording.ended(action.request, serving.answer.tokens)
 
     def _first_token(self, serving: Serving) -> None:
         self._decisions.first_token(serving.ask.id, serving.answer.ttft_s)

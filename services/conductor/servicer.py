@@ -30,6 +30,7 @@ _GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, condu
 
 
 QUEUE_FULL_RETRY_S = 1.0
+TRACEPARENT = "traceparent"
 
 
 class ConductorServicer:
@@ -91,7 +92,7 @@ class ConductorServicer:
         self._running.add(request_id)
         self._idle.clear()
         try:
-            with self._spans.span("generate", request=request_id):
+            with self._spans.span("generate", request=request_id, **_trace(context)):
                 await self._generate(request, request_id, arrived, context)
             self._served += 1
         finally:
@@ -200,3 +201,8 @@ class ConductorServicer:
                 *process_entries(),
             ]
         )
+
+
+def _trace(context: _GenerateContext) -> dict[str, object]:
+    """The client's trace, as OpenTelemetry passes it."""
+    return {key: value for key, value in context.invocation_metadata() or () if key == TRACEPARENT}

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from moonpool.errors import StreamBroken
 from moonpool.kv.keys import BlockKey
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.conductor.answer import Answer
@@ -47,14 +48,14 @@ class Serving:
         """The engines' form of what is placed under this id."""
         if self._spec is None or self._spec.request_id != sequence:
             answer = self.answer
-            self._spec = answer.request.sequence(sequence, answer.tokens[: self._hashed], self.keys)
+            self._spec = answer.request.sequence(sequence, answer.continued[: self._hashed], self.keys)
         return self._spec
 
     def rehash(self) -> int:
-        """Keys of all full blocks of the prompt and the answer so far; returns the answer's length."""
+        """Keys of all full blocks of the prompt and of what is continued of the answer; returns the latter's length."""
         self._spec = None
-        self._hashed = len(self.answer.tokens)
-        self.keys = self.answer.request.keys_with(self.answer.tokens)
+        self._hashed = len(self.answer.continued)
+        self.keys = self.answer.request.keys_with(self.answer.continued)
         return self._hashed
 
     def placed(self, placement: conductor_pb2.Placement) -> None:
@@ -72,24 +73,47 @@ class Serving:
         )
 
     def first_token(self, first: prefill_pb2.FirstToken) -> kv_pb2.FinishReason.ValueType:
-        """Takes a prefill's token; returns the reason when it ends the answer."""
-        self.answer.prefilled(first)
-        self.tokens([first.token_id], kv_pb2.FINISH_REASON_UNSPECIFIED)
-        return self.answer.finish
+        """Takes a prefill's token of each answer; returns the reason when they end the request.
 
-    def tokens(self, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType) -> int:
-        """Takes tokens, and with the last of them decode's reason; returns how many of them the answer has taken."""
-        answer, before = self.answer, len(self.answer.tokens)
-        self.outgoing.delta(answer.extend(token_ids, time.monotonic()))
+        Raises:
+            StreamBroken: they are not one for each answer, or were others before.
+        """
+        answer = self.answer
+        token_ids = [first.token_id, *first.further_token_ids]
+        if len(token_ids) != len(answer.choices):
+            raise StreamBroken(f"{len(token_ids)} first tokens came for {len(answer.choices)} answers")
+        answer.prefilled(first)
+        position = len(answer.continued)
+        for choice, token_id in enumerate(token_ids):
+            self.tokens(choice, position, [token_id], kv_pb2.FINISH_REASON_UNSPECIFIED)
+        return answer.finish
+
+    def tokens(
+        self, choice: int, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType
+    ) -> int:
+        """Takes tokens of an answer, and with the last of them decode's reason. Those known already are dropped.
+
+        Returns:
+            How many the answer has taken.
+
+        Raises:
+            StreamBroken: tokens are missing, or are not those that were told before.
+        """
+        answer, before = self.answer, self.answer.tokens
+        if not 0 <= choice < len(answer.choices):
+            raise StreamBroken(f"there is no answer {choice}")
+        new = answer.choices[choice].unknown(position, token_ids)
+        self.outgoing.delta(answer.extend(choice, new, time.monotonic()))
         if reason:
-            self.outgoing.delta(answer.end(reason))
+            self.outgoing.delta(answer.choices[choice].end(reason))
         if not before and answer.tokens:
             self.first_seen(self)
-        return len(answer.tokens) - before
+        return answer.tokens - before
 
     def complete(self, finish: Finish) -> None:
         """Tells the client the rest."""
-        self.outgoing.delta(self.answer.end(FINISHES[finish]))
+        for delta in self.answer.end(FINISHES[finish]):
+            self.outgoing.delta(delta)
         if not self.started:
             self.placement.decode = ""
         self.outgoing.finished(self.answer.finished(self.placement, time.monotonic()))

@@ -136,6 +136,8 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
         match message.WhichOneof("message"):
             case "start":
                 _start(message.start, self._subscriber, self._instance)
+            case "cancel" if message.cancel.HasField("choice"):
+                self._instance.shell.stop(message.cancel)
             case "cancel":
                 self._subscriber.cancelled(message.cancel.request_id, self._instance.shell.cancel(message.cancel))
             case "resume":
@@ -169,9 +171,10 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
 
 
 def _start(message: decode_pb2.StartSequence, subscriber: Subscriber, instance: DecodeInstance) -> None:
+    vocab = instance.setup.vocab_size
     if instance.shell.dead:
         subscriber.failed(message.request_id, instance.shell.dead)
-    elif not 0 <= message.first_token_id < instance.setup.vocab_size:  # an engine must never meet such a token
-        subscriber.failed(message.request_id, f"there is no token {message.first_token_id}")
+    elif bad := [token for token in (message.first_token_id, *message.further_token_ids) if not 0 <= token < vocab]:
+        subscriber.failed(message.request_id, f"there is no token {bad[0]}")  # an engine must never meet one
     else:
         instance.shell.start(subscriber, message)

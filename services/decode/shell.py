@@ -9,7 +9,7 @@ from moonpool.drive.driver import Driver
 from moonpool.drive.journal import JournalWriter
 from moonpool.engine.handle import Engine
 from moonpool.engine.incoming import IncomingRequest
-from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
+from moonpool.errors import MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.sched.steps import Step, StepResult
 from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.transfer import InboundTransfer, TransferState
@@ -46,7 +46,8 @@ from services.decode.core.messages import (
     SwapOut,
     Table,
 )
-from services.decode.live import LiveRequest
+from services.decode.limits import sequence_lengths
+from services.decode.live import LiveRequest, LiveSequence
 from services.decode.subscriber import Subscriber
 
 log = get_logger(__name__)
@@ -89,7 +90,8 @@ class DecodeShell:
         self.notify = notify
         self._driver: Driver[Event, Action] = Driver(core, self._perform, journal=journal)
         self._live: dict[int, LiveRequest] = {}
-        self._numbers = itertools.count(1)
+        self._sequences: dict[int, LiveSequence] = {}
+        self._next = 1
         self._answers: dict[int, Promised | Refused] = {}
         self._streams: dict[Subscriber, int] = {}
         self._stream_numbers = itertools.count(1)
@@ -134,9 +136,9 @@ class DecodeShell:
             Overloaded: there is no room now, or the time between tokens cannot be kept.
             InvalidRequest: it could never fit, or there is nothing to generate.
         """
-        number, order = next(self._numbers), self._checked(incoming)
+        tokens, total = sequence_lengths(incoming, self.core.config, self._max_tokens)
+        number, self._next = self._next, self._next + incoming.choices
         who = "" if conductor is None else _identity(conductor)
-        tokens, total = order
         self._post(
             Reserve(
                 number,
@@ -147,6 +149,7 @@ class DecodeShell:
                 tbt_slo_s,
                 who,
                 len(stores),
+                incoming.choices,
             )
         )
         self._driver.settle()
@@ -156,20 +159,10 @@ class DecodeShell:
                 answer.why, reason=answer.reason, predicted_tbt_s=answer.tbt_s, slo_s=tbt_slo_s, retry_after_s=1.0
             )
         transfer = self._transfer(number, tokens, answer.held)
-        live = LiveRequest(incoming, stores, transfer, list(incoming.keys), time.monotonic())
-        self._live[number] = live
+        live = self._live[number] = LiveRequest(incoming, stores, transfer, time.monotonic())
+        self._sequences |= {sequence.id: sequence for sequence in live.sequences}
         self.empty.clear()
         return live, answer.tbt_s
-
-    def _checked(self, incoming: IncomingRequest) -> tuple[int, int]:
-        """Tokens whose KV will come, and the longest the sequence can become."""
-        tokens, total = len(incoming.token_ids), incoming.sampling.total_tokens(self._max_tokens)
-        if total <= tokens:
-            raise InvalidRequest("sequence.sampling.max_tokens", "leaves no token to generate")
-        needed, have = self._layout.blocks_for(total), self.core.blocks.num_blocks
-        if needed > have:
-            raise InvalidRequest("sequence.sampling.max_tokens", f"needs {needed} blocks, this instance has {have}")
-        return tokens, total
 
     def _transfer(self, number: int, tokens: int, held: int) -> InboundTransfer:
         layout = self._layout
@@ -230,7 +223,7 @@ class DecodeShell:
             self._post(StreamClosed(number))
 
     def start(self, subscriber: Subscriber, message: decode_pb2.StartSequence) -> None:
-        """Starts a request with its first token; the sequence joins the batch when its KV is complete."""
+        """Starts a request with its answers' first tokens; it joins the batch when its KV is complete."""
         live = self.get(message.transfer_id, message.generation)
         if live is None or live.request_id != message.request_id:
             subscriber.failed(message.request_id, f"there is no transfer {message.transfer_id} here (any more)")
@@ -238,11 +231,24 @@ class DecodeShell:
             subscriber.failed(message.request_id, f"transfer {message.transfer_id} was started before")
         elif any(other.subscriber is subscriber and other.request_id == message.request_id for other in self):
             subscriber.failed(message.request_id, "a sequence of this id is running already")
+        elif 1 + len(message.further_token_ids) != len(live.sequences):
+            subscriber.failed(message.request_id, f"{len(live.sequences)} answers are wanted, each has a first token")
         else:
-            live.begin(message.first_token_id)
-            live.subscriber = subscriber
-            finish = live.incoming.sampling.finish(live.tokens, self._max_tokens)
-            self._post(Start(live.id, self._streams[subscriber], finish))
+            self._start(subscriber, live, [message.first_token_id, *message.further_token_ids])
+
+    def _start(self, subscriber: Subscriber, live: LiveRequest, first_tokens: list[int]) -> None:
+        live.subscriber = subscriber
+        finishes = []
+        for sequence, token in zip(live.sequences, first_tokens, strict=True):
+            sequence.begin(token)
+            finishes.append(sequence.sampling.finish(sequence.tokens, self._max_tokens))
+        self._post(Start(live.id, self._streams[subscriber], finishes[0], tuple(finishes[1:])))
+
+    def stop(self, message: decode_pb2.CancelSequence) -> None:
+        """One answer of a request is complete for its conductor; the others go on."""
+        live = self.get(message.transfer_id, message.generation)
+        if live is not None and live.request_id == message.request_id and message.choice < len(live.sequences):
+            live.sequences[message.choice].stopped = True
 
     def cancel(self, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
         """Cancels a request; returns the state in which it was."""
@@ -289,50 +295,43 @@ class DecodeShell:
 
     async def _step(self, run: Run) -> None:
         self._order = None
-        lives, size = [self._live[number] for number in run.batch], self._layout.block_tokens
-        parts = [live.step(len(live.tokens) - 1, 1, size, sample=True) for live in lives]
+        sequences, size = [self._sequences[number] for number in run.batch], self._layout.block_tokens
+        parts = [it.step(len(it.tokens) - 1, 1, size, sample=True) for it in sequences]
         for chunk in run.chunks:
-            lives.append(self._live[chunk.id])
-            parts.append(lives[-1].step(chunk.start, chunk.count, size, sample=chunk.sample))
-        result = await self._engine.run(Step(run.step, tuple(parts)))
+            sequences.append(self._sequences[chunk.id])
+            parts.append(sequences[-1].step(chunk.start, chunk.count, size, sample=chunk.sample))
+        result = await self._engine.run(Step(run.step, tuple(parts), copies=run.copies))
         self.steps += 1
-        self._record(run, lives, result)
-        self._done(run, lives, result)
+        self._record(run, sequences, result)
+        self._done(run, sequences, result)
 
-    def _done(self, run: Run, lives: list[LiveRequest], result: StepResult) -> None:
+    def _done(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> None:
         ended, filled = [], []
-        for live, token in zip(lives, result.sampled, strict=not result.aborted):
-            if token is None or live.ending:
+        for sequence, token in zip(sequences, result.sampled, strict=not result.aborted):
+            if token is None or sequence.request.ending:
                 continue
-            key = live.filled(self._layout.block_tokens)
+            key = sequence.filled(self._layout.block_tokens)
             if key is not None:
-                filled.append((live.id, key))
-            live.tokens.append(token)
-            reason = live.incoming.sampling.finish(live.tokens, self._max_tokens)
+                filled.append((sequence.id, key))
+            reason = sequence.append(token, self._max_tokens)
             if reason:
-                ended.append((live.id, int(reason)))
-            self._tell(live, live.output_tokens - 1, [token], reason)
+                ended.append((sequence.id, int(reason)))
+            sequence.tell(sequence.output_tokens - 1, [token], reason)
         seconds = (result.end_ns - result.start_ns) / 1e9
         event = StepDone(run.step, result.aborted, seconds, tuple(ended), tuple(filled))
         self._driver.post(event)
         if ended or filled:
             self.notify()
 
-    @staticmethod
-    def _tell(live: LiveRequest, position: int, token_ids: list[int], reason: kv_pb2.FinishReason.ValueType) -> None:
-        if live.subscriber is not None:
-            live.subscriber.tokens(live.request_id, position, token_ids, reason)
-            live.subscriber.flush()
-
-    def _record(self, run: Run, lives: list[LiveRequest], result: StepResult) -> None:
+    def _record(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> None:
         if self._spans.enabled:
             self._spans.add(
                 "decode.step",
                 result.start_ns,
                 result.end_ns,
                 step=run.step,
-                requests=[live.request_id for live in lives],
-                sequences=len(lives),
+                requests=[sequence.request.request_id for sequence in sequences],
+                sequences=len(sequences),
                 computed_again=sum(chunk.count for chunk in run.chunks),
             )
 
@@ -348,30 +347,30 @@ class DecodeShell:
                 self._order = action
                 self._wake.set()
             case Grew(number, block):
-                self._live[number].table += (block,)
+                self._sequences[number].table += (block,)
             case Table(number, blocks):
-                self._bound(self._live[number], blocks)
+                self._bound(self._sequences[number], blocks)
             case Promised(number) | Refused(number):
                 self._answers[number] = action
             case Store(_, number):
-                self.copies.store(action, self._live[number])
+                self.copies.store(action, self._sequences[number])
             case Finish(number, reason):
-                live = self._live[number]
-                self._tell(live, live.output_tokens, [], kv_pb2.FinishReason.ValueType(reason))
+                sequence = self._sequences[number]
+                sequence.tell(sequence.output_tokens, [], kv_pb2.FinishReason.ValueType(reason))
             case Ending(number, why):
                 self._ending(self._live[number], why)
             case Gone(number):
                 self._gone(self._live.pop(number))
             case Load(_, number):
-                self.copies.loads.start(action, self._live[number])
+                self.copies.loads.start(action, self._sequences[number])
             case SwapOut() | SwapIn() | SwapDrop():
                 self.copies.swap(action)
 
     @staticmethod
-    def _bound(live: LiveRequest, blocks: tuple[int, ...]) -> None:
-        live.table = blocks
-        if live.transfer.state is TransferState.PROMISED:
-            live.transfer.bind(blocks)
+    def _bound(sequence: LiveSequence, blocks: tuple[int, ...]) -> None:
+        sequence.table = blocks
+        if sequence.request.transfer.state is TransferState.PROMISED:
+            sequence.request.transfer.bind(blocks)
 
     @staticmethod
     def _ending(live: LiveRequest, why: str) -> None:
@@ -386,6 +385,8 @@ class DecodeShell:
     def _gone(self, live: LiveRequest) -> None:
         live.transfer.fail("ended")
         live.ending = True
+        for sequence in live.sequences:
+            del self._sequences[sequence.id]
         if not self._live:
             self.empty.set()
         self.notify()

@@ -106,7 +106,7 @@ def test_conductor_and_kvstore_without_torch(
 
 def test_no_torch_in_io_processes() -> None:
     """Importing any service's program, also prefill's and decode's I/O process, does not import torch."""
-    modules = [f"services.{name}.__main__" for name in ("conductor", "kvstore", "prefill", "decode")]
+    modules = [f"services.{name}.__main__" for name in ("conductor", "kvstore", "prefill", "decode", "gateway")]
     code = (
         f"import sys, importlib\nfor name in {modules!r}: importlib.import_module(name)\nprint('torch' in sys.modules)"
     )

@@ -82,7 +82,9 @@ def up(
                 break
         else:
             pytest.fail(f"no ready line: {lines}")
-        assert {line["service"] for line in lines[:-1]} == {"conductor", "kvstore-0", "prefill-0", "decode-0"}
+        services = {line["service"]: line["address"] for line in lines[:-1]}
+        assert set(services) == {"conductor", "kvstore-0", "prefill-0", "decode-0", "gateway-0"}
+        assert lines[-1]["http"] == services["gateway-0"] != "127.0.0.1:8000"  # --port 0 implies any free one
         yield process, lines[-1]["ready"]
         if process.poll() is None:
             check_at_rest(lines[-1]["ready"])
@@ -103,6 +105,8 @@ def test_up_generate_check_interrupt(up: tuple[subprocess.Popen[str], str]) -> N
     text = moonpool("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5")
     assert text.returncode == 0
     assert "TTFT" in text.stderr
+    several = moonpool("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5", "--n", "2")
+    assert [line.split()[1] for line in several.stdout.splitlines() if line.startswith("---")] == ["0", "1"]
     empty = moonpool("generate", "--address", address, "--prompt", "")
     assert empty.returncode == 2
     assert "prompt" in empty.stderr

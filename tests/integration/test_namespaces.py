@@ -142,6 +142,8 @@ def test_compose_stack_serves(network: Network, checkpoint: Path, tmp_path: Path
         first, second = (_result(stack.moonpool(*request)) for _ in range(2))
         assert second["token_ids"] == first["token_ids"]
         assert second["usage"]["cached_tokens"] >= 16
+        gateway = stack.moonpool("health", "--address", "http://gateway:8000")
+        assert gateway.returncode == 0, gateway.stderr
         check = stack.moonpool("check", "--address", "conductor:50051", "--wait-s", "20")
         assert check.returncode == 0, check.stdout + check.stderr
         assert stack.stop() == dict.fromkeys(names, 0)

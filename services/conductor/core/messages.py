@@ -34,6 +34,7 @@ class Ask:
         prompt_key: hash of the prompt.
         slo: what is expected.
         arrived: when it came; `deadline` when it fails. Seconds of the core's clock.
+        choices: answers that are wanted; several begin again when the request is placed anew.
     """
 
     number: int
@@ -44,6 +45,7 @@ class Ask:
     slo: Slo
     arrived: float
     deadline: float
+    choices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,10 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Rehashed:
-    """Answer to `Rehash`: the keys of all full blocks of the prompt and `tokens` generated tokens."""
+    """Answer to `Rehash`: the keys of all full blocks of the prompt and `tokens` generated tokens.
+
+    `tokens` are those that are not generated again: none when there are several answers.
+    """
 
     request: int
     tokens: int

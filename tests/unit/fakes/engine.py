@@ -126,6 +126,9 @@ class FakeEngine:
     async def _run(self, step: Step, on_layer: Callable[[LayerDone], None] | None) -> StepResult:
         async with self._order:
             start_ns = time.monotonic_ns()
+            for part in self.pool.parts:
+                for source, block in step.copies:
+                    part.copy(source, block)
             digests = [xxhash.xxh3_64() for _ in step.sequences]
             for layer in range(self.layout.layers):
                 if self.before_layer is not None:
