@@ -149,20 +149,15 @@ class Picture:
         self.index.forget(instance_id, keys, version)
 
     def first_token(self, plan: Plan, computed: int, there_s: float, overhead_s: float, now: float) -> None:
-        """Learns that a prompt, placed by a plan, has its first token.
-
-        `computed` of its tokens were computed. It took `there_s` seconds at its prefill instance, as that measured
-        them, and since it was placed `overhead_s` beside those.
-        """
+        """A prompt has its first token; it took `there_s` at its instance, `overhead_s` beside since it was placed."""
         instance, demand = self._prefills.get(plan.prefill.id), plan.demand
         if instance is None or self.shape is None:
             return
         size = self.shape.block_tokens
         foreseen = demand.prompt_tokens - min(plan.prefill.used_blocks * size, demand.prompt_tokens - 1)
-        choice, learnt = plan.prefill, instance.learnt
-        learnt.observe_overhead(overhead_s)
+        instance.learnt.observe_overhead(overhead_s)
         if abs(computed - foreseen) < size:  # else it was another prompt that was predicted
-            learnt.observe((choice.queue_s, choice.load_s, choice.prefill_s), choice.factors, there_s)
+            instance.observe(plan.prefill, there_s)
         instance.computed(now)
         self._prefills.rank(instance)
 

@@ -82,6 +82,10 @@ class Prefill:
         # An idle one keeps the time since when it is: the one that was idle longest is chosen first.
         self.free_at = now + ahead_s if ahead_s > 0 else min(self.free_at, now)
 
+    def observe(self, choice: PrefillChoice, there_s: float) -> None:
+        """Learns from what a prompt took here that was predicted so."""
+        self.learnt.observe((choice.queue_s, choice.load_s, choice.prefill_s), choice.factors, there_s)
+
     def computed(self, now: float) -> None:
         """A prompt of ours has its token and is not counted any more: what is left of the others begins now."""
         self.free_at = max(now, self.others_at) + sum([prompt.busy_s for prompt in self.prompts.values()])
