@@ -11,12 +11,12 @@ from services.decode.core.config import CoreConfig
 from services.decode.core.lengths import AnswerLengths
 from services.decode.core.messages import (
     Action,
+    Adopt,
     Arrived,
     Died,
     Ending,
     Event,
     Finish,
-    Gone,
     Heard,
     Open,
     Promised,
@@ -32,6 +32,7 @@ from services.decode.core.messages import (
     SwapEnd,
     Table,
 )
+from services.decode.core.orphans import Orphans
 from services.decode.core.planner import Planner
 from services.decode.core.preemption import Copy, Holds, Parking
 from services.decode.core.request import Request, State
@@ -51,6 +52,7 @@ class DecodeCore:
         parking: the preempted ones.
         tracker: the engine's speeds, as measured.
         requests: all, by id.
+        orphans: those without a conductor, and what is kept of those that have ended.
     """
 
     def __init__(self, config: CoreConfig) -> None:
@@ -63,6 +65,7 @@ class DecodeCore:
         self._lengths = AnswerLengths(config.assumed_answer_tokens)
         self.planner = Planner(config, self.room, self.parking, self._lengths, self.tracker)
         self.requests: dict[int, Request] = {}
+        self.orphans = Orphans(config, self.requests, self.planner, self.parking, self.room)
         self._leases: Timers[int] = Timers()
         self._streams: dict[int, str] = {}
         self._leaving: list[Request] = []  # until the running step is over
@@ -80,11 +83,12 @@ class DecodeCore:
         return sum(request.state in states for request in self.requests.values())
 
     def due(self) -> float | None:
-        """When the next lease ends."""
-        return self._leases.next()
+        """When the next lease ends, or an orphan's time."""
+        return min((at for at in (self._leases.next(), self.orphans.due()) if at is not None), default=None)
 
     def handle(self, now: float, event: Event, out: list[Action]) -> None:
         """Takes an event."""
+        self.orphans.now = now
         match event:
             case StepDone():
                 self._step_done(event, out)
@@ -96,12 +100,17 @@ class DecodeCore:
                 self._ended(event, out)
             case Tick():
                 self._expire(now, out)
+                self.orphans.tick(out)
             case StreamOpened() | StreamClosed():
                 self._stream(event, out)
+            case Adopt() if event.stream in self._streams:
+                self.orphans.adopt(event, self._streams[event.stream], out)
             case Died(why):
                 self._die(why, out)
             case _:
                 self._progress(now, event, out)
+        for request in self.orphans.settle(out):
+            self._end(request, "its conductor was lost", out)
         if not self._dead:
             self.planner.plan(out)
 
@@ -119,6 +128,8 @@ class DecodeCore:
             event.conductor,
             event.stores,
             until=now + self.config.promise_s,
+            resumable=event.resumable,
+            fence=event.fence,
         )
         refused = self._breaks_tbt(event, tbt_s) or self._admit(request)
         if refused is not None:
@@ -236,13 +247,17 @@ class DecodeCore:
 
     def _stream(self, event: StreamOpened | StreamClosed, out: list[Action]) -> None:
         if isinstance(event, StreamOpened):
+            for request in self.orphans.of(event.conductor):
+                self._end(request, "the conductor's stream ended", out)
             self._streams[event.stream] = event.conductor
             return
         conductor = self._streams.pop(event.stream, "")
-        lost = conductor and conductor not in self._streams.values()
+        there = conductor in self._streams.values()
         for request in list(self.requests.values()):
-            unstarted = lost and not request.is_started and request.conductor == conductor
-            if unstarted or request.stream == event.stream:
+            mine = request.stream == event.stream and request.state is not State.LEAVING
+            if mine and request.resumable and not there:
+                self.orphans.orphan(request)
+            elif mine or (conductor and not there and not request.is_started and request.conductor == conductor):
                 self._end(request, "the conductor's stream ended", out)
 
     # --- ends ------------------------------------------------------------------------------------------------------
@@ -276,7 +291,7 @@ class DecodeCore:
         self.parking.forget(request, out)
         self.room.give_back(request)
         del self.requests[request.id]
-        out.append(Gone(request.id))
+        self.orphans.gone(request, out)
 
     def _die(self, why: str, out: list[Action]) -> None:
         self._dead = True
@@ -343,6 +358,7 @@ class DecodeCore:
         self.room.check_invariants(requests)
         self.parking.check_invariants(requests)
         self.planner.check_invariants(requests)
+        self.orphans.check_invariants()
         held = [block for request in requests for block in request.table]
         held += [holds for _, holds in self._ios if not isinstance(holds, Copy)]
         assert len(held) == sum(map(self.blocks.ref_count, range(self.blocks.num_blocks))), "a block is lost or leaked"
@@ -369,6 +385,7 @@ class DecodeCore:
             self._lengths,
             self.tracker.speeds,
             self._streams,
+            self.orphans,
             [(io, holds if isinstance(holds, int) else holds.request.id) for io, holds in self._ios],
             self._dead,
         )

@@ -28,6 +28,10 @@ class Reserve:
     """Who asks; "" when it does not say."""
     stores: int = 0
     """Copies of each full block of the answer that are to be written back."""
+    resumable: bool = False
+    """Another conductor may `Adopt` it: it outlives its own, and what it has said is kept for a while after its end."""
+    fence: int = 0
+    """How often its client has resumed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class Start:
 
     id: int
     stream: int
-    """The conductor's stream; when it closes, the sequence ends."""
+    """The conductor's stream."""
     finish: int
     """Why the sequence has ended with its first token; 0 = it goes on."""
 
@@ -71,8 +75,23 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Adopt:
+    """A conductor wants a started sequence, or what is kept of one; ignored when there is nothing of it."""
+
+    id: int
+    stream: int
+    fence: int
+    """The higher one wins."""
+    position: int
+    """Of the first output token that is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
 class StreamOpened:
-    """A conductor has opened a stream. While it has one, its promises do not run out."""
+    """A conductor has opened a stream. While it has one, its promises do not run out.
+
+    What it had on a stream that has closed ends: it lives, and has placed that anew.
+    """
 
     stream: int
     conductor: str
@@ -80,7 +99,8 @@ class StreamOpened:
 
 @dataclass(frozen=True, slots=True)
 class StreamClosed:
-    """The stream's sequences end; the conductor's unstarted requests too when it was its last stream."""
+    """The conductor's unstarted requests end when it was its last stream. The stream's sequences then are orphans if
+    they may be adopted; otherwise they end."""
 
     stream: int
 
@@ -121,6 +141,7 @@ Event = (
     | Arrived
     | Start
     | Stop
+    | Adopt
     | StreamOpened
     | StreamClosed
     | StepDone
@@ -211,6 +232,39 @@ class Gone:
     """The request has ended and its blocks are not its any more."""
 
     id: int
+    logged: bool = False
+    """What it has said is kept until `Forget`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """The sequence has lost its conductor and gives its blocks up. It is kept until it is `Adopted`, or `Forget`."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """What was kept of the sequence is not wanted any more."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """The stream has the sequence now: send it the tokens from `position` on, and the end if it has ended."""
+
+    id: int
+    stream: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """Tell the stream that another conductor has the sequence."""
+
+    id: int
+    stream: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,4 +306,21 @@ class Store:
     """Which of the request's kvstores."""
 
 
-Action = Promised | Refused | Table | Grew | Run | Finish | Ending | Gone | SwapOut | SwapIn | SwapDrop | Store
+Action = (
+    Promised
+    | Refused
+    | Table
+    | Grew
+    | Run
+    | Finish
+    | Ending
+    | Gone
+    | Parked
+    | Forget
+    | Adopted
+    | Fenced
+    | SwapOut
+    | SwapIn
+    | SwapDrop
+    | Store
+)

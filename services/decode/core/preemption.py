@@ -83,7 +83,7 @@ class Parking:
         else:
             request.recompute = self._config.preemption is Preemption.RECOMPUTE
             self._room.give_back(request)
-            self._park(request)
+            self.park(request)
 
     def predicted_s(self, request: Request, blocks: int) -> tuple[float, float]:
         """Seconds until a sequence would be back, by swapping and by computing all of it."""
@@ -105,7 +105,8 @@ class Parking:
         self.swaps += 1
         out.append(SwapOut(self._ios.begin(Copy(request, True, blocks)), request.id, blocks))
 
-    def _park(self, request: Request) -> None:
+    def park(self, request: Request) -> None:
+        """Lets a sequence without blocks wait for its return."""
         request.state = State.PARKED
         needed = max(request.expected_blocks, self._config.blocks_for(request.tokens))
         self._room.claim(request, needed)
@@ -169,7 +170,7 @@ class Parking:
             self.saved -= request.saved
             request.saved = 0
         if request.state is State.SWAPPING_OUT:
-            self._park(request)
+            self.park(request)
 
     def _in(self, request: Request, *, ok: bool) -> None:
         self.saved -= request.saved
@@ -178,7 +179,7 @@ class Parking:
             return
         if not ok:
             self._room.give_back(request)
-            self._park(request)
+            self.park(request)
             return
         for block, key in zip(request.table, request.keys, strict=False):
             self._room.blocks.register(block, key)

@@ -27,7 +27,12 @@ class State(Enum):
     SWAPPING_IN = "swapping in"
     LEAVING = "leaving"
     """Has ended, but a step or a copy still uses its blocks."""
+    LOGGED = "logged"
+    """Parked without a conductor: not one of the core's requests until it is adopted."""
 
+
+NOBODY = 0
+"""The stream of those that have lost their conductor."""
 
 ACTIVE = (State.READY, State.RUNNING, State.CATCHING_UP)
 """States in which a sequence may be preempted, when no step is running."""
@@ -59,7 +64,9 @@ class Request:
     claim: int = 0
     """Blocks that it is expected to need and has neither got nor been promised."""
     stream: int | None = None
-    """Stream of the conductor that has started it."""
+    """Stream of the conductor that has started or adopted it."""
+    resumable: bool = False
+    fence: int = 0
     finish: int = 0
     """Why it ended with its first token."""
     computed: int = 0

@@ -16,13 +16,18 @@ from services.decode.core.config import CoreConfig, Preemption
 from services.decode.core.machine import DecodeCore
 from services.decode.core.messages import (
     Action,
+    Adopt,
+    Adopted,
     Arrived,
     Ending,
     Event,
+    Fenced,
     Finish,
+    Forget,
     Gone,
     Grew,
     Open,
+    Parked,
     Promised,
     Refused,
     Reserve,
@@ -30,6 +35,7 @@ from services.decode.core.messages import (
     Start,
     StepDone,
     Store,
+    StreamClosed,
     StreamOpened,
     SwapDrop,
     SwapEnd,
@@ -84,6 +90,15 @@ class World:
         self.ios: dict[int, SwapOut | SwapIn | Store] = {}
         self.refused: list[Refused] = []
         self.failed: dict[int, str] = {}
+        self.followers: dict[int, int] = {}
+        """The stream that gets a started sequence's tokens."""
+        self.heard: dict[int, list[int]] = {}
+        """What each client has got, by whatever stream."""
+        self.logged: dict[int, Sequence | None] = {}
+        """What is kept; the sequence when it could go on."""
+        self.lost: list[int] = []
+        """Sequences that could have gone on, and nobody came."""
+        self.fenced: list[Fenced] = []
         self._check = check
         self._next = 1
         self.post(StreamOpened(1, "conductor"))
@@ -107,6 +122,7 @@ class World:
         slo: float = 0.0,
         conductor: str = "",
         stores: int = 0,
+        resumable: bool = False,
     ) -> int | None:
         """Asks for room; the request's id, None when it was refused."""
         number, self._next = self._next, self._next + 1
@@ -114,7 +130,8 @@ class World:
         total_tokens = total or len(prompt) + answer
         self.sequences[number] = Sequence(tokens, answer, len(prompt))
         keys = tuple(block_keys(ROOT, tokens, BT))
-        self.post(Reserve(number, keys, len(prompt), len(prompt), total_tokens, slo, conductor, stores))
+        lengths = len(prompt), len(prompt), total_tokens
+        self.post(Reserve(number, keys, *lengths, slo, conductor, stores, resumable))
         if number not in self.core.requests:
             del self.sequences[number]
             return None
@@ -132,14 +149,24 @@ class World:
         it = self.sequences[number]
         it.tokens.append(it.token_after(len(it.tokens)))
         self.answers[number] = [it.tokens[-1]]
+        self.followers[number], self.heard[number] = stream, list(self.answers[number])
         self.post(Start(number, stream, STOP if it.answer == 1 else 0))
 
-    def go(self, prompt: list[int], answer: int = 4, **options: object) -> int:
+    def adopt(self, number: int, stream: int, fence: int) -> list[Action]:
+        """A conductor resumes for a client that has what it has heard."""
+        return self.post(Adopt(number, stream, fence, len(self.heard[number])))
+
+    def close(self, stream: int) -> None:
+        """A conductor's stream ends: nobody hears its sequences any more."""
+        self.followers = {number: it for number, it in self.followers.items() if it != stream}
+        self.post(StreamClosed(stream))
+
+    def go(self, prompt: list[int], answer: int = 4, stream: int = 1, **options: object) -> int:
         """A request up to its start."""
         number = self.reserve(prompt, answer, **options)  # type: ignore[arg-type]
         assert number is not None, self.refused[-1]
         self.arrive(number)
-        self.start(number)
+        self.start(number, stream)
         return number
 
     def step(self) -> None:
@@ -165,6 +192,8 @@ class World:
                 filled.append((number, it.keys()[-1]))
             it.tokens.append(it.token_after(len(it.tokens)))
             self.answers[number].append(it.tokens[-1])
+            if number in self.followers:
+                self.heard[number].append(it.tokens[-1])
             if len(self.answers[number]) >= it.answer:
                 ended.append((number, STOP))
         seconds = decode_step_seconds(self.core.config.speeds, len(run.batch), 0)
@@ -215,6 +244,15 @@ class World:
             assert digest_of(*out) == digest
         assert core.digest() == self.core.digest()
 
+    def _adopted(self, number: int, stream: int, position: int) -> None:
+        kept = self.logged.get(number)
+        if kept is not None:
+            self.sequences[number] = kept
+            del self.logged[number]
+        self.followers[number] = stream
+        assert position == len(self.heard[number])
+        self.heard[number] += self.answers[number][position:]
+
     def _content(self, it: Sequence, position: int) -> bytes:
         """What a slot holds: a hash of all tokens up to its own."""
         while len(it.contents) <= position:
@@ -243,8 +281,21 @@ class World:
                 self.refused.append(action)
             case Ending(number, why):
                 self.failed[number] = why
-            case Gone(number):
+            case Gone(number, logged):
                 assert not self.sequences.pop(number).saved, "swapped out and forgotten"
+                if logged:
+                    self.logged[number] = None
+            case Parked(number):
+                it = self.logged[number] = self.sequences.pop(number)
+                assert not it.saved, "swapped out and forgotten"
+                it.table = []
+            case Forget(number):
+                if self.logged.pop(number) is not None:
+                    self.lost.append(number)
+            case Adopted(number, stream, position):
+                self._adopted(number, stream, position)
+            case Fenced():
+                self.fenced.append(action)
             case Finish() | Promised():
                 pass
 
