@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.kv.keys import BlockKey, block_keys, tokens_to_bytes
+from moonpool.kv.layout import KVLayout
 from moonpool.sched.steps import History, SequenceStep
 from moonpool.streams.transfer import InboundTransfer, TransferState
 from moonpool.v1 import kv_pb2
 from services.decode.subscriber import Subscriber
+
+MAX_GENERATION = (1 << 32) - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +29,9 @@ class LiveRequest:
         ending: the core lets it go: nothing is taken for it and nothing told any more.
         tokens: prompt and answer, once it was started; grows by each step.
         history: the same for engines that check what blocks hold.
+        secret: who knows it may resume the sequence; b"" = nobody.
+        finish: why it has ended by itself.
+        why: it ends early.
         subscriber: gets its tokens; set when it is started.
         send_verdict: tells the sender of the KV how the transfer has ended; set when the blocks are bound.
     """
@@ -35,6 +41,9 @@ class LiveRequest:
     transfer: InboundTransfer
     keys: list[BlockKey]
     heard_at: float
+    secret: bytes = b""
+    finish: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
+    why: str = ""
     table: tuple[int, ...] = ()
     ending: bool = False
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
@@ -73,6 +82,22 @@ class LiveRequest:
         self.tokens.append(first_token)
         self.history = self.incoming.history(self.tokens)
 
+    def bound(self, blocks: tuple[int, ...]) -> None:
+        """Has these blocks now."""
+        self.table = blocks
+        if self.transfer.state is TransferState.PROMISED:
+            self.transfer.bind(blocks)
+
+    def end(self, why: str) -> None:
+        """Ends early, and tells whoever waits for it."""
+        self.ending, self.why = True, why
+        self.transfer.fail(why)
+        if self.send_verdict is not None and not self.complete:
+            self.send_verdict(self.transfer)
+        if self.subscriber is not None:
+            self.subscriber.failed(self.request_id, why)
+            self.subscriber = None
+
     def parent(self, index: int) -> BlockKey:
         """Key of the block before the one at `index`."""
         return self.keys[index - 1] if index else self.incoming.chain_root
@@ -95,3 +120,10 @@ class LiveRequest:
             sample=self.incoming.sampling.at(self.tokens) if sample else None,
             history=self.history,
         )
+
+
+def promised_transfer(layout: KVLayout, number: int, tokens: int, held: int) -> InboundTransfer:
+    """The transfer of a request's KV, of which `held` leading blocks are there."""
+    blocks = layout.blocks_for(tokens)
+    last = layout.valid_tokens(tokens, blocks - 1)
+    return InboundTransfer(number, number % MAX_GENERATION + 1, layout, blocks, held, last)

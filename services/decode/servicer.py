@@ -6,7 +6,7 @@ from typing import Any
 import grpc.aio
 
 from moonpool.cluster.instances import check_instance
-from moonpool.errors import InvalidRequest, Unavailable, Unsupported
+from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.rpc.writing import write_each
 from moonpool.streams.outbox import STALL_S
@@ -20,6 +20,7 @@ from services.decode.receiver import Receiver
 from services.decode.subscriber import Subscriber
 
 MAX_STORES = 16
+SECRET_BYTES = (16, 64)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -40,9 +41,12 @@ class DecodeServicer:
         stores = _stores(request)
         if request.HasField("tbt_slo_s") and not request.tbt_slo_s > 0:
             raise InvalidRequest("tbt_slo_s", "must be above 0")
+        _check_secret(request)
         incoming = instance.setup.incoming(request.sequence)
         conductor = request.conductor if request.HasField("conductor") else None
-        promised, predicted = instance.reserve(incoming, stores, request.tbt_slo_s, conductor)
+        promised, predicted = instance.reserve(
+            incoming, stores, request.tbt_slo_s, conductor, secret=request.resume_secret, fence=request.fence
+        )
         return decode_pb2.ReserveResponse(
             target=self._target(promised),
             lease_s=instance.core.config.lease_s,
@@ -87,6 +91,12 @@ def _stores(request: decode_pb2.ReserveRequest) -> list[kv_pb2.Instance]:
     for index, replica in enumerate(request.replicas):
         check_instance(replica, f"replicas[{index}]")
     return [*stores, *request.replicas]
+
+
+def _check_secret(request: decode_pb2.ReserveRequest) -> None:
+    least, most = SECRET_BYTES
+    if request.resume_secret and not least <= len(request.resume_secret) <= most:
+        raise InvalidRequest("resume_secret", f"must have {least} to {most} bytes, or none")
 
 
 class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
@@ -137,9 +147,10 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
             case "start":
                 _start(message.start, self._subscriber, self._instance)
             case "cancel":
-                self._subscriber.cancelled(message.cancel.request_id, self._instance.shell.cancel(message.cancel))
+                outcome = self._instance.shell.cancel(self._subscriber, message.cancel)
+                self._subscriber.cancelled(message.cancel.request_id, outcome)
             case "resume":
-                raise Unsupported("resuming a sequence is not built yet")
+                self._instance.shell.resume(self._subscriber, message.resume)
             case other:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
@@ -163,7 +174,7 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
         self._subscriber.close()
 
     def end(self) -> None:
-        """The conductor's sequences end."""
+        """The conductor's sequences end, or wait for another conductor."""
         self._instance.subscribers.discard(self._subscriber)
         self._instance.shell.unsubscribe(self._subscriber)
 

@@ -20,15 +20,20 @@ from services.decode.copies import Copies
 from services.decode.core.machine import DecodeCore
 from services.decode.core.messages import (
     Action,
+    Adopt,
+    Adopted,
     Arrived,
     Died,
     Ending,
     Event,
+    Fenced,
     Finish,
+    Forget,
     Gone,
     Grew,
     Heard,
     Open,
+    Parked,
     Promised,
     Refused,
     Reserve,
@@ -44,12 +49,12 @@ from services.decode.core.messages import (
     SwapOut,
     Table,
 )
-from services.decode.live import LiveRequest
+from services.decode.live import LiveRequest, promised_transfer
 from services.decode.subscriber import Subscriber
+from services.decode.token_log import TokenLog
 
 log = get_logger(__name__)
 
-MAX_GENERATION = (1 << 32) - 1
 HEARD_PER_LEASE = 8
 """The core is told that a transfer lives so often in a lease, not with every frame."""
 
@@ -89,6 +94,7 @@ class DecodeShell:
         self._answers: dict[int, Promised | Refused] = {}
         self._streams: dict[Subscriber, int] = {}
         self._stream_numbers = itertools.count(1)
+        self.log = TokenLog(self._live, self._streams)
         self._order: Run | None = None
         self._wake = asyncio.Event()
         self.copies = Copies(engine.pool, write_back, self._post)
@@ -120,8 +126,11 @@ class DecodeShell:
         stores: Sequence[kv_pb2.Instance],
         tbt_slo_s: float,
         conductor: kv_pb2.Instance | None,
+        *,
+        secret: bytes = b"",
+        fence: int = 0,
     ) -> tuple[LiveRequest, float]:
-        """Promises room.
+        """Promises room. Who knows the `secret`, if there is one, may resume the sequence with a higher `fence`.
 
         Returns:
             The request, and the predicted seconds between its tokens.
@@ -143,6 +152,8 @@ class DecodeShell:
                 tbt_slo_s,
                 who,
                 len(stores),
+                bool(secret),
+                fence,
             )
         )
         self._driver.settle()
@@ -151,8 +162,8 @@ class DecodeShell:
             raise Overloaded(
                 answer.why, reason=answer.reason, predicted_tbt_s=answer.tbt_s, slo_s=tbt_slo_s, retry_after_s=1.0
             )
-        transfer = self._transfer(number, tokens, answer.held)
-        live = LiveRequest(incoming, stores, transfer, list(incoming.keys), time.monotonic())
+        transfer = promised_transfer(self._layout, number, tokens, answer.held)
+        live = LiveRequest(incoming, stores, transfer, list(incoming.keys), time.monotonic(), secret)
         self._live[number] = live
         self.empty.clear()
         return live, answer.tbt_s
@@ -166,13 +177,6 @@ class DecodeShell:
         if needed > have:
             raise InvalidRequest("sequence.sampling.max_tokens", f"needs {needed} blocks, this instance has {have}")
         return tokens, total
-
-    def _transfer(self, number: int, tokens: int, held: int) -> InboundTransfer:
-        layout = self._layout
-        blocks = layout.blocks_for(tokens)
-        last = layout.valid_tokens(tokens, blocks - 1)
-        generation = number % MAX_GENERATION + 1
-        return InboundTransfer(number, generation, layout, blocks, held, last)
 
     def get(self, transfer_id: int, generation: int) -> LiveRequest | None:
         """The request of a transfer; None when it is unknown, has ended or has another generation."""
@@ -240,10 +244,19 @@ class DecodeShell:
             finish = live.incoming.sampling.finish(live.tokens, self._max_tokens)
             self._post(Start(live.id, self._streams[subscriber], finish))
 
-    def cancel(self, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
-        """Cancels a request; returns the state in which it was."""
+    def resume(self, subscriber: Subscriber, message: decode_pb2.ResumeSequence) -> None:
+        """Lets a conductor have a sequence that was another's, or read what is kept of one."""
+        self._driver.settle()  # so that the core knows what is known here
+        if self.log.knows(message):
+            stream = self._streams[subscriber]
+            self._post(Adopt(message.transfer_id, stream, message.fence, message.from_position))
+        else:
+            subscriber.failed(message.request_id, "there is no such sequence here (any more)")
+
+    def cancel(self, subscriber: Subscriber, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
+        """Cancels a request, unless another conductor has it now; returns the state in which it was."""
         live = self.get(message.transfer_id, message.generation)
-        if live is None or live.request_id != message.request_id:
+        if live is None or live.request_id != message.request_id or live.subscriber not in (None, subscriber):
             return kv_pb2.CANCEL_OUTCOME_UNKNOWN
         before = live.transfer.state is TransferState.PROMISED
         live.subscriber = None
@@ -306,6 +319,7 @@ class DecodeShell:
             live.tokens.append(token)
             reason = live.incoming.sampling.finish(live.tokens, self._max_tokens)
             if reason:
+                live.finish = reason
                 ended.append((live.id, int(reason)))
             self._tell(live, live.output_tokens - 1, [token], reason)
         seconds = (result.end_ns - result.start_ns) / 1e9
@@ -346,42 +360,35 @@ class DecodeShell:
             case Grew(number, block):
                 self._live[number].table += (block,)
             case Table(number, blocks):
-                self._bound(self._live[number], blocks)
+                self._live[number].bound(blocks)
             case Promised(number) | Refused(number):
                 self._answers[number] = action
             case Store(_, number):
                 self.copies.store(action, self._live[number])
             case Finish(number, reason):
                 live = self._live[number]
-                self._tell(live, live.output_tokens, [], kv_pb2.FinishReason.ValueType(reason))
+                live.finish = kv_pb2.FinishReason.ValueType(reason)
+                self._tell(live, live.output_tokens, [], live.finish)
             case Ending(number, why):
-                self._ending(self._live[number], why)
-            case Gone(number):
-                self._gone(self._live.pop(number))
+                self._live[number].end(why)
+            case Gone(number, logged):
+                self._gone(self._live.pop(number), logged=logged)
+            case Adopted() | Fenced() | Parked() | Forget():
+                self.log.perform(action)
+                self._recount()
             case SwapOut() | SwapIn() | SwapDrop():
                 self.copies.swap(action)
 
-    @staticmethod
-    def _bound(live: LiveRequest, blocks: tuple[int, ...]) -> None:
-        live.table = blocks
-        if live.transfer.state is TransferState.PROMISED:
-            live.transfer.bind(blocks)
-
-    @staticmethod
-    def _ending(live: LiveRequest, why: str) -> None:
-        live.ending = True
-        live.transfer.fail(why)
-        if live.send_verdict is not None and not live.complete:
-            live.send_verdict(live.transfer)
-        if live.subscriber is not None:
-            live.subscriber.failed(live.request_id, why)
-            live.subscriber = None
-
-    def _gone(self, live: LiveRequest) -> None:
+    def _gone(self, live: LiveRequest, *, logged: bool) -> None:
         live.transfer.fail("ended")
         live.ending = True
-        if not self._live:
-            self.empty.set()
+        if logged:
+            self.log.ended(live)
+        self._recount()
+
+    def _recount(self) -> None:
+        """The requests are others now."""
+        (self.empty.clear if self._live else self.empty.set)()
         self.notify()
 
 

@@ -99,8 +99,10 @@ class StreamOpened:
 
 @dataclass(frozen=True, slots=True)
 class StreamClosed:
-    """The conductor's unstarted requests end when it was its last stream. The stream's sequences then are orphans if
-    they may be adopted; otherwise they end."""
+    """The stream's sequences end.
+
+    If it was its conductor's last one, those that may be adopted are orphans instead; what was not started ends too.
+    """
 
     stream: int
 

@@ -154,7 +154,7 @@ class Orphans:
             if log.request is not None:
                 kept = log.request
                 assert kept.state is State.LOGGED
-                assert not (kept.table or kept.claim or kept.promised or kept.saved), "it holds something"
+                assert (kept.table, kept.claim, kept.promised, kept.saved) == ([], 0, 0, 0), "it holds something"
 
     def digest(self) -> bytes:
         """Hash of what is kept, and of the times."""

@@ -189,7 +189,9 @@ def test_an_orphan_that_is_being_swapped_out_parks_when_the_copy_is_over() -> No
 def test_bytes_are_bounded_and_the_oldest_go_first() -> None:
     size = LOG_BYTES + 2 * TOKEN_BYTES * 21 + KEY_BYTES * 1
     world = World(config(24, grace_s=0.0, log_ttl_s=30.0, log_bytes=2 * size + 2 * TOKEN_BYTES))
-    first, second, third = [world.go(prompt(20, seed), LONG, conductor="conductor", resumable=True) for seed in range(3)]
+    first, second, third = [
+        world.go(prompt(20, seed), LONG, conductor="conductor", resumable=True) for seed in range(3)
+    ]
     world.close(1)
     world.tick(0.0)
     world.step()  # the first of them alone is in it, has one token more then, and parks last
