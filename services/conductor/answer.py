@@ -16,7 +16,11 @@ LENGTH = kv_pb2.FINISH_REASON_LENGTH
 
 @dataclass(slots=True)
 class Answer:
-    """What was generated so far. `finish` is set with the last token."""
+    """What was generated so far. `finish` is set with the last token.
+
+    Of a client that has resumed: `resumed_at` counts the tokens that it had, `owed` is text that it lacks, and `ahead`
+    counts the characters that it has beyond the text of its tokens.
+    """
 
     request: Request
     text: AnswerText
@@ -28,10 +32,23 @@ class Answer:
     cached_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    resumed_at: int = 0
+    owed: str = ""
+    ahead: int = 0
 
     @classmethod
     def begin(cls, request: Request, served: Served, arrived: float) -> Answer:
         return cls(request, AnswerText(request, served), arrived)
+
+    def resume(self, token_ids: Sequence[int], text_chars: int) -> None:
+        """Go on from what a client has; it has all text that was certain with its tokens, and maybe the answer's rest.
+
+        `finish` is set when its tokens complete the answer.
+        """
+        known = self.extend(token_ids, self.arrived)
+        text = known.text if known is not None else ""
+        self.owed, self.ahead = text[text_chars:], max(0, text_chars - len(text))
+        self.resumed_at = len(self.tokens)
 
     @property
     def remaining(self) -> int:
@@ -40,13 +57,13 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from the arrival to the first token; 0 before it."""
-        return self.first_token_at - self.arrived if self.tokens else 0.0
+        """Seconds from the arrival to the first (new) token; 0 before it."""
+        return self.first_token_at - self.arrived if len(self.tokens) > self.resumed_at else 0.0
 
     @property
     def tpot_s(self) -> float:
         """Mean seconds between two tokens; 0 before the second one."""
-        count = len(self.tokens)
+        count = len(self.tokens) - self.resumed_at
         return (self.last_token_at - self.first_token_at) / (count - 1) if count > 1 else 0.0
 
     def prefilled(self, first: prefill_pb2.FirstToken) -> None:
@@ -75,18 +92,27 @@ class Answer:
         taken = self.tokens[position:]
         if not taken:
             return None
-        if not position:
+        if position == self.resumed_at:
             self.first_token_at = now
         self.last_token_at = now
-        return conductor_pb2.TokenDelta(position=position, token_ids=taken, text=text)
+        return conductor_pb2.TokenDelta(position=position, token_ids=taken, text=self._untold(text))
 
     def end(self, reason: kv_pb2.FinishReason.ValueType) -> conductor_pb2.TokenDelta | None:
         """End the answer for a reason from outside; returns held-back text, None for none."""
         if self.finish:
             return None
         self.finish = reason
-        text = self.text.end()
+        return self.rest(self.text.end())
+
+    def rest(self, text: str = "") -> conductor_pb2.TokenDelta | None:
+        """Text that comes without tokens: this one, and what a client that resumed still lacks; None for none."""
+        text = self._untold(text)
         return conductor_pb2.TokenDelta(position=len(self.tokens), text=text) if text else None
+
+    def _untold(self, text: str) -> str:
+        """New text, less what a client that resumed has already, after what it lacks."""
+        new, self.owed, self.ahead = self.owed + text[self.ahead :], "", max(0, self.ahead - len(text))
+        return new
 
     def finished(self, placement: conductor_pb2.Placement, now: float) -> conductor_pb2.Finished:
         """Return the last message of the stream."""

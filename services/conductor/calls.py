@@ -5,6 +5,7 @@ Each call that is started posts exactly one `Ended`.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import grpc.aio
 
 from moonpool.core.kernel import Ended
 from moonpool.errors import MoonpoolError, StreamBroken
-from moonpool.kv.keys import KEY_BYTES
+from moonpool.kv.keys import KEY_BYTES, tokens_digest
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.telemetry.logs import get_logger
@@ -23,6 +24,7 @@ from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import (
     Accepted,
+    Adopt,
     Delivered,
     Event,
     FirstToken,
@@ -92,6 +94,8 @@ class Calls:
         """Asks for room."""
         request = decode_pb2.ReserveRequest(sequence=serving.spec(order.sequence), tbt_slo_s=order.tbt_slo_s)
         request.conductor.CopyFrom(self._steps.conductor)
+        request.resume_secret, resumed = serving.secret, serving.ask.resumed
+        request.fence = resumed.fence if resumed is not None else 0
         stores = [instance for store in order.stores if (instance := self._find(store)) is not None]
         if stores:
             request.write_back.CopyFrom(stores[0])
@@ -171,11 +175,35 @@ class Calls:
 
     def start(self, order: Start, serving: Serving) -> None:
         """Starts a sequence at decode with the answer's last token, and follows it."""
+        steps = self._follow(order, serving)
+        steps.start(order.sequence, target_proto(order.target), serving.answer.tokens[-1])
+
+    def adopt(self, order: Adopt, serving: Serving) -> None:
+        """Takes a sequence over where it runs, and follows it."""
+        decode = self._find(order.target.decode)
+        if decode is None or decode.incarnation != order.target.incarnation:
+            self._post(Ended(order.io, Failure(Kind.UNAVAILABLE, f"{order.target.decode} has left")))
+            return
+        steps = self._follow(replace(order, target=replace(order.target, address=decode.address)), serving)
+        digest = tokens_digest(serving.answer.request.chain_root, serving.answer.tokens[: order.position])
+        steps.resume(
+            decode_pb2.ResumeSequence(
+                request_id=order.sequence,
+                from_position=order.position,
+                transfer_id=order.target.transfer_id,
+                generation=order.target.generation,
+                fence=order.fence,
+                secret=serving.secret,
+                digest=digest,
+            )
+        )
+
+    def _follow(self, order: Start | Adopt, serving: Serving) -> StepsStream:
         steps = self._steps.get(decode_proto(order.target))
         self._cancels[order.io] = lambda: self._end_sequence(order, steps, None, tell=True)
         end = partial(self._end_sequence, order, steps)
         steps.subscribe(order.sequence, _Following(order.io, serving, self._post, end))
-        steps.start(order.sequence, target_proto(order.target), serving.answer.tokens[-1])
+        return steps
 
     def renew(self, order: Renew) -> None:
         """Keeps a promise."""
@@ -185,7 +213,7 @@ class Calls:
         """Gives a promise back."""
         self._steps.get(decode_proto(order.target)).cancel(order.sequence, target_proto(order.target))
 
-    def _end_sequence(self, order: Start, steps: StepsStream, result: Result, *, tell: bool) -> None:
+    def _end_sequence(self, order: Start | Adopt, steps: StepsStream, result: Result, *, tell: bool) -> None:
         """A sequence is over; `tell` when decode does not know it."""
         if self._cancels.pop(order.io, None) is None:
             return

@@ -22,6 +22,7 @@ class Serving:
         first_seen: is told of the first token.
         outgoing: what its client is to be told.
         keys: of all full blocks of the prompt and the tokens at the last placement.
+        secret: who knows it may resume the request.
         placement: the last one; `placements` how many there were.
         promised_tbt_s: predicted seconds between tokens, by the decode instance that has promised room.
         started: decode was told to start there.
@@ -31,6 +32,7 @@ class Serving:
     answer: Answer
     first_seen: Callable[["Serving"], None]
     keys: list[BlockKey]
+    secret: bytes
     outgoing: Outgoing = field(default_factory=Outgoing)
     placement: conductor_pb2.Placement = field(default_factory=conductor_pb2.Placement)
     placements: int = 0
@@ -57,8 +59,8 @@ class Serving:
         self.keys = self.answer.request.keys_with(self.answer.tokens)
         return self._hashed
 
-    def placed(self, placement: conductor_pb2.Placement) -> None:
-        """Tells the client where its request goes."""
+    def placed(self, placement: conductor_pb2.Placement, point: conductor_pb2.ResumePoint) -> None:
+        """Tells the client where its request goes, and how to resume it."""
         request = self.answer.request
         self.placement, self.started = placement, False
         self.placements += 1
@@ -68,6 +70,7 @@ class Serving:
                 placement=placement,
                 prompt_tokens=len(request.prompt),
                 seed=request.sampling.seed or 0,
+                resume=point,
             )
         )
 

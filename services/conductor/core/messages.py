@@ -23,30 +23,6 @@ class Finish(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A request, without its tokens.
-
-    Attributes:
-        number: names it in events and actions.
-        id: as the client knows it.
-        prompt_tokens: length of the prompt.
-        max_tokens: tokens to generate at most.
-        prompt_key: hash of the prompt.
-        slo: what is expected.
-        arrived: when it came; `deadline` when it fails. Seconds of the core's clock.
-    """
-
-    number: int
-    id: str
-    prompt_tokens: int
-    max_tokens: int
-    prompt_key: bytes
-    slo: Slo
-    arrived: float
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
 class Target:
     """Room that a decode instance has promised to one transfer."""
 
@@ -58,12 +34,55 @@ class Target:
     held_blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """How far a request is whose client has lost its conductor.
+
+    Attributes:
+        tokens: of the answer, that the client has.
+        fence: how often it has resumed, this time included.
+        sequence: the id under which decode knew it last.
+        target: decode's promise then; its address is not known here. None = there was none.
+    """
+
+    tokens: int
+    fence: int
+    sequence: str
+    target: Target | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request, without its tokens.
+
+    Attributes:
+        number: names it in events and actions.
+        id: as the client knows it.
+        prompt_tokens: length of the prompt.
+        max_tokens: tokens to generate at most.
+        prompt_key: hash of the prompt.
+        slo: what is expected.
+        arrived: when it came; `deadline` when it fails. Seconds of the core's clock.
+        resumed: it is not new.
+    """
+
+    number: int
+    id: str
+    prompt_tokens: int
+    max_tokens: int
+    prompt_key: bytes
+    slo: Slo
+    arrived: float
+    deadline: float
+    resumed: Resumed | None = None
+
+
 # --- events ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A valid request; `keys` are those of its prompt's full blocks."""
+    """A valid request; `keys` are those of the full blocks of its prompt, and of the answer so far if it is resumed."""
 
     ask: Ask
     keys: tuple[bytes, ...]
@@ -243,6 +262,18 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class Adopt:
+    """Take a sequence over at decode, and follow it from a position on. `Cancel` ends it there and here."""
+
+    io: int
+    request: int
+    sequence: str
+    target: Target
+    position: int
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
 class Renew:
     """Keep the conductor's session with decode, by which the promise lives."""
 
@@ -259,11 +290,15 @@ class Undo:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """The request is placed: tell the client, and keep it for `Explain`."""
+    """The request is placed: tell the client, and keep it for `Explain`.
+
+    `sequence` is the id that engines see. Without a target only its first token is wanted.
+    """
 
     request: int
     plan: Plan
-    decode: str
+    sequence: str
+    target: Target | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,4 +342,4 @@ class Resync:
     instance: str
 
 
-Action = Reserve | Prefill | Start | Renew | Undo | Announce | Rehash | Complete | Fail | Drop | Resync | Cancel
+Action = Reserve | Prefill | Start | Adopt | Renew | Undo | Announce | Rehash | Complete | Fail | Drop | Resync | Cancel

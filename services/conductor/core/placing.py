@@ -30,6 +30,7 @@ class Limits:
     recovery_s: float
     room_wait_s: float
     reserve_timeout_s: float
+    adopt_wait_s: float = 5.0
 
 
 class Placing:
@@ -109,7 +110,7 @@ class Placing:
             self._timers.clear((kind, number))
         request.waits_since = request.refusal = None
         request.unasked = 0
-        out.append(Announce(number, attempt.plan, attempt.target.decode if attempt.target else ""))
+        out.append(Announce(number, attempt.plan, attempt.sequence, attempt.target))
         self._legs.prefill(request, attempt, out)
 
     def room_news(self, now: float, decode: str, out: list[Action]) -> None:
