@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from moonpool.cli.check import wait_at_rest
-from moonpool.client import AsyncClient, Client, GenerateResult, Overloaded, SamplingParams, Slo
+from moonpool.client import AsyncClient, Client, Overloaded, SamplingParams, Slo
 from tests.integration.conftest import BLOCK, small_plan, tokens, wait_busy, with_flags
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
+from tests.integration.streams import disturbed
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -141,28 +142,8 @@ def test_conductor_killed_under_streams(request: pytest.FixtureRequest, referenc
     stack: CheckedStack = request.getfixturevalue("stack" if grace == "runs on" else "pair")
     prompts = [tokens(40 + 30 * number, f"conductor {grace} {number}") for number in range(4)]
     sampling = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-
-    async def follow(client: AsyncClient, prompt: list[int], under_way: asyncio.Barrier) -> GenerateResult:
-        stream = client.stream(token_ids=prompt, sampling=sampling)
-        output: list[int] = []
-        async for event in stream:
-            if len(output) < 5 <= len(output) + len(event.token_ids):
-                await under_way.wait()
-            output += event.token_ids
-        assert stream.result is not None
-        assert stream.result.token_ids == output
-        return stream.result
-
-    async def run() -> list[GenerateResult]:
-        under_way = asyncio.Barrier(len(prompts) + 1)
-        async with AsyncClient(stack.address) as client, asyncio.TaskGroup() as group:
-            tasks = [group.create_task(follow(client, prompt, under_way)) for prompt in prompts]
-            await under_way.wait()
-            await asyncio.to_thread(stack.restart, "conductor", kill=True)
-        return [task.result() for task in tasks]
-
     before = stack.gauge("decode", "sequences_adopted")
-    results = asyncio.run(run())
+    results = asyncio.run(disturbed(stack.address, prompts, sampling, lambda: stack.restart("conductor", kill=True)))
     for prompt, result in zip(prompts, results, strict=True):
         assert (len(result.token_ids), result.resumes >= 1, len(result.placements)) == (400, True, 1)
         reference.assert_greedy(prompt, result.token_ids)

@@ -229,7 +229,8 @@ class World:
         self.core.check_invariants()
         assert len(self.core.requests) == len(self.arrived - set(self.ends))
         assert self.core.requests.calls == len(self.calls)
-        for calls in (self.open(Prefill), [*self.open(Start), *self.open(Adopt)]):
+        sequences: list[Start | Adopt] = [*self.open(Start), *self.open(Adopt)]
+        for calls in (self.open(Prefill), sequences):
             busy = [call.request for call in calls if call.request not in self.ends]
             assert len(busy) == len(set(busy)), "a request is computed twice at once"
 
