@@ -1,7 +1,7 @@
 """Resumed requests: their sequence may still be at decode, whose conductor was lost, and is taken over there.
 
 Where decode does not know it any more, or is gone itself, the request is placed anew like any other whose attempt has
-failed. docs/adr/0010-resuming.md has the rules.
+failed. docs/adr/0012-resuming.md has the rules.
 """
 
 from collections.abc import Iterable

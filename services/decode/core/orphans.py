@@ -1,6 +1,6 @@
 """Sequences that outlive their conductor: they run on for a grace period, then park; whoever adopts one has it.
 
-docs/adr/0010-resuming.md has the rules.
+docs/adr/0012-resuming.md has the rules.
 """
 
 from moonpool.core.digest import digest_of
