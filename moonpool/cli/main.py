@@ -141,6 +141,33 @@ def check(
     raise typer.Exit(run_check(address, wait_s=wait_s, as_json=as_json))
 
 
+@app.command()
+def state(
+    address: Address = "127.0.0.1:50051",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Show the cluster as its conductor sees it: the model, every instance, its load and its blocks."""
+    from moonpool.cli.cluster import run_state
+    from moonpool.client import Client
+
+    with Client(address) as client:
+        run_state(client, as_json=as_json)
+
+
+@app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="The request's id, as `generate --json` prints it.")],
+    address: Address = "127.0.0.1:50051",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Show why a request was placed as it was: every candidate, what was predicted, and what was then measured."""
+    from moonpool.cli.cluster import run_explain
+    from moonpool.client import Client
+
+    with Client(address) as client:
+        run_explain(client, request_id, as_json=as_json)
+
+
 @app.command("rerun")
 def rerun_(
     journal: Annotated[Path, typer.Argument(help="A journal's file, or a service's --journal-dir.")],

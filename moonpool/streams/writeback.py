@@ -1,6 +1,6 @@
 """Write-back: full blocks of an engine's pool on their way to a kvstore, in the background.
 
-A job holds references that keep its blocks' bytes in place; `release` takes them back exactly once per job, whatever
+A job holds references that keep its blocks' bytes in place; it hands them back by one call to its `over`, whatever
 happens. A store that is slow, lost or full costs dropped jobs and a counter, never a request; each store has a queue
 and workers of its own, so that it costs the other stores nothing either.
 """
@@ -65,6 +65,7 @@ class _Job:
     parents: Sequence[BlockKey]
     tenant: str
     blocks: Sequence[int]
+    over: Callable[[bool], None]
 
 
 @dataclasses.dataclass(slots=True)
@@ -83,7 +84,6 @@ class WriteBack:
         limits: the bounds.
         open_writer: makes the client of the store at an address.
         read: `(layer, block)` -> slice of the pool and its hash.
-        release: takes back one reference on each block of a job.
         clock: monotonic seconds.
     """
 
@@ -92,13 +92,11 @@ class WriteBack:
         limits: WriteBackLimits,
         open_writer: Callable[[str], Writer],
         read: Callable[[int, int], tuple[memoryview, int]],
-        release: Callable[[Sequence[int]], None],
         clock: Callable[[], float],
     ) -> None:
         self._limits = limits
         self._stores: Peers[Writer] = Peers(open_writer)
         self._read = read
-        self._release = release
         self._clock = clock
         self._lanes: dict[tuple[str, str], _Lane] = {}
         self._group: asyncio.TaskGroup | None = None
@@ -142,15 +140,19 @@ class WriteBack:
         parents: Sequence[BlockKey],
         tenant: str,
         blocks: Sequence[int],
+        over: Callable[[bool], None],
     ) -> None:
-        """Takes a job for which there is `room` now; one reference on each block passes to the write-back."""
+        """Takes a job for which there is `room` now; one reference on each block passes to the write-back.
+
+        It is handed back by `over`, which is told whether all blocks are in the store now.
+        """
         assert not self._closed
         assert len(keys) == len(parents) == len(blocks) > 0
         lane = self._lanes.setdefault(_key(store), _Lane())
         lane.blocks_held += len(blocks)
         self.blocks_held += len(blocks)
         self._idle.clear()
-        lane.queue.append(_Job(store, keys, parents, tenant, blocks))
+        lane.queue.append(_Job(store, keys, parents, tenant, blocks, over))
         self._staff(lane)
 
     async def run(self) -> None:
@@ -195,6 +197,7 @@ class WriteBack:
         if self._stores.paused(job.store, self._clock()):
             self._drop(job)
             return
+        stored = False
         try:
             writer = await self._stores.get(job.store)
             outcome = await writer.put(
@@ -206,6 +209,7 @@ class WriteBack:
             )
             self.blocks_stored += outcome.stored
             self.blocks_present += outcome.present
+            stored = True
         except MoonpoolError as error:
             self._failed(job, error)
             log.warning("write-back failed", store=job.store.id, blocks=len(job.blocks), reason=str(error))
@@ -214,7 +218,7 @@ class WriteBack:
             self._failed(job, error)
             log.exception("write-back failed", store=job.store.id, blocks=len(job.blocks))
         finally:
-            self._give_back(job)
+            self._give_back(job, stored=stored)
 
     def _failed(self, job: _Job, error: Exception) -> None:
         self.blocks_dropped += len(job.blocks)
@@ -227,15 +231,15 @@ class WriteBack:
 
     def _drop(self, job: _Job) -> None:
         self.blocks_dropped += len(job.blocks)
-        self._give_back(job)
+        self._give_back(job, stored=False)
 
-    def _give_back(self, job: _Job) -> None:
+    def _give_back(self, job: _Job, *, stored: bool) -> None:
         lane = self._lanes[_key(job.store)]
         lane.blocks_held -= len(job.blocks)
         if not lane.blocks_held:
             del self._lanes[_key(job.store)]
         self.blocks_held -= len(job.blocks)
-        self._release(job.blocks)
+        job.over(stored)
         if not self.blocks_held:
             self._idle.set()
 

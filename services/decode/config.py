@@ -17,12 +17,16 @@ class DecodeConfig(EngineConfig):
         gt=0,
         description="seconds for which a promise is renewed at most while its conductor is there and nothing comes",
     )
-    preemption: Literal["auto", "cache", "recompute", "swap"] = Field(
+    preemption: Literal["auto", "cache", "recompute", "swap", "store"] = Field(
         "auto",
         description="what becomes of a sequence's KV when blocks run out: it stays as cache until it is needed, is "
-        "computed again, or is copied to DRAM and back; auto = as is predicted to be quicker",
+        "computed again, is copied to DRAM and back, or is read back from the kvstore; auto = as is predicted to be "
+        "quickest",
     )
     swap_bytes: int = Field(256 << 20, ge=0, description="bytes of DRAM for KV that is copied out of the pool")
+    load_timeout_s: float = Field(
+        5.0, gt=0, description="seconds a load from a kvstore may take beyond what is predicted; then it is computed"
+    )
     watermark: float = Field(0.01, ge=0, lt=1, description="share of the pool that admitting a request leaves free")
     step_tokens: int = Field(256, ge=1, description="tokens that are computed again in one step at most")
     assumed_answer_tokens: int = Field(

@@ -1,16 +1,17 @@
-"""Blocks on their way out of the pool and back: to kvstores, and to DRAM for preempted sequences."""
+"""Blocks on their way out of the pool and back: to and from kvstores, and DRAM for preempted sequences."""
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from moonpool.core.kernel import Ended
 from moonpool.kv.pool import KVPool
+from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
-from services.decode.core.messages import Store, SwapDrop, SwapEnd, SwapIn, SwapOut
+from services.decode.core.messages import IoEnd, Store, StoreEnd, SwapDrop, SwapEnd, SwapIn, SwapOut
 from services.decode.live import LiveRequest
+from services.decode.loads import Loads
 from services.decode.swap import SwapSpace
 
 log = get_logger(__name__)
@@ -21,16 +22,27 @@ class Copies:
 
     Args:
         pool: the blocks.
-        write_back: writes to kvstores; hand its releases to `written_back`.
+        write_back: writes to kvstores.
+        open_reader: makes the client of the kvstore at an address.
         post: tells the core.
+
+    Attributes:
+        loads: from kvstores.
     """
 
-    def __init__(self, pool: KVPool, write_back: WriteBack, post: Callable[[Ended[SwapEnd | None]], None]) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        write_back: WriteBack,
+        open_reader: Callable[[str], StoreReader],
+        post: Callable[[Ended[IoEnd]], None],
+    ) -> None:
         self._write_back = write_back
         self._post = post
         self._space = SwapSpace(pool)
-        self._writing: defaultdict[int, list[int]] = defaultdict(list)  # by block
+        self.loads = Loads(pool, open_reader, post)
         self._copying: set[asyncio.Task[None]] = set()
+        self._copied_at = 0.0
         self.closed = False
         """Nothing is written back any more."""
 
@@ -38,20 +50,14 @@ class Copies:
         """Writes a block to one of a request's kvstores, if the write-back has room for it."""
         store = live.stores[action.store]
         if self.closed or not self._write_back.room(store, 1):
-            self._post(Ended(action.io, None))
+            self._post(Ended(action.io, StoreEnd(False)))
             return
-        self._writing[action.block].append(action.io)
         key, parent = live.keys[action.index], live.parent(action.index)
-        self._write_back.submit(store, [key], [parent], live.incoming.tenant, [action.block])
 
-    def written_back(self, blocks: Sequence[int]) -> None:
-        """The write-back lets go of blocks, once each. Which of a block's copies it was makes no difference."""
-        for block in blocks:
-            ios = self._writing[block]
-            io = ios.pop()
-            if not ios:
-                del self._writing[block]
-            self._post(Ended(io, None))
+        def over(stored: bool) -> None:
+            self._post(Ended(action.io, StoreEnd(stored)))
+
+        self._write_back.submit(store, [key], [parent], live.incoming.tenant, [action.block], over)
 
     def swap(self, action: SwapOut | SwapIn | SwapDrop) -> None:
         """Copies a sequence's blocks to DRAM or back, or forgets them."""
@@ -64,9 +70,10 @@ class Copies:
                 self._space.drop(number)
 
     async def quiet(self) -> None:
-        """Waits until no copy uses the pool."""
+        """Waits until no copy and no load uses the pool."""
         while self._copying:
             await asyncio.wait(self._copying)
+        await self.loads.quiet()
 
     def _copy(self, io: int, work: Callable[[], None]) -> None:
         async def copy() -> None:
@@ -76,7 +83,8 @@ class Copies:
             except Exception:  # a copy that is not made costs computing again
                 log.exception("swapping failed", io=io)
                 ok = False
-            self._post(Ended(io, SwapEnd(ok, time.monotonic() - began)))
+            began, self._copied_at = max(began, self._copied_at), time.monotonic()
+            self._post(Ended(io, SwapEnd(ok, self._copied_at - began)))
 
         task = asyncio.get_running_loop().create_task(copy())
         self._copying.add(task)

@@ -8,6 +8,7 @@ from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
 from moonpool.errors import Unavailable
+from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.streams.transfer import TransferState
 from moonpool.streams.writeback import WriteBack, WriteBackLimits
@@ -22,7 +23,7 @@ from services.decode.receiver import Receiver
 from services.decode.shell import DecodeShell
 from services.decode.subscriber import Subscriber
 
-PARKED = (State.PARKED, State.SWAPPING_OUT, State.SWAPPING_IN)
+PARKED = (State.PARKED, State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
 
 
 class DecodeInstance:
@@ -47,7 +48,6 @@ class DecodeInstance:
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             lambda address: StoreWriter(context.channels, address, context.hello(), layout, context.link),
             engine.pool.read,
-            lambda blocks: self.shell.copies.written_back(blocks),
             time.monotonic,
         )
         self.shell = DecodeShell(
@@ -55,6 +55,7 @@ class DecodeInstance:
             engine,
             context.setup.max_tokens,
             self.write_back,
+            lambda address: StoreReader(context.channels, address, context.hello(), layout),
             context.spans,
             context.notify,
             config.journal(),
@@ -172,6 +173,10 @@ class DecodeInstance:
                 ("swapped_blocks", lambda: core.parking.saved, 0),
                 ("preemptions", lambda: core.parking.preemptions, None),
                 ("swaps", lambda: core.parking.swaps, None),
+                ("loads", lambda: shell.copies.loads.sessions, 0),
+                ("loaded_blocks", lambda: core.shelf.loaded_blocks, None),
+                ("load_failures", lambda: core.shelf.failures, None),
+                ("load_credits_kept_bytes", lambda: shell.copies.loads.traffic.credits_kept, 0),
                 ("recomputed_tokens", lambda: core.planner.recomputed_tokens, None),
                 ("blocks_total", lambda: manager.num_blocks, None),
                 ("blocks_used", lambda: manager.num_used, 0),
@@ -199,7 +204,8 @@ class DecodeInstance:
         )
 
     def _messages_unsent(self) -> int:
-        return self.write_back.traffic.unsent + sum(len(receiver.outbox) for receiver in self.receivers)
+        stores = self.write_back.traffic + self.shell.copies.loads.traffic
+        return stores.unsent + sum(len(receiver.outbox) for receiver in self.receivers)
 
     def _all_received_bytes(self) -> float:
         return self._received_bytes + sum(receiver.received_bytes for receiver in self.receivers)
@@ -221,6 +227,7 @@ def core_config(context: InstanceContext, config: DecodeConfig) -> CoreConfig:
         speeds=engine.speeds,
         preemption=Preemption(config.preemption),
         watermark_blocks=int(engine.blocks * config.watermark),
+        load_timeout_s=config.load_timeout_s,
         step_tokens=config.step_tokens,
         swap_blocks=config.swap_bytes // layout.block_bytes,
         assumed_answer_tokens=config.assumed_answer_tokens,

@@ -11,6 +11,7 @@ from moonpool.engine.handle import Engine
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.sched.steps import Step, StepResult
+from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.transfer import InboundTransfer, TransferState
 from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
@@ -32,6 +33,7 @@ from services.decode.core.messages import (
     Gone,
     Grew,
     Heard,
+    Load,
     Open,
     Parked,
     Promised,
@@ -66,7 +68,8 @@ class DecodeShell:
         core: decides.
         engine: runs the steps.
         max_tokens: longest sequence the model takes.
-        write_back: takes the answers' full blocks; hand its releases to `copies.written_back`.
+        write_back: takes the answers' full blocks.
+        open_reader: makes the client of a kvstore at an address, from which preempted sequences come back.
         spans: where spans are recorded.
         notify: called when load or keys have changed.
         journal: records what the core was told.
@@ -78,6 +81,7 @@ class DecodeShell:
         engine: Engine,
         max_tokens: int,
         write_back: WriteBack,
+        open_reader: Callable[[str], StoreReader],
         spans: Recorder,
         notify: Callable[[], None],
         journal: JournalWriter | None,
@@ -97,7 +101,7 @@ class DecodeShell:
         self.log = TokenLog(self._live, self._streams)
         self._order: Run | None = None
         self._wake = asyncio.Event()
-        self.copies = Copies(engine.pool, write_back, self._post)
+        self.copies = Copies(engine.pool, write_back, open_reader, self._post)
         self.empty = asyncio.Event()
         self.empty.set()
         self.dead = ""
@@ -139,23 +143,10 @@ class DecodeShell:
             Overloaded: there is no room now, or the time between tokens cannot be kept.
             InvalidRequest: it could never fit, or there is nothing to generate.
         """
-        number, order = next(self._numbers), self._checked(incoming)
+        number, (tokens, total) = next(self._numbers), self._checked(incoming)
         who = "" if conductor is None else _identity(conductor)
-        tokens, total = order
-        self._post(
-            Reserve(
-                number,
-                tuple(incoming.keys),
-                tokens,
-                incoming.sampling.prompt_tokens,
-                total,
-                tbt_slo_s,
-                who,
-                len(stores),
-                bool(secret),
-                fence,
-            )
-        )
+        keys, prompt = tuple(incoming.keys), incoming.sampling.prompt_tokens
+        self._post(Reserve(number, keys, tokens, prompt, total, tbt_slo_s, who, len(stores), bool(secret), fence))
         self._driver.settle()
         answer = self._answers.pop(number)
         if isinstance(answer, Refused):
@@ -373,6 +364,8 @@ class DecodeShell:
                 self._live[number].end(why)
             case Gone(number, logged):
                 self._gone(self._live.pop(number), logged=logged)
+            case Load(_, number):
+                self.copies.loads.start(action, self._live[number])
             case Adopted() | Fenced() | Parked() | Forget():
                 self.log.perform(action)
                 self._recount()

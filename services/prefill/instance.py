@@ -50,7 +50,6 @@ class PrefillInstance:
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             self._open_writer,
             engine.pool.read,
-            lambda blocks: self.shell.written(blocks),
             time.monotonic,
         )
         self.shell = Shell(

@@ -1,7 +1,7 @@
 """Does what the prefill core decides: steps, loads, transfers, write-back and answers; tells it how they ended."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ class Shell:
         engine: runs the steps.
         loading: reads prefixes.
         sending: sends KV to decode.
-        write_back: writes blocks to kvstores; it gives back its blocks by `written`.
+        write_back: writes blocks to kvstores.
         spans: where spans are recorded.
         notify: called when load or keys may have changed.
         journal: records what the core is told; None = nothing is recorded.
@@ -68,7 +68,6 @@ class Shell:
         )
         self._requests: dict[int, Request] = {}
         self._tasks: dict[int, asyncio.Task[events.Result]] = {}
-        self._puts: dict[int, int] = {}
         self._group: asyncio.TaskGroup | None = None
         self._died = asyncio.Event()
         self._dead = "the engine is not running"
@@ -91,10 +90,6 @@ class Shell:
     def find(self, request_id: str) -> list[Request]:
         """Requests of an id that have not ended."""
         return [request for request in self._requests.values() if request.request_id == request_id]
-
-    def written(self, blocks: Sequence[int]) -> None:
-        """The write-back has let go of blocks: the very list that it was given."""
-        self.post(Ended(self._puts.pop(id(blocks)), events.Done()))
 
     async def run(self) -> None:
         """Works until cancelled.
@@ -241,10 +236,10 @@ class Shell:
         if end == order.first:
             self.post(Ended(order.io, events.Done()))
             return
-        blocks = list(order.blocks[: end - order.first])
-        self._puts[id(blocks)] = order.io
+        blocks = order.blocks[: end - order.first]
         keys, parents = incoming.keys[order.first : end], incoming.parents()[order.first : end]
-        self._write_back.submit(store, keys, parents, incoming.tenant, blocks)
+        over: Ended[events.Result] = Ended(order.io, events.Done())
+        self._write_back.submit(store, keys, parents, incoming.tenant, blocks, lambda _: self.post(over))
 
     # --- steps -----------------------------------------------------------------------------------------------------
 

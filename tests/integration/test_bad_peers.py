@@ -206,8 +206,9 @@ def test_steps_for_an_unknown_request_and_twice(stack: Stack) -> None:
             assert failed == ["a sequence of this id is running already"]
             assert outcomes == [kv_pb2.CANCEL_OUTCOME_UNKNOWN]
             for transfer_id, generation in ((0, 0), (first.transfer_id, first.generation)):  # it has no secret
-                ids = {"transfer_id": transfer_id, "generation": generation}
-                resume = decode_pb2.ResumeSequence(request_id="same", fence=9, **ids)
+                resume = decode_pb2.ResumeSequence(
+                    request_id="same", fence=9, transfer_id=transfer_id, generation=generation
+                )
                 steps.send(decode_pb2.StepsRequest(resume=resume))
                 assert "there is no such sequence" in steps.read().failed[0].reason
 

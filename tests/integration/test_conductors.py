@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,9 @@ def both(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     second = ServiceProcess("conductor", "second", arguments, folder / "second.log")
     try:
         join = ["--conductor", second.wait_ready(60.0)]
-        extra = {kind: [*plan.extra.get(kind, ()), *join] for kind in ("kvstore", "prefill", "decode")}
+        extra: dict[str, Sequence[str]] = {
+            kind: [*plan.extra.get(kind, ()), *join] for kind in ("kvstore", "prefill", "decode")
+        }
         with CheckedStack(dataclasses.replace(plan, extra=extra, decode=2)) as stack:
             yield stack, second.address
     finally:

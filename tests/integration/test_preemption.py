@@ -48,7 +48,7 @@ class Served:
                 self.reference.assert_greedy(prompt, result.token_ids, GAP_TOLERANCE)
 
 
-@pytest.fixture(scope="module", params=["cache", "recompute", "swap"])
+@pytest.fixture(scope="module", params=["cache", "recompute", "swap", "store"])
 def served(
     request: pytest.FixtureRequest, checkpoint: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -83,8 +83,10 @@ def test_alone(served: Served, length: int) -> None:
 
 def test_in_company_and_too_many(served: Served) -> None:
     """Eight sequences grow to twice the pool."""
+    loaded = served.stack.gauge("decode-", "loaded_blocks")
     prompts = [tokens(5 + 6 * number, f"company {number}") for number in range(8)]
     assert sum(-(-(len(prompt) + ANSWER) // BLOCK) for prompt in prompts) > 1.5 * POOL
     served.check(prompts, ANSWER)
     swaps = served.stack.gauge("decode-", "swaps")
     assert (swaps > 0) == (served.way == "swap")
+    assert (served.stack.gauge("decode-", "loaded_blocks") > loaded) == (served.way == "store")

@@ -17,6 +17,8 @@ class Preemption(Enum):
     """Everything is computed again."""
     SWAP = "swap"
     """The blocks are copied to DRAM and back; as `CACHE` when there is no room."""
+    STORE = "store"
+    """Full blocks are read back from a kvstore, which is given those that it lacks; as `CACHE` without a store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class CoreConfig:
         speeds: of the engine, as measured at its start.
         preemption: how blocks are taken back from sequences.
         watermark_blocks: blocks left free by an admission.
+        load_timeout_s: seconds that a load from a kvstore may take beyond what is predicted.
         step_tokens: tokens computed again in one step at most.
         swap_blocks: blocks that may be swapped out.
         assumed_answer_tokens: length that answers are expected to have until some have ended.
@@ -51,6 +54,7 @@ class CoreConfig:
     speeds: Speeds = field(default_factory=Speeds)
     preemption: Preemption = Preemption.AUTO
     watermark_blocks: int = 0
+    load_timeout_s: float = 5.0
     step_tokens: int = 256
     swap_blocks: int = 0
     assumed_answer_tokens: int = 256

@@ -1,13 +1,12 @@
 """The decode core: takes events, keeps requests, blocks and the batch, gives actions."""
 
-from collections.abc import Iterator
-
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Ended, Outstanding, Tick
 from moonpool.core.timers import Timers
 from moonpool.cost import SpeedTracker, decode_step_seconds
 from moonpool.sched.block_manager import BlockManager
 from services.decode.core.config import CoreConfig
+from services.decode.core.holds import Copy, Holds, Loading, Writing
 from services.decode.core.lengths import AnswerLengths
 from services.decode.core.messages import (
     Action,
@@ -18,6 +17,8 @@ from services.decode.core.messages import (
     Event,
     Finish,
     Heard,
+    IoEnd,
+    LoadEnd,
     Open,
     Promised,
     Refused,
@@ -26,7 +27,6 @@ from services.decode.core.messages import (
     Start,
     StepDone,
     Stop,
-    Store,
     StreamClosed,
     StreamOpened,
     SwapEnd,
@@ -34,12 +34,13 @@ from services.decode.core.messages import (
 )
 from services.decode.core.orphans import Orphans
 from services.decode.core.planner import Planner
-from services.decode.core.preemption import Copy, Holds, Parking
+from services.decode.core.preemption import Parking
 from services.decode.core.request import Request, State
 from services.decode.core.room import Room
+from services.decode.core.shelf import Shelf
 
 _TRANSFERRING = (State.PROMISED, State.RECEIVING, State.WHOLE)
-_IN_USE = (State.SWAPPING_OUT, State.SWAPPING_IN)
+_IN_USE = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
 
 
 class DecodeCore:
@@ -50,6 +51,7 @@ class DecodeCore:
         room: what of them is promised and expected to be needed.
         planner: the batch and those who wait.
         parking: the preempted ones.
+        shelf: what is in kvstores.
         tracker: the engine's speeds, as measured.
         requests: all, by id.
         orphans: those without a conductor, and what is kept of those that have ended.
@@ -61,7 +63,8 @@ class DecodeCore:
         self.room = Room(self.blocks, config.watermark_blocks)
         self.tracker = SpeedTracker(config.speeds)
         self._ios: Outstanding[Holds] = Outstanding()
-        self.parking = Parking(config, self.room, self.tracker, self._ios)
+        self.shelf = Shelf(config, self.room, self.tracker, self._ios)
+        self.parking = Parking(config, self.room, self.tracker, self._ios, self.shelf)
         self._lengths = AnswerLengths(config.assumed_answer_tokens)
         self.planner = Planner(config, self.room, self.parking, self._lengths, self.tracker)
         self.requests: dict[int, Request] = {}
@@ -130,6 +133,7 @@ class DecodeCore:
             until=now + self.config.promise_s,
             resumable=event.resumable,
             fence=event.fence,
+            stored=[len(event.keys)] * event.stores,
         )
         refused = self._breaks_tbt(event, tbt_s) or self._admit(request)
         if refused is not None:
@@ -150,7 +154,7 @@ class DecodeCore:
     def _breaks_tbt(self, event: Reserve, tbt_s: float) -> tuple[str, str] | None:
         """Why a promised time between tokens could not be kept: the new request's, or an earlier one's."""
         planner = self.planner
-        taken = len(planner.batch) + len(planner.catching) + len(planner.seats_kept)
+        taken = planner.places_taken + len(planner.seats_kept)
         if event.tbt_slo_s and taken >= self.config.max_batch:
             return "tbt_slo", f"all {self.config.max_batch} places of a step are taken"
         promised = min((r.tbt_slo_s for r in self.requests.values() if r.tbt_slo_s), default=event.tbt_slo_s)
@@ -330,21 +334,21 @@ class DecodeCore:
                 index = len(request.keys)
                 request.keys.append(key)
                 self.blocks.register(request.table[index], key)
-                out += self._store(request, index)
+                for store in range(request.stores):
+                    self.shelf.write(request, index, store, out)
 
-    def _store(self, request: Request, index: int) -> Iterator[Action]:
-        block = request.table[index]
-        for store in range(request.stores):
-            self.blocks.acquire([block])
-            yield Store(self._ios.begin(block), request.id, index, block, store)
-
-    def _ended(self, event: Ended[SwapEnd | None], out: list[Action]) -> None:
+    def _ended(self, event: Ended[IoEnd], out: list[Action]) -> None:
         holds = self._ios.end(event.io)
-        if not isinstance(holds, Copy):
-            self.blocks.release([holds])
-            return
-        assert event.result is not None
-        self.parking.copied(Ended(event.io, event.result), holds)
+        match holds, event.result:
+            case Writing(), _:
+                self.shelf.written(holds, event.result)
+                return
+            case Loading(), LoadEnd() as result:
+                self.shelf.loaded(holds, result)
+            case Copy(), SwapEnd() as result:
+                self.parking.copied(result, holds)
+            case _:
+                raise TypeError(f"{event.result} does not answer I/O {event.io}")
         if holds.request.state is State.LEAVING:
             self._gone(holds.request, out)
         else:
@@ -360,9 +364,10 @@ class DecodeCore:
         self.planner.check_invariants(requests)
         self.orphans.check_invariants()
         held = [block for request in requests for block in request.table]
-        held += [holds for _, holds in self._ios if not isinstance(holds, Copy)]
+        held += [holds.block for _, holds in self._ios if isinstance(holds, Writing)]
         assert len(held) == sum(map(self.blocks.ref_count, range(self.blocks.num_blocks))), "a block is lost or leaked"
-        copying = [holds.request for _, holds in self._ios if isinstance(holds, Copy)]
+        copying = [holds.request for _, holds in self._ios if not isinstance(holds, Writing)]
+        self.shelf.check_invariants(requests)
         for request in requests:
             assert len(set(request.table)) == len(request.table), "a block is twice in a table"
             assert (request.promised > 0) <= (request.state is State.PROMISED)
@@ -372,20 +377,21 @@ class DecodeCore:
 
     def digest(self) -> bytes:
         """Hash of the whole state."""
-        planner, parking = self.planner, self.parking
+        planner = self.planner
         return digest_of(
             list(self.requests.values()),
             [(number, self._leases.at(number)) for number in self.requests],
             self.blocks,
             (self.room.promised, self.room.claims),
             (planner.batch.ids, planner.batch.ticks, planner.batch.context, planner.steps, planner.flight),
-            [[request.id for request in place] for place in (planner.ready, planner.catching, parking.parked)],
+            [[request.id for request in place] for place in (planner.ready, planner.catching)],
             (list(planner.seats_kept), planner.recomputed_tokens, [request.id for request in self._leaving]),
-            (parking.coming, parking.saved, parking.preemptions, parking.swaps, parking.swap_bytes_per_s),
+            self.parking,
             self._lengths,
             self.tracker.speeds,
             self._streams,
             self.orphans,
-            [(io, holds if isinstance(holds, int) else holds.request.id) for io, holds in self._ios],
+            [(io, holds.request.id, holds.block if isinstance(holds, Writing) else -1) for io, holds in self._ios],
+            self.shelf,
             self._dead,
         )

@@ -127,6 +127,27 @@ class SwapEnd:
 
     ok: bool
     seconds: float
+    """Since it began or, if that was later, since the copy before it ended: waiting for others is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEnd:
+    """Result of `Store`."""
+
+    ok: bool
+    """The kvstore has the block now."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnd:
+    """Result of `Load`; comes within its time. Nothing is written into the blocks any more."""
+
+    blocks: int
+    """Leading ones of the blocks asked for that have come whole; fewer is a miss."""
+    seconds: float
+    """Since it began, however many others were under way."""
+    failed: bool = False
+    """For another reason than that blocks were missing: the store is not asked for this request again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +156,8 @@ class Died:
 
     why: str
 
+
+IoEnd = SwapEnd | StoreEnd | LoadEnd
 
 Event = (
     Reserve
@@ -148,7 +171,7 @@ Event = (
     | StreamClosed
     | StepDone
     | Died
-    | Ended[SwapEnd | None]
+    | Ended[IoEnd]
     | Tick
 )
 
@@ -297,7 +320,7 @@ class SwapDrop:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Write a full block of the answer to one of the request's kvstores; it stays as it is until it has `Ended`."""
+    """Write a full block to one of the request's kvstores; it stays as it is until it has `Ended`."""
 
     io: int
     id: int
@@ -306,6 +329,21 @@ class Store:
     block: int
     store: int
     """Which of the request's kvstores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Read the sequence's full blocks from `first` on from one of its kvstores into these blocks of the pool."""
+
+    io: int
+    id: int
+    first: int
+    """Of the blocks in the sequence."""
+    blocks: tuple[int, ...]
+    store: int
+    """Which of the request's kvstores."""
+    timeout_s: float
+    """Seconds after which it must have ended."""
 
 
 Action = (
@@ -325,4 +363,5 @@ Action = (
     | SwapIn
     | SwapDrop
     | Store
+    | Load
 )

@@ -14,7 +14,7 @@ from services.decode.core.request import ACTIVE, NOBODY, Request, State
 from services.decode.core.room import Room
 
 _PARKABLE = (*ACTIVE, State.PARKED)
-_COPYING = (State.SWAPPING_OUT, State.SWAPPING_IN)
+_COPYING = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
 
 
 class Orphans:

@@ -49,6 +49,7 @@ class Planner:
         self.flight: Flight | None = None
         self.seats_kept: dict[int, None] = {}
         """Requests that were promised a time between tokens and are not in the batch: places are kept for them."""
+        self._waiting = 0  # requests that get one of the blocks which are being copied
         self.steps = 0
         self.recomputed_tokens = 0
 
@@ -97,11 +98,13 @@ class Planner:
         """Starts the next step if none is running and there is something to compute."""
         if self.flight is not None:
             return
+        self._waiting = 0
         self._diagnose(out)
-        self._bring_back(out)
         self._keep_tbt()
         self._seat(out)
         self._grow(out)
+        if self._bring_back(out):
+            self._seat(out)
         chunks = self._chunks()
         if not len(self.batch) and not chunks:
             return
@@ -116,13 +119,16 @@ class Planner:
             members = self.batch.members
             self._preempt(members[self.steps // every % len(members)], out)
 
-    def _bring_back(self, out: list[Action]) -> None:
-        while self._has_seat():
-            alone = not (len(self.batch) or self.ready or self.catching)
-            request = self._parking.bring_back(alone=alone, out=out)
+    def _bring_back(self, out: list[Action]) -> int:
+        """Brings preempted ones back, but not past those who wait for a block; returns how many."""
+        count = 0
+        while self._has_seat() and not self._waiting:
+            request = self._parking.bring_back([*self.batch.members, *self.ready, *self.catching], out)
             if request is None:
-                return
+                break
             self.returned(request)
+            count += 1
+        return count
 
     def returned(self, request: Request) -> None:
         """A preempted sequence has its blocks again; with all KV it is ready."""
@@ -132,7 +138,12 @@ class Planner:
             insort(self.catching, request, key=_age)
 
     def _has_seat(self) -> bool:
-        return len(self.batch) + len(self.catching) < self._config.max_batch
+        return self.places_taken < self._config.max_batch
+
+    @property
+    def places_taken(self) -> int:
+        """Places of a step that are taken, also by those who may have to catch up when they have been loaded."""
+        return len(self.batch) + len(self.catching) + self._parking.loading
 
     # --- time between tokens ---------------------------------------------------------------------------------------
 
@@ -150,9 +161,9 @@ class Planner:
 
     def _may_join(self, request: Request) -> bool:
         """Whether a sequence that was promised nothing leaves the others what they were promised."""
-        if request.tbt_slo_s:
-            return True
-        if len(self.batch) + len(self.catching) + len(self.seats_kept) >= self._config.max_batch:
+        if request.tbt_slo_s or not self.places_taken:
+            return True  # somebody must run, or nobody for whom places are kept would get room
+        if self.places_taken + len(self.seats_kept) >= self._config.max_batch:
             return False
         limit = self.batch.tbt_slo_s
         return not limit or self._tbt_s(len(self.batch) + 1, self.batch.context + request.tokens) <= limit
@@ -204,7 +215,8 @@ class Planner:
     def _take(self, request: Request, out: list[Action]) -> bool:
         """Gives a sequence a block, by preempting others or itself if there is none."""
         while self._room.spare < 1:
-            if self._parking.coming:
+            if self._parking.coming > self._waiting:
+                self._waiting += 1
                 return False
             victim = choose_victim([*self.batch.members, *self.ready, *self.catching], request)
             if victim is None:
@@ -280,7 +292,7 @@ class Planner:
                 assert len(member.table) == self._config.blocks_for(self.batch.tokens_of(member))
         kept = [r for r in requests if r.tbt_slo_s and r.state not in (State.RUNNING, State.LEAVING)]
         assert sorted(self.seats_kept) == sorted(r.id for r in kept)
-        assert len(self.batch) + len(self.catching) <= self._config.max_batch
+        assert self.places_taken <= self._config.max_batch
 
 
 def _age(request: Request) -> int:

@@ -1,14 +1,14 @@
 """Preemption: who gives its blocks up, by which way, and how it comes back."""
 
-from bisect import insort
-from dataclasses import dataclass
-
-from moonpool.core.kernel import Ended, Outstanding
+from moonpool.core.digest import digest_of
+from moonpool.core.kernel import Outstanding
 from moonpool.cost import SpeedTracker, prefill_seconds
 from services.decode.core.config import CoreConfig, Preemption
+from services.decode.core.holds import Copy, Holds
 from services.decode.core.messages import Action, SwapDrop, SwapEnd, SwapIn, SwapOut, Table
 from services.decode.core.request import ACTIVE, Request, State
-from services.decode.core.room import Room
+from services.decode.core.room import Room, most_needed
+from services.decode.core.shelf import Shelf
 
 PROTECTED_AFTER = 2
 """Who was preempted so often is spared as long as there is somebody else."""
@@ -16,19 +16,6 @@ SWAP_BYTES_PER_S = 4e9
 """Assumed rate of copying to DRAM and back until it was measured."""
 SWAP_WEIGHT = 0.2
 """Weight of one measured copy."""
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A copy under way: a request's blocks are being swapped out or in."""
-
-    request: Request
-    out: bool
-    blocks: tuple[int, ...]
-
-
-Holds = Copy | int
-"""What I/O holds: a copy's request, or a block that is being stored."""
 
 
 def choose_victim(active: list[Request], wanting: Request) -> Request | None:
@@ -53,15 +40,20 @@ class Parking:
         room: counts blocks.
         tracker: predicts the engine's times.
         ios: I/O under way.
+        shelf: what is in kvstores.
     """
 
-    def __init__(self, config: CoreConfig, room: Room, tracker: SpeedTracker, ios: Outstanding[Holds]) -> None:
+    def __init__(
+        self, config: CoreConfig, room: Room, tracker: SpeedTracker, ios: Outstanding[Holds], shelf: Shelf
+    ) -> None:
         self._config = config
         self._room = room
         self._tracker = tracker
         self._ios = ios
+        self._shelf = shelf
         self.parked: list[Request] = []
-        """Without blocks, first come first."""
+        """Without blocks, in the order in which they come back: who has waited longest is first."""
+        self._refused: tuple[int, int, int, int] | None = None  # how it was when there was no room for the first one
         self.coming = 0
         """Blocks that are free when the copies out of the pool are over."""
         self.saved = 0
@@ -69,6 +61,11 @@ class Parking:
         self.swap_bytes_per_s = SWAP_BYTES_PER_S
         self.preemptions = 0
         self.swaps = 0
+
+    @property
+    def loading(self) -> int:
+        """Sequences that are being loaded from kvstores."""
+        return self._shelf.loading
 
     # --- giving up -------------------------------------------------------------------------------------------------
 
@@ -78,24 +75,36 @@ class Parking:
         self.preemptions += 1
         whole = request.state is not State.CATCHING_UP
         blocks = tuple(request.table[: self._config.blocks_for(request.tokens - 1)]) if whole else ()
-        if blocks and self._swaps(request, len(blocks)):
+        way = self._way(request, len(blocks))
+        if way is Preemption.SWAP and blocks:
             self._swap_out(request, blocks, out)
-        else:
-            request.recompute = self._config.preemption is Preemption.RECOMPUTE
-            self._room.give_back(request)
-            self.park(request)
+            return
+        if way is Preemption.STORE and whole:
+            self._shelf.write_missing(request, out)
+        request.recompute = way is Preemption.RECOMPUTE
+        self._room.give_back(request)
+        self.park(request)
 
-    def predicted_s(self, request: Request, blocks: int) -> tuple[float, float]:
-        """Seconds until a sequence would be back, by swapping and by computing all of it."""
-        swap_s = 2 * blocks * self._config.block_bytes / self.swap_bytes_per_s
-        return swap_s, prefill_seconds(self._tracker.speeds, request.tokens, 0)
+    def predicted_s(self, request: Request, blocks: int) -> dict[Preemption, float]:
+        """Seconds until a sequence would be back, by each way; cached blocks may be gone by then."""
+        speeds = self._tracker.speeds
+        return {
+            Preemption.SWAP: 2 * blocks * self._config.block_bytes / self.swap_bytes_per_s,
+            Preemption.STORE: self._shelf.back_s(request),
+            Preemption.CACHE: prefill_seconds(speeds, request.tokens, 0),
+        }
 
-    def _swaps(self, request: Request, blocks: int) -> bool:
-        way = self._config.preemption
-        if way not in (Preemption.AUTO, Preemption.SWAP) or self.saved + blocks > self._config.swap_blocks:
-            return False
-        swap_s, compute_s = self.predicted_s(request, blocks)
-        return way is Preemption.SWAP or swap_s < compute_s
+    def _way(self, request: Request, blocks: int) -> Preemption:
+        """How a sequence gives its blocks up."""
+        way, full = self._config.preemption, self.saved + blocks > self._config.swap_blocks
+        if way is Preemption.SWAP:
+            return Preemption.CACHE if full else way
+        if way is not Preemption.AUTO:
+            return way
+        predicted = self.predicted_s(request, blocks)
+        if full:
+            del predicted[Preemption.SWAP]
+        return min(reversed(predicted), key=lambda way: predicted[way])
 
     def _swap_out(self, request: Request, blocks: tuple[int, ...], out: list[Action]) -> None:
         request.state = State.SWAPPING_OUT
@@ -110,29 +119,33 @@ class Parking:
         request.state = State.PARKED
         needed = max(request.expected_blocks, self._config.blocks_for(request.tokens))
         self._room.claim(request, needed)
-        insort(self.parked, request, key=lambda other: other.id)
+        self.parked.append(request)
 
     # --- coming back -----------------------------------------------------------------------------------------------
 
-    def bring_back(self, *, alone: bool, out: list[Action]) -> Request | None:
-        """Brings the first parked sequence back if there is room for it and for what the others may need.
+    def bring_back(self, active: list[Request], out: list[Action]) -> Request | None:
+        """Brings the first parked sequence back if there is room for it now, and for all of them as they grow and end.
 
         Args:
-            alone: nobody else runs, so that nobody else's growth need be thought of.
+            active: who runs, or could; when nobody does, nobody else's growth need be thought of.
             out: gets the actions.
 
         Returns:
-            The sequence, READY, CATCHING_UP or SWAPPING_IN; None when there is no room, or nobody is parked.
+            The sequence, READY, CATCHING_UP, SWAPPING_IN or LOADING; None when there is no room, or nobody is parked.
         """
         if not self.parked:
             return None
         request = self.parked[0]
-        held = [] if request.recompute else self._room.blocks.match(request.keys)
+        # Who grows as expected takes as much from what is free as from what is claimed: then nothing has changed.
+        asked = request.id, self._room.spare - self._room.claims, len(self.parked), len(active)
+        if active and asked == self._refused:
+            return None
+        held = self._shelf.held(request)
         new = self._config.blocks_for(request.tokens) - len(held)
-        others = self._room.claims - sum(other.claim for other in self.parked)
         left = self._room.spare - self._room.cost(held, new)
         growth = request.claim - len(held) - new
-        if left < 0 or (not alone and left < self._room.watermark + others + growth):
+        if left < 0 or (active and left < self._room.watermark + self._needed(active, growth, new)):
+            self._refused = asked
             return None
         del self.parked[0]
         self._room.blocks.acquire(held)
@@ -142,20 +155,26 @@ class Parking:
         self._fill(request, len(held), out)
         return request
 
+    def _needed(self, active: list[Request], growth: int, new: int) -> int:
+        """Blocks that all will need beyond what they have, if one more comes with so many blocks and so much growth."""
+        known = sum(request.claim for request in (*active, *self.parked))
+        lives = [(request.claim, self._room.frees(request)) for request in active]
+        return self._room.claims - known + most_needed([*lives, (growth, new)])
+
     def _fill(self, request: Request, held: int, out: list[Action]) -> None:
         """Chooses how the KV that is not held comes back."""
-        request.computed = held * self._config.block_tokens
         if request.saved > held:
             blocks = tuple(request.table[held : request.saved])
             request.state = State.SWAPPING_IN
             out.append(SwapIn(self._ios.begin(Copy(request, False, blocks)), request.id, held, blocks))
             return
         self.forget(request, out)
-        request.state = State.READY if request.computed >= request.tokens - 1 else State.CATCHING_UP
+        if not self._shelf.load(request, held, out):
+            request.comes_with(held * self._config.block_tokens)
 
-    def copied(self, ended: Ended[SwapEnd], copy: Copy) -> None:
+    def copied(self, result: SwapEnd, copy: Copy) -> None:
         """A copy is over. A request that has ended meanwhile is the caller's business afterwards."""
-        request, result = copy.request, ended.result
+        request = copy.request
         if result.ok:
             self._observe(len(copy.blocks) * self._config.block_bytes, result.seconds)
         if copy.out:
@@ -196,10 +215,16 @@ class Parking:
             self.saved -= request.saved
             request.saved = 0
 
+    def digest(self) -> bytes:
+        """Hash of what is not the requests' own."""
+        waiting = [request.id for request in self.parked]
+        counts = (self.coming, self.saved, self.preemptions, self.swaps, self.swap_bytes_per_s)
+        return digest_of(waiting, self._refused, counts)
+
     def check_invariants(self, requests: list[Request]) -> None:
         """Asserts that lists and counts are those of the requests."""
         parked = [request for request in requests if request.state is State.PARKED]
-        assert self.parked == sorted(parked, key=lambda request: request.id)
+        assert sorted(r.id for r in self.parked) == sorted(request.id for request in parked)
         assert not any(request.table for request in parked)
         assert self.saved == sum(request.saved for request in requests)
         out = [copy.request for _, copy in self._ios if isinstance(copy, Copy) and copy.out]

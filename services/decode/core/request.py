@@ -25,6 +25,8 @@ class State(Enum):
     PARKED = "parked"
     """Preempted, without blocks."""
     SWAPPING_IN = "swapping in"
+    LOADING = "loading"
+    """Its full blocks are being read from a kvstore."""
     LEAVING = "leaving"
     """Has ended, but a step or a copy still uses its blocks."""
     LOGGED = "logged"
@@ -76,6 +78,13 @@ class Request:
     """Was parked to be computed anew wholly."""
     saved: int = 0
     """Its leading blocks that are swapped out."""
+    stored: list[int] = field(default_factory=list)
+    """Leading full blocks that each of its kvstores is presumed to have."""
+
+    def comes_with(self, tokens: int) -> None:
+        """It comes back, and so many leading tokens have their KV: ready with all but the last."""
+        self.computed = tokens
+        self.state = State.READY if tokens >= self.tokens - 1 else State.CATCHING_UP
 
     @property
     def is_started(self) -> bool:

@@ -1,7 +1,26 @@
 """What of the pool is free, promised and expected to be needed."""
 
+from bisect import bisect_left
+from collections.abc import Iterable
+
 from moonpool.sched.block_manager import BlockManager
 from services.decode.core.request import Request
+
+
+def most_needed(lives: Iterable[tuple[int, int]]) -> int:
+    """Blocks that are needed beyond those taken now at the worst moment, if all grow alike and end as expected.
+
+    The worst moments are those before a sequence ends, as in the Past-Future scheduler (ASPLOS 2025).
+
+    Args:
+        lives: of each sequence the blocks that it will still take, and those that come free with its end.
+    """
+    most = freed = 0
+    ends = sorted(lives)
+    for index, (claim, frees) in enumerate(ends):
+        most = max(most, (len(ends) - index) * claim - freed)
+        freed += frees
+    return most
 
 
 class Room:
@@ -28,6 +47,11 @@ class Room:
     def cost(self, held: list[int], new: int) -> int:
         """Blocks by which `spare` falls when blocks that were matched are acquired and others taken."""
         return new + sum(self.blocks.is_cached(block) for block in held)
+
+    def frees(self, request: Request) -> int:
+        """Blocks of a table that nobody else refers to. Only leading ones are shared."""
+        table = request.table
+        return len(table) - bisect_left(table, True, key=lambda block: self.blocks.ref_count(block) == 1)
 
     def promise(self, request: Request, held: list[int], new: int) -> None:
         """Acquires the held prefix and promises blocks behind it."""

@@ -6,6 +6,7 @@ of DRAM; a lease that would need more gets fewer leading blocks. Reading the dev
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 from moonpool.errors import Overloaded
@@ -193,7 +194,7 @@ class Reads:
         source = LeasedBlock(reader=ssd.reader(key), tenant=ssd.catalogue.tenant_of(key) or "")
         if lease.promote and fits and self.tiers.reserve({source.tenant: size}):
             self.leased_bytes += size
-            source.allocate = dram.arena.allocate
+            source.allocate = functools.partial(dram.arena.allocate, ahead=False)
         return source
 
     def lost(self, source: LeasedBlock) -> None:

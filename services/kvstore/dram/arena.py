@@ -137,8 +137,8 @@ class Arena:
         """Address space."""
         return sum(len(each.slabs) * each.slab_bytes for each in self._classes.values())
 
-    def allocate(self, nbytes: int) -> memoryview:
-        """Writable memory of `nbytes`, of undefined content.
+    def allocate(self, nbytes: int, *, ahead: bool = True) -> memoryview:
+        """Writable memory of `nbytes`, of undefined content. Not `ahead`: other threads write to it, page by page.
 
         Raises:
             Overloaded: the operating system gives no more address space.
@@ -153,7 +153,7 @@ class Arena:
         buffer = self._take(each, fresh=fresh)
         if fresh:
             self._trim()
-        if self._thread is not None and not each.small and self.resident_bytes + size <= self._budget:
+        if ahead and self._thread is not None and not each.small and self.resident_bytes + size <= self._budget:
             self._populate(self._thread, each, [buffer] if fresh else [])
         return memoryview(buffer).cast("B")[:nbytes]
 

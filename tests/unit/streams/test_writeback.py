@@ -58,18 +58,19 @@ class Bench:
     def __init__(self, blocks: int = 4) -> None:
         self.writers: dict[str, FakeWriter] = {}
         self.released: list[int] = []
+        self.stored: list[int] = []
         self.came_back = asyncio.Event()
         self.now = 0.0
         self.it = WriteBack(
             WriteBackLimits(blocks, workers=1, pause_s=2.0),
             self.open_writer,
             hashed(lambda layer, block: bytes([layer, block])),
-            self._release,
             lambda: self.now,
         )
 
-    def _release(self, blocks: Sequence[int]) -> None:
+    def _over(self, blocks: Sequence[int], *, stored: bool) -> None:
         self.released += blocks
+        self.stored += blocks if stored else ()
         self.came_back.set()
 
     def open_writer(self, address: str) -> FakeWriter:
@@ -78,7 +79,9 @@ class Bench:
     def submit(self, blocks: Sequence[int], store: kv_pb2.Instance = STORE) -> bool:
         blocks = blocks[: self.it.room(store, len(blocks))]
         if blocks:
-            self.it.submit(store, keys(*blocks), keys(*blocks), "", blocks)
+            self.it.submit(
+                store, keys(*blocks), keys(*blocks), "", blocks, lambda stored: self._over(blocks, stored=stored)
+            )
         return bool(blocks)
 
     async def settle(self) -> None:
@@ -102,7 +105,7 @@ async def test_stores_and_gives_back() -> None:
         assert bench.submit([3, 1])
         assert bench.it.blocks_held == 2
         await bench.settle()
-        assert bench.released == [3, 1]
+        assert bench.released == bench.stored == [3, 1]
         assert bench.writers["a:1"].read == [b"\x00\x03", b"\x00\x01"]
         assert (bench.it.blocks_stored, bench.it.blocks_present, bench.it.blocks_dropped) == (1, 1, 0)
 
@@ -157,6 +160,7 @@ async def test_a_failing_store_is_left_alone_for_a_while() -> None:
             assert not bench.submit([3])
             bench.now += 2.5
         assert bench.released == [1, 2, 1, 2]
+        assert not bench.stored
         assert bench.it.blocks_dropped == 6
         writer.error = None
         assert bench.submit([4])

@@ -82,6 +82,14 @@ class DecodeMachine(RuleBasedStateMachine):
     def end_io(self, pick: int, ok: bool) -> None:
         self.world.end_io(sorted(self.world.ios)[pick % len(self.world.ios)], ok=ok)
 
+    @precondition(lambda self: self.world.stored)
+    @rule(store=st.integers(0, 1), keep=st.integers(0, 3))
+    def lose(self, store: int, keep: int) -> None:
+        """A kvstore evicts what it wants."""
+        for number, place in enumerate(list(self.world.stored)):
+            if place[0] == store and number % 4 >= keep:
+                del self.world.stored[place]
+
     @precondition(lambda self: self.world.core.requests)
     @rule(pick=st.integers(0, 20))
     def stop(self, pick: int) -> None:

@@ -50,3 +50,5 @@ def test_overcommitted(way: Preemption, every: int) -> None:
     print(f"{way}: {world.core.planner.steps} steps, {parking.preemptions} preemptions, {parking.swaps} swaps")
     assert parking.preemptions > 10
     assert (parking.swaps > 0) == (way in (Preemption.SWAP, Preemption.AUTO))
+    loads = world.core.shelf.loaded_blocks > 0
+    assert loads == (way is Preemption.STORE) or way is Preemption.AUTO

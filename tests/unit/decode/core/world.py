@@ -26,6 +26,8 @@ from services.decode.core.messages import (
     Forget,
     Gone,
     Grew,
+    Load,
+    LoadEnd,
     Open,
     Parked,
     Promised,
@@ -35,6 +37,7 @@ from services.decode.core.messages import (
     Start,
     StepDone,
     Store,
+    StoreEnd,
     StreamClosed,
     StreamOpened,
     SwapDrop,
@@ -87,7 +90,9 @@ class World:
         self.events: list[tuple[float, Event, bytes]] = []
         self.begun = pickle.dumps(self.core)
         self.run: Run | None = None
-        self.ios: dict[int, SwapOut | SwapIn | Store] = {}
+        self.ios: dict[int, SwapOut | SwapIn | Store | Load] = {}
+        self.stored: dict[tuple[int, BlockKey], dict[int, bytes]] = {}
+        """What each kvstore has."""
         self.refused: list[Refused] = []
         self.failed: dict[int, str] = {}
         self.followers: dict[int, int] = {}
@@ -100,6 +105,7 @@ class World:
         """Sequences that could have gone on, and nobody came."""
         self.fenced: list[Fenced] = []
         self._check = check
+        self._writing: dict[int, BlockKey] = {}
         self._next = 1
         self.post(StreamOpened(1, "conductor"))
 
@@ -138,11 +144,14 @@ class World:
         return number
 
     def arrive(self, number: int) -> None:
-        """The prompt's KV comes."""
+        """The prompt's KV comes; prefill has written it to the kvstores as well."""
         self.post(Open(number))
         it = self.sequences[number]
         for position in range(len(it.tokens)):
             self._write(it, position)
+        for store in range(self.core.requests[number].stores):
+            for block, key in zip(it.table, it.keys(), strict=False):
+                self.stored[store, key] = dict(self.pool[block])
         self.post(Arrived(number))
 
     def start(self, number: int, stream: int = 1) -> None:
@@ -200,19 +209,37 @@ class World:
         self.post(StepDone(run.step, False, seconds, tuple(ended), tuple(filled)))
 
     def end_io(self, io: int, *, ok: bool = True) -> None:
-        """A copy or a write-back ends."""
+        """A copy, a write or a load ends."""
         action = self.ios.pop(io)
-        if isinstance(action, Store):
-            self.post(Ended(io, None))
-            return
+        match action:
+            case Store():
+                if ok:
+                    self.stored[action.store, self._writing.pop(io)] = dict(self.pool[action.block])
+                self.post(Ended(io, StoreEnd(ok)))
+            case Load():
+                self.post(Ended(io, LoadEnd(self._load(action) if ok else 0, 1e-6, failed=not ok)))
+            case _:
+                self._copy(action, ok=ok)
+                self.post(Ended(io, SwapEnd(ok, 1e-6)))
+
+    def _load(self, action: Load) -> int:
+        """What a kvstore has comes; returns how many leading blocks that were."""
+        keys = self.sequences[action.id].keys()[action.first :]
+        assert len(keys) >= len(action.blocks), "full blocks only"
+        for number, (block, key) in enumerate(zip(action.blocks, keys, strict=False)):
+            if (action.store, key) not in self.stored:
+                return number
+            self.pool[block] = dict(self.stored[action.store, key])
+        return len(action.blocks)
+
+    def _copy(self, action: SwapOut | SwapIn, *, ok: bool) -> None:
         it = self.sequences[action.id]
         if isinstance(action, SwapOut):
             it.saved = {n: dict(self.pool[block]) for n, block in enumerate(action.blocks)} if ok else {}
-        else:
-            for n, block in enumerate(action.blocks, action.first):
-                self.pool[block] = it.saved[n]
-            it.saved = {}
-        self.post(Ended(io, SwapEnd(ok, 1e-6)))
+            return
+        for n, block in enumerate(action.blocks, action.first):
+            self.pool[block] = it.saved[n]
+        it.saved = {}
 
     def work(self, limit: int = 10_000) -> None:
         """Ends I/O and steps until there are none."""
@@ -272,9 +299,11 @@ class World:
             case Run():
                 assert self.run is None
                 self.run = action
-            case SwapOut() | SwapIn() | Store():
+            case SwapOut() | SwapIn() | Store() | Load():
                 assert action.io not in self.ios
                 self.ios[action.io] = action
+                if isinstance(action, Store):
+                    self._writing[action.io] = self.sequences[action.id].keys()[action.index]
             case SwapDrop(number):
                 self.sequences[number].saved = {}
             case Refused():
@@ -305,4 +334,4 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [seed * 1000 + n for n in range(length)]
 
 
-WAYS = (Preemption.CACHE, Preemption.RECOMPUTE, Preemption.SWAP)
+WAYS = (Preemption.CACHE, Preemption.RECOMPUTE, Preemption.SWAP, Preemption.STORE)

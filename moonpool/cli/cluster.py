@@ -1,0 +1,90 @@
+"""`moonpool state` and `moonpool explain`: the cluster as its conductor sees it, and why a request was placed so."""
+
+import dataclasses
+import json
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from moonpool.client import Client
+from moonpool.client.types import Candidate, ClusterState, Explanation, InstanceInfo
+
+
+def run_state(client: Client, *, as_json: bool) -> None:
+    """Prints the model and every instance, as a table or as one JSON object."""
+    state = client.cluster_state()
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(state)))
+        return
+    typer.echo(_headline(state))
+    table = Table("instance", "kind", "address", "running", "waiting", "blocks used", "cached", "promised", "state")
+    for column in table.columns[3:8]:
+        column.justify = "right"
+    for each in state.instances:
+        used = each.total_blocks - each.free_blocks - each.cached_blocks
+        share = f"{used:,} of {each.total_blocks:,}" if each.total_blocks else "-"
+        counts = (str(each.running), _waiting(each), share, f"{each.cached_blocks:,}", f"{each.promised_blocks:,}")
+        table.add_row(each.id, each.kind, each.address, *counts, "draining" if each.draining else "")
+    Console().print(table)
+
+
+def _headline(state: ClusterState) -> str:
+    if not state.model:
+        return f"{state.conductor}: no engine has joined yet"
+    emulated = f", compute emulated by {state.emulated}" if state.emulated else ""
+    ready = "ready" if state.ready else "not ready"
+    return (
+        f"{state.conductor}: {ready}, serves {state.model} "
+        f"({state.max_tokens:,} tokens, blocks of {state.block_tokens}{emulated})"
+    )
+
+
+def _waiting(instance: InstanceInfo) -> str:
+    queued = f" ({instance.queued_tokens:,} tokens)" if instance.queued_tokens else ""
+    return f"{instance.waiting}{queued}"
+
+
+def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
+    """Prints every prefill candidate with its predicted parts, the choice, and what was measured then.
+
+    Raises:
+        NotFound: the conductor knows no such request, or has forgotten it.
+    """
+    found = client.explain(request_id)
+    if as_json:
+        typer.echo(json.dumps({"request_id": request_id, **dataclasses.asdict(found)}))
+        return
+    chosen = found.placement.prefill if found.placement is not None else ""
+    table = Table("prefill", "own prefix", "used prefix", "queue s", "load s", "compute s", "TTFT s", "")
+    for column in table.columns[1:7]:
+        column.justify = "right"
+    for each in sorted(found.candidates, key=lambda candidate: (bool(candidate.excluded), _ttft_s(candidate))):
+        parts = [each.queue_s, each.load_s, each.prefill_s, _ttft_s(each)]
+        times = ["-"] * 4 if each.excluded else [f"{part:.4f}" for part in parts]
+        remark = each.excluded or ("chosen" if each.instance == chosen else "")
+        table.add_row(each.instance, str(each.local_blocks), str(each.used_blocks), *times, remark)
+    Console().print(table)
+    typer.echo(_outcome(found))
+
+
+def _ttft_s(candidate: Candidate) -> float:
+    return candidate.queue_s + candidate.load_s + candidate.prefill_s
+
+
+def _outcome(found: Explanation) -> str:
+    if found.placement is None:
+        return f"refused: {found.refused}"
+    placement = found.placement
+    source = f", prefix from {placement.kvstore}" if placement.kvstore else ""
+    return "\n".join(
+        (
+            f"placed on {placement.prefill}, then {placement.decode or 'nowhere: one token was all'}{source}",
+            f"TTFT: predicted {placement.predicted_ttft_s:.4f} s, measured {_measured(found.measured_ttft_s)}",
+            f"TPOT: predicted {_measured(placement.predicted_tbt_s)}, measured {_measured(found.measured_tpot_s)}",
+        )
+    )
+
+
+def _measured(seconds: float) -> str:
+    return f"{seconds:.4f} s" if seconds else "-"

@@ -1,0 +1,39 @@
+"""What I/O under way holds: blocks that must stay as they are, or are being written, until it has ended."""
+
+from dataclasses import dataclass
+
+from services.decode.core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A request's blocks are being swapped out or in."""
+
+    request: Request
+    out: bool
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """A full block is being written to one of its request's kvstores; the request may have ended."""
+
+    request: Request
+    index: int
+    block: int
+    store: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """A request's blocks are being read from one of its kvstores."""
+
+    request: Request
+    first: int
+    blocks: tuple[int, ...]
+    store: int
+    ahead: int
+    """Blocks that were being loaded when it began, its own among them."""
+
+
+Holds = Copy | Writing | Loading

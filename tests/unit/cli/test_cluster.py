@@ -1,0 +1,104 @@
+"""`moonpool state` and `moonpool explain` print what the conductor says, for people and as JSON."""
+
+import json
+
+import pytest
+
+from moonpool.cli.cluster import run_explain, run_state
+from moonpool.client.testing import FakeConductor
+from moonpool.errors import NotFound
+from moonpool.v1 import conductor_pb2 as pb
+from moonpool.v1 import kv_pb2
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+def cluster() -> FakeConductor:
+    fake = FakeConductor()
+    instance = kv_pb2.Instance(id="decode-0", incarnation=7, kind=kv_pb2.INSTANCE_KIND_DECODE, address="host:1")
+    load = pb.LoadReport(running=3, waiting=2, queued_tokens=1500, free_blocks=60, cached_blocks=30, promised_blocks=4)
+    fake.state = pb.ClusterStateResponse(
+        ready=True,
+        conductor=kv_pb2.Instance(id="conductor-0", address="host:0"),
+        instances=[pb.InstanceState(instance=instance, load=load, indexed_blocks=12, total_blocks=100)],
+    )
+    fake.state.model.name = "tiny"
+    fake.state.model.max_tokens = 4096
+    return fake
+
+
+def explained() -> FakeConductor:
+    fake = FakeConductor()
+    placement = pb.Placement(prefill="prefill-1", decode="decode-0", predicted_ttft_s=0.25, predicted_tbt_s=0.01)
+    fake.explanations["r1"] = pb.ExplainResponse(
+        placement=placement,
+        candidates=[
+            pb.CandidateExplanation(instance="prefill-0", queue_s=1.0, prefill_s=0.5),
+            pb.CandidateExplanation(instance="prefill-1", local_blocks=3, used_blocks=5, load_s=0.05, prefill_s=0.2),
+            pb.CandidateExplanation(instance="prefill-2", excluded="draining"),
+        ],
+        measured_ttft_s=0.3,
+    )
+    fake.explanations["r2"] = pb.ExplainResponse(refused="predicted time to first token 9 s exceeds the limit")
+    return fake
+
+
+def test_state_shows_load_and_blocks_of_every_instance(capsys: pytest.CaptureFixture[str]) -> None:
+    with cluster().client() as client:
+        run_state(client, as_json=False)
+    headline, *_, row, _ = capsys.readouterr().out.splitlines()
+    assert headline == "host:0: ready, serves tiny (4,096 tokens, blocks of 0)"
+    assert [cell.strip() for cell in row.strip("│").split("│")] == [
+        "decode-0", "decode", "host:1", "3", "2 (1,500 tokens)", "10 of 100", "30", "4", "",
+    ]  # fmt: skip
+
+
+def test_state_before_an_engine_has_joined_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeConductor()
+    fake.state = pb.ClusterStateResponse(conductor=kv_pb2.Instance(id="conductor-0", address="host:0"))
+    with fake.client() as client:
+        run_state(client, as_json=False)
+    assert capsys.readouterr().out.startswith("host:0: no engine has joined yet\n")
+
+
+def test_explain_lists_candidates_best_first_and_marks_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    with explained().client() as client:
+        run_explain(client, "r1", as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    assert rows == [
+        ["prefill-1", "3", "5", "0.0000", "0.0500", "0.2000", "0.2500", "chosen"],
+        ["prefill-0", "0", "0", "1.0000", "0.0000", "0.5000", "1.5000", ""],
+        ["prefill-2", "0", "0", "-", "-", "-", "-", "draining"],
+    ]
+    assert lines[-3:] == [
+        "placed on prefill-1, then decode-0",
+        "TTFT: predicted 0.2500 s, measured 0.3000 s",
+        "TPOT: predicted 0.0100 s, measured -",
+    ]
+
+
+def test_explain_says_why_a_request_was_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with explained().client() as client:
+        run_explain(client, "r2", as_json=False)
+    assert capsys.readouterr().out.splitlines()[-1] == "refused: predicted time to first token 9 s exceeds the limit"
+
+
+def test_both_print_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    with explained().client() as client:
+        run_explain(client, "r1", as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["request_id"] == "r1"
+    assert found["placement"]["prefill"] == "prefill-1"
+    assert [each["instance"] for each in found["candidates"]] == ["prefill-0", "prefill-1", "prefill-2"]
+    with cluster().client() as client:
+        run_state(client, as_json=True)
+    assert json.loads(capsys.readouterr().out)["instances"][0]["promised_blocks"] == 4
+
+
+def test_an_unknown_request_is_an_error() -> None:
+    with explained().client() as client, pytest.raises(NotFound, match="r9"):
+        run_explain(client, "r9", as_json=False)
