@@ -6,8 +6,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from services.decode.core.config import Preemption
 from services.decode.core.messages import Adopted, Died, Fenced, Gone, Promised, Stop, StreamOpened
-from services.decode.core.request import State
+from services.decode.core.request import NOBODY, State
 from tests.unit.decode.core.world import BT, World, config, prompt
+
+COPYING = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
+STARTED = (State.READY, State.RUNNING, State.CATCHING_UP, State.PARKED, *COPYING)
 
 
 class DecodeMachine(RuleBasedStateMachine):
@@ -49,11 +52,23 @@ class DecodeMachine(RuleBasedStateMachine):
         answer=st.integers(1, 5 * BT),
         slo=st.sampled_from([0.0, 0.0, 0.0035, 1.0]),
         stores=st.sampled_from([0, 0, 2]),
-        resumable=st.booleans(),
+        resumable=st.sampled_from([True, True, False]),
     )
     def reserve(self, length: int, seed: int, answer: int, slo: float, stores: int, resumable: bool) -> None:
         what, who = prompt(length, seed), self.conductor
         self.world.reserve(what, answer, slo=slo, conductor=who, stores=stores, total=9 * BT, resumable=resumable)
+
+    @rule(
+        length=st.integers(1, 3 * BT), seed=st.integers(0, 2), answer=st.integers(1, 5 * BT), stores=st.integers(0, 1)
+    )
+    def go(self, length: int, seed: int, answer: int, stores: int) -> None:
+        """A request up to its start, at once: by single rules few get so far."""
+        number = self.world.reserve(
+            prompt(length, seed), answer, conductor=self.conductor, stores=stores, total=9 * BT, resumable=True
+        )
+        if number is not None:
+            self.world.arrive(number)
+            self.world.start(number, self.streams)
 
     @precondition(lambda self: self.states(State.PROMISED))
     @rule()
@@ -72,7 +87,11 @@ class DecodeMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.run)
     @rule(times=st.integers(2, 40))
+    def many_steps(self, times: int) -> None:
+        self.steps(times)
+
     def steps(self, times: int) -> None:
+        """As many as there are."""
         for _ in range(times):
             if self.world.run is not None:
                 self.world.step()
@@ -107,6 +126,17 @@ class DecodeMachine(RuleBasedStateMachine):
         assert not self.states(State.PROMISED, State.RECEIVING, State.WHOLE)
         self.streams += 1
         self.world.post(StreamOpened(self.streams, self.conductor))
+
+    @precondition(lambda self: self.states(*STARTED))
+    @rule(steps=st.integers(0, 6))
+    def orphans_wait_in_vain(self, steps: int) -> None:
+        """Some steps, then nobody comes for longer than the grace period, and the running step ends."""
+        self.steps(steps)
+        self.conductor_leaves()
+        self.world.tick(2.0)
+        self.steps(1)
+        orphans = [it for it in self.world.core.requests.values() if it.stream == NOBODY]
+        assert all(it.state in COPYING or it.state is State.LEAVING for it in orphans)
 
     @precondition(lambda self: self.world.heard)
     @rule(pick=st.integers(0, 20), higher=st.sampled_from([0, 1, 1, 2]))
