@@ -75,6 +75,7 @@ class ConductorServicer:
         self._idle.set()
         self._draining = False
         self._served = 0
+        self._resumed = 0
         self.gauges = self._make_gauges()
 
     def set_instance(self, instance: kv_pb2.Instance) -> None:
@@ -125,7 +126,8 @@ class ConductorServicer:
         )
         resume, answer = read_resume(message, request, served), Answer.begin(request, served, arrived)
         if resume is not None:
-            answer.resume(resume.tokens, resume.text_chars)
+            self._resumed += 1
+            await loop.run_in_executor(self._tokenizing, answer.resume, resume.tokens, resume.text_chars)
             if answer.finish:
                 await _tell_end(answer, resume, context)
                 return
@@ -221,6 +223,7 @@ class ConductorServicer:
             [
                 ("requests_running", lambda: len(self._running), 0),
                 ("requests_served", lambda: self._served, None),
+                ("requests_resumed", lambda: self._resumed, None),
                 ("steps_sequences", lambda: cluster.steps.sequences, 0),
                 ("requests_followed", lambda: len(requests), 0),
                 ("calls_out", lambda: requests.calls, 0),

@@ -112,14 +112,14 @@ class DecodeCore:
                 self._die(why, out)
             case _:
                 self._progress(now, event, out)
-        for request in self.orphans.settle(out):
-            self._end(request, "its conductor was lost", out)
+        self._end_all(self.orphans.settle(out), "its conductor was lost", out)
         if not self._dead:
             self.planner.plan(out)
 
     # --- promises --------------------------------------------------------------------------------------------------
 
     def _reserve(self, now: float, event: Reserve, out: list[Action]) -> None:
+        self._end_all(self.orphans.of(event.conductor), "the conductor's stream ended", out)  # it has placed them anew
         tbt_s = self._predicted_tbt_s(event.tokens)
         request = Request(
             event.id,
@@ -251,8 +251,7 @@ class DecodeCore:
 
     def _stream(self, event: StreamOpened | StreamClosed, out: list[Action]) -> None:
         if isinstance(event, StreamOpened):
-            for request in self.orphans.of(event.conductor):
-                self._end(request, "the conductor's stream ended", out)
+            self._end_all(self.orphans.of(event.conductor), "the conductor's stream ended", out)
             self._streams[event.stream] = event.conductor
             return
         conductor = self._streams.pop(event.stream, "")
@@ -265,6 +264,10 @@ class DecodeCore:
                 self._end(request, "the conductor's stream ended", out)
 
     # --- ends ------------------------------------------------------------------------------------------------------
+
+    def _end_all(self, requests: list[Request], why: str, out: list[Action]) -> None:
+        for request in requests:
+            self._end(request, why, out)
 
     def _end(self, request: Request, why: str, out: list[Action]) -> None:
         if request.state is not State.LEAVING:
@@ -301,8 +304,7 @@ class DecodeCore:
         self._dead = True
         self.planner.flight = None
         self._step_over(out)
-        for request in list(self.requests.values()):
-            self._end(request, why, out)
+        self._end_all(list(self.requests.values()), why, out)
 
     # --- steps and copies ------------------------------------------------------------------------------------------
 

@@ -144,8 +144,22 @@ def test_fences_hold_for_what_is_kept() -> None:
 
 def test_a_conductor_that_connects_again_has_placed_its_sequences_anew() -> None:
     world, number = lonely()
-    world.post(StreamOpened(2, "conductor"))
+    newcomer(world)
+    assert world.failed == {}, "that is another one"
+    world.post(StreamOpened(3, "conductor"))
     assert world.failed == {number: "the conductor's stream ended"}
+
+
+def test_a_conductor_that_asks_for_room_again_needs_that_of_its_orphans() -> None:
+    world, number = lonely(6)
+    world.step()
+    world.post(StreamOpened(2, "another"))
+    assert world.reserve(prompt(80, 1), conductor="another") is None
+    assert world.failed == {}
+    assert world.reserve(prompt(80, 1), conductor="conductor") is None, "the step still writes to their blocks"
+    assert world.failed == {number: "the conductor's stream ended"}
+    world.step()
+    assert world.reserve(prompt(80, 1), conductor="conductor") is not None
 
 
 def test_a_stream_that_closes_while_its_conductor_has_another_ends_its_sequences() -> None:
