@@ -59,8 +59,10 @@ class Orphans:
 
     def of(self, conductor: str) -> list[Request]:
         """The orphans of a conductor that has said who it is."""
+        if not conductor or not len(self):
+            return []
         mine = (it for it in self._requests.values() if it.stream == NOBODY and it.state is not State.LEAVING)
-        return [request for request in mine if conductor and request.conductor == conductor]
+        return [request for request in mine if request.conductor == conductor]
 
     def gone(self, request: Request, out: list[Action]) -> None:
         """A request has ended: what it has said is kept, if it may be asked for."""

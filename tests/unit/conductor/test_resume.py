@@ -207,6 +207,14 @@ async def test_no_text_is_lost_or_doubled_wherever_it_is_taken_up() -> None:
             again = Call(s, part.resume(request(request_id=f"part{tokens}")) if part.placed else request())
             await again.read()
             assert (part.tokens + again.tokens, part.text + again.text) == (whole.tokens, whole.text)
+        ahead = Call(s, request(request_id="ahead"))
+        await ahead.read(4)
+        ahead.call.cancel()
+        message = ahead.resume(request(request_id="ahead"))
+        message.resume.text_chars += 2  # it was told text that was held back, when its answer was cut short
+        again = Call(s, message)
+        await again.read()
+        assert again.text == whole.text[len(ahead.text) + 2 :]
         await s.rest()
 
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from moonpool.errors import InvalidRequest
-from moonpool.kv.keys import tokens_digest
+from moonpool.kv.keys import BlockKey, tokens_digest
 from moonpool.v1 import decode_pb2, kv_pb2
+from services.decode.subscriber import Subscriber
+from services.decode.token_log import Transcript
 from tests.unit.decode.calls import Conductor, conducting, reserve, transfer
 from tests.unit.fakes.engine import continuation
 from tests.unit.instances import Decode, decoding, prompt, spec
@@ -167,3 +169,20 @@ async def test_secrets_that_can_be_guessed_are_refused() -> None:
     async with decoding() as it:
         with pytest.raises(InvalidRequest, match="resume_secret: must have 16 to 64 bytes"):
             await reserve(it, spec("a", TOKENS), resume_secret=b"1234")
+
+
+async def test_what_waits_for_a_conductor_is_sent_once_when_it_resumes_on_the_same_stream() -> None:
+    subscriber = Subscriber(kv_pb2.Instance(id="conductor"))
+    subscriber.tokens("a", 3, [13, 14])
+    said = array("i", [10, 11, 12, 13, 14])
+    transcript = Transcript("a", 1, SECRET, BlockKey(ROOT), said, kv_pb2.FINISH_REASON_UNSPECIFIED, "")
+    transcript.tell(subscriber, 2)
+    subscriber.tokens("a", 5, [15])
+    message = await subscriber.next()
+    assert message is not None
+    assert [(it.position, list(it.token_ids)) for it in message.tokens] == [(2, [12, 13, 14, 15])]
+    subscriber.tokens("a", 6, [16])
+    subscriber.fenced("a")
+    message = await subscriber.next()
+    assert message is not None
+    assert (list(message.tokens), [it.request_id for it in message.fenced]) == ([], ["a"])
