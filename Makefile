@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 MODEL  ?=
+# Tests at once: one after the other keep less than one core busy. A file's tests share stacks, so they stay together.
+TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run up down up-local down-local test-containers test test-all check lint format protos bench load clean
@@ -39,9 +41,9 @@ test-containers: $(STAMP)  ## build the images, run them, one request, stop; nee
 	PYTHON=$(BIN)/python deploy/test_containers.sh
 
 test: $(STAMP)  ## the tests that gate every change (minutes)
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
-test-all: $(STAMP)  ## all tests
+test-all: $(STAMP)  ## all tests, one after the other: some measure
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)  ## format, lint, strict types, layers, counts of the house

@@ -47,7 +47,8 @@ case "${1:-}" in
     # Asked inside, where the services' names mean something.
     "${compose[@]}" exec -T conductor \
       moonpool health --address conductor:50051 --joined "$INSTANCES" --wait-s "$JOIN_S" || not_ready
-    echo "ready: $("${compose[@]}" port conductor 50051)"
+    "${compose[@]}" exec -T gateway moonpool health --address http://gateway:8000 --wait-s "$JOIN_S" || not_ready
+    echo "ready: $("${compose[@]}" port conductor 50051), http://$("${compose[@]}" port gateway 8000)"
     ;;
   down)
     if find_compose && [ -n "$("${compose[@]}" ps -a -q 2>/dev/null)" ]; then

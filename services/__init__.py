@@ -1,1 +1,1 @@
-"""The four services. They never import each other."""
+"""The services. They never import each other."""

@@ -1,8 +1,10 @@
-"""`moonpool health`: asks a service's standard health endpoint whether it serves, once or until it does.
+"""`moonpool health`: asks a service whether it serves, once or until it does: by grpc.health.v1, a gateway by HTTP.
 
 A container's health check runs this every few seconds, so it imports little.
 """
 
+import contextlib
+import http.client
 import threading
 import time
 
@@ -14,13 +16,15 @@ from moonpool.errors import MoonpoolError, Unavailable
 
 PAUSE_S = 0.2
 EXIT_UNHEALTHY = 1
+HTTP = "http://"
+MAX_ANSWER_BYTES = 4096
 
 
 def run_health(address: str, *, timeout_s: float, wait_s: float, joined: int) -> int:
-    """Asks for grpc.health.v1's answer; with `joined`, also a conductor for how many instances have joined it.
+    """Asks whether a service serves; with `joined`, also a conductor for how many instances have joined it.
 
     Args:
-        address: "host:port" of any service.
+        address: "host:port" of any service that speaks gRPC, "http://host:port" of a gateway.
         timeout_s: seconds one answer may take.
         wait_s: seconds to retry until it serves.
         joined: instances that must have joined; 0 = any service will do.
@@ -32,7 +36,7 @@ def run_health(address: str, *, timeout_s: float, wait_s: float, joined: int) ->
     pause = threading.Event()
     while True:
         try:
-            _ask(address, timeout_s)
+            (_ask_http if address.startswith(HTTP) else _ask)(address, timeout_s)
             if joined:
                 _count(address, timeout_s, joined)
         except MoonpoolError as error:
@@ -61,6 +65,21 @@ def _ask(address: str, timeout_s: float) -> None:
             raise Unavailable(f"{address} does not answer: {reason}") from error
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         raise Unavailable(f"{address} answers that it is not serving")
+
+
+def _ask_http(address: str, timeout_s: float) -> None:
+    """As `_ask`, of a gateway."""
+    host, _, port = address.removeprefix(HTTP).rstrip("/").rpartition(":")
+    try:
+        connection = http.client.HTTPConnection(host, int(port) if port.isdecimal() else None, timeout=timeout_s)
+        with contextlib.closing(connection):
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            status, text = answer.status, answer.read(MAX_ANSWER_BYTES).decode(errors="replace")
+    except (OSError, OverflowError, http.client.HTTPException) as error:
+        raise Unavailable(f"{address} does not answer: {error}") from error
+    if status != http.HTTPStatus.OK:
+        raise Unavailable(f"{address} answers that it is not serving: {text}")
 
 
 def _count(address: str, timeout_s: float, wanted: int) -> None:

@@ -24,6 +24,7 @@ app.add_typer(model_app, name="model")
 
 Address = Annotated[str, typer.Option(help="The conductor, HOST:PORT.", envvar="MOONPOOL_ADDRESS")]
 Model = Annotated[str, typer.Option(help="Hugging Face folder or hub id; empty = the bundled model.")]
+HTTP_PORT = 8000
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -39,6 +40,7 @@ def _service(kind: str, summary: str) -> None:
 _service("conductor", "Run one conductor.")
 _service("prefill", "Run one prefill instance.")
 _service("decode", "Run one decode instance.")
+_service("gateway", "Run one gateway: OpenAI's HTTP interface.")
 
 
 @app.command("kvstore", context_settings=PASS_THROUGH)
@@ -65,6 +67,10 @@ def up(
     time_scale: Annotated[float, typer.Option(min=0, help="Emulated seconds per second; 0 = the profile's own.")] = 0.0,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of store and logs; default: a temporary one.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="The conductor's port; 0 = any free.")] = 50051,
+    http_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="The gateway's port; 0 = any free. Default: 8000, or 0 with --port 0."),
+    ] = None,
     threads: Annotated[
         int, typer.Option(min=0, help="Threads of each engine process; 0 = an equal share of the cores.")
     ] = 0,
@@ -87,7 +93,8 @@ def up(
         return StackPlan(
             model=model or bundled_model(), data_dir=folder, dtype=dtype, prefill=prefill, decode=decode,
             kvstore=kvstore, kvstore_replicas=kvstore_replicas, stages=stages, engine=engine, time_scale=time_scale,
-            port=port, threads=threads, block_tokens=block_tokens, kv_bytes=kv_bytes, dram_bytes=dram_bytes,
+            port=port, http_port=(HTTP_PORT if port else 0) if http_port is None else http_port, threads=threads,
+            block_tokens=block_tokens, kv_bytes=kv_bytes, dram_bytes=dram_bytes,
             ssd_bytes=ssd_bytes, log_level=log_level, spans_dir=spans_dir,
         )  # fmt: skip
 
@@ -246,12 +253,14 @@ def replay(
 
 @app.command()
 def health(
-    address: Address = "127.0.0.1:50051",
+    address: Annotated[
+        str, typer.Option(help="A service, HOST:PORT; a gateway, http://HOST:PORT.", envvar="MOONPOOL_ADDRESS")
+    ] = "127.0.0.1:50051",
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds an answer may take.")] = 5.0,
     wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds to retry until it serves.")] = 0.0,
     joined: Annotated[int, typer.Option(min=0, help="Instances that must have joined (conductor only).")] = 0,
 ) -> None:
-    """Ask a service whether it serves (grpc.health.v1). Exit status: 0 when it does, 1 when not."""
+    """Ask a service whether it serves (grpc.health.v1, or /health). Exit status: 0 when it does, 1 when not."""
     from moonpool.cli.health import run_health
 
     raise typer.Exit(run_health(address, timeout_s=timeout_s, wait_s=wait_s, joined=joined))

@@ -1,4 +1,4 @@
-"""A local stack: all four services as processes of this machine, started together and stopped together.
+"""A local stack: all services as processes of this machine, started together and stopped together.
 
 `moonpool up`, `moonpool demo` and the integration tests run the same class.
 """
@@ -19,6 +19,7 @@ from typing import BinaryIO, Self
 from moonpool.client import Client
 from moonpool.errors import ConfigError, Unavailable
 
+GATEWAY = "gateway-0"
 LOG_TAIL_LINES = 25
 DRAIN_S = 8.0
 """Seconds that a service has to finish its requests."""
@@ -36,6 +37,7 @@ class StackPlan:
         kvstore_replicas: kvstores that hold a copy of each prefix.
         stages: pipeline stages of each prefill instance.
         port: the conductor's port; 0 = any free one.
+        http_port: the gateway's port; 0 = any free one, None = no gateway.
         engine: "real", or "emulated:PROFILE" to emulate the compute of prefill and decode.
         time_scale: seconds of the emulated profile that pass in one second; 0 = the profile's own.
         threads: compute threads of each engine process; 0 = an equal share of the cores, at least one.
@@ -56,6 +58,7 @@ class StackPlan:
     kvstore_replicas: int = 1
     stages: int = 1
     port: int = 0
+    http_port: int | None = None
     engine: str = "real"
     time_scale: float = 0.0
     threads: int = 0
@@ -167,15 +170,16 @@ def _opened(log_path: Path) -> BinaryIO:
 
 
 class LocalStack:
-    """Starts conductor, kvstores, prefill and decode instances, and stops them.
+    """Starts conductor, kvstores, prefill and decode instances and perhaps a gateway, and stops them.
 
-    Use as a context manager; `address` is the conductor's.
+    Use as a context manager; `address` is the conductor's, `http_address` the gateway's, "" for none.
     """
 
     def __init__(self, plan: StackPlan, *, on_ready: Callable[[ServiceProcess], None] | None = None) -> None:
         self.plan = plan
         self.services: dict[str, ServiceProcess] = {}
         self.address = ""
+        self.http_address = ""
         self._on_ready = on_ready or (lambda service: None)
 
     def __enter__(self) -> Self:
@@ -212,9 +216,13 @@ class LocalStack:
             )
             for number in range(count)
         ]
+        if self.plan.http_port is not None:
+            members.append(self.spawn("gateway", GATEWAY, self._gateway_arguments(self.plan.http_port)))
         with ThreadPoolExecutor(len(members) or 1) as pool:
             for service in pool.map(lambda member: (member.wait_ready(timeout_s), member)[1], members):
                 self._on_ready(service)
+        if self.plan.http_port is not None:
+            self.http_address = self.services[GATEWAY].address
         self.wait_joined(timeout_s)
         return self.address
 
@@ -226,7 +234,7 @@ class LocalStack:
         """
         deadline = time.monotonic() + timeout_s
         pause = threading.Event()
-        wanted = set(self.services) - {"conductor"}
+        wanted = set(self.services) - {"conductor", GATEWAY}
         with Client(self.address) as client:
             while True:
                 for service in self.services.values():
@@ -257,18 +265,20 @@ class LocalStack:
     def spawn_again(self, service_id: str) -> ServiceProcess:
         """Starts a service that has ended with the same arguments, without waiting for it."""
         old = self.services[service_id]
-        # The others look for the conductor where it was, also if its port was any free one.
-        listen = ("--listen", self.address) if old.kind == "conductor" else ()
+        # Others look for the conductor and the gateway where they were, also if their port was any free one.
+        address = {"conductor": self.address, "gateway": self.http_address}.get(old.kind)
+        listen = ("--listen", address) if address else ()
         return self.spawn(old.kind, service_id, [*old.arguments, *listen])
 
     def stop(self, drain_s: float = 20.0) -> dict[str, int]:
-        """Drains and stops everything, the conductor first, so that no new request comes.
+        """Drains and stops everything, gateway and conductor first, so that no new request comes.
 
         Returns:
             Exit status by service id.
         """
         statuses: dict[str, int] = {}
-        for group in (["conductor"], [name for name in self.services if name != "conductor"]):
+        others = [name for name in self.services if name not in (GATEWAY, "conductor")]
+        for group in ([GATEWAY], ["conductor"], others):
             running = [self.services[name] for name in group if name in self.services]
             for service in running:
                 service.signal(signal.SIGTERM)
@@ -287,6 +297,10 @@ class LocalStack:
     def _conductor_arguments(self) -> list[str]:
         arguments = ["--model", self.plan.model, "--kvstore-replicas", str(self.plan.kvstore_replicas)]
         return [*arguments, *self._common_arguments("conductor", "conductor", self.plan.port)]
+
+    def _gateway_arguments(self, port: int) -> list[str]:
+        arguments = ["--conductor", self.address, "--model", self.plan.model]
+        return [*arguments, *self._common_arguments("gateway", GATEWAY, port)]
 
     def _member_arguments(self, kind: str, service_id: str) -> list[str]:
         plan = self.plan

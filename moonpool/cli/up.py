@@ -69,7 +69,11 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, restart:
         state = state_file()
         with stack:
             state.write_text(json.dumps({"pid": os.getpid(), "address": stack.address, "data_dir": str(folder)}))
+            ready |= {"http": stack.http_address}
             say({"ready": stack.address, "data_dir": str(folder), **ready}, f"ready: {stack.address}{note}")
+            if not as_json:
+                typer.echo(f"try it:\n{curl_line(stack.http_address)}")
+                sys.stdout.flush()
             try:
                 lost = _supervise(stack, stopping, say) if restart else _wait(stack, stopping)
                 statuses = stack.stop()
@@ -81,6 +85,13 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, restart:
     if bad:
         typer.echo(f"did not end well: {bad}", err=True)
     return 1 if lost or bad else 0
+
+
+def curl_line(http_address: str) -> str:
+    """A command that asks a gateway, to be pasted into a shell."""
+    body = {"messages": [{"role": "user", "content": "Write a function that adds two numbers."}], "max_tokens": 64}
+    url = f"http://{http_address}/v1/chat/completions"
+    return f"curl {url} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
 def _emulated(plan: StackPlan) -> tuple[dict[str, object], str]:

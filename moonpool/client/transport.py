@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from moonpool.client.tracing import metadata
 from moonpool.client.translate import MAX_REQUEST_BYTES
 from moonpool.errors import MoonpoolError, Unavailable
 from moonpool.rpc.errors import DETAIL_KEY, from_rpc_error
@@ -92,7 +93,7 @@ class GrpcTransport:
         self._channel: grpc.aio.Channel | None = None
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> Call:
-        return _GrpcCall(self._stub().Generate(request, timeout=timeout_s))
+        return _GrpcCall(self._stub().Generate(request, timeout=timeout_s, metadata=metadata()))
 
     async def explain(self, request: pb.ExplainRequest, timeout_s: float) -> pb.ExplainResponse:
         return await _answer(self._stub().Explain(request, timeout=timeout_s))

@@ -110,6 +110,7 @@ class JournalWriter:
         self._turns += 1
         self._file.write(MAGIC)
         self._write(core)
+        self._file.flush()  # a process that is killed leaves a journal that can be read
         self._events_begin = self._file.tell()
 
     def _write(self, value: object) -> None:

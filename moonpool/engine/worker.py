@@ -5,6 +5,7 @@ has started, so that the process ends with its parent even while importing.
 """
 
 import argparse
+import gc
 import os
 import queue
 import shutil
@@ -72,6 +73,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     Raises:
         MoonpoolError: What cannot be had, as `moonpool.engine.start.start_engine` documents.
     """
+    gc.disable()  # importing makes no garbage, and looking for it takes a tenth of the time
     import torch
 
     from moonpool.checkpoint.config import load_config
@@ -80,6 +82,8 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     from moonpool.kv.pool import PoolPart
     from moonpool.model.load import load_stage, torch_dtype
 
+    gc.freeze()  # what stays for ever is not looked at again
+    gc.enable()
     engine = spec.engine
     if engine.device != "cpu":
         raise ConfigError("device", f"{engine.device!r} is not built yet; only 'cpu'")

@@ -33,6 +33,7 @@ from services.conductor.serving import Serving
 _GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, conductor_pb2.GenerateResponse]
 
 QUEUE_FULL_RETRY_S = 1.0
+TRACEPARENT = "traceparent"
 TAKE_OVER_S = 5.0
 """How long the call of a request that is resumed here may take to end."""
 
@@ -106,7 +107,7 @@ class ConductorServicer:
         running = self._running[request_id] = _Running()
         self._idle.clear()
         try:
-            with self._spans.span("generate", request=request_id):
+            with self._spans.span("generate", request=request_id, **_trace(context)):
                 await self._generate(request, request_id, arrived, context)
             self._served += 1
         finally:
@@ -250,3 +251,8 @@ async def _tell_end(answer: Answer, resume: Resume, context: _GenerateContext) -
     outgoing.finished(answer.finished(resume.placement, answer.arrived))
     async for response in outgoing:
         await context.write(response)
+
+
+def _trace(context: _GenerateContext) -> dict[str, object]:
+    """The client's trace, as OpenTelemetry passes it."""
+    return {key: value for key, value in context.invocation_metadata() or () if key == TRACEPARENT}

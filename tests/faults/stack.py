@@ -12,9 +12,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan
+from moonpool.cli.stack import ServiceProcess, StackPlan
 from tests.faults.proxy import FaultProxies
 from tests.faults.schedule import Fault
+from tests.journals import JournaledStack
 
 FIRST_PORT = 20_000
 JOIN_TIMEOUT_S = 120.0
@@ -34,7 +35,7 @@ TROUBLE = (
 _stacks = itertools.count(1)
 
 
-class StormStack(LocalStack):
+class StormStack(JournaledStack):
     """A stack whose services can be hit; a context manager. `proxies` must be entered before and left after it."""
 
     def __init__(self, plan: StackPlan, proxies: FaultProxies) -> None:

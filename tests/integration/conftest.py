@@ -15,6 +15,7 @@ from moonpool.cli.stack import StackPlan
 from moonpool.model.create import create
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
+from tests.journals import check_journals
 
 if TYPE_CHECKING:
     from tests.integration.raw import Stack
@@ -29,6 +30,14 @@ def everything_comes_back() -> Iterator[None]:
     yield
     for stack in CheckedStack.running:
         stack.check_at_rest()
+
+
+@pytest.fixture(autouse=True)
+def journals_rerun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Services that a test starts itself, or lets a command start, keep journals; stacks see to their own."""
+    monkeypatch.setenv("MOONPOOL_JOURNAL_DIR", str(tmp_path / "journals"))
+    yield
+    check_journals(tmp_path / "journals")
 
 
 def tokens(count: int, seed: object, vocab_size: int = 256) -> list[int]:

@@ -1,4 +1,5 @@
-"""The local stack of the integration tests: it does not pass as stopped before everything reserved has come back."""
+"""The local stack of the integration tests: it does not pass as stopped before everything reserved has come back,
+and its journals are rerun."""
 
 import signal
 from collections.abc import Sequence
@@ -6,12 +7,12 @@ from types import TracebackType
 from typing import ClassVar
 
 from moonpool.cli.check import read_gauges, wait_at_rest
-from moonpool.cli.stack import LocalStack
+from tests.journals import JournaledStack
 
 REST_TIMEOUT_S = 20.0
 
 
-class CheckedStack(LocalStack):
+class CheckedStack(JournaledStack):
     """A local stack that is checked when it is left without an error, and after each test while it runs."""
 
     running: ClassVar[list["CheckedStack"]] = []

@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import metadata
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.stack import ServiceProcess
@@ -17,13 +20,40 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def base_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a fresh environment with `pip install moonpool` and nothing else."""
+    """The interpreter of a fresh environment: our built package, what its base needs, and nothing else.
+
+    What it needs is not fetched again but linked from this environment, which was installed from the same constraints.
+    """
     folder = tmp_path_factory.mktemp("base")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--no-compile", "-c", ROOT / "constraints.txt", ROOT], check=True, cwd=folder)
+    install = [*pip, "install", "--no-compile", "--no-deps", "-c", str(ROOT / "constraints.txt"), str(ROOT)]
+    subprocess.run(install, check=True, cwd=folder)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (ours,) = Distribution.discover(name="moonpool", path=[str(packages)])
+    for distribution in needed_by(ours):
+        for file in distribution.files or ():
+            if ".." not in file.parts:  # programs are not needed
+                link = packages / file
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(file.locate())
     return python
+
+
+def needed_by(distribution: Distribution) -> list[Distribution]:
+    """Installed distributions that one needs, without its own extras, and what these need."""
+    found: dict[tuple[str, frozenset[str]], Distribution] = {}
+    todo = [(text, frozenset[str]()) for text in distribution.requires or ()]
+    while todo:
+        text, extras = todo.pop()
+        requirement = Requirement(text)
+        key = requirement.name, frozenset(requirement.extras)
+        asked_for = not requirement.marker or any(requirement.marker.evaluate({"extra": it}) for it in ("", *extras))
+        if asked_for and key not in found:
+            found[key] = metadata.distribution(requirement.name)
+            todo += [(text, key[1]) for text in found[key].requires or ()]
+    return list({one.name: one for one in found.values()}.values())
 
 
 def run(python: Path, code: str) -> str:
@@ -76,7 +106,7 @@ def test_conductor_and_kvstore_without_torch(
 
 def test_no_torch_in_io_processes() -> None:
     """Importing any service's program, also prefill's and decode's I/O process, does not import torch."""
-    modules = [f"services.{name}.__main__" for name in ("conductor", "kvstore", "prefill", "decode")]
+    modules = [f"services.{name}.__main__" for name in ("conductor", "kvstore", "prefill", "decode", "gateway")]
     code = (
         f"import sys, importlib\nfor name in {modules!r}: importlib.import_module(name)\nprint('torch' in sys.modules)"
     )

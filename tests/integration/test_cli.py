@@ -12,13 +12,19 @@ import pytest
 
 from moonpool.client import Client, SamplingParams
 
-ENVIRONMENT = os.environ | {"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1"}
 CLI = [sys.executable, "-m", "moonpool.cli.main"]
+EMULATED = ["--engine", "emulated:llama-70b-a800", "--time-scale", "20"]
+"""A stack that starts sooner, for what has nothing to do with engines."""
+
+
+def environment() -> dict[str, str]:
+    """The test's, of a plain terminal."""
+    return os.environ | {"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1"}
 
 
 def moonpool(*arguments: str, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*CLI, *arguments], capture_output=True, text=True, timeout=timeout_s, env=ENVIRONMENT, check=False
+        [*CLI, *arguments], capture_output=True, text=True, timeout=timeout_s, env=environment(), check=False
     )
 
 
@@ -53,7 +59,7 @@ def up(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`moonpool up --json` with the tiny checkpoint, and the address of its ready line."""
-    monkeypatch.setitem(ENVIRONMENT, "XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     flags = [
         "--model",
         str(checkpoint),
@@ -66,7 +72,7 @@ def up(
         "--json",
         *getattr(request, "param", ()),
     ]
-    process = subprocess.Popen([*CLI, "up", *flags], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    process = subprocess.Popen([*CLI, "up", *flags], stdout=subprocess.PIPE, text=True, env=environment())
     try:
         assert process.stdout is not None
         lines = []
@@ -76,7 +82,9 @@ def up(
                 break
         else:
             pytest.fail(f"no ready line: {lines}")
-        assert {line["service"] for line in lines[:-1]} == {"conductor", "kvstore-0", "prefill-0", "decode-0"}
+        services = {line["service"]: line["address"] for line in lines[:-1]}
+        assert set(services) == {"conductor", "kvstore-0", "prefill-0", "decode-0", "gateway-0"}
+        assert lines[-1]["http"] == services["gateway-0"] != "127.0.0.1:8000"  # --port 0 implies any free one
         yield process, lines[-1]["ready"]
         if process.poll() is None:
             check_at_rest(lines[-1]["ready"])
@@ -118,6 +126,7 @@ def next_event(process: subprocess.Popen[str], key: str) -> dict[str, object]:
     pytest.fail(f"`up` ended without {key}")
 
 
+@pytest.mark.parametrize("up", [EMULATED], indirect=True)
 def test_killed_services_come_back_and_serve(up: tuple[subprocess.Popen[str], str]) -> None:
     """`kill -9` of a service does not end the stack: it is restarted under its name, and requests are served."""
     process, address = up
@@ -134,7 +143,7 @@ def test_killed_services_come_back_and_serve(up: tuple[subprocess.Popen[str], st
     assert process.wait(60) == 0
 
 
-@pytest.mark.parametrize("up", [["--no-restart"]], indirect=True)
+@pytest.mark.parametrize("up", [[*EMULATED, "--no-restart"]], indirect=True)
 def test_without_restarts_the_end_of_a_service_ends_the_stack(up: tuple[subprocess.Popen[str], str]) -> None:
     process, _ = up
     (decode,) = [pid for pid in children_of(process.pid) if b"services.decode" in cmdline(pid)]
@@ -142,6 +151,7 @@ def test_without_restarts_the_end_of_a_service_ends_the_stack(up: tuple[subproce
     assert process.wait(60) == 1
 
 
+@pytest.mark.parametrize("up", [EMULATED], indirect=True)
 def test_down(up: tuple[subprocess.Popen[str], str]) -> None:
     """`moonpool down` ends the stack that `moonpool up` started."""
     process, address = up
@@ -167,6 +177,7 @@ def test_killed_parent_leaves_nothing(up: tuple[subprocess.Popen[str], str]) -> 
         os.close(descriptor)
 
 
+@pytest.mark.parametrize("up", [[*EMULATED, "--time-scale", "1"]], indirect=True)
 def test_check_names_what_is_held_and_who_is_silent(up: tuple[subprocess.Popen[str], str]) -> None:
     """While a request runs, its blocks are named; while an instance hangs, it is."""
     process, address = up

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import statistics
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,8 @@ from moonpool.cli.check import wait_at_rest
 from moonpool.client import Client
 from moonpool.engine.emulated.profile import load_profile
 from simulator.traces.mooncake import TRACE_VARIABLE, trace_path
-from tests.integration.test_cli import CLI, ENVIRONMENT, children_of, moonpool
-from tests.load.trace import Report, main, parse, run
+from tests.integration.test_cli import CLI, children_of, environment, moonpool
+from tests.load.trace import Report, main, parse, requests_of, run
 
 MB = 1 << 20
 
@@ -35,17 +36,21 @@ def own_trace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_generated_trace() -> None:
-    """60 requests of conversations on 4 prefill and 4 decode instances: all right, most of the reusable KV reused."""
-    report = replay("--prefill", "4", "--decode", "4", "--requests", "60", "--time-scale", "8")
+    """60 requests of conversations on 4 prefill and 4 decode instances: all right, most of the reusable KV reused.
+
+    So few at once that a turn follows the answer it continues, however long that took.
+    """
+    flags = ["--prefill", "4", "--decode", "4", "--requests", "60", "--time-scale", "8", "--max-concurrency", "4"]
+    report = replay(*flags)
     assert report.processes == 10
     assert sum(report.prefills.values()) == sum(report.decodes.values()) == report.summary.requests == 60
     assert 0.5 * report.reusable_share < report.hit_rate <= 1.1 * report.reusable_share
-    # Below: on that hardware a prompt of a thousand tokens takes 0.18 s, a decode step 0.0263 s.
-    # Above: eight times the milliseconds of this machine are added; about 0.3 s and 0.03 s when it is not busy.
-    assert 0.05 < report.summary.ttft_s["p50"] < 1.5
-    assert 0.025 < report.summary.tpot_s["p50"] < 0.075
-    assert 0.7 < report.ttft_over_predicted < 3.0
-    assert report.late_share < 0.25
+    # A busy machine adds time; nothing is quicker than the profile's shortest steps.
+    trace, _ = requests_of(parse(flags))
+    speeds = load_profile("llama-70b-a800").speeds
+    answer_s = statistics.mean(request.output_length - 1 for request in trace) * speeds.decode_base_s
+    assert report.summary.ttft_s["p50"] > speeds.prefill_base_s
+    assert report.summary.e2e_s["mean"] > speeds.prefill_base_s + answer_s
 
 
 @pytest.mark.slow
@@ -74,10 +79,10 @@ def up(
     each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
     """`moonpool up` with so many prefill and decode instances, emulated, and its ready line."""
-    monkeypatch.setitem(ENVIRONMENT, "XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     flags = ["--engine", "emulated:llama-70b-a800", "--time-scale", "20", "--prefill", str(each), "--decode", str(each)]
     command = [*CLI, "up", *flags, "--port", "0", "--data-dir", str(tmp_path / "data"), "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
     try:
         assert process.stdout is not None
         lines = (json.loads(line) for line in process.stdout)

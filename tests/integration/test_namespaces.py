@@ -1,7 +1,7 @@
 """compose.yaml's own commands, variables and health checks, each service at an address of its own.
 
 What containers would show of addresses and names, without containers: a service that listens at the loopback address
-only, or advertises what others cannot reach, fails here as it would there.
+only, or advertises what others cannot reach, fails here as it would there. Compute is emulated: it has no address.
 """
 
 import contextlib
@@ -22,10 +22,9 @@ from tests.unit.deploy.compose import ROOT, Service, services
 
 COMPOSE = (ROOT / "compose.yaml").read_text()
 SMALL = {
-    "MOONPOOL_DTYPE": "float32",
-    "MOONPOOL_THREADS": "1",
+    "MOONPOOL_ENGINE": "emulated:llama-70b-a800",
+    "MOONPOOL_TIME_SCALE": "20",
     "MOONPOOL_BLOCK_TOKENS": "16",
-    "MOONPOOL_KV_BYTES": str(16 << 20),
     "MOONPOOL_DRAM_BYTES": str(16 << 20),
     "MOONPOOL_SSD_BYTES": str(64 << 20),
 }
@@ -71,7 +70,11 @@ class Stack:
 
     @contextlib.contextmanager
     def _process(self, service: Service) -> Iterator[None]:
-        environment = BARE | service.environment | {"MOONPOOL_DIE_WITH_PARENT": str(os.getpid())}
+        ours = {
+            "MOONPOOL_DIE_WITH_PARENT": str(os.getpid()),
+            "MOONPOOL_JOURNAL_DIR": os.environ["MOONPOOL_JOURNAL_DIR"],
+        }
+        environment = BARE | service.environment | ours
         command = ["moonpool", *(self._here(service, word) for word in service.command)]
         with self.network.process(service.name, command, environment, self.log(service.name)) as process:
             self.running[service.name] = process
@@ -92,8 +95,9 @@ class Stack:
         return self.network.run(name, self.services[name].health, BARE, timeout_s=30)
 
     def wait_healthy(self, name: str) -> None:
-        """Waits until the health check has succeeded once."""
+        """Waits until the health check has succeeded once; the first one comes when the service says it is ready."""
         if name not in self._healthy:
+            self.wait_ready(name)
             self._wait(name, lambda: self.health(name).returncode == 0, "healthy")
             self._healthy.add(name)
 
@@ -138,6 +142,8 @@ def test_compose_stack_serves(network: Network, checkpoint: Path, tmp_path: Path
         first, second = (_result(stack.moonpool(*request)) for _ in range(2))
         assert second["token_ids"] == first["token_ids"]
         assert second["usage"]["cached_tokens"] >= 16
+        gateway = stack.moonpool("health", "--address", "http://gateway:8000")
+        assert gateway.returncode == 0, gateway.stderr
         check = stack.moonpool("check", "--address", "conductor:50051", "--wait-s", "20")
         assert check.returncode == 0, check.stdout + check.stderr
         assert stack.stop() == dict.fromkeys(names, 0)

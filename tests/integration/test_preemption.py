@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.client import AsyncClient, GenerateResult, SamplingParams
-from moonpool.drive.rerun import journal_files, rerun
-from tests.integration.conftest import BLOCK, small_plan, tokens
+from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
 from tests.integration.reference import GAP_TOLERANCE, Reference
 from tests.integration.stack import CheckedStack
 
@@ -48,43 +47,34 @@ class Served:
                 self.reference.assert_greedy(prompt, result.token_ids, GAP_TOLERANCE)
 
 
+@pytest.fixture(scope="module")
+def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
+    flags = ["--preempt-every", "1", "--assumed-answer-tokens", "4", "--step-tokens", "40", "--blocks", str(POOL)]
+    plan = with_flags(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), "decode", *flags)
+    with CheckedStack(plan, invariants=True) as stack:
+        yield stack
+
+
 @pytest.fixture(scope="module", params=["cache", "recompute", "swap", "store"])
-def served(
-    request: pytest.FixtureRequest, checkpoint: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("stack")
-    plan = small_plan(checkpoint, folder)
-    flags = [
-        "--preemption",
-        request.param,
-        "--preempt-every",
-        "1",
-        "--assumed-answer-tokens",
-        "4",
-        "--step-tokens",
-        "40",
-    ]
-    plan.extra["decode"] = [*flags, "--blocks", str(POOL), "--journal-dir", str(folder / "journal")]
-    with CheckedStack(plan) as stack:
-        yield Served(request.param, stack, reference)
-    for file in journal_files(folder / "journal"):
-        again = rerun(file, check=True)
-        assert again.events > 100
-        assert again.difference is None, "the journal reruns to other decisions"
+def served(request: pytest.FixtureRequest, stack: CheckedStack, reference: Reference) -> Served:
+    """The stack with a decode instance that preempts this way."""
+    stack.services["decode-0"].arguments += ["--preemption", request.param]
+    stack.restart("decode-0")
+    return Served(request.param, stack, reference)
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
 def test_alone(served: Served, length: int) -> None:
     """Preempted after every token, so at each border of a block."""
     before = served.stack.gauge("decode-", "preemptions")
-    served.check([tokens(length, length)], BLOCK + 3)
+    served.check([tokens(length, f"{served.way} {length}")], BLOCK + 3)
     assert served.stack.gauge("decode-", "preemptions") - before >= BLOCK
 
 
 def test_in_company_and_too_many(served: Served) -> None:
     """Eight sequences grow to twice the pool."""
     loaded = served.stack.gauge("decode-", "loaded_blocks")
-    prompts = [tokens(5 + 6 * number, f"company {number}") for number in range(8)]
+    prompts = [tokens(5 + 6 * number, f"{served.way} company {number}") for number in range(8)]
     assert sum(-(-(len(prompt) + ANSWER) // BLOCK) for prompt in prompts) > 1.5 * POOL
     served.check(prompts, ANSWER)
     swaps = served.stack.gauge("decode-", "swaps")

@@ -9,10 +9,11 @@ import pytest
 
 from moonpool.bundled import model_dir
 from moonpool.cli.replay import run_replay
-from moonpool.cli.stack import LocalStack, StackPlan
+from moonpool.cli.stack import StackPlan
 from simulator.cluster.config import Slo
 from simulator.traces.mooncake import write_trace
 from simulator.traces.workload import CHAT, Workload
+from tests.integration.stack import CheckedStack
 
 PROFILE = "llama-70b-a800"
 TIME_SCALE = 4.0
@@ -29,7 +30,7 @@ def test_measured_beside_simulated(tmp_path: Path, capsys: pytest.CaptureFixture
         prefill=prefill, decode=decode, kvstore=kvstore, block_tokens=512, log_level="warning",
         extra={"prefill": ["--step-tokens", "4096"]},
     )  # fmt: skip
-    with LocalStack(plan) as stack:
+    with CheckedStack(plan) as stack:
         status = run_replay(
             trace, stack.address, model=str(model_dir()), requests=0, time_scale=TIME_SCALE, prompt_tokens=0,
             output_tokens=0, slo=Slo(), profile=PROFILE, instances=INSTANCES, as_json=True,

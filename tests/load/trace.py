@@ -28,7 +28,7 @@ from moonpool.engine.emulated.profile import emulated_profile
 from moonpool.errors import Unavailable
 from simulator.traces.mooncake import TraceRequest, read_trace, reusable_share, trace_path
 from simulator.traces.workload import CHAT, Workload
-from tests.load.frame import Outcome, Send, Summary, open_loop, summarize
+from tests.load.frame import Outcome, Send, Summary, closed_loop, open_loop, summarize
 
 REST_S = 30.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -56,6 +56,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ttft-slo-s", type=float, default=30.0, help="profile seconds, for goodput")
     parser.add_argument("--tpot-slo-s", type=float, default=0.1, help="profile seconds, for goodput")
     parser.add_argument("--refuse", action="store_true", help="let the conductor refuse what would miss the TTFT limit")
+    parser.add_argument(
+        "--max-concurrency", type=int, default=0, help="so many requests at once, not at the trace's times; 0 = those"
+    )
     parser.add_argument("--warmup", type=int, default=0, help="first requests that do not count")
     parser.add_argument("--data-dir", default="", help="keeps store and logs; default: a temporary folder")
     parser.add_argument("--json", action="store_true")
@@ -186,12 +189,15 @@ def scaled(summary: Summary, scale: float) -> Summary:
     )
 
 
-async def load(address: str, trace: Sequence[TraceRequest], scale: float, slo: Slo) -> tuple[list[Outcome], Answers]:
-    """Sends the trace at its times."""
+async def load(
+    address: str, trace: Sequence[TraceRequest], scale: float, slo: Slo, at_once: int
+) -> tuple[list[Outcome], Answers]:
+    """Sends the trace at its times, or so many requests at once, in its order."""
     answers = Answers()
     arrivals = [request.timestamp / 1000 / scale for request in trace]
     async with AsyncClient(address) as client:
-        return await open_loop(arrivals, sender(client, trace, answers, slo)), answers
+        send = sender(client, trace, answers, slo)
+        return await (closed_loop(at_once, len(trace), send) if at_once else open_loop(arrivals, send)), answers
 
 
 def replay(options: argparse.Namespace, plan: StackPlan, trace: Sequence[TraceRequest], source: str) -> Report:
@@ -202,7 +208,7 @@ def replay(options: argparse.Namespace, plan: StackPlan, trace: Sequence[TraceRe
     limits = {"ttft_slo_s": options.ttft_slo_s / scale, "tpot_slo_s": options.tpot_slo_s / scale}
     slo = Slo(ttft_s=limits["ttft_slo_s"]) if options.refuse else Slo()
     with LocalStack(plan) as stack:
-        outcomes, answers = asyncio.run(load(stack.address, trace, scale, slo))
+        outcomes, answers = asyncio.run(load(stack.address, trace, scale, slo, options.max_concurrency))
         readings, held = _at_rest(stack.address)
         services = list(stack.services.values())
         resident = _resident_mb([service.pid for service in services])

@@ -14,6 +14,7 @@ import pytest
 
 from moonpool.client import AsyncClient, Client, Overloaded, Unavailable
 from moonpool.client.testing import answer
+from moonpool.client.tracing import TRACEPARENT, traceparent
 from moonpool.errors import DeadlineExceeded
 from moonpool.rpc.server import serving
 from moonpool.v1 import conductor_pb2 as pb
@@ -29,10 +30,12 @@ class Scripted:
     """Serves "ok", "overloaded", "none" by prompt; "hold" never ends; "interrupt" does neither, and sends SIGINT."""
 
     def __init__(self) -> None:
+        self.traces: list[str] = []
         self.begun = threading.Event()
         self.cancelled = threading.Event()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self.traces += [value for key, value in context.invocation_metadata() if key == TRACEPARENT]
         if request.text == "overloaded":
             raise Overloaded("no", reason="ttft_slo", predicted_ttft_s=9.0, slo_s=1.0, retry_after_s=8.0)
         if request.text == "none":
@@ -78,6 +81,27 @@ def served(scripted: Scripted) -> Iterator[str]:
         thread.join(WAIT_S)
 
 
+def test_trace_goes_with_requests() -> None:
+    """As metadata, of requests that begin in the trace's context, whichever client sends them."""
+    scripted = Scripted()
+
+    async def ask(address: str) -> None:
+        traceparent.set("00-a-b-02")
+        async with AsyncClient(address) as client:
+            await client.generate(prompt="ok")
+
+    with served(scripted) as address, Client(address) as client:
+        client.generate(prompt="ok")
+        token = traceparent.set("00-a-b-01")
+        try:
+            client.generate(prompt="ok")
+        finally:
+            traceparent.reset(token)
+        client.generate(prompt="ok")
+        asyncio.run(ask(address))
+    assert scripted.traces == ["00-a-b-01", "00-a-b-02"]
+
+
 def test_calls_errors_cancelling_and_deadlines(dial: Dial) -> None:
     scripted = Scripted()
     with served(scripted) as address, dial(address, timeout_s=WAIT_S) as client:
@@ -118,6 +142,15 @@ async def test_cancelling_the_task_that_reads_cancels_the_request() -> None:
             assert await asyncio.to_thread(scripted.cancelled.wait, WAIT_S)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own answer to SIGINT, which a process that runs tests beside others ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_keyboard_interrupt_cancels_the_request() -> None:
     scripted = Scripted()
     with served(scripted) as address, Client(address, timeout_s=WAIT_S) as client:

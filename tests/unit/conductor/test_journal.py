@@ -3,9 +3,15 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from moonpool.cli.main import app
 from moonpool.client import SamplingParams
+from moonpool.drive.journal import JournalWriter, read_journal
 from moonpool.drive.rerun import journal_files, rerun
 from moonpool.errors import MoonpoolError, TransferFailed, Unavailable
+from tests.journals import check_journals
 
 from .fakes import decode, expected, no_room, prefill, store
 from .stack import stack
@@ -37,6 +43,25 @@ async def test_a_journal_of_requests_that_fail_and_go_on_reruns_to_the_same_acti
     assert again.difference is None
     assert again.events > 50
     assert again.core.digest() == digest()
+    assert check_journals(tmp_path) == again.events
+    shown = CliRunner().invoke(app, ["rerun", str(tmp_path)])
+    assert (shown.exit_code, shown.output) == (0, f"{path}: {again.events} events, all actions equal\n")
+    check_that_others_are_noticed(path, tmp_path / "others")
+
+
+def check_that_others_are_noticed(path: Path, folder: Path) -> None:
+    """Writes a journal whose first event had other actions."""
+    core, entries = read_journal(path)
+    writer = JournalWriter(folder, "x", 1 << 20)
+    writer.before(core)
+    event = next(entries)
+    writer.record(event.now, event.event, ["another action"])
+    writer.close()
+    with pytest.raises(AssertionError, match="other actions when rerun"):
+        check_journals(folder)
+    shown = CliRunner().invoke(app, ["rerun", str(folder)])
+    assert shown.exit_code == 1
+    assert "event 1 gives other actions" in shown.output
 
 
 async def test_a_journal_whose_halves_were_overwritten_begins_with_a_snapshot(tmp_path: Path) -> None:

@@ -28,7 +28,11 @@ from tests.unit.deploy.containerfile import Containerfile, Stage, parse
 PREFIX = "MOONPOOL_"
 STACK_PREFIX = "MOONPOOL_STACK_"
 LOOPBACK = ("127.", "localhost", "::1")
-TORCH_FREE = ("conductor", "kvstore")
+TORCH_FREE = ("conductor", "kvstore", "gateway")
+HTTP = ("gateway",)
+"""Services that are asked for their health by HTTP."""
+JOIN_NOT = ("conductor", "gateway")
+"""Services that do not join a conductor."""
 KINDS = tuple(sorted(path.parent.name for path in (ROOT / "services").glob("*/__main__.py")))
 
 
@@ -114,10 +118,10 @@ def _of_addresses(service: Service, config: ServiceConfig, stack: Mapping[str, S
     for published, inside in service.ports:
         if inside != port:
             yield f"publishes {published} from port {inside}, but listens at {port}"
+    if service.command[0] in JOIN_NOT and not service.ports:
+        yield "is what clients talk to, and publishes no port"
     conductors = getattr(config, "conductor", None)
     if conductors is None:
-        if not service.ports:
-            yield "is what clients talk to, and publishes no port"
         return
     there = {address(other) for other in stack.values() if other.command[0] == "conductor"}
     if not conductors:
@@ -131,9 +135,9 @@ def _of_addresses(service: Service, config: ServiceConfig, stack: Mapping[str, S
 
 
 def address(service: Service) -> str:
-    """Where other containers reach a service, "name:port"."""
+    """Where other containers reach a service, "name:port", with "http://" before it where it speaks that."""
     listen = next((word for word in service.command if word.startswith("--listen=")), "")
-    return f"{service.name}:{listen.rpartition(':')[2]}"
+    return f"{'http://' if service.command[0] in HTTP else ''}{service.name}:{listen.rpartition(':')[2]}"
 
 
 def _of_health(service: Service, config: ServiceConfig, images: Containerfile) -> Iterator[str]:
@@ -145,9 +149,8 @@ def _of_health(service: Service, config: ServiceConfig, images: Containerfile) -
     except TyperException as error:
         yield f"health check: {error}"
         return
-    port = parse_address(config.listen)[1]
-    if given["address"] != f"{service.name}:{port}":
-        yield f"its health check asks {given['address']}, it listens at {service.name}:{port}"
+    if given["address"] != address(service):
+        yield f"its health check asks {given['address']}, it listens at {address(service)}"
     if not float(str(given["timeout_s"])) < service.seconds("healthcheck", "timeout"):
         yield "its health check is ended before it can say why"
     if service.seconds("healthcheck", "interval") <= 0 or service.rest["healthcheck"].get("retries", 0) < 1:
@@ -289,8 +292,9 @@ def _of_script(text: str, stack: Mapping[str, Service]) -> Iterator[str]:
         where = str(given.get("address", ""))
         if "$" not in where and where not in addresses:
             yield f"`moonpool {' '.join(words)}`: no service listens at {where}"
-        if given.get("joined") not in (None, 0, len(stack) - 1):
-            yield f"`moonpool {' '.join(words)}`: {len(stack) - 1} instances join"
+        joining = sum(service.command[0] not in JOIN_NOT for service in stack.values())
+        if given.get("joined") not in (None, 0, joining):
+            yield f"`moonpool {' '.join(words)}`: {joining} instances join"
 
 
 def verb_arguments(words: list[str]) -> dict[str, object]:

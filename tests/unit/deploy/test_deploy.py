@@ -58,6 +58,7 @@ def test_files_are_right() -> None:
         ("kv:/var/lib/moonpool/kv", "kv:/var/lib/moonpool/store", "is not a folder of the image"),
         ("/opt/moonpool/model/tiny", "/opt/moonpool/model/small", "the image has no /opt/moonpool/model/small"),
         ("condition: service_healthy", "condition: service_started", "does not wait until its conductor is healthy"),
+        ("--address=http://gateway:8000", "--address=gateway:8000", "it listens at http://gateway:8000"),
     ],
 )  # fmt: skip
 def test_fault_in_compose(old: str, new: str, complaint: str) -> None:
@@ -215,4 +216,4 @@ def test_durations() -> None:
 def test_no_registry_or_host_of_ours() -> None:
     """The files say nothing of where they were written: addresses are the stack's own or loopback."""
     for text in (COMPOSE, CONTAINERFILE, *SCRIPTS.values()):
-        assert not re.search(r"https?://|/root/|/home/", text)
+        assert not re.search(r"https?://(?!gateway:|\$)|/root/|/home/", text)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from moonpool.core.kernel import Ended
 from moonpool.cost import Speeds
@@ -185,21 +182,11 @@ class Walk:
         self.blocks.release(new)
 
 
-@contextmanager
-def walk(checkpoint: Path, count: int, seed: int) -> Iterator[Walk]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # steps are tiny: further threads only wait for each other
-    try:
-        with stages(checkpoint, count) as engine:
-            yield Walk(engine, seed)
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("seed", range(2))
 def test_every_slice_that_may_leave_has_the_hash_of_its_bytes(checkpoint: Path, count: int, seed: int) -> None:
-    with walk(checkpoint, count, seed) as it:
+    with stages(checkpoint, count) as engine:
+        it = Walk(engine, seed)
         for number in range(60):
             it.arrive(number)
             while it.steps or it.loads:

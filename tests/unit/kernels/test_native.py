@@ -163,7 +163,10 @@ def test_threads_are_those_of_torch() -> None:
     case = make([(1, 900), (1, 40), (60, 300)])
     one = case.run()
     torch.set_num_threads(2)
-    assert torch.equal(case.run(), one)
+    try:
+        assert torch.equal(case.run(), one)
+    finally:
+        torch.set_num_threads(1)
     assert built.openmp is None or built.threads_used(2) == 2
 
 

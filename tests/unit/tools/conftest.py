@@ -1,4 +1,4 @@
-"""Keeps the tests of the tools to themselves: one thread, and torch's random state as it was."""
+"""Keeps the tests of the tools to themselves: torch's random state is as it was."""
 
 from collections.abc import Iterator
 
@@ -7,10 +7,6 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from threads, and on busy cores they wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _own_random_state() -> Iterator[None]:
     with torch.random.fork_rng():
         yield
-    torch.set_num_threads(threads)

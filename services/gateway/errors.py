@@ -1,0 +1,131 @@
+"""Our errors as HTTP answers with OpenAI's error body."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from moonpool.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    MoonpoolError,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    Unsupported,
+)
+
+RETRY_UNAVAILABLE_S = 1.0
+MAX_RETRY_S = 3600.0
+_INVALID, _NOT_FOUND, _SERVER = "invalid_request_error", "not_found_error", "server_error"
+_PARAMETERS = {"token_ids": "prompt_token_ids"}
+"""The contract's names that HTTP clients know by another one."""
+
+
+class HttpError(MoonpoolError):
+    """A request that HTTP itself is enough to refuse.
+
+    Attributes:
+        status: of the answer.
+        code: machine-readable.
+        parameter: the field or header that is wrong, "" for none.
+        close: the connection is closed after the answer, because the rest of the request is not read.
+    """
+
+    def __init__(
+        self, status: HTTPStatus, code: str, message: str, *, parameter: str = "", close: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.parameter = parameter
+        self.close = close
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error as it is answered. `detail` are fields beside OpenAI's four."""
+
+    status: HTTPStatus
+    kind: str
+    message: str
+    parameter: str | None = None
+    code: str | None = None
+    detail: dict[str, Any] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error body."""
+        error = {"message": self.message, "type": self.kind, "param": self.parameter, "code": self.code}
+        return {"error": error | self.detail}
+
+
+def refusal(error: Exception) -> Refusal:
+    """How an error is answered. What is not ours becomes 500 without its text."""
+    match error:
+        case HttpError():
+            return _of_http(error)
+        case InvalidRequest(field="model"):
+            return Refusal(HTTPStatus.NOT_FOUND, _NOT_FOUND, error.message, "model", "model_not_found")
+        case InvalidRequest():
+            return _of_invalid(error)
+        case Overloaded():
+            return _of_overload(error)
+        case Unavailable():
+            headers = _retry_headers(RETRY_UNAVAILABLE_S)
+            return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, _SERVER, error.message, code="unavailable", headers=headers)
+        case DeadlineExceeded():
+            return Refusal(HTTPStatus.GATEWAY_TIMEOUT, _SERVER, error.message, code="timeout")
+        case NotFound():
+            return Refusal(HTTPStatus.NOT_FOUND, _NOT_FOUND, error.message, code="not_found")
+        case Unsupported():
+            return Refusal(HTTPStatus.BAD_REQUEST, _INVALID, str(error), code="unsupported")
+    message = str(error) if isinstance(error, MoonpoolError) else "internal error; the gateway's log tells more"
+    return Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, _SERVER, message, code="internal")
+
+
+def _of_http(error: HttpError) -> Refusal:
+    headers = {"connection": "close"} if error.close else {}
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        headers["www-authenticate"] = "Bearer"
+    return Refusal(error.status, _INVALID, error.message, error.parameter or None, error.code, headers=headers)
+
+
+def _of_invalid(error: InvalidRequest) -> Refusal:
+    name = error.field.removeprefix("sampling.")
+    name = _PARAMETERS.get(name, name)
+    return Refusal(
+        HTTPStatus.BAD_REQUEST,
+        _INVALID,
+        f"{name}: {error.message}" if name else error.message,
+        name or None,
+        "invalid_value",
+    )
+
+
+def _of_overload(error: Overloaded) -> Refusal:
+    """The conductor's reason, prediction and retry time, also as headers that clients act on."""
+    names = ("predicted_ttft_s", "predicted_tbt_s", "slo_s", "retry_after_s")
+    detail = {"reason": error.reason, **{name: _finite(getattr(error, name)) for name in names}}
+    headers = _retry_headers(error.retry_after_s)
+    return Refusal(
+        HTTPStatus.TOO_MANY_REQUESTS,
+        "rate_limit_error",
+        error.message,
+        code=error.reason,
+        detail=detail,
+        headers=headers,
+    )
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _retry_headers(seconds: float) -> dict[str, str]:
+    """`Retry-After` has whole seconds; `retry-after-ms` is what OpenAI's clients look at first."""
+    seconds = min(seconds, MAX_RETRY_S)
+    return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(max(1, math.ceil(seconds * 1000)))}

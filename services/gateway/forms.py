@@ -1,0 +1,147 @@
+"""What answers look like: OpenAI's objects, whole and as server-sent events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Protocol
+
+from moonpool.client import GenerateResult, Usage
+from services.gateway.errors import Refusal
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Form(Protocol):
+    """The shape of one answer; `begin` is called before the others."""
+
+    def begin(self, request_id: str, *, emulated: bool) -> None:
+        """The request was placed, and its first tokens are there."""
+        ...
+
+    def whole(self, result: GenerateResult) -> dict[str, Any]:
+        """The answer as one object."""
+        ...
+
+    def opening(self) -> Iterator[bytes]:
+        """Events before the first text."""
+        ...
+
+    def piece(self, text: str) -> bytes:
+        """The event of a piece of text."""
+        ...
+
+    def closing(self, result: GenerateResult) -> Iterator[bytes]:
+        """Events after the last text."""
+        ...
+
+    def failure(self, refused: Refusal) -> bytes:
+        """The last event of a stream that broke."""
+        ...
+
+    def refused(self, refused: Refusal) -> dict[str, Any]:
+        """The body of a refusal."""
+        ...
+
+
+def event(content: Mapping[str, Any]) -> bytes:
+    """An event with a JSON object."""
+    return b"data: " + compact(content) + b"\n\n"
+
+
+def compact(content: Mapping[str, Any]) -> bytes:
+    """JSON without spaces."""
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def usage(counted: Usage) -> dict[str, Any]:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": counted.prompt_tokens,
+        "completion_tokens": counted.completion_tokens,
+        "total_tokens": counted.prompt_tokens + counted.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": counted.cached_tokens},
+    }
+
+
+class OpenAIForm:
+    """What chat and plain completions have in common."""
+
+    prefix: ClassVar[str]
+    """What the answer's id begins with."""
+    kinds: ClassVar[tuple[str, str]]
+    """The answer's `object`: whole, and of a stream."""
+    nothing: ClassVar[dict[str, Any]]
+    """A choice without text."""
+
+    def __init__(self, model: str, *, stream: bool, include_usage: bool) -> None:
+        """Take the model's name as answers have it, and whether a stream ends with the usage."""
+        self._model = model
+        self._kind = self.kinds[stream]
+        self._include_usage = include_usage
+        self._head: dict[str, Any] = {}
+
+    def begin(self, request_id: str, *, emulated: bool) -> None:
+        self._head = {
+            "id": f"{self.prefix}-{request_id}",
+            "object": self._kind,
+            "created": int(time.time()),
+            "model": self._model,
+            "system_fingerprint": "emulated" if emulated else None,
+        }
+
+    def opening(self) -> Iterator[bytes]:
+        return iter(())
+
+    def failure(self, refused: Refusal) -> bytes:
+        return event(refused.body())
+
+    def refused(self, refused: Refusal) -> dict[str, Any]:
+        return refused.body()
+
+    def closing(self, result: GenerateResult) -> Iterator[bytes]:
+        yield self._chunk(self.nothing, result.finish_reason)
+        if self._include_usage:
+            yield event({**self._head, "choices": [], "usage": usage(result.usage)})
+        yield DONE
+
+    def _whole(self, choice: dict[str, Any], result: GenerateResult) -> dict[str, Any]:
+        filled = {"index": 0, **choice, "logprobs": None, "finish_reason": result.finish_reason}
+        return {**self._head, "choices": [filled], "usage": usage(result.usage)}
+
+    def _chunk(self, choice: dict[str, Any], finish_reason: str | None = None) -> bytes:
+        filled = {"index": 0, **choice, "logprobs": None, "finish_reason": finish_reason}
+        chunk = {**self._head, "choices": [filled]}
+        return event({**chunk, "usage": None} if self._include_usage else chunk)
+
+
+class ChatForm(OpenAIForm):
+    """`chat.completion`, or `chat.completion.chunk` of a stream."""
+
+    prefix = "chatcmpl"
+    kinds = ("chat.completion", "chat.completion.chunk")
+    nothing: ClassVar[dict[str, Any]] = {"delta": {}}
+
+    def whole(self, result: GenerateResult) -> dict[str, Any]:
+        return self._whole({"message": {"role": "assistant", "content": result.text}}, result)
+
+    def opening(self) -> Iterator[bytes]:
+        yield self._chunk({"delta": {"role": "assistant", "content": ""}})
+
+    def piece(self, text: str) -> bytes:
+        return self._chunk({"delta": {"content": text}})
+
+
+class CompletionForm(OpenAIForm):
+    """`text_completion`, the same object whole and in a stream."""
+
+    prefix = "cmpl"
+    kinds = ("text_completion", "text_completion")
+    nothing: ClassVar[dict[str, Any]] = {"text": ""}
+
+    def whole(self, result: GenerateResult) -> dict[str, Any]:
+        return self._whole({"text": result.text}, result)
+
+    def piece(self, text: str) -> bytes:
+        return self._chunk({"text": text})

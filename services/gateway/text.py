@@ -1,0 +1,87 @@
+"""Text to tokens and back, for `/tokenize` and `/detokenize`, by the conductor's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from moonpool.checkpoint import Tokenizer
+from moonpool.client import Message
+from moonpool.errors import InvalidRequest, Mismatch
+
+T = TypeVar("T")
+
+
+class Texts:
+    """A checkpoint's tokenizer, worked on threads."""
+
+    def __init__(self, name: str, tokenizer: Tokenizer, threads: ThreadPoolExecutor) -> None:
+        """`name` is that of the checkpoint, which must be the one that is served."""
+        self._name = name
+        self._tokenizer = tokenizer
+        self._threads = threads
+
+    async def encode(self, text: str, max_tokens: int, *, special: bool) -> list[int]:
+        """Tokens of a text.
+
+        Raises:
+            InvalidRequest: the text has more than `max_tokens`.
+        """
+        return await self._run(lambda: self._encode("prompt", text, max_tokens, special=special))
+
+    async def encode_chat(self, turns: Sequence[Message], max_tokens: int, *, special: bool, answer: bool) -> list[int]:
+        """Tokens of a conversation; with `answer` also what begins the next answer.
+
+        Raises:
+            InvalidRequest: the chat template refuses it, or it has more than `max_tokens`.
+        """
+
+        def run() -> list[int]:
+            self._check_chars("messages", sum(len(turn["content"]) for turn in turns), max_tokens)
+            text = self._tokenizer.render_chat(turns, add_generation_prompt=answer)
+            return self._encode("messages", text, max_tokens, special=special)
+
+        return await self._run(run)
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, special ones included.
+
+        Raises:
+            InvalidRequest: a token is not known.
+        """
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self._tokenizer.vocab_size):
+            raise InvalidRequest("tokens", f"must be in [0, {self._tokenizer.vocab_size})")
+        return await self._run(lambda: self._tokenizer.decode(tokens, skip_special=False))
+
+    def decode_now(self, tokens: Sequence[int]) -> str:
+        """Text of an answer's tokens, on the caller's thread."""
+        return self._tokenizer.decode(tokens)
+
+    async def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Text of each token alone."""
+        return await self._run(lambda: [self._tokenizer.decode([token], skip_special=False) for token in tokens])
+
+    def check_model(self, served: str) -> None:
+        """Refuse to answer for another model than the one that is served.
+
+        Raises:
+            Mismatch: naming `model`.
+        """
+        if served != self._name:
+            raise Mismatch("model", f"this gateway has the tokenizer of {self._name!r}, served is {served!r}")
+
+    def _encode(self, field: str, text: str, max_tokens: int, *, special: bool) -> list[int]:
+        self._check_chars(field, len(text), max_tokens)
+        if self._tokenizer.is_longer(text, max_tokens):
+            raise InvalidRequest(field, f"has more than {max_tokens} tokens, the model's length")
+        return self._tokenizer.encode(text, add_special=special)
+
+    def _check_chars(self, field: str, chars: int, max_tokens: int) -> None:
+        """Refuse text that is too long whatever its tokens are, before it is looked at."""
+        if chars > max_tokens * self._tokenizer.longest_token_chars:
+            raise InvalidRequest(field, f"{chars} characters make more than {max_tokens} tokens, the model's length")
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

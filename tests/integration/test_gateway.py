@@ -1,0 +1,171 @@
+"""A gateway in front of a running stack, used by OpenAI's own client and over plain sockets."""
+
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from anthropic.types import MessageParam
+from openai.types.chat import ChatCompletionMessageParam
+
+from moonpool.cli.check import wait_at_rest
+from moonpool.cli.up import curl_line
+from moonpool.client import Client, Message, SamplingParams
+from tests.integration.conftest import BLOCK, wait_busy
+from tests.integration.stack import CheckedStack
+
+TURNS: list[ChatCompletionMessageParam] = [{"role": "user", "content": "the tide of a moon pool " * 8}]
+MODEL = "tiny-llama"
+TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+@pytest.fixture(scope="module")
+def address(stack: CheckedStack) -> Iterator[str]:
+    """A gateway beside the module's stack; it stops in order."""
+    flags = ["--id", "gateway-0", "--listen", "127.0.0.1:0", "--drain-s", "5"]
+    gateway = stack.spawn("gateway", "gateway-0", [*flags, "--conductor", stack.address, "--model", stack.plan.model])
+    yield gateway.wait_ready(60)
+    assert gateway.returncode is None
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://{address}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def aio(address: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def test_chat_equals_the_sdk(stack: CheckedStack, client: openai.OpenAI) -> None:
+    """Whole and streamed: the SDK's greedy text, and the second time from cached KV."""
+    with Client(stack.address) as sdk:
+        messages: list[Message] = [{"role": "user", "content": str(TURNS[0]["content"])}]
+        expected = sdk.generate(messages=messages, sampling=SamplingParams(max_tokens=12, temperature=0.0))
+    whole = client.chat.completions.create(model=MODEL, messages=TURNS, max_tokens=12, temperature=0)
+    assert whole.choices[0].message.content == expected.text
+    assert whole.choices[0].finish_reason == expected.finish_reason
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == expected.usage.prompt_tokens
+    assert whole.usage.prompt_tokens_details is not None
+    assert (whole.usage.prompt_tokens_details.cached_tokens or 0) >= BLOCK
+    with client.chat.completions.create(
+        model=MODEL, messages=TURNS, max_tokens=12, temperature=0, stream=True, stream_options={"include_usage": True}
+    ) as stream:
+        chunks = list(stream)
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == expected.text
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == expected.usage.completion_tokens
+
+
+async def test_asyncio_client(aio: openai.AsyncOpenAI) -> None:
+    """Whole and streamed; a seed makes an answer that comes again."""
+    texts = []
+    for _ in range(2):
+        whole = await aio.completions.create(model=MODEL, prompt="the sea", max_tokens=8, seed=5, temperature=1.0)
+        texts.append(whole.choices[0].text)
+    stream = await aio.completions.create(
+        model=MODEL, prompt="the sea", max_tokens=8, seed=5, temperature=1.0, stream=True
+    )
+    texts.append("".join([chunk.choices[0].text async for chunk in stream]))
+    assert len(set(texts)) == 1
+    assert [model.id async for model in aio.models.list()] == [MODEL]
+
+
+def test_anthropics_client(address: str, client: openai.OpenAI) -> None:
+    """The same answer in Anthropic's form, whole and streamed."""
+    chat = client.chat.completions.create(model=MODEL, messages=TURNS, max_tokens=8, temperature=0)
+    messages: list[MessageParam] = [{"role": "user", "content": str(TURNS[0]["content"])}]
+    with anthropic.Anthropic(base_url=f"http://{address}", api_key="any", max_retries=0) as other:
+        whole = other.messages.create(model=MODEL, max_tokens=8, messages=messages, extra_body={"temperature": 0})
+        with other.messages.stream(
+            model=MODEL, max_tokens=8, messages=messages, extra_body={"temperature": 0}
+        ) as stream:
+            streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert [block.text for block in message.content if block.type == "text"] == [chat.choices[0].message.content]
+        assert chat.usage is not None
+        read = message.usage.cache_read_input_tokens or 0
+        assert read >= BLOCK
+        assert message.usage.input_tokens + read == chat.usage.prompt_tokens
+
+
+def test_tokens_and_text(address: str, client: openai.OpenAI) -> None:
+    """What `/tokenize` says is what the engines see; tokens are as good a prompt as their text."""
+    told = post(address, "/tokenize", {"messages": TURNS})
+    usage = client.chat.completions.create(model=MODEL, messages=TURNS, max_tokens=1).usage
+    assert usage is not None
+    assert usage.prompt_tokens == told["count"] == len(told["tokens"])
+    whole = client.completions.create(model=MODEL, prompt=told["tokens"], max_tokens=4, temperature=0)
+    chat = client.chat.completions.create(model=MODEL, messages=TURNS, max_tokens=4, temperature=0)
+    assert whole.choices[0].text == chat.choices[0].message.content
+    assert post(address, "/detokenize", {"tokens": told["tokens"]})["prompt"].startswith("<s>[user] the tide")
+
+
+def test_pasted_command(address: str) -> None:
+    """What `moonpool up` prints, in a shell."""
+    if shutil.which("curl") is None:
+        pytest.skip("no curl")
+    done = subprocess.run(["sh", "-c", curl_line(address)], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["usage"]["completion_tokens"] <= 64
+
+
+def test_refusals(client: openai.OpenAI) -> None:
+    """Typed errors of OpenAI's client, with the conductor's words."""
+    with pytest.raises(openai.NotFoundError, match="only 'tiny-llama' is served"):
+        client.chat.completions.create(model="gpt", messages=TURNS)
+    with pytest.raises(openai.BadRequestError, match="top_p: must be in"):
+        client.chat.completions.create(model=MODEL, messages=TURNS, top_p=2)
+    with pytest.raises(openai.BadRequestError, match="the prompt has"):
+        client.completions.create(model=MODEL, prompt=[7] * 4096)
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.chat.completions.create(model=MODEL, messages=TURNS, extra_body={"slo": {"ttft_s": 1e-9}})
+    assert caught.value.code == "ttft_slo"
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+
+
+def test_client_that_leaves(stack: CheckedStack, address: str) -> None:
+    """In the middle of a stream, and while it waits for the whole: nothing is held anywhere afterwards."""
+    for stream in (True, False):
+        body = json.dumps({"messages": TURNS, "max_tokens": 1000, "ignore_eos": True, "stream": stream})
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port))) as connection:
+            head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+            if stream:
+                assert connection.recv(15) == b"HTTP/1.1 200 OK"
+            wait_busy(stack.address, "decode-0", 20)
+        wait_at_rest(stack.address, 20)
+
+
+def test_trace_reaches_the_conductor(stack: CheckedStack, client: openai.OpenAI) -> None:
+    """Its span of the request has the client's trace."""
+    assert stack.plan.spans_dir is not None
+    spans = stack.plan.spans_dir / "conductor.jsonl"
+    client.chat.completions.create(model=MODEL, messages=TURNS, max_tokens=1, extra_headers={"traceparent": TRACE})
+    while TRACE not in spans.read_text():  # written with a later event; the test's timeout bounds it
+        client.chat.completions.create(model=MODEL, messages=TURNS, max_tokens=1)
+    assert spans.read_text().count(TRACE) == 1
+
+
+def post(address: str, path: str, body: object) -> dict[str, Any]:
+    """The answer of a POST that succeeds."""
+    connection = http.client.HTTPConnection(address, timeout=30)
+    try:
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        answered = connection.getresponse()
+        assert answered.status == 200, answered.read()
+        found: dict[str, Any] = json.loads(answered.read())
+        return found
+    finally:
+        connection.close()

@@ -1,0 +1,59 @@
+"""Journals of the services that tests start: each must rerun to the actions it recorded."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan
+from moonpool.drive.rerun import journal_files, rerun
+
+WITHOUT_CORE = ("kvstore",)
+"""Services that keep no journal."""
+
+
+def check_journals(folder: Path, *, invariants: bool = False) -> int:
+    """Reruns every journal below a folder, with the cores' invariants if asked for; returns the number of events.
+
+    Raises:
+        AssertionError: an action is not the recorded one, or an invariant does not hold.
+        JournalError: a journal is damaged.
+    """
+    events = 0
+    for kept in sorted({path.parent for path in folder.rglob("*.[01]")}):
+        for path in journal_files(kept):
+            again = rerun(path, check=invariants)
+            assert again.difference is None, f"{path}: other actions when rerun: {again.difference}"
+            events += again.events
+    return events
+
+
+class JournaledStack(LocalStack):
+    """A local stack whose journals are rerun when it is left without an error, those of killed services too.
+
+    Args:
+        plan: of the stack.
+        invariants: check the cores' after every event; of a conductor this takes many times as long as the rerun.
+    """
+
+    def __init__(self, plan: StackPlan, *, invariants: bool = False) -> None:
+        super().__init__(plan)
+        self._invariants = invariants
+        self._lives = itertools.count()
+
+    def spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
+        """Starts a service; each of its lives has a journal of its own."""
+        if kind not in WITHOUT_CORE:
+            arguments = [*arguments, "--journal-dir", str(self._journals / str(next(self._lives)))]
+        return super().spawn(kind, service_id, arguments)
+
+    @property
+    def _journals(self) -> Path:
+        return self.plan.data_dir / "stack-journals"
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if kind is None:
+            assert check_journals(self._journals, invariants=self._invariants) > 0, "no service kept a journal"

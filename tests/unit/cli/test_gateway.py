@@ -1,0 +1,58 @@
+"""The command line's side of the gateway: its health by HTTP, and a command that works when pasted."""
+
+import http.server
+import json
+import shlex
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from moonpool.cli.health import run_health
+from moonpool.cli.up import curl_line
+
+
+@contextmanager
+def answering(status: int) -> Iterator[str]:
+    """A server that answers everything with `status`; its "host:port"."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+            self.wfile.write(b"because")
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def health(address: str) -> int:
+    return run_health(address, timeout_s=5.0, wait_s=0.0, joined=0)
+
+
+def test_health_by_http(capsys: pytest.CaptureFixture[str]) -> None:
+    with answering(200) as address:
+        assert health(f"http://{address}") == 0
+        assert health(f"http://{address}/") == 0
+    with answering(503) as address:
+        assert health(f"http://{address}") == 1
+    assert "not serving: because" in capsys.readouterr().err
+    for wrong in (f"http://{address}", "http://", "http://x y:1", "http://127.0.0.1:99999"):
+        assert health(wrong) == 1
+    assert capsys.readouterr().err.count("does not answer") == 4
+
+
+def test_curl_line() -> None:
+    words = shlex.split(curl_line("127.0.0.1:8000"))
+    assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
+    assert json.loads(words[-1])["max_tokens"] == 64

@@ -1,0 +1,108 @@
+"""A gateway in front of a conductor in memory."""
+
+import functools
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+from starlette.applications import Starlette
+
+from moonpool.bundled import model_dir
+from moonpool.checkpoint import Tokenizer
+from moonpool.client import AsyncClient
+from moonpool.client.testing import FakeConductor
+from moonpool.telemetry.metrics import Metrics
+from moonpool.v1 import conductor_pb2 as pb
+from services.gateway.app import make_app
+from services.gateway.config import GatewayConfig
+from services.gateway.endpoints import Endpoints
+from services.gateway.keys import ApiKeys
+from services.gateway.measuring import Meter
+from services.gateway.text import Texts
+
+MODEL = "tiny"
+MODEL_TOKENS = 100
+TURNS = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+PLAIN = "/v1/completions"
+
+
+def settings(**changes: Any) -> GatewayConfig:
+    """A gateway's settings."""
+    return GatewayConfig(**{"conductor": "conductor:1", "model": MODEL, "listen": "127.0.0.1:0", **changes})
+
+
+def ready(fake: FakeConductor) -> FakeConductor:
+    """The conductor with a model that is served."""
+    fake.state.model.name = MODEL
+    fake.state.model.max_tokens = MODEL_TOKENS
+    return fake
+
+
+def make_gateway(
+    client: AsyncClient, config: GatewayConfig, threads: ThreadPoolExecutor, tokenizer: Tokenizer
+) -> Starlette:
+    """The application as the service builds it."""
+    metrics = Metrics("gateway")
+    keys = ApiKeys(config.api_keys) if config.api_keys else None
+    meter = Meter(metrics, time.monotonic)
+    texts = Texts(MODEL, tokenizer, threads)
+    return make_app(Endpoints(config, client, texts, keys, meter, metrics.registry, started_at=7))
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    """The bundled model's."""
+    return Tokenizer.load(model_dir())
+
+
+@dataclass
+class Answers:
+    """A client of a gateway, without a network."""
+
+    fake: FakeConductor
+    app: Starlette
+    http: httpx2.AsyncClient
+
+    async def chat(self, **body: Any) -> httpx2.Response:
+        """A chat with one turn, unless `messages` says otherwise."""
+        return await self.http.post(CHAT, json={"messages": TURNS, **body})
+
+    async def plain(self, **body: Any) -> httpx2.Response:
+        """A plain completion."""
+        return await self.http.post(PLAIN, json=body)
+
+    async def metric(self, line: str) -> str:
+        """The value of a metric, "" when it is not there."""
+        text = (await self.http.get("/metrics")).text
+        return next((found.rpartition(" ")[2] for found in text.splitlines() if found.startswith(f"{line} ")), "")
+
+    @property
+    def asked(self) -> pb.GenerateRequest:
+        """The one request that has come to the conductor."""
+        (request,) = self.fake.requests
+        return request
+
+
+@asynccontextmanager
+async def answering(fake: FakeConductor, **changes: Any) -> AsyncIterator[Answers]:
+    """A client of a gateway in front of `fake`."""
+    with ThreadPoolExecutor(1) as threads:
+        app = make_gateway(ready(fake).async_client(), settings(**changes), threads, tokenizer())
+        transport = httpx2.ASGITransport(app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            yield Answers(fake, app, http)
+
+
+def scope(path: str, **headers: str) -> dict[str, Any]:
+    """A POST of JSON, as a server tells the application of it."""
+    given = {"content-type": "application/json", **headers}
+    return {
+        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+        "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items()],
+        "http_version": "1.1", "scheme": "http", "root_path": "", "server": ("gateway", 80), "client": ("client", 1),
+    }  # fmt: skip

@@ -1,0 +1,28 @@
+"""Measures have vLLM's names and the right values."""
+
+from moonpool.client.testing import FakeConductor, answer
+
+from .fakes import answering
+
+
+async def test_metrics() -> None:
+    fake = FakeConductor(lambda _: answer([5, 6, 7], prompt_tokens=9, cached_tokens=8))
+    async with answering(fake) as gateway:
+        await gateway.chat()
+        await gateway.chat(stream=True)
+        for name, value in {
+            "vllm:prompt_tokens_total": 18,
+            "vllm:generation_tokens_total": 6,
+            "vllm:prefix_cache_queries_total": 18,
+            "vllm:prefix_cache_hits_total": 16,
+            "vllm:num_requests_running": 0,
+            "vllm:num_requests_waiting": 0,
+            "vllm:time_to_first_token_seconds_count": 2,
+            "vllm:inter_token_latency_seconds_count": 4,
+            "vllm:request_time_per_output_token_seconds_count": 2,
+            "vllm:e2e_request_latency_seconds_count": 2,
+            "vllm:request_prompt_tokens_sum": 18,
+            "vllm:request_generation_tokens_sum": 6,
+        }.items():
+            assert await gateway.metric(f'{name}{{model_name="tiny"}}') == f"{value:.1f}", name
+        assert await gateway.metric('vllm:request_success_total{finished_reason="stop",model_name="tiny"}') == "2.0"
