@@ -50,13 +50,16 @@ STORE_BYTES_PER_S = 8e9
 """Assumed: one link of 100 Gbit/s at about two thirds of its rate."""
 SEED = 20_26
 OVERCOMMIT = 3
+SAMPLES = 8
+LONG_PROMPT = 4_100
 STOPPED = 1
 
 
 @dataclass
 class Answering:
-    """A sequence: its prompt, the length of its answer, and where it is."""
+    """A sequence: its request, prompt, the length of its answer, and where it is."""
 
+    request: int
     prompt: int
     answer: int
     made: int = 0
@@ -101,19 +104,21 @@ class Virtual:
         for action in out:
             self._perform(action)
 
-    def admit(self, prompt: int, answer: int) -> bool:
-        """Begins a sequence whose longest life is `MAX_TOKENS` more; False when it was refused."""
-        number, self._next = self._next, self._next + 1
-        self.live[number] = Answering(prompt, answer)
+    def admit(self, prompt: int, answer: int, width: int = 1) -> bool:
+        """Begins sequences, together, whose longest life is `MAX_TOKENS` more; False when they were refused."""
+        number, self._next = self._next, self._next + width
+        members = range(number, number + width)
         self.refused = True
-        self.post(Reserve(number, _keys(number, 0, prompt), prompt, prompt, prompt + MAX_TOKENS, stores=1))
+        keys = _keys(number, 0, prompt)
+        self.post(Reserve(number, keys, prompt, prompt, prompt + MAX_TOKENS, stores=1, width=width))
         if self.refused:
-            del self.live[number]
             return False
-        for event in (Open(number), Arrived(number), Start(number, 1, 0)):
+        self.live |= {member: Answering(number, prompt, answer) for member in members}
+        for event in (Open(number), Arrived(number), Start(number, 1, 0, (0,) * (width - 1))):
             self.post(event)
-        self.live[number].made = 1
-        self.tokens += 1
+        for member in members:
+            self.live[member].made = 1
+        self.tokens += width
         return True
 
     def step(self) -> bool:
@@ -163,7 +168,7 @@ class Virtual:
                 seconds = self._after_others(Load, seconds)
                 self._at(seconds, Ended(io, LoadEnd(len(blocks), seconds)))
             case Gone(number):
-                del self.live[number]
+                self.live = {member: it for member, it in self.live.items() if it.request != number}
 
     def _after_others(self, kind: type[Action], seconds: float) -> float:
         """Seconds until a copy has ended: each direction of a link makes one after the other."""
@@ -267,6 +272,16 @@ def crowd(blocks: int, count: int, answer: int, preemption: Preemption) -> Crowd
     )
 
 
+def most_blocks(prompt: int, answer: int, width: int) -> int:
+    """Blocks that answers of a length to one prompt need at most, in an otherwise empty pool."""
+    it, most = virtual(POOL_BLOCKS), 0
+    assert it.admit(prompt, answer, width), "the pool is large enough"
+    while it.step():
+        most = max(most, it.core.blocks.num_used)
+    assert it.ended == width, "an answer is missing"
+    return most
+
+
 def measure(options: argparse.Namespace, progress: Progress) -> Sequence[Row | Absent]:
     """All figures."""
     return list(_rows(progress))
@@ -280,7 +295,20 @@ def _rows(progress: Progress) -> Iterator[Row]:
     yield Row(name, mean, "sequences", None, "longest life promised", before, mean / before, 8.0)
     allowed = (BLOCK_TOKENS - 1) / 2 / length + 0.01
     yield bounded("slots without a token over tokens", "share", [unused], "half a block a sequence + 1 %", allowed)
+    yield from _shared(progress)
     yield from _overcommitted(progress)
+
+
+def _shared(progress: Progress) -> Iterator[Row]:
+    """Several answers to one prompt, against one answer and the blocks of the others' tokens."""
+    one, several = (most_blocks(LONG_PROMPT, ANSWER, width) for width in (1, SAMPLES))
+    answers = (SAMPLES - 1) * -(-ANSWER // BLOCK_TOKENS)
+    name = f"blocks of {SAMPLES} answers of {ANSWER} to a prompt of {LONG_PROMPT}"
+    progress("shared prompts")
+    ratio = several / (one + answers)
+    yield bounded(
+        f"{name} ({several}), over one's and the others' answers ({one + answers})", "ratio", [ratio], "limit", 1.15
+    )
 
 
 def _overcommitted(progress: Progress) -> Iterator[Row]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from moonpool.errors import InvalidRequest
 
+MAX_CHOICES = 64
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
@@ -63,7 +64,8 @@ class SamplingParams:
     logprobs: int | None = None
     """Not supported yet."""
     n: int = 1
-    """Number of samples; only 1 is supported yet."""
+    """Number of answers (choices) to the prompt, at most 64 and as many as a decode instance has places in a step.
+    Answer i is that of a request of its own with seed `seed` + i (`stream_seed`)."""
     response_format: str = ""
     """Not supported yet."""
 
@@ -95,7 +97,7 @@ class SamplingParams:
         self._check_lengths(require)
         self._check_numbers(require)
         self._check_tokens(require, vocab_size)
-        require("n", self.n == 1, "only 1 sample is supported yet")
+        require("n", 1 <= self.n <= MAX_CHOICES, f"must be in [1, {MAX_CHOICES}]")
         require("logprobs", self.logprobs is None, "log-probabilities are not supported yet")
         require("response_format", not self.response_format, "answer formats are not supported yet")
 
@@ -160,6 +162,15 @@ _DEFAULTS: dict[str, Any] = {
 _VALUES = attrgetter(*_DEFAULTS)
 _SETTERS = [getattr(SamplingParams, name).__set__ for name in _DEFAULTS]
 
+
+def stream_seed(seed: int, index: int) -> int:
+    """Seed by which a request's sample of this index is drawn: (seed + index) mod 2^64.
+
+    So sample `index` of a request equals the one answer to a request with that seed.
+    """
+    return (seed + index) % (1 << 64)
+
+
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -169,9 +180,9 @@ class SampleSpec:
 
     params: SamplingParams = GREEDY
     seed: int = 0
-    """Of the counter-based generator, 64 bits unsigned."""
-    sample_index: int = 0
-    """Which of the request's samples."""
+    """Of the counter-based generator, 64 bits unsigned: the request's `stream_seed`."""
+    samples: int = 1
+    """Tokens that are drawn, each for another sample: the first with `seed`, the others with the seeds after it."""
     position: int = 0
     """Output position of the token to be sampled, 0 for the first."""
     history: bytes | None = None

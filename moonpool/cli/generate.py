@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from moonpool.client import Client, Message, SamplingParams, Slo
+from moonpool.client import Client, GenerateResult, Message, SamplingParams, Slo
 
 
 def run_generate(
@@ -23,14 +23,25 @@ def run_generate(
             return
         stream = client.stream(prompt=text, messages=messages, sampling=sampling, slo=slo)
         for event in stream:
-            sys.stdout.write(event.text)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
+            if sampling.n == 1:
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
     if (result := stream.result) is not None:
-        usage, timing = result.usage, result.timing
-        typer.echo(
-            f"[{result.finish_reason}] {usage.prompt_tokens} prompt tokens, {usage.cached_tokens} cached; "
-            f"{usage.completion_tokens} generated; TTFT {timing.ttft_s:.3f} s, TPOT {timing.tpot_s:.4f} s"
-            + (" (emulated)" if result.placement.emulated else ""),
-            err=True,
-        )
+        sys.stdout.write("\n" if sampling.n == 1 else _listed(result))
+        typer.echo(_figures(result), err=True)
+
+
+def _listed(result: GenerateResult) -> str:
+    """Several answers come mixed: they are printed whole, each under its number."""
+    return "".join(
+        f"--- {index} [{choice.finish_reason}]\n{choice.text}\n" for index, choice in enumerate(result.choices)
+    )
+
+
+def _figures(result: GenerateResult) -> str:
+    usage, timing = result.usage, result.timing
+    return (
+        f"[{result.finish_reason}] {usage.prompt_tokens} prompt tokens, {usage.cached_tokens} cached; "
+        f"{usage.completion_tokens} generated; TTFT {timing.ttft_s:.3f} s, TPOT {timing.tpot_s:.4f} s"
+        + (" (emulated)" if result.placement.emulated else "")
+    )

@@ -119,6 +119,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Answers to generate; printed one after the other.")] = 1,
     ttft_slo_s: Annotated[
         float | None, typer.Option(help="Seconds; refuse when the first token is predicted later.")
     ] = None,
@@ -129,7 +130,7 @@ def generate(
     from moonpool.client import SamplingParams
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, n=n)
     run_generate(address, text, sampling, chat=chat, ttft_slo_s=ttft_slo_s, as_json=as_json)
 
 

@@ -15,6 +15,7 @@ from moonpool.client.aio import AsyncClient, AsyncTokenStream
 from moonpool.client.blocking import Client, TokenStream
 from moonpool.client.types import (
     Candidate,
+    Choice,
     ClusterState,
     Explanation,
     FinishReason,
@@ -48,6 +49,7 @@ __all__ = [
     "AsyncClient",
     "AsyncTokenStream",
     "Candidate",
+    "Choice",
     "Client",
     "ClusterState",
     "DeadlineExceeded",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from moonpool.client.types import (
     Candidate,
+    Choice,
     ClusterState,
     Explanation,
     FinishReason,
@@ -95,8 +97,8 @@ class Collector:
         """How often the stream was taken up again."""
         self._seed = 0
         self._point: conductor_pb2.ResumePoint | None = None
-        self._tokens: list[int] = []
-        self._text: list[str] = []
+        self._tokens: defaultdict[int, list[int]] = defaultdict(list)  # by choice
+        self._text: defaultdict[int, list[str]] = defaultdict(list)
 
     @property
     def started(self) -> bool:
@@ -109,19 +111,22 @@ class Collector:
         return self._point is not None
 
     def resume(self, request: conductor_pb2.GenerateRequest) -> conductor_pb2.GenerateRequest:
-        """The request with which the stream goes on behind what has come; at first the request itself."""
+        """The request with which the stream goes on behind what has come; at first the request itself.
+
+        Streams of one answer only: with several, conductors tell no way to resume.
+        """
         if self._point is None:
             return request
         self.resumes += 1
         again = conductor_pb2.GenerateRequest()
         again.CopyFrom(request)
-        again.request_id, again.from_position = self.request_id, len(self._tokens)
+        again.request_id, again.from_position = self.request_id, len(self._tokens[0])
         again.sampling.seed = self._seed
         again.resume.CopyFrom(
             conductor_pb2.Resume(
                 point=self._point,
-                token_ids=self._tokens,
-                text_chars=sum(map(len, self._text)),
+                token_ids=self._tokens[0],
+                text_chars=sum(map(len, self._text[0])),
                 count=self.resumes,
             )
         )
@@ -156,24 +161,33 @@ class Collector:
         return self.result
 
     def _delta(self, delta: conductor_pb2.TokenDelta) -> TokenEvent:
-        if delta.position != len(self._tokens):
-            raise StreamBroken(f"expected token {len(self._tokens)} of the answer, got {delta.position}")
-        self._tokens.extend(delta.token_ids)
-        self._text.append(delta.text)
-        return TokenEvent(delta.position, tuple(delta.token_ids), delta.text)
+        tokens = self._tokens[delta.choice]
+        if delta.position != len(tokens):
+            raise StreamBroken(f"expected token {len(tokens)} of the answer, got {delta.position}")
+        tokens.extend(delta.token_ids)
+        self._text[delta.choice].append(delta.text)
+        return TokenEvent(delta.position, tuple(delta.token_ids), delta.text, delta.choice)
+
+    def _choices(self, finished: conductor_pb2.Finished) -> tuple[Choice, ...]:
+        reasons = [choice.reason for choice in finished.choices] or [finished.reason]
+        return tuple(
+            Choice(list(self._tokens[index]), "".join(self._text[index]), _FINISH.get(reason, "cancelled"))
+            for index, reason in enumerate(reasons)
+        )
 
     def _finished(self, finished: conductor_pb2.Finished) -> GenerateResult:
-        last = placement(finished.placement)
+        last, choices = placement(finished.placement), self._choices(finished)
         return GenerateResult(
             request_id=self.request_id,
-            token_ids=list(self._tokens),
-            text="".join(self._text),
-            finish_reason=_FINISH.get(finished.reason, "cancelled"),
+            token_ids=choices[0].token_ids,
+            text=choices[0].text,
+            finish_reason=choices[0].finish_reason,
             usage=_copy(Usage, finished.usage),
             timing=_copy(Timing, finished.timing),
             placement=last,
             seed=self._seed,
             placements=(*self.placements[:-1], last),
+            choices=choices,
             resumes=self.resumes,
         )
 

@@ -94,6 +94,8 @@ class Placement:
 class TokenEvent:
     """New tokens of an answer, the first of them at `position`, and the text that became certain with them.
 
+    With several answers (`SamplingParams.n`), `choice` says of which; they come mixed, each in order.
+
     Text may lag behind tokens (a character or a stop text may be incomplete); the last event may have text alone. All
     texts together are the answer's text. A token that ended the answer is among the tokens and has no text.
     """
@@ -101,11 +103,21 @@ class TokenEvent:
     position: int
     token_ids: tuple[int, ...]
     text: str
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of a request's answers. `finish_reason` is "stop", "length" or "cancelled"."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """A whole answer. `finish_reason` is "stop", "length" or "cancelled"."""
+    """A whole answer, the first one when there are several. `finish_reason` is "stop", "length" or "cancelled"."""
 
     request_id: str
     token_ids: list[int]
@@ -117,6 +129,8 @@ class GenerateResult:
     seed: int
     placements: tuple[Placement, ...] = ()
     """Every placement the request had, the last one included: more than one when an instance failed on the way."""
+    choices: tuple[Choice, ...] = ()
+    """All answers, in the order of their numbers."""
     resumes: int = 0
     """How often the stream was lost with its conductor, or the connection to it, and taken up again."""
 

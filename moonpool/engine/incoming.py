@@ -75,6 +75,11 @@ class IncomingRequest:
         sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids)
         return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, sampling)
 
+    @property
+    def choices(self) -> int:
+        """Answers that are wanted."""
+        return self.sampling.params.n
+
     def history(self, token_ids: "array[int] | None" = None) -> History:
         """For engines that check what blocks hold; `token_ids` = the array that grows with the answer, if one does."""
         return History(self.chain_root, self.token_ids if token_ids is None else token_ids, self.keys)

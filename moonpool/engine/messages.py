@@ -6,10 +6,12 @@ stage's `StepDone` carries the sampled tokens. `OpenGate`, `DropShare` and `Abor
 even before the step has begun, and are ignored once it is done. Step ids grow from step to step.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.kv.layout import KVLayout
+from moonpool.sched.steps import Several
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class StepDone:
     """Not all layers were computed; nothing was sampled."""
     start_ns: int
     end_ns: int
+    several: Mapping[int, Several] = field(default_factory=dict)
+    """As in `StepResult`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,10 +48,10 @@ class _Flight:
 
     def result(self) -> StepResult:
         aborted = any(done.aborted for done in self.done)
-        sampled = max(self.done, key=lambda done: done.stage).sampled
+        last = max(self.done, key=lambda done: done.stage)
         start_ns = min(done.start_ns for done in self.done)
         end_ns = max(done.end_ns for done in self.done)
-        return StepResult(() if aborted else sampled, aborted, start_ns, end_ns)
+        return StepResult(() if aborted else last.sampled, aborted, start_ns, end_ns, last.several)
 
 
 class ProcessEngine:

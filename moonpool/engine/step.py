@@ -16,7 +16,7 @@ from moonpool.model.batch import PackedBatch
 from moonpool.model.load import torch_dtype
 from moonpool.model.sampler import sample
 from moonpool.model.stage import StageModel
-from moonpool.sched.steps import LayerDone, Step, finished_blocks
+from moonpool.sched.steps import LayerDone, Several, Step, finished_blocks
 
 
 def pool_tensor(part: PoolPart) -> Tensor:
@@ -62,6 +62,8 @@ class StageRunner:
     def run(self, step: Step) -> None:
         """Runs one step to its end, done or aborted; emits its events, `StepDone` last."""
         start_ns = time.monotonic_ns()
+        for source, block in step.copies:
+            self.part.copy(source, block)
         batch = PackedBatch.build([(s.token_ids, s.start, s.block_table) for s in step.sequences], self.block_tokens)
         hidden = self._input(step, batch)
         if hidden is not None:
@@ -69,11 +71,12 @@ class StageRunner:
         # Sent whatever has happened, so that the next stage knows.
         self.links.send(step.step_id, hidden)
         sampled: tuple[int | None, ...] = ()
+        several: dict[int, Several] = {}
         if hidden is not None and self.model.is_last:
-            sampled = self._sample(step, hidden, batch)
+            sampled, several = self._sample(step, hidden, batch)
         # Gates are done before the report: its receiver may open gates of the next step at once.
         self.gates.done(step.step_id)
-        self.emit(StepDone(step.step_id, self.stage, sampled, hidden is None, start_ns, time.monotonic_ns()))
+        self.emit(StepDone(step.step_id, self.stage, sampled, hidden is None, start_ns, time.monotonic_ns(), several))
 
     def _input(self, step: Step, batch: PackedBatch) -> Tensor | None:
         if self.model.is_first:
@@ -96,12 +99,17 @@ class StageRunner:
                 self.emit(LayerDone(step.step_id, layer, start_ns, time.monotonic_ns()))
         return hidden
 
-    def _sample(self, step: Step, hidden: Tensor, batch: PackedBatch) -> tuple[int | None, ...]:
+    def _sample(
+        self, step: Step, hidden: Tensor, batch: PackedBatch
+    ) -> tuple[tuple[int | None, ...], dict[int, Several]]:
         dropped = self.gates.dropped(step.step_id)
         wanted = [(i, s.sample) for i, s in enumerate(step.sequences) if s.sample is not None and i not in dropped]
         sampled: list[int | None] = [None] * len(step.sequences)
+        several: dict[int, Several] = {}
         if wanted:
-            rows = hidden[batch.last_rows[[i for i, _ in wanted]]]
-            for (i, _), token in zip(wanted, sample(self.model.logits(rows), [s for _, s in wanted]), strict=True):
-                sampled[i] = token
-        return tuple(sampled)
+            logits = self.model.logits(hidden[batch.last_rows[[i for i, _ in wanted]]])
+            for (i, _), tokens in zip(wanted, sample(logits, [spec for _, spec in wanted]), strict=True):
+                sampled[i] = tokens[0]
+                if len(tokens) > 1:
+                    several[i] = Several(tuple(tokens))
+        return tuple(sampled), several

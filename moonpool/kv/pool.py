@@ -78,6 +78,12 @@ class PoolPart:
             self.layout.zero_invalid(data, valid_tokens)
         self.set_hash(layer, block, slice_hash(data))
 
+    def copy(self, source: int, block: int) -> None:
+        """Copies a block of all layers, and its hashes."""
+        for layer in range(self.layer_begin, self.layer_end):
+            self.slice(layer, block)[:] = self.slice(layer, source)
+            self.set_hash(layer, block, self.hash_of(layer, source))
+
     def close(self) -> None:
         """Unmaps and closes. Idempotent. Slices that are still referred to keep the memory."""
         if self.fd < 0:

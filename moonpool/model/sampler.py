@@ -1,4 +1,4 @@
-"""Chooses tokens from logits: a pure function of logits, parameters, history, seed, sample index and position.
+"""Chooses tokens from logits: a pure function of logits, parameters, history, seed and position.
 
 It has no state: an instance that computes the same logits chooses the same token, also after a crash and on another
 instance. A row's result never depends on the other rows.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moonpool.errors import Internal
-from moonpool.sampling import SampleSpec
+from moonpool.sampling import SampleSpec, stream_seed
 
 # A full sort of a 152k vocabulary takes 10 ms, the most likely 1024 take 0.7 ms and nearly always suffice.
 CANDIDATES = 1024
@@ -27,8 +27,8 @@ _GREEDY_BELOW = 1e-5
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, specs: Sequence[SampleSpec], candidates: int = CANDIDATES) -> list[int]:
-    """Choose one token per row of `logits` [R, vocab] float32 by the row's parameters.
+def sample(logits: Tensor, specs: Sequence[SampleSpec], candidates: int = CANDIDATES) -> list[list[int]]:
+    """Choose the tokens of each row of `logits` [R, vocab] float32 by the row's parameters: one for each sample.
 
     Greedy is the highest logit, the lowest index among equals. `logits` may be overwritten.
     `candidates`: most likely tokens that are sorted first; all are when these do not suffice.
@@ -41,22 +41,24 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec], candidates: int = CANDID
     assert logits.dtype == torch.float32
     if not specs:
         return []
-    tokens = _greedy(logits)
+    tokens = [[token] * spec.samples for token, spec in zip(_greedy(logits), specs, strict=True)]
     for row, spec in enumerate(specs):
         changed = _adjust(logits[row], spec)
         if spec.params.temperature >= _GREEDY_BELOW:
-            tokens[row] = _draw(logits[row] / spec.params.temperature, spec, candidates)
+            heated = logits[row] / spec.params.temperature
+            numbers = (uniform(stream_seed(spec.seed, index), spec.position) for index in range(spec.samples))
+            tokens[row] = [_draw(heated, spec, number, candidates) for number in numbers]
         elif changed:
-            tokens[row] = int(logits[row].argmax())
+            tokens[row] = [int(logits[row].argmax())] * spec.samples
     return tokens
 
 
-def uniform(seed: int, sample_index: int, position: int) -> float:
-    """Return the number in [0, 1) that belongs to one output position of one sample of a request.
+def uniform(seed: int, position: int) -> float:
+    """Return the number in [0, 1) that belongs to one output position of a seed.
 
-    A hash of the three (BLAKE2b, 53 bits of it): counter-based, so it needs no state and has no order.
+    A hash of the two and 0 (BLAKE2b, 53 bits of it): counter-based, so it needs no state and has no order.
     """
-    counter = struct.pack("<QQQ", seed & (2**64 - 1), sample_index, position)
+    counter = struct.pack("<QQQ", seed & (2**64 - 1), 0, position)
     number = int.from_bytes(hashlib.blake2b(counter, digest_size=8, person=b"moonpool sample").digest(), "little")
     return (number >> 11) * 2.0**-53
 
@@ -97,10 +99,9 @@ def _adjust(row: Tensor, spec: SampleSpec) -> bool:
     return True
 
 
-def _draw(row: Tensor, spec: SampleSpec, candidates: int) -> int:
-    """Draw a token from `row` (logits over temperature, [vocab])."""
+def _draw(row: Tensor, spec: SampleSpec, u: float, candidates: int) -> int:
+    """Draw the token from `row` (logits over temperature, [vocab]) that belongs to the number `u`."""
     params = spec.params
-    u = uniform(spec.seed, spec.sample_index, spec.position)
     vocab = row.shape[0]
     if not 0 < params.top_k < vocab and params.top_p >= 1:
         weights = torch.softmax(row.double(), dim=-1)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
-from moonpool.sampling import GREEDY, SampleSpec, SamplingParams
+from moonpool.sampling import GREEDY, SampleSpec, SamplingParams, stream_seed
 from moonpool.v1 import kv_pb2
 
 
@@ -17,6 +17,7 @@ class SequenceSampling:
     """Length of the original prompt: the token after it has output position 0, also in a continued stream."""
     params: SamplingParams = GREEDY
     sample_index: int = 0
+    """Which of the request's samples; see `moonpool.sampling.stream_seed`."""
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the sequence (already without end-of-sequence tokens when those are ignored)."""
     banned_token_ids: tuple[int, ...] = ()
@@ -39,12 +40,15 @@ class SequenceSampling:
         return min(self.prompt_tokens + self.params.max_tokens, model_tokens)
 
     def at(self, tokens: "array[int]") -> SampleSpec:
-        """Parameters for sampling the token after `tokens` (the prompt and everything generated so far)."""
+        """Parameters for sampling the token after `tokens` (the prompt and everything generated so far).
+
+        After the prompt alone that is the first token of each of the request's samples.
+        """
         position = len(tokens) - self.prompt_tokens
         return SampleSpec(
             self.params,
-            seed=self.params.seed or 0,
-            sample_index=self.sample_index,
+            seed=stream_seed(self.params.seed or 0, self.sample_index),
+            samples=1 if position else self.params.n,
             position=position,
             history=tokens.tobytes() if self.params.penalised else None,
             prompt_tokens=self.prompt_tokens,

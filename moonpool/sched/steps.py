@@ -4,7 +4,7 @@ Frozen and picklable.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.kv.keys import BlockKey
@@ -50,6 +50,13 @@ class SequenceStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Several:
+    """What a sequence's `SampleSpec` gets that wants more than one token."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One forward pass over a packed batch."""
 
@@ -61,6 +68,9 @@ class Step:
     """Before each layer, wait until its gate is open: this layer of every sequence's prefix is there."""
     layer_events: bool = False
     """Send `LayerDone` after each layer."""
+    copies: tuple[tuple[int, int], ...] = ()
+    """Blocks (from, to) that are copied in all layers before anything else: a sequence is about to write to a block
+    that others refer to. No block is a target twice, or a target and a source."""
 
 
 def finished_blocks(step: Step, block_tokens: int) -> list[tuple[int, int]]:
@@ -102,3 +112,5 @@ class StepResult:
     """First stage's beginning, time.monotonic_ns."""
     end_ns: int
     """Last stage's end."""
+    several: Mapping[int, Several] = field(default_factory=dict)
+    """By index, for sequences of the step that wanted more than one token; the first of them is in `sampled`."""

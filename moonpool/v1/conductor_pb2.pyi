@@ -171,7 +171,7 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def resume(self) -> Global___Resume:
         """Takes a lost stream up again, at this conductor or another one. The rest of the request must be what it was, with
-        the id and the seed that `Placed` has told.
+        the id and the seed that `Placed` has told. Only for one answer (`Sampling.n`).
         """
 
     def __init__(
@@ -381,7 +381,7 @@ class Placed(_message.Message):
 
     @_builtins.property
     def resume(self) -> Global___ResumePoint:
-        """For `GenerateRequest.resume`."""
+        """For `GenerateRequest.resume`; unset when the request cannot be resumed: several answers are wanted (`Sampling.n`)."""
 
     def __init__(
         self,
@@ -409,10 +409,13 @@ class TokenDelta(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """Position of the first of them in the output."""
     text: _builtins.str
     """The text that became certain with them; may lag behind the tokens."""
+    choice: _builtins.int
+    """Which of the request's answers, from 0; positions count in each (`Sampling.n`)."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens."""
@@ -423,10 +426,11 @@ class TokenDelta(_message.Message):
         position: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         text: _builtins.str = ...,
+        choice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "position", b"position", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -446,7 +450,7 @@ class Usage(_message.Message):
     cached_tokens: _builtins.int
     """Prompt tokens whose KV was not computed anew."""
     completion_tokens: _builtins.int
-    """Tokens generated."""
+    """Tokens generated, in all answers."""
     def __init__(
         self,
         *,
@@ -501,6 +505,32 @@ class Timing(_message.Message):
 Global___Timing: _TypeAlias = Timing  # noqa: Y015
 
 @_typing.final
+class FinishedChoice(_message.Message):
+    """One of a request's answers ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    reason: _kv_pb2.FinishReason.ValueType
+    """Why."""
+    completion_tokens: _builtins.int
+    """Tokens generated."""
+    def __init__(
+        self,
+        *,
+        reason: _kv_pb2.FinishReason.ValueType = ...,
+        completion_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FinishedChoice: _TypeAlias = FinishedChoice  # noqa: Y015
+
+@_typing.final
 class Finished(_message.Message):
     """A generation ended."""
 
@@ -510,8 +540,9 @@ class Finished(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
     reason: _kv_pb2.FinishReason.ValueType
-    """Why."""
+    """Why; of the first answer."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Tokens counted."""
@@ -524,6 +555,10 @@ class Finished(_message.Message):
     def placement(self) -> Global___Placement:
         """Where the request ran last."""
 
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___FinishedChoice]:
+        """All answers, in the order of their numbers."""
+
     def __init__(
         self,
         *,
@@ -531,10 +566,11 @@ class Finished(_message.Message):
         usage: Global___Usage | None = ...,
         timing: Global___Timing | None = ...,
         placement: Global___Placement | None = ...,
+        choices: _abc.Iterable[Global___FinishedChoice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "reason", b"reason", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "placement", b"placement", "reason", b"reason", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,7 +59,7 @@ class ReserveRequest(_message.Message):
     """Mean time between tokens the request expects, seconds; unset = no limit."""
     resume_secret: _builtins.bytes
     """Whoever knows it may take the started sequence over (`ResumeSequence`): 16 to 64 random bytes. Empty: nobody may, and
-    the sequence ends with its conductor.
+    the sequence ends with its conductor. Must be empty when several answers are wanted (`Sampling.n`).
     """
     fence: _builtins.int
     """How often the request's client has resumed its stream."""
@@ -378,6 +378,7 @@ class StartSequence(_message.Message):
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    FURTHER_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     transfer_id: _builtins.int
@@ -386,6 +387,10 @@ class StartSequence(_message.Message):
     """Its generation."""
     first_token_id: _builtins.int
     """The token that prefill sampled, not yet in the KV."""
+    @_builtins.property
+    def further_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those of the further answers when several are wanted (`Sampling.n`)."""
+
     def __init__(
         self,
         *,
@@ -393,10 +398,11 @@ class StartSequence(_message.Message):
         transfer_id: _builtins.int = ...,
         generation: _builtins.int = ...,
         first_token_id: _builtins.int = ...,
+        further_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_id", b"first_token_id", "generation", b"generation", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_id", b"first_token_id", "further_token_ids", b"further_token_ids", "generation", b"generation", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -404,31 +410,37 @@ Global___StartSequence: _TypeAlias = StartSequence  # noqa: Y015
 
 @_typing.final
 class CancelSequence(_message.Message):
-    """The request is no longer wanted."""
+    """The request, or one of its answers, is no longer wanted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     transfer_id: _builtins.int
     """The transfer's id."""
     generation: _builtins.int
     """Its generation."""
+    choice: _builtins.int
+    """The one answer that is complete; it is told no tokens any more, and there is no `SequenceCancelled`. Unset = all."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         transfer_id: _builtins.int = ...,
         generation: _builtins.int = ...,
+        choice: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice", b"_choice", "choice", b"choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice", b"_choice", "choice", b"choice", "generation", b"generation", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__choice: _TypeAlias = _typing.Literal["choice"]  # noqa: Y015
+    _WhichOneofArgType__choice: _TypeAlias = _typing.Literal["_choice", b"_choice"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__choice) -> _WhichOneofReturnType__choice | None: ...
 
 Global___CancelSequence: _TypeAlias = CancelSequence  # noqa: Y015
 
@@ -483,7 +495,7 @@ Global___ResumeSequence: _TypeAlias = ResumeSequence  # noqa: Y015
 
 @_typing.final
 class SequenceTokens(_message.Message):
-    """New tokens of one sequence."""
+    """New tokens of one sequence: of one of a request's answers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -491,12 +503,15 @@ class SequenceTokens(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     position: _builtins.int
     """Output position of the first of them."""
     finish_reason: _kv_pb2.FinishReason.ValueType
     """Set with the last of them."""
+    choice: _builtins.int
+    """Which of the request's answers."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens."""
@@ -508,10 +523,11 @@ class SequenceTokens(_message.Message):
         position: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: _kv_pb2.FinishReason.ValueType = ...,
+        choice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "position", b"position", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "position", b"position", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -566,7 +566,9 @@ class Sampling(_message.Message):
     logprobs: _builtins.int
     """Log-probabilities per token to return; not supported yet."""
     n: _builtins.int
-    """Number of samples; only 1 is supported yet."""
+    """Number of answers to the prompt; default 1. Answer i (`choice`) is that of a request of its own with seed
+    (seed + i) mod 2^64.
+    """
     response_format: _builtins.str
     """Format of the answer; not supported yet."""
     @_builtins.property

@@ -236,6 +236,7 @@ class FirstToken(_message.Message):
     QUEUE_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
     MISSES_FIELD_NUMBER: _builtins.int
+    FURTHER_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token."""
     local_tokens: _builtins.int
@@ -252,6 +253,10 @@ class FirstToken(_message.Message):
     def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreMiss]:
         """Blocks that could not be loaded because the store had lost them."""
 
+    @_builtins.property
+    def further_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """First tokens of the further answers when several are wanted (`Sampling.n`); `token_id` is that of the first one."""
+
     def __init__(
         self,
         *,
@@ -262,10 +267,11 @@ class FirstToken(_message.Message):
         queue_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
         misses: _abc.Iterable[Global___StoreMiss] | None = ...,
+        further_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "misses", b"misses", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "further_token_ids", b"further_token_ids", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "misses", b"misses", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

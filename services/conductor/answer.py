@@ -1,4 +1,4 @@
-"""One request's answer as it grows: tokens, text, finish reason and measured times. Times are arguments."""
+"""A request's answers as they grow: tokens, text, finish reason and measured times. Times are arguments."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from moonpool.errors import StreamBroken
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.conductor.request import Request, Served
 from services.conductor.text import AnswerText
@@ -15,37 +16,28 @@ LENGTH = kv_pb2.FINISH_REASON_LENGTH
 
 
 @dataclass(slots=True)
-class Answer:
-    """What was generated so far. `finish` is set with the last token.
+class Choice:
+    """One of the answers to a request. `finish` is set with its last token.
 
     Of a client that has resumed: `resumed_at` counts the tokens that it had, `owed` is text that it lacks, and `ahead`
     counts the characters that it has beyond the text of its tokens.
     """
 
     request: Request
+    index: int
     text: AnswerText
-    arrived: float
     tokens: array[int] = field(default_factory=lambda: array("i"))
     finish: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
-    first_token_at: float = 0.0
-    last_token_at: float = 0.0
-    cached_tokens: int = 0
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
     resumed_at: int = 0
     owed: str = ""
     ahead: int = 0
-
-    @classmethod
-    def begin(cls, request: Request, served: Served, arrived: float) -> Answer:
-        return cls(request, AnswerText(request, served), arrived)
 
     def resume(self, token_ids: Sequence[int], text_chars: int) -> None:
         """Go on from what a client has; it has all text that was certain with its tokens, and maybe the answer's rest.
 
         `finish` is set when its tokens complete the answer.
         """
-        known = self.extend(token_ids, self.arrived)
+        known = self.extend(token_ids)
         text = known.text if known is not None else ""
         self.owed, self.ahead = text[text_chars:], max(0, text_chars - len(text))
         self.resumed_at = len(self.tokens)
@@ -56,23 +48,26 @@ class Answer:
         return self.request.max_tokens - len(self.tokens)
 
     @property
-    def ttft_s(self) -> float:
-        """Seconds from the arrival to the first (new) token; 0 before it."""
-        return self.first_token_at - self.arrived if len(self.tokens) > self.resumed_at else 0.0
+    def new(self) -> int:
+        """Tokens so far, less those that a client had that has resumed."""
+        return len(self.tokens) - self.resumed_at
 
-    @property
-    def tpot_s(self) -> float:
-        """Mean seconds between two tokens; 0 before the second one."""
-        count = len(self.tokens) - self.resumed_at
-        return (self.last_token_at - self.first_token_at) / (count - 1) if count > 1 else 0.0
+    def unknown(self, position: int, token_ids: Sequence[int]) -> Sequence[int]:
+        """Those of some tokens, from a position on, that are not known yet; none when the answer is complete.
 
-    def prefilled(self, first: prefill_pb2.FirstToken) -> None:
-        """Note how the prompt was prefilled; only what came before the first token counts."""
-        if not self.tokens:
-            self.cached_tokens = min(first.local_tokens + first.loaded_tokens, len(self.request.prompt))
-            self.queue_s, self.prefill_s = first.queue_s, first.prefill_s
+        Raises:
+            StreamBroken: tokens before them are missing, or known ones were others.
+        """
+        known = len(self.tokens) - position
+        if self.finish:
+            return ()
+        if known < 0:
+            raise StreamBroken(f"tokens {len(self.tokens)} to {position - 1} were lost")
+        if list(token_ids[:known]) != self.tokens[position : position + len(token_ids)].tolist():
+            raise StreamBroken(f"tokens from {position} on are not those that were told before")
+        return token_ids[known:]
 
-    def extend(self, token_ids: Sequence[int], now: float) -> conductor_pb2.TokenDelta | None:
+    def extend(self, token_ids: Sequence[int]) -> conductor_pb2.TokenDelta | None:
         """Take tokens up to the answer's end; returns what to tell the client, None for nothing."""
         position, text = len(self.tokens), ""
         for token_id in token_ids:
@@ -92,10 +87,7 @@ class Answer:
         taken = self.tokens[position:]
         if not taken:
             return None
-        if position == self.resumed_at:
-            self.first_token_at = now
-        self.last_token_at = now
-        return conductor_pb2.TokenDelta(position=position, token_ids=taken, text=self._untold(text))
+        return conductor_pb2.TokenDelta(position=position, token_ids=taken, text=self._untold(text), choice=self.index)
 
     def end(self, reason: kv_pb2.FinishReason.ValueType) -> conductor_pb2.TokenDelta | None:
         """End the answer for a reason from outside; returns held-back text, None for none."""
@@ -107,12 +99,93 @@ class Answer:
     def rest(self, text: str = "") -> conductor_pb2.TokenDelta | None:
         """Text that comes without tokens: this one, and what a client that resumed still lacks; None for none."""
         text = self._untold(text)
-        return conductor_pb2.TokenDelta(position=len(self.tokens), text=text) if text else None
+        return conductor_pb2.TokenDelta(position=len(self.tokens), text=text, choice=self.index) if text else None
 
     def _untold(self, text: str) -> str:
         """New text, less what a client that resumed has already, after what it lacks."""
         new, self.owed, self.ahead = self.owed + text[self.ahead :], "", max(0, self.ahead - len(text))
         return new
+
+    def finished(self) -> conductor_pb2.FinishedChoice:
+        """Its end."""
+        return conductor_pb2.FinishedChoice(reason=self.finish, completion_tokens=len(self.tokens))
+
+
+@dataclass(slots=True)
+class Answer:
+    """What was generated for a request so far: one answer or several, and when."""
+
+    request: Request
+    choices: list[Choice]
+    arrived: float
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    cached_tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+
+    @classmethod
+    def begin(cls, request: Request, served: Served, arrived: float) -> Answer:
+        choices = [Choice(request, index, AnswerText(request, served)) for index in range(request.choices)]
+        return cls(request, choices, arrived)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated so far."""
+        return sum(len(choice.tokens) for choice in self.choices)
+
+    @property
+    def new(self) -> int:
+        """Those of them that a client that has resumed did not have."""
+        return sum(choice.new for choice in self.choices)
+
+    @property
+    def finish(self) -> kv_pb2.FinishReason.ValueType:
+        """Set when all answers are complete: the first one's."""
+        whole = all(choice.finish for choice in self.choices)
+        return self.choices[0].finish if whole else kv_pb2.FINISH_REASON_UNSPECIFIED
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from the arrival to the first (new) token; 0 before it."""
+        return self.first_token_at - self.arrived if self.new else 0.0
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean seconds between two tokens of the longest answer; 0 before the second one."""
+        count = max(choice.new for choice in self.choices)
+        return (self.last_token_at - self.first_token_at) / (count - 1) if count > 1 else 0.0
+
+    @property
+    def continued(self) -> array[int]:
+        """Tokens that need not be generated again where the request is placed anew.
+
+        Several answers begin again, and what is known of them is dropped: sampling is a function of the position.
+        """
+        return self.choices[0].tokens if len(self.choices) == 1 else array("i")
+
+    @property
+    def next_tokens(self) -> list[int]:
+        """With which decode begins: the last token of one answer; of several the first ones."""
+        return [choice.tokens[-1 if len(self.choices) == 1 else 0] for choice in self.choices]
+
+    def prefilled(self, first: prefill_pb2.FirstToken) -> None:
+        """Note how the prompt was prefilled; only what came before the first token counts."""
+        if not self.tokens:
+            self.cached_tokens = min(first.local_tokens + first.loaded_tokens, len(self.request.prompt))
+            self.queue_s, self.prefill_s = first.queue_s, first.prefill_s
+
+    def extend(self, choice: int, token_ids: Sequence[int], now: float) -> conductor_pb2.TokenDelta | None:
+        """Take tokens of an answer; see `Choice.extend`."""
+        first, delta = not self.new, self.choices[choice].extend(token_ids)
+        if delta is not None:
+            self.first_token_at = now if first else self.first_token_at
+            self.last_token_at = now
+        return delta
+
+    def end(self, reason: kv_pb2.FinishReason.ValueType) -> list[conductor_pb2.TokenDelta]:
+        """End all answers for a reason from outside; returns held-back texts."""
+        return [delta for choice in self.choices if (delta := choice.end(reason)) is not None]
 
     def finished(self, placement: conductor_pb2.Placement, now: float) -> conductor_pb2.Finished:
         """Return the last message of the stream."""
@@ -121,7 +194,7 @@ class Answer:
             usage=conductor_pb2.Usage(
                 prompt_tokens=len(self.request.prompt),
                 cached_tokens=self.cached_tokens,
-                completion_tokens=len(self.tokens),
+                completion_tokens=self.tokens,
             ),
             timing=conductor_pb2.Timing(
                 ttft_s=self.ttft_s,
@@ -131,4 +204,5 @@ class Answer:
                 prefill_s=self.prefill_s,
             ),
             placement=placement,
+            choices=[choice.finished() for choice in self.choices],
         )

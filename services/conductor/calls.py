@@ -175,8 +175,9 @@ class Calls:
 
     def start(self, order: Start, serving: Serving) -> None:
         """Starts a sequence at decode with the answer's last token, and follows it."""
-        steps = self._follow(order, serving)
-        steps.start(order.sequence, target_proto(order.target), serving.answer.tokens[-1])
+        steps, following = self._follow(order, serving)
+        steps.start(order.sequence, target_proto(order.target), serving.answer.next_tokens)
+        following.stop_complete()
 
     def adopt(self, order: Adopt, serving: Serving) -> None:
         """Takes a sequence over where it runs, and follows it."""
@@ -184,8 +185,8 @@ class Calls:
         if decode is None or decode.incarnation != order.target.incarnation:
             self._post(Ended(order.io, Failure(Kind.UNAVAILABLE, f"{order.target.decode} has left")))
             return
-        steps = self._follow(replace(order, target=replace(order.target, address=decode.address)), serving)
-        digest = tokens_digest(serving.answer.request.chain_root, serving.answer.tokens[: order.position])
+        steps, _ = self._follow(replace(order, target=replace(order.target, address=decode.address)), serving)
+        answer = serving.answer
         steps.resume(
             decode_pb2.ResumeSequence(
                 request_id=order.sequence,
@@ -194,16 +195,18 @@ class Calls:
                 generation=order.target.generation,
                 fence=order.fence,
                 secret=serving.secret,
-                digest=digest,
+                digest=tokens_digest(answer.request.chain_root, answer.continued[: order.position]),
             )
         )
 
-    def _follow(self, order: Start | Adopt, serving: Serving) -> StepsStream:
+    def _follow(self, order: Start | Adopt, serving: Serving) -> tuple[StepsStream, "_Following"]:
         steps = self._steps.get(decode_proto(order.target))
         self._cancels[order.io] = lambda: self._end_sequence(order, steps, None, tell=True)
         end = partial(self._end_sequence, order, steps)
-        steps.subscribe(order.sequence, _Following(order.io, serving, self._post, end))
-        return steps
+        stop = partial(steps.cancel, order.sequence, target_proto(order.target))
+        following = _Following(order.io, serving, self._post, end, stop)
+        steps.subscribe(order.sequence, following)
+        return steps, following
 
     def renew(self, order: Renew) -> None:
         """Keeps a promise."""
@@ -224,7 +227,7 @@ class Calls:
 
 
 class _Following:
-    """Follows one sequence: its tokens go to the answer, their number to the core. No token is lost or doubled."""
+    """Follows one request: tokens go to its answers, their number to the core. No token is lost or doubled."""
 
     def __init__(
         self,
@@ -232,26 +235,41 @@ class _Following:
         serving: Serving,
         post: Callable[[Event], None],
         end: Callable[..., None],
+        stop: Callable[[int], None],
     ) -> None:
         self._io = io
         self._serving = serving
         self._post = post
         self._end = end
-        self._next = len(serving.answer.tokens)
+        self._stop = stop
+        self._going = set(range(len(serving.answer.choices)))  # answers that decode has not ended
 
-    def tokens(self, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType) -> None:
-        """Takes tokens; those known already are dropped, a gap is a failure."""
-        if position > self._next:
-            self._end(failure_of(StreamBroken(f"tokens {self._next} to {position - 1} were lost")), tell=True)
-            return
-        new = token_ids[self._next - position :]
-        self._next += len(new)
-        count = self._serving.tokens(new, reason)
-        finish = finish_of(self._serving.answer.finish)
-        if count or finish:
-            self._post(Tokens(self._io, count, finish, known=bool(reason)))
+    def tokens(
+        self, choice: int, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType
+    ) -> bool:
+        """See `Follower.tokens`. Tokens known already are dropped, a gap is a failure."""
+        answer = self._serving.answer
+        try:
+            count = self._serving.tokens(choice, position, token_ids, reason)
+        except StreamBroken as error:
+            self._end(failure_of(error), tell=True)
+            return True
         if reason:
+            self._going.discard(choice)
+        elif count and answer.choices[choice].finish and not answer.finish:
+            self._stop(choice)
+        finish = finish_of(answer.finish)
+        if count or finish:
+            self._post(Tokens(self._io, count, finish, known=not self._going))
+        if not self._going:
             self._end(None, tell=False)
+        return not self._going
+
+    def stop_complete(self) -> None:
+        """Answers that are complete, from an earlier placement, need not be generated to their end."""
+        for choice in self._serving.answer.choices:
+            if choice.finish:
+                self._stop(choice.index)
 
     def fail(self, error: MoonpoolError) -> None:
         """The sequence cannot go on."""
@@ -263,6 +281,8 @@ async def _guarded(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         return await work()
     except grpc.aio.AioRpcError as error:
         return failure_of(from_rpc_error(error))
+    except MoonpoolError as error:
+        return failure_of(error)
     except Exception as defect:
         log.error("a call failed", exc_info=defect)
         return Failure(Kind.INTERNAL, "a call failed")

@@ -33,7 +33,7 @@ from services.conductor.explain import Decisions, placement
 from services.conductor.predictions import Predictions
 from services.conductor.recording import Opened, Recording
 from services.conductor.request import Request
-from services.conductor.resume import Resume, draw_secret, resume_point
+from services.conductor.resume import Resume, secret_for
 from services.conductor.serving import Serving
 from services.conductor.translate import error_of
 
@@ -81,14 +81,14 @@ class Desk:
             id=request.id,
             prompt_tokens=len(request.prompt),
             max_tokens=request.max_tokens,
+            choices=request.choices,
             prompt_key=request.prompt_key,
             slo=request.slo,
             arrived=answer.arrived,
             deadline=deadline,
             resumed=resume.resumed if resume is not None else None,
         )
-        secret = resume.secret if resume is not None else draw_secret()
-        serving = Serving(ask, answer, self._first_token, list(request.prompt_keys), secret)
+        serving = Serving(ask, answer, self._first_token, list(request.prompt_keys), secret_for(request, resume))
         self._serving[ask.number] = serving
         if resume is not None:
             serving.placement.CopyFrom(resume.placement)
@@ -141,7 +141,7 @@ class Desk:
                 decode = target.decode if target is not None else ""
                 placed = placement(plan, decode, serving.promised_tbt_s.get(decode, 0.0))
                 self._decisions.placed(serving.ask.id, placed, plan.candidates)
-                serving.placed(placed, resume_point(serving.secret, placed, sequence, target))
+                serving.placed(placed, sequence, target)
                 return
             case Rehash():
                 self._rehash(action, serving)
@@ -154,7 +154,7 @@ class Desk:
                 serving.outgoing.end()
         del self._serving[action.request]
         if self._recording is not None:
-            self._recording.ended(action.request, len(serving.answer.tokens))
+            self._recording.ended(action.request, serving.answer.tokens)
 
     def _first_token(self, serving: Serving) -> None:
         self._decisions.first_token(serving.ask.id, serving.answer.ttft_s)

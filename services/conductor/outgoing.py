@@ -16,24 +16,29 @@ class Outgoing:
 
     def __init__(self) -> None:
         self._messages: deque[conductor_pb2.GenerateResponse] = deque()
+        self._waiting: dict[
+            int, conductor_pb2.GenerateResponse
+        ] = {}  # by choice: the last of `_messages`, may still grow
         self._changed = asyncio.Event()
         self._ended = False
         self._failure: MoonpoolError | None = None
 
     def placed(self, placed: conductor_pb2.Placed) -> None:
         """The request is placed."""
+        self._waiting.clear()
         self._put(conductor_pb2.GenerateResponse(placed=placed))
 
     def delta(self, delta: conductor_pb2.TokenDelta | None) -> None:
         """Tokens and text; None for nothing."""
         if delta is None:
             return
-        if self._messages and self._messages[-1].HasField("delta"):
-            last = self._messages[-1].delta
-            last.token_ids.extend(delta.token_ids)
-            last.text += delta.text
-        else:
-            self._put(conductor_pb2.GenerateResponse(delta=delta))
+        last = self._waiting.get(delta.choice)
+        if last is not None:
+            last.delta.token_ids.extend(delta.token_ids)
+            last.delta.text += delta.text
+            return
+        self._waiting[delta.choice] = conductor_pb2.GenerateResponse(delta=delta)
+        self._put(self._waiting[delta.choice])
 
     def finished(self, finished: conductor_pb2.Finished) -> None:
         """The answer is complete; nothing follows."""
@@ -53,7 +58,10 @@ class Outgoing:
         """
         while True:
             while self._messages:
-                yield self._messages.popleft()
+                message = self._messages.popleft()
+                if self._waiting.get(message.delta.choice) is message:
+                    del self._waiting[message.delta.choice]
+                yield message
             if self._ended:
                 break
             self._changed.clear()

@@ -59,6 +59,11 @@ class Request:
         return self.sampling.max_tokens
 
     @property
+    def choices(self) -> int:
+        """Answers that are wanted."""
+        return self.sampling.n
+
+    @property
     def prompt_key(self) -> BlockKey:
         return block_keys(self.chain_root, self.prompt, len(self.prompt))[0]
 

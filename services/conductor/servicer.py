@@ -128,7 +128,7 @@ class ConductorServicer:
         resume, answer = read_resume(message, request, served), Answer.begin(request, served, arrived)
         if resume is not None:
             self._resumed += 1
-            await loop.run_in_executor(self._tokenizing, answer.resume, resume.tokens, resume.text_chars)
+            await loop.run_in_executor(self._tokenizing, answer.choices[0].resume, resume.tokens, resume.text_chars)
             if answer.finish:
                 await _tell_end(answer, resume, context)
                 return
@@ -247,7 +247,7 @@ class ConductorServicer:
 async def _tell_end(answer: Answer, resume: Resume, context: _GenerateContext) -> None:
     """A client has all tokens, and lacks only the end."""
     outgoing = Outgoing()
-    outgoing.delta(answer.rest())
+    outgoing.delta(answer.choices[0].rest())
     outgoing.finished(answer.finished(resume.placement, answer.arrived))
     async for response in outgoing:
         await context.write(response)

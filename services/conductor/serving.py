@@ -4,11 +4,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from moonpool.errors import StreamBroken
 from moonpool.kv.keys import BlockKey
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.conductor.answer import Answer
-from services.conductor.core.messages import Ask, Finish
+from services.conductor.core.messages import Ask, Finish, Target
 from services.conductor.outgoing import Outgoing
+from services.conductor.resume import resume_point
 from services.conductor.translate import FINISHES
 
 
@@ -22,7 +24,7 @@ class Serving:
         first_seen: is told of the first token.
         outgoing: what its client is to be told.
         keys: of all full blocks of the prompt and the tokens at the last placement.
-        secret: who knows it may resume the request.
+        secret: who knows it may resume the request; b"" = nobody.
         placement: the last one; `placements` how many there were.
         promised_tbt_s: predicted seconds between tokens, by the decode instance that has promised room.
         started: decode was told to start there.
@@ -49,18 +51,18 @@ class Serving:
         """The engines' form of what is placed under this id."""
         if self._spec is None or self._spec.request_id != sequence:
             answer = self.answer
-            self._spec = answer.request.sequence(sequence, answer.tokens[: self._hashed], self.keys)
+            self._spec = answer.request.sequence(sequence, answer.continued[: self._hashed], self.keys)
         return self._spec
 
     def rehash(self) -> int:
-        """Keys of all full blocks of the prompt and the answer so far; returns the answer's length."""
+        """Keys of all full blocks of the prompt and of what is continued of the answer; returns the latter's length."""
         self._spec = None
-        self._hashed = len(self.answer.tokens)
-        self.keys = self.answer.request.keys_with(self.answer.tokens)
+        self._hashed = len(self.answer.continued)
+        self.keys = self.answer.request.keys_with(self.answer.continued)
         return self._hashed
 
-    def placed(self, placement: conductor_pb2.Placement, point: conductor_pb2.ResumePoint) -> None:
-        """Tells the client where its request goes, and how to resume it."""
+    def placed(self, placement: conductor_pb2.Placement, sequence: str, target: Target | None) -> None:
+        """Tells the client where its request goes, and how to resume it if it can be."""
         request = self.answer.request
         self.placement, self.started = placement, False
         self.placements += 1
@@ -70,29 +72,52 @@ class Serving:
                 placement=placement,
                 prompt_tokens=len(request.prompt),
                 seed=request.sampling.seed or 0,
-                resume=point,
+                resume=resume_point(self.secret, placement, sequence, target) if self.secret else None,
             )
         )
 
     def first_token(self, first: prefill_pb2.FirstToken) -> kv_pb2.FinishReason.ValueType:
-        """Takes a prefill's token; returns the reason when it ends the answer."""
-        self.answer.prefilled(first)
-        self.tokens([first.token_id], kv_pb2.FINISH_REASON_UNSPECIFIED)
-        return self.answer.finish
+        """Takes a prefill's token of each answer; returns the reason when they end the request.
 
-    def tokens(self, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType) -> int:
-        """Takes tokens, and with the last of them decode's reason; returns how many of them the answer has taken."""
-        answer, before = self.answer, len(self.answer.tokens)
-        self.outgoing.delta(answer.extend(token_ids, time.monotonic()))
+        Raises:
+            StreamBroken: they are not one for each answer, or were others before.
+        """
+        answer = self.answer
+        token_ids = [first.token_id, *first.further_token_ids]
+        if len(token_ids) != len(answer.choices):
+            raise StreamBroken(f"{len(token_ids)} first tokens came for {len(answer.choices)} answers")
+        answer.prefilled(first)
+        position = len(answer.continued)
+        for choice, token_id in enumerate(token_ids):
+            self.tokens(choice, position, [token_id], kv_pb2.FINISH_REASON_UNSPECIFIED)
+        return answer.finish
+
+    def tokens(
+        self, choice: int, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType
+    ) -> int:
+        """Takes tokens of an answer, and with the last of them decode's reason. Those known already are dropped.
+
+        Returns:
+            How many the answer has taken.
+
+        Raises:
+            StreamBroken: tokens are missing, or are not those that were told before.
+        """
+        answer, before = self.answer, self.answer.tokens
+        if not 0 <= choice < len(answer.choices):
+            raise StreamBroken(f"there is no answer {choice}")
+        new = answer.choices[choice].unknown(position, token_ids)
+        self.outgoing.delta(answer.extend(choice, new, time.monotonic()))
         if reason:
-            self.outgoing.delta(answer.end(reason))
+            self.outgoing.delta(answer.choices[choice].end(reason))
         if not before and answer.tokens:
             self.first_seen(self)
-        return len(answer.tokens) - before
+        return answer.tokens - before
 
     def complete(self, finish: Finish) -> None:
         """Tells the client the rest."""
-        self.outgoing.delta(self.answer.end(FINISHES[finish]))
+        for delta in self.answer.end(FINISHES[finish]):
+            self.outgoing.delta(delta)
         if not self.started:
             self.placement.decode = ""
         self.outgoing.finished(self.answer.finished(self.placement, time.monotonic()))

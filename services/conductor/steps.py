@@ -25,10 +25,16 @@ WRITE_TIMEOUT_S = 10.0
 
 
 class Follower(Protocol):
-    """Follows one sequence."""
+    """Follows one request's sequences."""
 
-    def tokens(self, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType) -> None:
-        """Tokens from a position of the answer on; with the last of them the reason of the end."""
+    def tokens(
+        self, choice: int, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType
+    ) -> bool:
+        """Tokens from a position of an answer on; with the last of them the reason of its end.
+
+        Returns:
+            Whether nothing more is to come.
+        """
 
     def fail(self, error: MoonpoolError) -> None:
         """The sequence cannot go on."""
@@ -105,13 +111,14 @@ class StepsStream:
         """End it; unknown ids are fine."""
         self._followers.pop(sequence_id, None)
 
-    def start(self, sequence_id: str, target: kv_pb2.TransferTarget, first_token_id: int) -> None:
-        """Tell decode the first token, with which the sequence may join the batch."""
+    def start(self, sequence_id: str, target: kv_pb2.TransferTarget, first_tokens: Sequence[int]) -> None:
+        """Tell decode each answer's first token, with which they may join the batch."""
         start = decode_pb2.StartSequence(
             request_id=sequence_id,
             transfer_id=target.transfer_id,
             generation=target.generation,
-            first_token_id=first_token_id,
+            first_token_id=first_tokens[0],
+            further_token_ids=first_tokens[1:],
         )
         self._send(decode_pb2.StepsRequest(start=start))
 
@@ -119,10 +126,10 @@ class StepsStream:
         """Ask decode for a sequence that was another conductor's."""
         self._send(decode_pb2.StepsRequest(resume=message))
 
-    def cancel(self, sequence_id: str, target: kv_pb2.TransferTarget) -> None:
-        """Tell decode that a sequence, or the promise for it, is no longer wanted."""
+    def cancel(self, sequence_id: str, target: kv_pb2.TransferTarget, choice: int | None = None) -> None:
+        """Tell decode that a sequence, or the promise for it, is no longer wanted; or one of its answers."""
         cancel = decode_pb2.CancelSequence(
-            request_id=sequence_id, transfer_id=target.transfer_id, generation=target.generation
+            request_id=sequence_id, transfer_id=target.transfer_id, generation=target.generation, choice=choice
         )
         self._send(decode_pb2.StepsRequest(cancel=cancel))
 
@@ -180,13 +187,15 @@ class StepsStream:
 
     def _hand_on(self, tokens: decode_pb2.SequenceTokens) -> None:
         reason, sequence_id = tokens.finish_reason, tokens.request_id
-        follower = self._followers.pop(sequence_id, None) if reason else self._followers.get(sequence_id)
+        follower = self._followers.get(sequence_id)
         if follower is None:
             return
-        if reason != kv_pb2.FINISH_REASON_CANCELLED:
-            follower.tokens(tokens.position, tokens.token_ids, reason)
-        else:  # not by us: a cancelled sequence has no follower any more
-            follower.tokens(tokens.position, tokens.token_ids, kv_pb2.FINISH_REASON_UNSPECIFIED)
+        cancelled = reason == kv_pb2.FINISH_REASON_CANCELLED  # not by us: what we cancel has no follower any more
+        told = kv_pb2.FINISH_REASON_UNSPECIFIED if cancelled else reason
+        over = follower.tokens(tokens.choice, tokens.position, tokens.token_ids, told)
+        if over or cancelled:
+            self._followers.pop(sequence_id, None)
+        if cancelled:
             follower.fail(StreamBroken(f"{self.decode.id} cancelled the sequence"))
 
 

@@ -10,7 +10,7 @@ from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
 from services.decode.core.messages import IoEnd, Store, StoreEnd, SwapDrop, SwapEnd, SwapIn, SwapOut
-from services.decode.live import LiveRequest
+from services.decode.live import LiveSequence
 from services.decode.loads import Loads
 from services.decode.swap import SwapSpace
 
@@ -46,18 +46,18 @@ class Copies:
         self.closed = False
         """Nothing is written back any more."""
 
-    def store(self, action: Store, live: LiveRequest) -> None:
+    def store(self, action: Store, sequence: LiveSequence) -> None:
         """Writes a block to one of a request's kvstores, if the write-back has room for it."""
-        store = live.stores[action.store]
+        store = sequence.request.stores[action.store]
         if self.closed or not self._write_back.room(store, 1):
             self._post(Ended(action.io, StoreEnd(False)))
             return
-        key, parent = live.keys[action.index], live.parent(action.index)
+        key, parent = sequence.keys[action.index], sequence.parent(action.index)
 
         def over(stored: bool) -> None:
             self._post(Ended(action.io, StoreEnd(stored)))
 
-        self._write_back.submit(store, [key], [parent], live.incoming.tenant, [action.block], over)
+        self._write_back.submit(store, [key], [parent], sequence.request.incoming.tenant, [action.block], over)
 
     def swap(self, action: SwapOut | SwapIn | SwapDrop) -> None:
         """Copies a sequence's blocks to DRAM or back, or forgets them."""

@@ -140,7 +140,7 @@ class DecodeInstance:
         core = self.core
         return conductor_pb2.LoadReport(
             running=len(core.planner.batch),
-            waiting=len(self.shell) - len(core.planner.batch),
+            waiting=core.sequences - len(core.planner.batch),
             free_blocks=self.manager.num_free,
             cached_blocks=self.manager.num_cached,
             promised_blocks=core.room.promised + core.room.claims,

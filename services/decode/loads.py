@@ -15,7 +15,7 @@ from moonpool.streams.store_reader import PrefixLost, StoreReader
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
 from services.decode.core.messages import IoEnd, Load, LoadEnd
-from services.decode.live import LiveRequest
+from services.decode.live import LiveSequence
 
 log = get_logger(__name__)
 
@@ -50,10 +50,10 @@ class Loads:
         """Credits and messages of the streams from all stores."""
         return self._stores.traffic
 
-    def start(self, action: Load, live: LiveRequest) -> None:
+    def start(self, action: Load, sequence: LiveSequence) -> None:
         """Reads blocks; nothing is written into them once the core was told of the end."""
-        keys = live.keys[action.first : action.first + len(action.blocks)]
-        task = asyncio.get_running_loop().create_task(self._load(action, live, keys))
+        keys = sequence.keys[action.first : action.first + len(action.blocks)]
+        task = asyncio.get_running_loop().create_task(self._load(action, sequence, keys))
         self._tasks.add(task)
         # Not a `finally` in the task: a task that is cancelled before its first step never reaches it.
         task.add_done_callback(lambda done: self._over(action.io, done))
@@ -70,22 +70,23 @@ class Loads:
         self._tasks.discard(task)
         self._post(Ended(io, LoadEnd(0, 0.0, failed=True) if task.cancelled() else task.result()))
 
-    async def _load(self, action: Load, live: LiveRequest, keys: Sequence[BlockKey]) -> LoadEnd:
-        began, store = time.monotonic(), live.stores[action.store]
+    async def _load(self, action: Load, sequence: LiveSequence, keys: Sequence[BlockKey]) -> LoadEnd:
+        began, request = time.monotonic(), sequence.request
+        store = request.stores[action.store]
         if self._stores.paused(store, began):
             return LoadEnd(0, 0.0, failed=True)
         blocks, failed = 0, False
         try:
             blocks = await self._read(action, store, keys)
         except PrefixLost as lost:
-            log.info("prefix lost while loading", store=store.id, request=live.request_id, reason=str(lost))
+            log.info("prefix lost while loading", store=store.id, request=request.request_id, reason=str(lost))
         except DamagedSliceError as damaged:
-            log.warning("damaged slice while loading", store=store.id, request=live.request_id, reason=str(damaged))
+            log.warning("damaged slice while loading", store=store.id, request=request.request_id, reason=str(damaged))
         except MoonpoolError as error:
-            log.warning("load failed", store=store.id, request=live.request_id, reason=str(error))
+            log.warning("load failed", store=store.id, request=request.request_id, reason=str(error))
             failed = True
         except Exception:  # what is not loaded costs computing again
-            log.exception("load failed", store=store.id, request=live.request_id)
+            log.exception("load failed", store=store.id, request=request.request_id)
             failed = True
         if failed:
             self._stores.pause(store, time.monotonic() + PAUSE_S)

@@ -41,8 +41,8 @@ class DecodeServicer:
         stores = _stores(request)
         if request.HasField("tbt_slo_s") and not request.tbt_slo_s > 0:
             raise InvalidRequest("tbt_slo_s", "must be above 0")
-        _check_secret(request)
         incoming = instance.setup.incoming(request.sequence)
+        _check_secret(request, incoming.choices)
         conductor = request.conductor if request.HasField("conductor") else None
         promised, predicted = instance.reserve(
             incoming, stores, request.tbt_slo_s, conductor, secret=request.resume_secret, fence=request.fence
@@ -93,8 +93,10 @@ def _stores(request: decode_pb2.ReserveRequest) -> list[kv_pb2.Instance]:
     return [*stores, *request.replicas]
 
 
-def _check_secret(request: decode_pb2.ReserveRequest) -> None:
+def _check_secret(request: decode_pb2.ReserveRequest, choices: int) -> None:
     least, most = SECRET_BYTES
+    if request.resume_secret and choices > 1:
+        raise InvalidRequest("resume_secret", "must be empty: several answers (sampling.n) cannot be resumed")
     if request.resume_secret and not least <= len(request.resume_secret) <= most:
         raise InvalidRequest("resume_secret", f"must have {least} to {most} bytes, or none")
 
@@ -146,6 +148,8 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
         match message.WhichOneof("message"):
             case "start":
                 _start(message.start, self._subscriber, self._instance)
+            case "cancel" if message.cancel.HasField("choice"):
+                self._instance.shell.stop(message.cancel)
             case "cancel":
                 outcome = self._instance.shell.cancel(self._subscriber, message.cancel)
                 self._subscriber.cancelled(message.cancel.request_id, outcome)
@@ -180,9 +184,10 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
 
 
 def _start(message: decode_pb2.StartSequence, subscriber: Subscriber, instance: DecodeInstance) -> None:
+    vocab = instance.setup.vocab_size
     if instance.shell.dead:
         subscriber.failed(message.request_id, instance.shell.dead)
-    elif not 0 <= message.first_token_id < instance.setup.vocab_size:  # an engine must never meet such a token
-        subscriber.failed(message.request_id, f"there is no token {message.first_token_id}")
+    elif bad := [token for token in (message.first_token_id, *message.further_token_ids) if not 0 <= token < vocab]:
+        subscriber.failed(message.request_id, f"there is no token {bad[0]}")  # an engine must never meet one
     else:
         instance.shell.start(subscriber, message)

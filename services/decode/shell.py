@@ -9,7 +9,7 @@ from moonpool.drive.driver import Driver
 from moonpool.drive.journal import JournalWriter
 from moonpool.engine.handle import Engine
 from moonpool.engine.incoming import IncomingRequest
-from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
+from moonpool.errors import MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.sched.steps import Step, StepResult
 from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.transfer import InboundTransfer, TransferState
@@ -51,7 +51,8 @@ from services.decode.core.messages import (
     SwapOut,
     Table,
 )
-from services.decode.live import LiveRequest, promised_transfer
+from services.decode.limits import sequence_lengths
+from services.decode.live import LiveRequest, LiveRequests, LiveSequence, promised_transfer
 from services.decode.subscriber import Subscriber
 from services.decode.token_log import TokenLog
 
@@ -93,8 +94,8 @@ class DecodeShell:
         self._spans = spans
         self.notify = notify
         self._driver: Driver[Event, Action] = Driver(core, self._perform, journal=journal)
-        self._live: dict[int, LiveRequest] = {}
-        self._numbers = itertools.count(1)
+        self._live = LiveRequests()
+        self._next = 1
         self._answers: dict[int, Promised | Refused] = {}
         self._streams: dict[Subscriber, int] = {}
         self._stream_numbers = itertools.count(1)
@@ -108,10 +109,10 @@ class DecodeShell:
         self.steps = 0
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._live.requests)
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        return iter(list(self._live.values()))
+        return iter(list(self._live.requests.values()))
 
     @property
     def step_in_flight(self) -> bool:
@@ -120,7 +121,7 @@ class DecodeShell:
 
     def count(self, *states: TransferState) -> int:
         """Requests that were not started and whose transfer is in one of these states."""
-        return sum(not live.started and live.transfer.state in states for live in self._live.values())
+        return sum(not live.started and live.transfer.state in states for live in self._live.requests.values())
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -143,10 +144,12 @@ class DecodeShell:
             Overloaded: there is no room now, or the time between tokens cannot be kept.
             InvalidRequest: it could never fit, or there is nothing to generate.
         """
-        number, (tokens, total) = next(self._numbers), self._checked(incoming)
+        tokens, total = sequence_lengths(incoming, self.core.config, self._max_tokens)
+        number, self._next = self._next, self._next + incoming.choices
         who = "" if conductor is None else _identity(conductor)
-        keys, prompt = tuple(incoming.keys), incoming.sampling.prompt_tokens
-        self._post(Reserve(number, keys, tokens, prompt, total, tbt_slo_s, who, len(stores), bool(secret), fence))
+        keys, prompt, width = tuple(incoming.keys), incoming.sampling.prompt_tokens, incoming.choices
+        order = Reserve(number, keys, tokens, prompt, total, tbt_slo_s, who, len(stores), width, bool(secret), fence)
+        self._post(order)
         self._driver.settle()
         answer = self._answers.pop(number)
         if isinstance(answer, Refused):
@@ -154,24 +157,14 @@ class DecodeShell:
                 answer.why, reason=answer.reason, predicted_tbt_s=answer.tbt_s, slo_s=tbt_slo_s, retry_after_s=1.0
             )
         transfer = promised_transfer(self._layout, number, tokens, answer.held)
-        live = LiveRequest(incoming, stores, transfer, list(incoming.keys), time.monotonic(), secret)
-        self._live[number] = live
+        live = LiveRequest(incoming, stores, transfer, time.monotonic(), secret)
+        self._live.add(live)
         self.empty.clear()
         return live, answer.tbt_s
 
-    def _checked(self, incoming: IncomingRequest) -> tuple[int, int]:
-        """Tokens whose KV will come, and the longest the sequence can become."""
-        tokens, total = len(incoming.token_ids), incoming.sampling.total_tokens(self._max_tokens)
-        if total <= tokens:
-            raise InvalidRequest("sequence.sampling.max_tokens", "leaves no token to generate")
-        needed, have = self._layout.blocks_for(total), self.core.blocks.num_blocks
-        if needed > have:
-            raise InvalidRequest("sequence.sampling.max_tokens", f"needs {needed} blocks, this instance has {have}")
-        return tokens, total
-
     def get(self, transfer_id: int, generation: int) -> LiveRequest | None:
         """The request of a transfer; None when it is unknown, has ended or has another generation."""
-        live = self._live.get(transfer_id)
+        live = self._live.requests.get(transfer_id)
         return live if live is not None and live.transfer.matches(generation) and not live.ending else None
 
     def open(self, live: LiveRequest, send_verdict: Callable[[InboundTransfer], None]) -> None:
@@ -215,13 +208,13 @@ class DecodeShell:
         """A conductor's stream has ended; may be called again."""
         number = self._streams.pop(subscriber, None)
         if number is not None:
-            for live in self._live.values():
+            for live in self._live.requests.values():
                 if live.subscriber is subscriber:
                     live.subscriber = None
             self._post(StreamClosed(number))
 
     def start(self, subscriber: Subscriber, message: decode_pb2.StartSequence) -> None:
-        """Starts a request with its first token; the sequence joins the batch when its KV is complete."""
+        """Starts a request with its answers' first tokens; it joins the batch when its KV is complete."""
         live = self.get(message.transfer_id, message.generation)
         if live is None or live.request_id != message.request_id:
             subscriber.failed(message.request_id, f"there is no transfer {message.transfer_id} here (any more)")
@@ -229,11 +222,24 @@ class DecodeShell:
             subscriber.failed(message.request_id, f"transfer {message.transfer_id} was started before")
         elif any(other.subscriber is subscriber and other.request_id == message.request_id for other in self):
             subscriber.failed(message.request_id, "a sequence of this id is running already")
+        elif 1 + len(message.further_token_ids) != len(live.sequences):
+            subscriber.failed(message.request_id, f"{len(live.sequences)} answers are wanted, each has a first token")
         else:
-            live.begin(message.first_token_id)
-            live.subscriber = subscriber
-            finish = live.incoming.sampling.finish(live.tokens, self._max_tokens)
-            self._post(Start(live.id, self._streams[subscriber], finish))
+            self._start(subscriber, live, [message.first_token_id, *message.further_token_ids])
+
+    def _start(self, subscriber: Subscriber, live: LiveRequest, first_tokens: list[int]) -> None:
+        live.subscriber = subscriber
+        finishes = []
+        for sequence, token in zip(live.sequences, first_tokens, strict=True):
+            sequence.begin(token)
+            finishes.append(sequence.sampling.finish(sequence.tokens, self._max_tokens))
+        self._post(Start(live.id, self._streams[subscriber], finishes[0], tuple(finishes[1:])))
+
+    def stop(self, message: decode_pb2.CancelSequence) -> None:
+        """One answer of a request is complete for its conductor; the others go on."""
+        live = self.get(message.transfer_id, message.generation)
+        if live is not None and live.request_id == message.request_id and message.choice < len(live.sequences):
+            live.sequences[message.choice].stopped = True
 
     def resume(self, subscriber: Subscriber, message: decode_pb2.ResumeSequence) -> None:
         """Lets a conductor have a sequence that was another's, or read what is kept of one."""
@@ -289,51 +295,43 @@ class DecodeShell:
 
     async def _step(self, run: Run) -> None:
         self._order = None
-        lives, size = [self._live[number] for number in run.batch], self._layout.block_tokens
-        parts = [live.step(len(live.tokens) - 1, 1, size, sample=True) for live in lives]
+        sequences, size = [self._live.sequences[number] for number in run.batch], self._layout.block_tokens
+        parts = [it.step(len(it.tokens) - 1, 1, size, sample=True) for it in sequences]
         for chunk in run.chunks:
-            lives.append(self._live[chunk.id])
-            parts.append(lives[-1].step(chunk.start, chunk.count, size, sample=chunk.sample))
-        result = await self._engine.run(Step(run.step, tuple(parts)))
+            sequences.append(self._live.sequences[chunk.id])
+            parts.append(sequences[-1].step(chunk.start, chunk.count, size, sample=chunk.sample))
+        result = await self._engine.run(Step(run.step, tuple(parts), copies=run.copies))
         self.steps += 1
-        self._record(run, lives, result)
-        self._done(run, lives, result)
+        self._record(run, sequences, result)
+        self._done(run, sequences, result)
 
-    def _done(self, run: Run, lives: list[LiveRequest], result: StepResult) -> None:
+    def _done(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> None:
         ended, filled = [], []
-        for live, token in zip(lives, result.sampled, strict=not result.aborted):
-            if token is None or live.ending:
+        for sequence, token in zip(sequences, result.sampled, strict=not result.aborted):
+            if token is None or sequence.request.ending:
                 continue
-            key = live.filled(self._layout.block_tokens)
+            key = sequence.filled(self._layout.block_tokens)
             if key is not None:
-                filled.append((live.id, key))
-            live.tokens.append(token)
-            reason = live.incoming.sampling.finish(live.tokens, self._max_tokens)
+                filled.append((sequence.id, key))
+            reason = sequence.append(token, self._max_tokens)
             if reason:
-                live.finish = reason
-                ended.append((live.id, int(reason)))
-            self._tell(live, live.output_tokens - 1, [token], reason)
+                ended.append((sequence.id, int(reason)))
+            sequence.tell(sequence.output_tokens - 1, [token])
         seconds = (result.end_ns - result.start_ns) / 1e9
         event = StepDone(run.step, result.aborted, seconds, tuple(ended), tuple(filled))
         self._driver.post(event)
         if ended or filled:
             self.notify()
 
-    @staticmethod
-    def _tell(live: LiveRequest, position: int, token_ids: list[int], reason: kv_pb2.FinishReason.ValueType) -> None:
-        if live.subscriber is not None:
-            live.subscriber.tokens(live.request_id, position, token_ids, reason)
-            live.subscriber.flush()
-
-    def _record(self, run: Run, lives: list[LiveRequest], result: StepResult) -> None:
+    def _record(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> None:
         if self._spans.enabled:
             self._spans.add(
                 "decode.step",
                 result.start_ns,
                 result.end_ns,
                 step=run.step,
-                requests=[live.request_id for live in lives],
-                sequences=len(lives),
+                requests=[sequence.request.request_id for sequence in sequences],
+                sequences=len(sequences),
                 computed_again=sum(chunk.count for chunk in run.chunks),
             )
 
@@ -349,23 +347,23 @@ class DecodeShell:
                 self._order = action
                 self._wake.set()
             case Grew(number, block):
-                self._live[number].table += (block,)
+                self._live.sequences[number].table += (block,)
             case Table(number, blocks):
-                self._live[number].bound(blocks)
+                self._live.sequences[number].bound(blocks)
             case Promised(number) | Refused(number):
                 self._answers[number] = action
             case Store(_, number):
-                self.copies.store(action, self._live[number])
+                self.copies.store(action, self._live.sequences[number])
             case Finish(number, reason):
-                live = self._live[number]
-                live.finish = kv_pb2.FinishReason.ValueType(reason)
-                self._tell(live, live.output_tokens, [], live.finish)
+                sequence = self._live.sequences[number]
+                sequence.finish = kv_pb2.FinishReason.ValueType(reason)
+                sequence.tell(sequence.output_tokens, [])
             case Ending(number, why):
-                self._live[number].end(why)
+                self._live.requests[number].end(why)
             case Gone(number, logged):
-                self._gone(self._live.pop(number), logged=logged)
+                self._gone(self._live.take(number), logged=logged)
             case Load(_, number):
-                self.copies.loads.start(action, self._live[number])
+                self.copies.loads.start(action, self._live.sequences[number])
             case Adopted() | Fenced() | Parked() | Forget():
                 self.log.perform(action)
                 self._recount()
@@ -381,7 +379,7 @@ class DecodeShell:
 
     def _recount(self) -> None:
         """The requests are others now."""
-        (self.empty.clear if self._live else self.empty.set)()
+        (self.empty.clear if self._live.requests else self.empty.set)()
         self.notify()
 
 

@@ -20,7 +20,7 @@ class Subscriber:
 
     def __init__(self, conductor: kv_pb2.Instance) -> None:
         self.conductor = conductor
-        self._tokens: dict[str, decode_pb2.SequenceTokens] = {}
+        self._tokens: dict[tuple[str, int], decode_pb2.SequenceTokens] = {}  # by request and choice
         self._rest = decode_pb2.StepsResponse()
         self._wake = asyncio.Event()
         self._read = asyncio.Event()
@@ -37,45 +37,45 @@ class Subscriber:
         position: int,
         token_ids: list[int],
         reason: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED,
+        choice: int = 0,
     ) -> None:
-        """New tokens of one sequence; sent at the next `flush`."""
-        waiting = self._tokens.get(request_id)
+        """New tokens of one of a request's answers; sent at the next `flush`."""
+        waiting = self._tokens.get((request_id, choice))
         if waiting is None:
-            waiting = decode_pb2.SequenceTokens(request_id=request_id, position=position)
-            self._tokens[request_id] = waiting
+            waiting = decode_pb2.SequenceTokens(request_id=request_id, position=position, choice=choice)
+            self._tokens[request_id, choice] = waiting
         assert waiting.position + len(waiting.token_ids) == position, "tokens of a sequence come in order"
         waiting.token_ids.extend(token_ids)
         waiting.finish_reason = reason
         if reason:
-            self._settle(request_id)
+            self._rest.tokens.append(self._tokens.pop((request_id, choice)))
 
     def failed(self, request_id: str, reason: str) -> None:
-        """A sequence cannot go on."""
-        self._settle(request_id)
+        """A request cannot go on."""
+        self._rest.tokens.extend(self._take(request_id))
         self._rest.failed.add(request_id=request_id, reason=reason)
         self.flush()
 
     def cancelled(self, request_id: str, outcome: kv_pb2.CancelOutcome.ValueType) -> None:
-        """Answer to a cancel. Waiting tokens of the sequence are dropped."""
+        """Answer to a cancel. Waiting tokens of the request are dropped."""
         if outcome != kv_pb2.CANCEL_OUTCOME_UNKNOWN:
             self.forget(request_id)
         self._rest.cancelled.add(request_id=request_id, outcome=outcome)
         self.flush()
 
     def fenced(self, request_id: str) -> None:
-        """Another conductor has the sequence. Waiting tokens of it are dropped."""
+        """Another conductor has the request. Waiting tokens of it are dropped."""
         self.forget(request_id)
         self._rest.fenced.add(request_id=request_id)
         self.flush()
 
     def forget(self, request_id: str) -> None:
-        """Drops waiting tokens of a sequence."""
-        self._tokens.pop(request_id, None)
+        """Drops waiting tokens of a request."""
+        self._take(request_id)
 
-    def _settle(self, request_id: str) -> None:
-        """Closes the sequence's waiting tokens: later tokens under this id belong to another sequence."""
-        if request_id in self._tokens:
-            self._rest.tokens.append(self._tokens.pop(request_id))
+    def _take(self, request_id: str) -> list[decode_pb2.SequenceTokens]:
+        """Closes the request's waiting tokens: later tokens under this id belong to another request."""
+        return [self._tokens.pop(key) for key in list(self._tokens) if key[0] == request_id]
 
     @property
     def _answers(self) -> int:

@@ -8,7 +8,7 @@ from typing import Self
 from moonpool.kv.keys import BlockKey, tokens_digest
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.core.messages import Adopted, Fenced, Forget, Parked
-from services.decode.live import LiveRequest
+from services.decode.live import LiveRequest, LiveRequests
 from services.decode.subscriber import Subscriber
 
 
@@ -37,10 +37,10 @@ class Transcript:
     @classmethod
     def of(cls, live: LiveRequest) -> Self:
         """What a request has said so far."""
-        incoming = live.incoming
-        answer = live.tokens[incoming.sampling.prompt_tokens :]
-        generation = live.transfer.generation
-        return cls(live.request_id, generation, live.secret, incoming.chain_root, answer, live.finish, live.why)
+        [sequence] = live.sequences
+        answer = sequence.tokens[sequence.sampling.prompt_tokens :]
+        generation, root = live.transfer.generation, live.incoming.chain_root
+        return cls(live.request_id, generation, live.secret, root, answer, sequence.finish, live.why)
 
     def matches(self, asked: decode_pb2.ResumeSequence) -> bool:
         """Whether whoever asks knows the sequence, its secret, and the answer up to the position."""
@@ -64,11 +64,11 @@ class TokenLog:
     """The sequences that are kept. How long, and how many, is the core's business.
 
     Args:
-        live: those that run, by the core's number; the shell's.
+        live: those that run; the shell's.
         streams: of the conductors, with the core's numbers; the shell's.
     """
 
-    def __init__(self, live: dict[int, LiveRequest], streams: dict[Subscriber, int]) -> None:
+    def __init__(self, live: LiveRequests, streams: dict[Subscriber, int]) -> None:
         self._live = live
         self._streams = streams
         self._parked: dict[int, LiveRequest] = {}
@@ -89,8 +89,8 @@ class TokenLog:
         """Does what the core has decided about the sequences that are kept."""
         match action:
             case Parked(number):
-                live = self._parked[number] = self._live.pop(number)
-                live.table = ()
+                live = self._parked[number] = self._live.take(number)
+                live.sequences[0].table = ()
             case Forget(number):
                 self._parked.pop(number, None)
                 self._ended.pop(number, None)
@@ -102,9 +102,9 @@ class TokenLog:
     def _adopt(self, number: int, subscriber: Subscriber | None, position: int) -> None:
         self.adopted += 1
         if number in self._parked:
-            self._live[number] = self._parked.pop(number)
-        if number in self._live:
-            self._live[number].subscriber = subscriber
+            self._live.add(self._parked.pop(number))
+        if number in self._live.requests:
+            self._live.requests[number].subscriber = subscriber
         transcript = self._transcript(number)
         if subscriber is not None and transcript is not None:
             transcript.tell(subscriber, position)
@@ -115,10 +115,10 @@ class TokenLog:
             subscriber.fenced(transcript.request_id)
 
     def _transcript(self, number: int) -> Transcript | None:
-        live = self._live.get(number) or self._parked.get(number)
+        live = self._live.requests.get(number) or self._parked.get(number)
         if live is None:
             return self._ended.get(number)
-        return Transcript.of(live) if live.started and not live.ending else None
+        return Transcript.of(live) if live.secret and live.started and not live.ending else None
 
     def _subscriber(self, stream: int) -> Subscriber | None:
         return next((subscriber for subscriber, number in self._streams.items() if number == stream), None)

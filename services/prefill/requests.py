@@ -27,7 +27,7 @@ class Request:
         sources: kvstores to load a prefix from, the best first.
         copies: kvstores to write blocks to.
         held: per copy, leading blocks that it is believed to hold; None = unknown.
-        token: the token after the prompt, once it is sampled.
+        tokens: the token after the prompt, of each answer that is wanted, once they are sampled.
         error: why its I/O has failed, if it has.
     """
 
@@ -38,7 +38,7 @@ class Request:
     sources: list[prefill_pb2.PrefixSource]
     copies: list[kv_pb2.Instance]
     held: list[int | None]
-    token: int | None = None
+    tokens: tuple[int, ...] = ()
     error: MoonpoolError | None = None
     _events: "asyncio.Queue[prefill_pb2.PrefillResponse | MoonpoolError | None]" = dataclasses.field(
         default_factory=lambda: asyncio.Queue(MAX_EVENTS)

@@ -255,10 +255,11 @@ class Shell:
             return _ABORTED
         self._record(order, result)
         if not result.aborted:
-            for chunk, token in zip(order.chunks, result.sampled, strict=True):
-                request = self._requests.get(chunk.job)
-                if request is not None and chunk.last:
-                    request.token = token
+            for index, chunk in enumerate(order.chunks):
+                request, token = self._requests.get(chunk.job), result.sampled[index]
+                if request is not None and chunk.last and token is not None:
+                    several = result.several.get(index)
+                    request.tokens = (token,) if several is None else several.tokens
         return events.StepEnded(result.aborted, (result.end_ns - result.start_ns) / 1e9)
 
     def _sequence(self, chunk: actions.ChunkOrder) -> SequenceStep:
@@ -299,9 +300,10 @@ class Shell:
 
 
 def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.PrefillResponse:
-    assert request.token is not None, "the last chunk samples"
+    assert request.tokens, "the last chunk samples"
     first = prefill_pb2.FirstToken(
-        token_id=request.token,
+        token_id=request.tokens[0],
+        further_token_ids=request.tokens[1:],
         local_tokens=told.cached_tokens,
         loaded_tokens=told.loaded_tokens,
         computed_tokens=told.computed_tokens,

@@ -2,8 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from moonpool.engine.emulated.content import continuation, sampling_seed
-from moonpool.sampling import SampleSpec, SamplingParams
+from moonpool.engine.emulated.content import continuation, token_seed
 from tests.integration.reference import GAP_TOLERANCE, Reference
 
 DRAW_TOLERANCE = 1e-4
@@ -37,7 +36,7 @@ class EmulatedJudge:
 
     def wrong(self, prompt: Sequence[int], output: Sequence[int], seed: int | None) -> str:
         """See `Judge.wrong`."""
-        state = 0 if seed is None else sampling_seed(SampleSpec(SamplingParams(temperature=1.0), seed=seed))
+        state = 0 if seed is None else token_seed(seed)
         right = continuation(prompt, len(output), self._vocab_size, self._reserved, seed=state)
         for position, (token, wanted) in enumerate(zip(output, right, strict=True)):
             if token != wanted:

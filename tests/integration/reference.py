@@ -60,7 +60,7 @@ class Reference:
         sums = torch.softmax(rows, dim=1).cumsum(dim=1)
         missed = []
         for position, token in enumerate(output):
-            drawn = uniform(seed, 0, position)
+            drawn = uniform(seed, position)
             low = float(sums[position, token - 1]) if token else 0.0
             missed.append(max(0.0, low - drawn, drawn - float(sums[position, token])))
         return missed

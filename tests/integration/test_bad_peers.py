@@ -174,10 +174,13 @@ def test_steps_for_an_unknown_request_and_twice(stack: Stack) -> None:
         assert {verdict_on(kv).status for _ in range(2)} == {decode_pb2.TRANSFER_STATUS_COMPLETE}
 
         def start(target: kv_pb2.TransferTarget, request_id: str = "same", token: int = 9) -> decode_pb2.StepsRequest:
-            ids = {"transfer_id": target.transfer_id, "generation": target.generation}
-            return decode_pb2.StepsRequest(
-                start=decode_pb2.StartSequence(request_id=request_id, first_token_id=token, **ids)
+            sequence = decode_pb2.StartSequence(
+                request_id=request_id,
+                transfer_id=target.transfer_id,
+                generation=target.generation,
+                first_token_id=token,
             )
+            return decode_pb2.StepsRequest(start=sequence)
 
         with stack.stream("decode.Steps", stack.first_message("decode.Steps")) as steps:
             for wrong, reason in (

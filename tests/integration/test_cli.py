@@ -105,6 +105,8 @@ def test_up_generate_check_interrupt(up: tuple[subprocess.Popen[str], str]) -> N
     text = moonpool("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5")
     assert text.returncode == 0
     assert "TTFT" in text.stderr
+    several = moonpool("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5", "--n", "2")
+    assert [line.split()[1] for line in several.stdout.splitlines() if line.startswith("---")] == ["0", "1"]
     empty = moonpool("generate", "--address", address, "--prompt", "")
     assert empty.returncode == 2
     assert "prompt" in empty.stderr

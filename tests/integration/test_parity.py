@@ -5,6 +5,7 @@ small multiple of the error that `transformers` itself makes in bfloat16.
 """
 
 import asyncio
+import dataclasses
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ import torch
 from moonpool.cli.stack import StackPlan
 from moonpool.client import AsyncClient, Client, GenerateResult, SamplingParams
 from moonpool.model.create import create
+from moonpool.sampling import stream_seed
 from tests.integration.reference import GAP_TOLERANCE, Reference, error_of
 from tests.integration.stack import CheckedStack
 from tests.integration.topologies import BF16, REST, SELECTED, Topology, missing
@@ -250,6 +252,21 @@ def test_answers_are_the_same_alone_cached_and_in_company(served: Served) -> Non
             missed = max(served.reference.misses(prompt, second.token_ids, sampling.seed))
             print(f"a draw lies at most {missed:.2e} outside of its share")
             assert missed <= (DRAW_TOLERANCE if served.topology.dtype == BF16 else GAP_TOLERANCE)
+
+
+def test_several_answers_are_those_of_their_seeds(served: Served) -> None:
+    """Sampled and greedy, beside the same requests one by one; a prompt that ends on and beside a block's border."""
+    for length, temperature in ((2 * BLOCK, 1.0), (2 * BLOCK + 5, 1.0), (40, 0.0)):
+        prompt = served.prompt(length, seed=650 + length)
+        how = SamplingParams(max_tokens=BLOCK + 2, temperature=temperature, seed=2**64 - 1, n=3, ignore_eos=True)
+        together = served.client.generate(token_ids=prompt, sampling=how)
+        assert together.usage.completion_tokens == 3 * (BLOCK + 2)
+        for index, choice in enumerate(together.choices):
+            seed = stream_seed(how.seed or 0, index)
+            alone = served.client.generate(token_ids=prompt, sampling=dataclasses.replace(how, n=1, seed=seed))
+            assert (choice.token_ids, choice.text) == (alone.token_ids, alone.text) or not served.topology.exact
+            if not temperature:
+                served.assert_greedy(prompt, alone)
 
 
 def test_stream_is_the_answer(served: Served) -> None:

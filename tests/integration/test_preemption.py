@@ -4,6 +4,7 @@ Each way of giving blocks up, in every step, at each place in a block, and in a 
 """
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.client import AsyncClient, GenerateResult, SamplingParams
+from moonpool.sampling import stream_seed
 from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
 from tests.integration.reference import GAP_TOLERANCE, Reference
 from tests.integration.stack import CheckedStack
@@ -46,6 +48,15 @@ class Served:
             else:
                 self.reference.assert_greedy(prompt, result.token_ids, GAP_TOLERANCE)
 
+    def check_several(self, prompt: list[int], how: SamplingParams) -> None:
+        """Each of several answers is the reference's for its seed."""
+        [result] = asyncio.run(self._all([(prompt, dataclasses.replace(how, ignore_eos=True))]))
+        assert len(result.choices) == how.n
+        for index, choice in enumerate(result.choices):
+            assert len(choice.token_ids) == how.max_tokens
+            seed = stream_seed(how.seed or 0, index)
+            assert max(self.reference.misses(prompt, choice.token_ids, seed)) <= GAP_TOLERANCE
+
 
 @pytest.fixture(scope="module")
 def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
@@ -68,6 +79,14 @@ def test_alone(served: Served, length: int) -> None:
     """Preempted after every token, so at each border of a block."""
     before = served.stack.gauge("decode-", "preemptions")
     served.check([tokens(length, f"{served.way} {length}")], BLOCK + 3)
+    assert served.stack.gauge("decode-", "preemptions") - before >= BLOCK
+
+
+@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
+def test_several_answers(served: Served, length: int) -> None:
+    """A group is preempted whole after every token, so at each border of a block; each answer is that of its seed."""
+    prompt, before = tokens(length, f"{served.way} several {length}"), served.stack.gauge("decode-", "preemptions")
+    served.check_several(prompt, SamplingParams(max_tokens=BLOCK + 3, temperature=1.0, seed=2**64 - 2, n=4))
     assert served.stack.gauge("decode-", "preemptions") - before >= BLOCK
 
 

@@ -63,9 +63,12 @@ class Tokens:
     def __init__(self) -> None:
         self._news: asyncio.Queue[tuple[int, bool] | MoonpoolError] = asyncio.Queue()
 
-    def tokens(self, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType) -> None:
+    def tokens(
+        self, choice: int, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType
+    ) -> bool:
         """New ones."""
         self._news.put_nowait((len(token_ids), bool(reason)))
+        return bool(reason)
 
     def fail(self, error: MoonpoolError) -> None:
         """The sequence cannot go on."""
@@ -112,7 +115,7 @@ async def sending(options: argparse.Namespace, address: str, trace: Sequence[Tra
             steps.subscribe(request_id, following)
             try:
                 async with await sender.open(goal) as transfer:
-                    steps.start(request_id, goal, tokens[-1])
+                    steps.start(request_id, goal, tokens[-1:])
                     outcome.nbytes = await transfer.send(made_up(plan.layout, len(tokens)))
                     transfer.close(aborted=False)
                     await transfer.verdict(VERDICT_S)

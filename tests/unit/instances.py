@@ -43,7 +43,13 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def spec(
-    request_id: str, tokens: Sequence[int], *, max_tokens: int = 4, ends: Sequence[int] = (), prompt_tokens: int = 0
+    request_id: str,
+    tokens: Sequence[int],
+    *,
+    max_tokens: int = 4,
+    ends: Sequence[int] = (),
+    prompt_tokens: int = 0,
+    n: int = 1,
 ) -> kv_pb2.SequenceSpec:
     """A sequence as the conductor describes it."""
     return kv_pb2.SequenceSpec(
@@ -52,7 +58,7 @@ def spec(
         prompt_tokens=prompt_tokens or len(tokens),
         block_keys=pack_keys(block_keys(ROOT, array("i", tokens), BLOCK)),
         chain_root=ROOT,
-        sampling=kv_pb2.Sampling(max_tokens=max_tokens, temperature=0.0, top_p=1.0, repetition_penalty=1.0),
+        sampling=kv_pb2.Sampling(max_tokens=max_tokens, temperature=0.0, top_p=1.0, repetition_penalty=1.0, n=n),
         end_token_ids=ends,
     )
 

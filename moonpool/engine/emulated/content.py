@@ -16,7 +16,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from moonpool.engine.emulated.profile import SLOT_BYTES
 from moonpool.kv.keys import tokens_to_bytes
 from moonpool.kv.layout import KVLayout
-from moonpool.sampling import SampleSpec
+from moonpool.sampling import SampleSpec, stream_seed
 
 _TOKEN_SALT = 0x6D6F6F6E706F6F6C
 _MASK = (1 << 64) - 1
@@ -101,17 +101,22 @@ def history_digest(token_ids: "Sequence[int] | array[int]") -> int:
     return xxh3_64_intdigest(tokens_to_bytes(token_ids))
 
 
-def sampling_seed(sample: SampleSpec) -> int:
-    """Seed that the sampling parameters add to the history; 0 when greedy."""
+def sampling_seeds(sample: SampleSpec) -> list[int]:
+    """Seeds that the sampling parameters add to the history, one for each sample; 0 when greedy."""
     if sample.params.temperature == 0:
-        return 0
-    return (sample.seed * 0x9E3779B97F4A7C15 + sample.sample_index + 1) & _MASK
+        return [0] * sample.samples
+    return [token_seed(stream_seed(sample.seed, index)) for index in range(sample.samples)]
+
+
+def token_seed(seed: int) -> int:
+    """What a sampling seed adds to the history."""
+    return (seed * 0x9E3779B97F4A7C15 + 1) & _MASK
 
 
 def continuation(
     token_ids: Sequence[int], count: int, vocab_size: int, reserved: Collection[int] = (), *, seed: int = 0
 ) -> list[int]:
-    """The right greedy answer of `count` tokens to a prompt (`seed`: `sampling_seed`, when not greedy)."""
+    """The right greedy answer of `count` tokens to a prompt (`seed`: `token_seed`, when not greedy)."""
     digest = xxh3_64(tokens_to_bytes(token_ids))
     answer: list[int] = []
     for _ in range(count):

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 
 from moonpool.cost import Speeds
 from moonpool.engine.emulated.content import EmulatedKV
-from moonpool.engine.emulated.profile import EmulatedCompute, load_seconds, step_seconds
+from moonpool.engine.emulated.profile import EmulatedCompute, copy_seconds, load_seconds, step_seconds
 from moonpool.engine.emulated.sequence import EmulatedSequences, Share, WrongKV
 from moonpool.errors import Internal, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.sched.stages import stage_ranges
-from moonpool.sched.steps import LayerDone, Step, StepResult, finished_blocks
+from moonpool.sched.steps import LayerDone, Several, Step, StepResult, finished_blocks
 from moonpool.telemetry.gauges import Entry
 from moonpool.telemetry.logs import get_logger
 
@@ -227,6 +227,9 @@ class EmulatedEngine:
 
     async def _timed(self, step: Step, flight: _Flight, on_layer: OnLayer) -> StepResult:
         start_ns = time.monotonic_ns()
+        for part in self._pool.parts:
+            for source, block in step.copies:
+                part.copy(source, block)
         schedule = self._schedule(step)
         shares: list[Share] = []
         whole = True
@@ -243,6 +246,7 @@ class EmulatedEngine:
     def _schedule(self, step: Step) -> _Schedule:
         begins = [self._sequences.begin(sequence) for sequence in step.sequences]
         seconds = step_seconds(self._speeds, step, decode=self._emulated.decode, begins=begins)
+        seconds += copy_seconds(self._speeds, len(step.copies) * self.layout.block_tokens)
         seconds *= self._emulated.noise.factor(step.step_id)
         return _Schedule(self._clock.now() - self._carry_s, seconds / self.layout.layers)
 
@@ -294,7 +298,9 @@ class EmulatedEngine:
         self.late_s += max(0.0, late - CARRY_S)
         for index, sequence in enumerate(step.sequences):
             self._sequences.done(sequence, aborted=index in flight.dropped)
-        return StepResult(tuple(share.token for share in shares), False, start_ns, time.monotonic_ns())
+        sampled = tuple(share.tokens[0] if share.tokens else None for share in shares)
+        several = {index: Several(share.tokens) for index, share in enumerate(shares) if len(share.tokens) > 1}
+        return StepResult(sampled, False, start_ns, time.monotonic_ns(), several)
 
     def _aborted(self, step: Step, start_ns: int) -> StepResult:
         for sequence in step.sequences:

@@ -258,6 +258,11 @@ def step_seconds(speeds: Speeds, step: Step, *, decode: bool, begins: Sequence[b
     )
 
 
+def copy_seconds(speeds: Speeds, tokens: int) -> float:
+    """Seconds that copying the KV of so many tokens in the pool takes: it is read, as a step reads it, and written."""
+    return 2 * tokens * speeds.decode_per_context_token_s
+
+
 def load_seconds(speeds: Speeds, nbytes: int) -> float:
     """Seconds that so many bytes of KV take to load; 0 where the profile has no rate for it."""
     return nbytes / speeds.load_bytes_per_s if speeds.load_bytes_per_s else 0.0

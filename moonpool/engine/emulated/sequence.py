@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 from xxhash import xxh3_64
 
-from moonpool.engine.emulated.content import EmulatedKV, choose_token, sampling_seed
+from moonpool.engine.emulated.content import EmulatedKV, choose_token, sampling_seeds
 from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.kv.keys import BlockKey, block_keys, tokens_to_bytes
 from moonpool.kv.pool import KVPool
@@ -57,7 +57,8 @@ class Share:
     again: tuple[Slots, int] | None
     """A slice checked before and its layer: something may have overwritten it since."""
     write: list[Slots]
-    token: int | None
+    tokens: tuple[int, ...]
+    """One for each sample that is wanted."""
 
 
 class EmulatedSequences:
@@ -97,7 +98,7 @@ class EmulatedSequences:
             self._check_key(history, slots.index)
         again = self._again(history, known, step, right) if not check else None
         write = [self._slots(history, known, step, *span) for span in self._spans(step.start, end)]
-        return Share(check, again, write, self._token(history, known, step, end))
+        return Share(check, again, write, self._tokens(history, known, step, end))
 
     def run(self, share: Share, layer: int) -> None:
         """Checks the prefix of a layer, then writes the new slots.
@@ -183,17 +184,15 @@ class EmulatedSequences:
                 f"does not hold its tokens' KV in layer {layer}, slot {wrong}"
             )
 
-    def _token(self, history: History, known: _Known, step: SequenceStep, end: int) -> int | None:
+    def _tokens(self, history: History, known: _Known, step: SequenceStep, end: int) -> tuple[int, ...]:
         if step.sample is None:
-            return None
+            return ()
         if known.hashed > end:
             known.digest, known.hashed = xxh3_64(), 0
         known.digest.update(tokens_to_bytes(history.token_ids[known.hashed : end]))
         known.hashed = end
-        return choose_token(
-            known.digest.intdigest(),
-            self._emulated.vocab_size,
-            self._emulated.reserved,
-            step.sample.banned,
-            seed=sampling_seed(step.sample),
+        emulated, digest = self._emulated, known.digest.intdigest()
+        return tuple(
+            choose_token(digest, emulated.vocab_size, emulated.reserved, step.sample.banned, seed=seed)
+            for seed in sampling_seeds(step.sample)
         )

@@ -134,7 +134,12 @@ class DecodeModel:
         demand, shape = self._demand, self._shape
         held = min(held_blocks * shape.block_tokens, demand.prompt_tokens)
         receive_s = transfer_seconds(speeds, (demand.prompt_tokens - held) * shape.token_bytes)
-        return receive_s + demand.decode_tokens * decode_step_seconds(speeds, 1, demand.prompt_tokens)
+        return receive_s + demand.decode_tokens * self._step_s(speeds)
+
+    def _step_s(self, speeds: Speeds) -> float:
+        """Seconds of a step of this request alone."""
+        demand = self._demand
+        return decode_step_seconds(speeds, demand.choices, demand.prompt_tokens * demand.choices)
 
     def load_s(self, step_load_s: float) -> float:
         """Seconds added by what runs there already, which makes each step longer by `step_load_s`."""
@@ -143,7 +148,7 @@ class DecodeModel:
     def choice(self, name: str, speeds: Speeds, sequences: int, context_tokens: int, held_blocks: int) -> DecodeChoice:
         """The prediction for an instance with this load."""
         load_s = step_load_s(speeds, sequences, context_tokens)
-        tbt_s = load_s + decode_step_seconds(speeds, 1, self._demand.prompt_tokens)
+        tbt_s = load_s + self._step_s(speeds)
         return DecodeChoice(name, tbt_s, self.fixed_s(speeds, held_blocks) + self.load_s(load_s))
 
 

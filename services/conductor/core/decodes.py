@@ -22,7 +22,7 @@ TRANSFER_BYTES = 1 << 28
 
 @dataclass(slots=True)
 class Answer:
-    """An answer that we have placed: its context and its blocks.
+    """An answer that we have placed, or several to one prompt: context and blocks.
 
     `number` is the instance's own of the promise, 0 if it gives none, None while we have not heard of one. `covered`:
     the last report includes it, so its blocks are not counted any more.
@@ -30,6 +30,7 @@ class Answer:
 
     context_tokens: int
     blocks: int
+    sequences: int = 1
     number: int | None = None
     covered: bool = False
 
@@ -45,14 +46,15 @@ class Decode:
     load: LoadFacts
     turn: int = 0
     answers: dict[int, Answer] = field(default_factory=dict)
-    unreported: int = 0  # of our answers, those that no report includes
+    own_sequences: int = 0
+    unreported: int = 0  # of these, those that no report includes
     unreported_blocks: int = 0
     own_context_tokens: int = 0
 
     @property
     def sequences(self) -> int:
         """Sequences there: what the last report says and what it did not include, at least our own."""
-        return max(self.load.running + self.load.waiting + self.unreported, len(self.answers))
+        return max(self.load.running + self.load.waiting + self.unreported, self.own_sequences)
 
     @property
     def context_tokens(self) -> int:
@@ -65,10 +67,11 @@ class Decode:
         load = self.load
         return load.free_blocks + load.cached_blocks - load.promised_blocks - self.unreported_blocks
 
-    def claim(self, number: int, context_tokens: int, blocks: int) -> None:
-        """Counts an answer from now on."""
-        self.answers[number] = Answer(context_tokens, blocks)
-        self.unreported += 1
+    def claim(self, number: int, context_tokens: int, blocks: int, sequences: int) -> None:
+        """Counts an answer, or several together, from now on."""
+        self.answers[number] = Answer(context_tokens, blocks, sequences)
+        self.own_sequences += sequences
+        self.unreported += sequences
         self.unreported_blocks += blocks
         self.own_context_tokens += context_tokens
 
@@ -82,6 +85,7 @@ class Decode:
     def release(self, number: int) -> None:
         """Stops counting an answer."""
         answer = self.answers.pop(number)
+        self.own_sequences -= answer.sequences
         self.own_context_tokens -= answer.context_tokens
         if not answer.covered:
             self._cover(answer)
@@ -96,7 +100,7 @@ class Decode:
 
     def _cover(self, answer: Answer) -> None:
         answer.covered = True
-        self.unreported -= 1
+        self.unreported -= answer.sequences
         self.unreported_blocks -= answer.blocks
 
     def digest(self) -> bytes:
@@ -106,7 +110,8 @@ class Decode:
     def check_invariants(self) -> None:
         """Asserts that the sums are those of the answers."""
         open_ones = [answer for answer in self.answers.values() if not answer.covered]
-        assert self.unreported == len(open_ones)
+        assert self.own_sequences == sum(answer.sequences for answer in self.answers.values())
+        assert self.unreported == sum(answer.sequences for answer in open_ones)
         assert self.unreported_blocks == sum(answer.blocks for answer in open_ones)
         assert self.own_context_tokens == sum(answer.context_tokens for answer in self.answers.values())
 

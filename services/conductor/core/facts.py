@@ -27,6 +27,11 @@ class Shape:
         """Blocks that so many tokens take."""
         return -(-tokens // self.block_tokens)
 
+    def blocks_for_choices(self, tokens: int, answer_tokens: int, choices: int) -> int:
+        """Blocks of `choices` answers that share the full blocks of the `tokens` they begin with."""
+        shared = tokens // self.block_tokens
+        return shared + choices * (self.blocks_for(tokens + answer_tokens) - shared)
+
 
 @dataclass(frozen=True, slots=True)
 class InstanceFacts:
@@ -85,11 +90,12 @@ class LoadFacts:
 class Demand:
     """What a request needs.
 
-    `prompt_blocks` is room for the prompt at prefill, `total_blocks` for prompt and answer at decode; `decode_tokens`
-    are the tokens that decode is expected to make.
+    `prompt_blocks` is room for the prompt at prefill, `total_blocks` for prompt and answers at decode; `decode_tokens`
+    are the tokens that decode is expected to make, in each of `choices` answers.
     """
 
     prompt_tokens: int
     prompt_blocks: int
     total_blocks: int
     decode_tokens: int
+    choices: int = 1

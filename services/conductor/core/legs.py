@@ -210,7 +210,8 @@ class Legs:
     def _reserve(self, request: Request, attempt: Attempt, option: DecodeChoice, now: float, out: list[Action]) -> None:
         number, demand = request.ask.number, attempt.plan.demand
         incarnation = self._picture.incarnation(option.id)
-        claim = self._picture.claim_decode(option.id, demand.prompt_tokens, demand.total_blocks)
+        context = demand.prompt_tokens * demand.choices
+        claim = self._picture.claim_decode(option.id, context, demand.total_blocks, demand.choices)
         hold = Hold(Call.RESERVE, number, attempt.sequence, option.id, incarnation, claim)
         attempt.asked = io = self.calls.begin(hold)
         request.reserves += 1

@@ -95,7 +95,7 @@ class Request:
         ask: what was asked for.
         keys: of all full blocks of the prompt and the tokens at the last placement.
         phase: what is waited for.
-        tokens: length of the answer so far.
+        tokens: length of the answer so far; 0 when there are several, which begin again at each placement.
         attempts: placements so far; the next one's number.
         failures: attempts that failed.
         suspects: instances that failed it.
@@ -129,6 +129,11 @@ class Request:
         resumed, number = self.ask.resumed, self.attempts
         fence = f"{resumed.fence}.{number}" if resumed is not None else str(number)
         return f"{self.ask.id}{ATTEMPT_MARK}{fence}" if number or resumed is not None else self.ask.id
+
+    def grow(self, tokens: int) -> None:
+        """The answer, or one of them, has so many more tokens."""
+        if self.ask.choices == 1:
+            self.tokens += tokens
 
     def suspect(self, instance: str) -> None:
         """Avoids an instance from now on."""

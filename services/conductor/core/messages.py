@@ -63,7 +63,8 @@ class Ask:
         prompt_key: hash of the prompt.
         slo: what is expected.
         arrived: when it came; `deadline` when it fails. Seconds of the core's clock.
-        resumed: it is not new.
+        choices: answers that are wanted; several begin again when the request is placed anew.
+        resumed: it is not new; only requests of one answer are resumed.
     """
 
     number: int
@@ -74,6 +75,7 @@ class Ask:
     slo: Slo
     arrived: float
     deadline: float
+    choices: int = 1
     resumed: Resumed | None = None
 
 
@@ -90,7 +92,10 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Rehashed:
-    """Answer to `Rehash`: the keys of all full blocks of the prompt and `tokens` generated tokens."""
+    """Answer to `Rehash`: the keys of all full blocks of the prompt and `tokens` generated tokens.
+
+    `tokens` are those that are not generated again: none when there are several answers.
+    """
 
     request: int
     tokens: int

@@ -175,12 +175,12 @@ class Picture:
             instances.append(store)
         return number
 
-    def claim_decode(self, instance_id: str, context_tokens: int, blocks: int) -> int:
-        """Counts an answer on an instance until `release`; returns the claim's number."""
+    def claim_decode(self, instance_id: str, context_tokens: int, blocks: int, choices: int = 1) -> int:
+        """Counts an answer, or several together, on an instance until `release`; returns the claim's number."""
         number, instances = self._new_claim()
         instance = self._decodes.get(instance_id)
         if instance is not None:
-            instance.claim(number, context_tokens, blocks)
+            instance.claim(number, context_tokens, blocks, choices)
             instance.turn = self._next_turn()
             self._decodes.rank(instance)
             instances.append(instance)
@@ -254,6 +254,7 @@ class Picture:
         prompt_key: bytes,
         now: float,
         suspects: Collection[str] = (),
+        choices: int = 1,
     ) -> Plan:
         """Plans a sequence of `tokens` tokens to compute and `answer_tokens` more to generate.
 
@@ -264,6 +265,7 @@ class Picture:
             prompt_key: hash of the prompt, which decides on the store when there is no full block.
             now: seconds.
             suspects: ids of instances that failed this request before; used only when no other is left.
+            choices: answers to generate.
 
         Raises:
             Unavailable: no instance that is large enough takes requests now.
@@ -275,8 +277,9 @@ class Picture:
         demand = Demand(
             prompt_tokens=tokens,
             prompt_blocks=shape.blocks_for(tokens),
-            total_blocks=shape.blocks_for(tokens + answer_tokens),
+            total_blocks=shape.blocks_for_choices(tokens, answer_tokens, choices),
             decode_tokens=min(answer_tokens - 1, EXPECTED_ANSWER_TOKENS),
+            choices=choices,
         )
         prefixes = self.index.match(keys)
         views = self._stores.views(keys, prompt_key, prefixes)

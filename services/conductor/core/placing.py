@@ -147,6 +147,7 @@ class Placing:
             return self._picture.plan(
                 tokens=ask.prompt_tokens + request.tokens,
                 answer_tokens=ask.max_tokens - request.tokens,
+                choices=ask.choices,
                 keys=request.keys,
                 prompt_key=ask.prompt_key,
                 now=now,

@@ -140,7 +140,7 @@ class Requests:
     def _first_token(
         self, now: float, request: Request, attempt: Attempt | None, event: FirstToken, out: list[Action]
     ) -> None:
-        request.tokens += 1  # also one of an attempt that is over: the answer has it
+        request.grow(1)  # also one of an attempt that is over: the answer has it
         if attempt is not None:
             self._legs.token(attempt, now)
             self._learn(attempt.plan, event.how)
@@ -156,7 +156,7 @@ class Requests:
             self.picture.forget(store, [key], plan.index_version)
 
     def _tokens(self, now: float, request: Request, attempt: Attempt | None, event: Tokens, out: list[Action]) -> None:
-        request.tokens += event.count
+        request.grow(event.count)
         if attempt is not None and event.count:  # decode begins only when it has everything
             attempt.decode = DecodeLeg.STREAMING
             self._timers.clear(("word", request.ask.number))

@@ -2,22 +2,25 @@
 
 from heapq import heappop, heappush
 
-from services.decode.core.request import Request
+from services.decode.core.request import Member, Request
 
 
 class Batch:
-    """Members all advance by one token with each step, so a member's tokens are its base plus the steps (`ticks`).
+    """All sequences advance by one token with each step, so their tokens are a base plus the steps (`ticks`).
 
-    The block that is needed next is at the top of a heap over step numbers. Members change between steps only.
+    The block that is needed next is at the top of a heap over step numbers. Requests join and leave between steps only,
+    with all their members.
     """
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self.ticks = 0
         self.context = 0
-        """Tokens of all members."""
-        self._members: dict[int, Request] = {}
+        """Tokens of all sequences."""
+        self._requests: dict[int, Request] = {}
+        self._members: dict[int, tuple[Member, Request]] = {}
         self._needs: list[tuple[int, int]] = []
+        self._forked: dict[int, Request] = {}
         self._ids: tuple[int, ...] | None = ()
         self._tbt_s: list[float] | None = []
 
@@ -25,73 +28,99 @@ class Batch:
         return len(self._members)
 
     def __contains__(self, request: Request) -> bool:
-        return request.id in self._members
+        return request.id in self._requests
 
     @property
-    def members(self) -> list[Request]:
+    def requests(self) -> list[Request]:
         """In the order in which they came."""
-        return list(self._members.values())
+        return list(self._requests.values())
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Of the members, in the order in which they came."""
+        """Of the sequences, in the order in which they came."""
         if self._ids is None:
             self._ids = tuple(self._members)
         return self._ids
 
     @property
     def tbt_slo_s(self) -> float:
-        """The strictest time between tokens that a member was promised; 0 = none was."""
+        """The strictest time between tokens that a request was promised; 0 = none was."""
         if self._tbt_s is None:
-            self._tbt_s = sorted(member.tbt_slo_s for member in self._members.values() if member.tbt_slo_s)
+            self._tbt_s = sorted(request.tbt_slo_s for request in self._requests.values() if request.tbt_slo_s)
         return self._tbt_s[0] if self._tbt_s else 0.0
 
-    def tokens_of(self, request: Request) -> int:
-        """Tokens of any request, in the batch or not."""
-        return request.tokens + self.ticks if request.id in self._members else request.tokens
+    def tokens_of(self, member: Member) -> int:
+        """Tokens of a sequence, in the batch or not."""
+        return member.tokens + self.ticks if member.id in self._members else member.tokens
+
+    def context_of(self, request: Request) -> int:
+        """Tokens of all sequences of a request, in the batch or not, or of those that it will begin with."""
+        if request.width == 1:
+            return self.tokens_of(request.members[0])
+        tokens = sum(map(self.tokens_of, request.members))
+        return tokens * request.places // len(request.members)
 
     def join(self, request: Request) -> None:
-        """Takes a sequence in."""
-        self.context += request.tokens
-        request.tokens -= self.ticks
-        self._members[request.id] = request
+        """Takes a request in."""
+        self._requests[request.id] = request
+        for member in request.members:
+            self.context += member.tokens
+            member.tokens -= self.ticks
+            self._members[member.id] = member, request
+            self.grew(member)
         self._ids = self._tbt_s = None
-        self.grew(request)
 
     def leave(self, request: Request) -> None:
-        """Lets a sequence go."""
-        del self._members[request.id]
-        self._ids = self._tbt_s = None
-        request.tokens += self.ticks
-        self.context -= request.tokens
+        """Lets a request go."""
+        for member in request.members:
+            self._let_go(member)
+        del self._requests[request.id]
+        self._forked.pop(request.id, None)
+        self._tbt_s = None
+
+    def end(self, member: Member) -> None:
+        """One sequence of a request has ended; others go on."""
+        self._let_go(member)
+
+    def _let_go(self, member: Member) -> None:
+        del self._members[member.id]
+        self._ids = None
+        member.tokens += self.ticks
+        self.context -= member.tokens
 
     def advance(self) -> None:
-        """Each member has got a token."""
+        """Each sequence has got a token."""
         self.ticks += 1
         self.context += len(self._members)
 
-    def grew(self, member: Request) -> None:
-        """Notes when a member needs its next block; call it when it has got one."""
+    def grew(self, member: Member) -> None:
+        """Notes when a sequence needs its next block; call it when it has got one."""
         heappush(self._needs, (self._need(member), member.id))
 
+    def forked(self, request: Request) -> None:
+        """Notes that its members share the block that they write to next."""
+        self._forked[request.id] = request
+
     def due(self) -> list[Request]:
-        """Takes the members that need a block for the next step, first come first."""
-        found: dict[int, Request] = {}
+        """Takes the requests that need blocks for the next step, first come first."""
+        found, self._forked = self._forked, {}
         while self._needs and self._needs[0][0] <= self.ticks:
             tick, number = heappop(self._needs)
-            member = self._members.get(number)
-            if member is not None and self._need(member) == tick:
-                found[number] = member
+            member, request = self._members.get(number, (None, None))
+            if member is not None and request is not None and self._need(member) == tick:
+                found[request.id] = request
         return [found[number] for number in sorted(found)]
 
-    def _need(self, member: Request) -> int:
+    def _need(self, member: Member) -> int:
         """The tick from which on the blocks do not hold all tokens."""
         return len(member.table) * self._block_tokens + 1 - member.tokens
 
     def check_invariants(self) -> None:
-        """Asserts that the sums and the heap agree with the members."""
-        assert self.context == sum(member.tokens + self.ticks for member in self._members.values())
+        """Asserts that the sums and the heap agree with the requests."""
+        assert self.context == sum(member.tokens + self.ticks for member, _ in self._members.values())
+        members = [(member.id, request.id) for request in self._requests.values() for member in request.members]
+        assert members == [(number, request.id) for number, (_, request) in self._members.items()]
+        assert self._forked.keys() <= self._requests.keys()
         noted = set(self._needs)
-        for number, member in self._members.items():
-            assert number == member.id
-            assert (self._need(member), number) in noted, "a member's next block was forgotten"
+        for number, (member, _) in self._members.items():
+            assert (self._need(member), number) in noted, "a sequence's next block was forgotten"

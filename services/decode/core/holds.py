@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from services.decode.core.request import Request
+from services.decode.core.request import Member, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Writing:
     """A full block is being written to one of its request's kvstores; the request may have ended."""
 
     request: Request
+    member: Member
     index: int
     block: int
     store: int
@@ -26,9 +27,12 @@ class Writing:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """A request's blocks are being read from one of its kvstores."""
+    """Blocks of a request's first member are being read from one of its kvstores."""
 
     request: Request
+    member: Member
+    held: frozenset[int]
+    """What of its shape it had already."""
     first: int
     blocks: tuple[int, ...]
     store: int

@@ -61,12 +61,14 @@ class Logs:
 
     def ended(self, now: float, request: Request, out: list[Action]) -> None:
         """Keeps the answer of a sequence that has ended."""
-        answer = max(0, request.tokens - request.prompt_tokens)
+        [member] = request.members
+        answer = max(0, member.tokens - request.prompt_tokens)
         self._keep(request.id, Log(now + self._ttl_s, LOG_BYTES + TOKEN_BYTES * answer, request.fence), out)
 
     def parked(self, now: float, request: Request, out: list[Action]) -> None:
         """Keeps a sequence that could go on: its tokens (as they came, and as they are) and its keys."""
-        size = LOG_BYTES + 2 * TOKEN_BYTES * request.tokens + KEY_BYTES * len(request.keys)
+        [member] = request.members
+        size = LOG_BYTES + 2 * TOKEN_BYTES * member.tokens + KEY_BYTES * len(member.keys)
         self._keep(request.id, Log(now + self._ttl_s, size, request.fence, request), out)
 
     def read(self, number: int, fence: int) -> None:

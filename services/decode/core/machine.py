@@ -3,8 +3,10 @@
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Ended, Outstanding, Tick
 from moonpool.core.timers import Timers
-from moonpool.cost import SpeedTracker, decode_step_seconds
+from moonpool.cost import SpeedTracker
 from moonpool.sched.block_manager import BlockManager
+from services.decode.core import groups
+from services.decode.core.admission import Admission
 from services.decode.core.config import CoreConfig
 from services.decode.core.holds import Copy, Holds, Loading, Writing
 from services.decode.core.lengths import AnswerLengths
@@ -35,11 +37,11 @@ from services.decode.core.messages import (
 from services.decode.core.orphans import Orphans
 from services.decode.core.planner import Planner
 from services.decode.core.preemption import Parking
-from services.decode.core.request import Request, State
+from services.decode.core.request import TRANSFERRING, Member, Request, State
 from services.decode.core.room import Room
+from services.decode.core.roster import Roster
 from services.decode.core.shelf import Shelf
 
-_TRANSFERRING = (State.PROMISED, State.RECEIVING, State.WHOLE)
 _IN_USE = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
 
 
@@ -67,8 +69,10 @@ class DecodeCore:
         self.parking = Parking(config, self.room, self.tracker, self._ios, self.shelf)
         self._lengths = AnswerLengths(config.assumed_answer_tokens)
         self.planner = Planner(config, self.room, self.parking, self._lengths, self.tracker)
-        self.requests: dict[int, Request] = {}
-        self.orphans = Orphans(config, self.requests, self.planner, self.parking, self.room)
+        self._admission = Admission(config, self.room, self.planner, self.tracker)
+        self._roster = Roster()
+        self.requests = self._roster.requests
+        self.orphans = Orphans(config, self._roster, self.planner, self.parking, self.room)
         self._leases: Timers[int] = Timers()
         self._streams: dict[int, str] = {}
         self._leaving: list[Request] = []  # until the running step is over
@@ -79,7 +83,12 @@ class DecodeCore:
     @property
     def context_tokens(self) -> int:
         """Tokens of all started sequences."""
-        return sum(self.planner.batch.tokens_of(request) for request in self.requests.values() if request.is_started)
+        return sum(self.planner.batch.context_of(request) for request in self.requests.values() if request.is_started)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of all requests, also of those that have not begun."""
+        return sum(request.places for request in self.requests.values())
 
     def count(self, *states: State) -> int:
         """Requests in one of these states."""
@@ -120,11 +129,11 @@ class DecodeCore:
 
     def _reserve(self, now: float, event: Reserve, out: list[Action]) -> None:
         self._end_all(self.orphans.of(event.conductor), "the conductor's stream ended", out)  # it has placed them anew
-        tbt_s = self._predicted_tbt_s(event.tokens)
+        tbt_s = self._admission.predicted_tbt_s(event, self.requests.values())
         request = Request(
             event.id,
-            list(event.keys),
-            event.tokens,
+            [Member(event.id, list(event.keys), event.tokens, stored=[len(event.keys)] * event.stores)],
+            event.width,
             event.prompt_tokens,
             event.total_tokens,
             event.tbt_slo_s,
@@ -133,53 +142,16 @@ class DecodeCore:
             until=now + self.config.promise_s,
             resumable=event.resumable,
             fence=event.fence,
-            stored=[len(event.keys)] * event.stores,
         )
-        refused = self._breaks_tbt(event, tbt_s) or self._admit(request)
+        refused = self._admission.refuse(event, request, tbt_s, self.requests.values())
         if refused is not None:
             reason, why = refused
             out.append(Refused(event.id, reason, why, tbt_s))
             return
-        self.requests[event.id] = request
+        self._roster.add(request)
         self.planner.keep_seat(request)
         self._leases.set(event.id, now + self.config.lease_s)
-        out.append(Promised(event.id, len(request.table), tbt_s))
-
-    def _predicted_tbt_s(self, tokens: int) -> float:
-        """Seconds per step with all requests that are here, and one of so many tokens, in the batch."""
-        context = tokens + sum(self.planner.batch.tokens_of(request) for request in self.requests.values())
-        sequences = min(len(self.requests) + 1, self.config.max_batch)
-        return decode_step_seconds(self.tracker.speeds, sequences, context)
-
-    def _breaks_tbt(self, event: Reserve, tbt_s: float) -> tuple[str, str] | None:
-        """Why a promised time between tokens could not be kept: the new request's, or an earlier one's."""
-        planner = self.planner
-        taken = planner.places_taken + len(planner.seats_kept)
-        if event.tbt_slo_s and taken >= self.config.max_batch:
-            return "tbt_slo", f"all {self.config.max_batch} places of a step are taken"
-        promised = min((r.tbt_slo_s for r in self.requests.values() if r.tbt_slo_s), default=event.tbt_slo_s)
-        limit = min(promised, event.tbt_slo_s)
-        if event.tbt_slo_s and tbt_s > limit:
-            return "tbt_slo", f"a token every {tbt_s:.4g} s is predicted, {limit:.4g} s is wanted or promised to others"
-        return None
-
-    def _admit(self, request: Request) -> tuple[str, str] | None:
-        """Promises blocks for the prompt if what is expected to be needed later fits as well; else says why not."""
-        held = self.blocks.match(request.keys)
-        new = self.config.blocks_for(request.tokens) - len(held)
-        cost = self.room.cost(held, new)
-        request.table, request.promised = held, new
-        self.planner.expect(request, request.tokens)
-        reserve = self.room.watermark + self.room.claims if self.requests else 0
-        if self.room.spare < cost or (self.requests and self.room.spare < cost + reserve):
-            needed = cost + request.claim
-            self.room.claim(request, 0)
-            return "no_decode_room", (
-                f"no room for {needed} blocks, {self.room.spare} are free and not promised, "
-                f"{max(0, reserve - request.claim)} of them expected to be needed"
-            )
-        self.room.promise(request, held, new)
-        return None
+        out.append(Promised(event.id, len(request.blocks), tbt_s))
 
     # --- a request's way -------------------------------------------------------------------------------------------
 
@@ -192,7 +164,7 @@ class DecodeCore:
                 self.room.bind(request)
                 request.state = State.RECEIVING
                 self._leases.set(request.id, now + self.config.lease_s)
-                out.append(Table(request.id, tuple(request.table)))
+                out.append(Table(request.id, tuple(request.blocks)))
             case Arrived() if request.state is State.RECEIVING:
                 self._arrived(now, request, out)
             case Start() if not request.is_started:
@@ -203,7 +175,8 @@ class DecodeCore:
     def _arrived(self, now: float, request: Request, out: list[Action]) -> None:
         request.state = State.WHOLE
         self._leases.set(request.id, now + self.config.lease_s)
-        for block, key in zip(request.table, request.keys, strict=False):
+        [member] = request.members
+        for block, key in zip(member.table, member.keys, strict=False):
             self.blocks.register(block, key)
         self._join(request, out)
 
@@ -211,8 +184,9 @@ class DecodeCore:
         if event.stream not in self._streams:
             self._end(request, "the conductor's stream ended", out)
             return
-        request.stream, request.finish = event.stream, event.finish
-        request.tokens += 1
+        request.stream, request.finishes = event.stream, (event.finish, *event.others)
+        assert len(request.finishes) == request.width, "a first token for each sequence"
+        request.members[0].tokens += 1
         self._join(request, out)
 
     def _join(self, request: Request, out: list[Action]) -> None:
@@ -220,11 +194,16 @@ class DecodeCore:
         if request.state is not State.WHOLE or not request.is_started:
             return
         self._leases.clear(request.id)
-        if request.finish:
-            out.append(Finish(request.id, request.finish))
+        groups.fork(request, self.blocks)
+        ended = [(member, why) for member, why in zip(request.members, request.finishes, strict=True) if why]
+        out += [Table(member.id, tuple(member.table)) for member in request.members[1:]]
+        out += [Finish(member.id, why) for member, why in ended]
+        if len(ended) == request.width:
             self._leave(request, out)
-        else:
-            self.planner.add(request)
+            return
+        self.planner.add(request)
+        for member, _ in ended:
+            self.planner.end(request, member)
 
     # --- leases and conductors -------------------------------------------------------------------------------------
 
@@ -297,7 +276,7 @@ class DecodeCore:
     def _gone(self, request: Request, out: list[Action]) -> None:
         self.parking.forget(request, out)
         self.room.give_back(request)
-        del self.requests[request.id]
+        self._roster.remove(request)
         self.orphans.gone(request, out)
 
     def _die(self, why: str, out: list[Action]) -> None:
@@ -315,29 +294,40 @@ class DecodeCore:
         self.planner.flight = None
         if not event.aborted:
             self._computed(flight.run, flight.context, event, out)
+        else:
+            self.planner.not_computed(flight, out)
         self._step_over(out)
         for number, _ in event.ended:
-            request = self.requests.get(number)
-            if request is not None:
-                self._lengths.observe(self.planner.batch.tokens_of(request) - request.prompt_tokens)
-                self._leave(request, out)
+            self._ended_itself(number, out)
+
+    def _ended_itself(self, number: int, out: list[Action]) -> None:
+        """A sequence has ended with the step's token; its request when it was the last."""
+        member = self._roster.find(number)
+        if member is None:
+            return
+        request = self._roster.of(number)
+        self._lengths.observe(self.planner.batch.tokens_of(member) - request.prompt_tokens)
+        if len(request.members) > 1:
+            self.planner.end(request, member)
+        else:
+            self._leave(request, out)
 
     def _computed(self, run: Run, context: int, event: StepDone, out: list[Action]) -> None:
         if not run.chunks:
             self.tracker.observe_decode(len(run.batch), context, event.seconds)
         self.planner.batch.advance()
         for chunk in run.chunks:
-            request = self.requests[chunk.id]
+            request = self._roster.of(chunk.id)
             if request.state is not State.LEAVING:
                 self.planner.caught(chunk, request)
         for number, key in event.filled:
-            request = self.requests[number]
-            if request.state is not State.LEAVING:
-                index = len(request.keys)
-                request.keys.append(key)
-                self.blocks.register(request.table[index], key)
+            request, member = self._roster.of(number), self._roster.find(number)
+            if request.state is not State.LEAVING and member is not None:
+                index = len(member.keys)
+                member.keys.append(key)
+                self.blocks.register(member.table[index], key)
                 for store in range(request.stores):
-                    self.shelf.write(request, index, store, out)
+                    self.shelf.write(request, member, index, store, out)
 
     def _ended(self, event: Ended[IoEnd], out: list[Action]) -> None:
         holds = self._ios.end(event.io)
@@ -365,17 +355,20 @@ class DecodeCore:
         self.parking.check_invariants(requests)
         self.planner.check_invariants(requests)
         self.orphans.check_invariants()
-        held = [block for request in requests for block in request.table]
+        self._roster.check_invariants()
+        held = [block for request in requests for block in request.refs]
         held += [holds.block for _, holds in self._ios if isinstance(holds, Writing)]
         assert len(held) == sum(map(self.blocks.ref_count, range(self.blocks.num_blocks))), "a block is lost or leaked"
         copying = [holds.request for _, holds in self._ios if not isinstance(holds, Writing)]
         self.shelf.check_invariants(requests)
         for request in requests:
-            assert len(set(request.table)) == len(request.table), "a block is twice in a table"
+            assert 1 <= len(request.members) <= request.width
+            for member in request.members:
+                assert len(set(member.table)) == len(member.table), "a block is twice in a table"
             assert (request.promised > 0) <= (request.state is State.PROMISED)
             assert request.state not in _IN_USE or request in copying
             assert request.state is not State.LEAVING or request in copying or request in self._leaving
-            assert (self._leases.at(request.id) is not None) == (request.state in _TRANSFERRING)
+            assert (self._leases.at(request.id) is not None) == (request.state in TRANSFERRING)
 
     def digest(self) -> bytes:
         """Hash of the whole state."""
@@ -385,7 +378,8 @@ class DecodeCore:
             [(number, self._leases.at(number)) for number in self.requests],
             self.blocks,
             (self.room.promised, self.room.claims),
-            (planner.batch.ids, planner.batch.ticks, planner.batch.context, planner.steps, planner.flight),
+            (planner.batch.ids, planner.batch.ticks, planner.batch.context, planner.steps),
+            planner.flight.run if planner.flight is not None else None,
             [[request.id for request in place] for place in (planner.ready, planner.catching)],
             (list(planner.seats_kept), planner.recomputed_tokens, [request.id for request in self._leaving]),
             self.parking,

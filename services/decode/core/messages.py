@@ -13,7 +13,8 @@ class Reserve:
     """Room is asked for; answered by `Promised` or `Refused`."""
 
     id: int
-    """Grows from request to request: who has a lower one came earlier."""
+    """Grows from request to request: who has a lower one came earlier. The sequences of a group have this id and the
+    following ones; the next request's is higher than all of them."""
     keys: tuple[BlockKey, ...]
     """Of the full blocks of the tokens whose KV will come."""
     tokens: int
@@ -28,8 +29,11 @@ class Reserve:
     """Who asks; "" when it does not say."""
     stores: int = 0
     """Copies of each full block of the answer that are to be written back."""
+    width: int = 1
+    """Sequences that begin with these tokens and run together."""
     resumable: bool = False
-    """Another conductor may `Adopt` it: it outlives its own, and what it has said is kept for a while after its end."""
+    """Another conductor may `Adopt` it: it outlives its own, and what it has said is kept for a while after its end.
+    Only one that runs alone."""
     fence: int = 0
     """How often its client has resumed it."""
 
@@ -64,6 +68,8 @@ class Start:
     """The conductor's stream."""
     finish: int
     """Why the sequence has ended with its first token; 0 = it goes on."""
+    others: tuple[int, ...] = ()
+    """The same for the further sequences of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +208,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The request's blocks from now on, in order."""
+    """A sequence's blocks from now on, in order."""
 
     id: int
     blocks: tuple[int, ...]
@@ -234,6 +240,8 @@ class Run:
     step: int
     batch: tuple[int, ...]
     chunks: tuple[Chunk, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    """Blocks that are copied before the step writes anything: from, to."""
 
 
 @dataclass(frozen=True, slots=True)

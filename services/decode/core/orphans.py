@@ -5,6 +5,7 @@ docs/adr/0012-resuming.md has the rules.
 
 from moonpool.core.digest import digest_of
 from moonpool.core.timers import Timers
+from services.decode.core import groups
 from services.decode.core.config import CoreConfig
 from services.decode.core.logs import Logs
 from services.decode.core.messages import Action, Adopt, Adopted, Fenced, Gone, Parked
@@ -12,6 +13,7 @@ from services.decode.core.planner import Planner
 from services.decode.core.preemption import Parking
 from services.decode.core.request import ACTIVE, NOBODY, Request, State
 from services.decode.core.room import Room
+from services.decode.core.roster import Roster
 
 _PARKABLE = (*ACTIVE, State.PARKED)
 _COPYING = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
@@ -20,21 +22,22 @@ _COPYING = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
 class Orphans:
     """The sequences whose conductor is lost, and what is kept of those that have ended.
 
+    Each is a request of one sequence: several answers to one prompt end with their conductor.
+
     Args:
         config: of the core.
-        requests: all of the core's; a sequence that is kept here without blocks is not among them.
+        roster: all of the core's requests; a sequence that is kept here without blocks is not among them.
         planner: the batch and those who wait.
         parking: the preempted ones.
         room: counts blocks.
     """
 
-    def __init__(
-        self, config: CoreConfig, requests: dict[int, Request], planner: Planner, parking: Parking, room: Room
-    ) -> None:
+    def __init__(self, config: CoreConfig, roster: Roster, planner: Planner, parking: Parking, room: Room) -> None:
         self.now = 0.0
         """Time of the event that is being handled."""
-        self._grace_s = config.grace_s
-        self._requests = requests
+        self._config = config
+        self._roster = roster
+        self._requests = roster.requests
         self._planner = planner
         self._parking = parking
         self._room = room
@@ -55,7 +58,7 @@ class Orphans:
     def orphan(self, request: Request) -> None:
         """A started sequence has lost its conductor."""
         request.stream = NOBODY
-        self._graces.set(request.id, self.now + self._grace_s)
+        self._graces.set(request.id, self.now + self._config.grace_s)
 
     def of(self, conductor: str) -> list[Request]:
         """The orphans of a conductor that has said who it is."""
@@ -99,11 +102,13 @@ class Orphans:
         """Gives up all blocks. Full ones stay in the pool as cache as long as they are not needed."""
         self._planner.take_out(request)
         self._planner.seats_kept.pop(request.id, None)
+        if request.state is not State.PARKED:
+            request.shape = groups.shape_of(request, self._config)
         self._parking.forget(request, out)
         self._room.claim(request, 0)
         self._room.give_back(request)
         request.state, request.tbt_slo_s = State.LOGGED, 0.0  # no place is kept for it any more
-        del self._requests[request.id]
+        self._roster.remove(request)
         out.append(Parked(request.id))
         self.logs.parked(self.now, request, out)
 
@@ -133,7 +138,7 @@ class Orphans:
         self._forget(request)
         request.stream, request.conductor, request.fence = event.stream, conductor, event.fence
         if request.state is State.LOGGED:
-            self._requests[request.id] = request
+            self._roster.add(request)
             self._parking.park(request)
         out.append(Adopted(request.id, event.stream, event.position))
 
@@ -156,7 +161,7 @@ class Orphans:
             if log.request is not None:
                 kept = log.request
                 assert kept.state is State.LOGGED
-                assert (kept.table, kept.claim, kept.promised, kept.saved) == ([], 0, 0, 0), "it holds something"
+                assert (kept.blocks, kept.claim, kept.promised, kept.saved) == ([], 0, 0, 0), "it holds something"
 
     def digest(self) -> bytes:
         """Hash of what is kept, and of the times."""

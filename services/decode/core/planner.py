@@ -1,15 +1,20 @@
-"""What the next step is: who is in the batch, who gets a block, who gives one up, who catches up."""
+"""What the next step is: who is in the batch, who gets a block, who gives one up, who catches up.
+
+The members of a request do all of this together.
+"""
 
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moonpool.cost import SpeedTracker, decode_step_seconds, prefill_seconds
+from services.decode.core import groups
 from services.decode.core.batch import Batch
 from services.decode.core.config import CoreConfig
+from services.decode.core.groups import Copied
 from services.decode.core.lengths import AnswerLengths
 from services.decode.core.messages import Action, Chunk, Grew, Run
 from services.decode.core.preemption import Parking, choose_victim
-from services.decode.core.request import Request, State
+from services.decode.core.request import Member, Request, State
 from services.decode.core.room import Room
 
 
@@ -20,10 +25,12 @@ class Flight:
     run: Run
     context: int
     """Tokens attended to by the batch."""
+    copies: list[Copied] = field(default_factory=list)
+    """Made before it."""
 
 
 class Planner:
-    """Sequences whose KV is, or was, whole.
+    """Requests whose KV is, or was, whole.
 
     Args:
         config: of the core.
@@ -47,9 +54,11 @@ class Planner:
         self.catching: list[Request] = []
         """They compute what is gone; first come first."""
         self.flight: Flight | None = None
-        self.seats_kept: dict[int, None] = {}
-        """Requests that were promised a time between tokens and are not in the batch: places are kept for them."""
-        self._waiting = 0  # requests that get one of the blocks which are being copied
+        self.copies: list[Copied] = []
+        """To be made before the next step."""
+        self.seats_kept: dict[int, int] = {}
+        """Requests that were promised a time between tokens and are not in the batch, and the places kept for them."""
+        self._waiting = 0  # blocks of those being copied that somebody waits for
         self.steps = 0
         self.recomputed_tokens = 0
 
@@ -82,7 +91,7 @@ class Planner:
         """Whether the running step computes the sequence."""
         if self.flight is None:
             return False
-        chunked = (chunk.id == request.id for chunk in self.flight.run.chunks)
+        chunked = (request.member(chunk.id) is not None for chunk in self.flight.run.chunks)
         return request.state is State.RUNNING or (request.state is State.CATCHING_UP and any(chunked))
 
     def step_over(self, request: Request) -> None:
@@ -100,7 +109,7 @@ class Planner:
             return
         self._waiting = 0
         self._diagnose(out)
-        self._keep_tbt()
+        self._keep_tbt(out)
         self._seat(out)
         self._grow(out)
         if self._bring_back(out):
@@ -109,21 +118,28 @@ class Planner:
         if not len(self.batch) and not chunks:
             return
         self.steps += 1
-        run = Run(self.steps, self.batch.ids, chunks)
-        self.flight = Flight(run, self.batch.context)
+        run = Run(self.steps, self.batch.ids, chunks, tuple((it.source, it.block) for it in self.copies))
+        self.flight, self.copies = Flight(run, self.batch.context, self.copies), []
         out.append(run)
+
+    def not_computed(self, flight: Flight, out: list[Action]) -> None:
+        """A step was given up, so its copies were not made."""
+        for copied in flight.copies:
+            groups.undo_copy(copied, self._room.blocks, out)
+            if copied.request in self.batch:
+                self.batch.forked(copied.request)
 
     def _diagnose(self, out: list[Action]) -> None:
         every = self._config.preempt_every
         if every and len(self.batch) and self.steps % every == 0:
-            members = self.batch.members
-            self._preempt(members[self.steps // every % len(members)], out)
+            requests = self.batch.requests
+            self._preempt(requests[self.steps // every % len(requests)], out)
 
     def _bring_back(self, out: list[Action]) -> int:
         """Brings preempted ones back, but not past those who wait for a block; returns how many."""
-        count = 0
-        while self._has_seat() and not self._waiting:
-            request = self._parking.bring_back([*self.batch.members, *self.ready, *self.catching], out)
+        count, parked = 0, self._parking.parked
+        while parked and self._has_seats(parked[0]) and not self._waiting:
+            request = self._parking.bring_back([*self.batch.requests, *self.ready, *self.catching], out)
             if request is None:
                 break
             self.returned(request)
@@ -137,161 +153,188 @@ class Planner:
         elif request.state is State.CATCHING_UP:
             insort(self.catching, request, key=_age)
 
-    def _has_seat(self) -> bool:
-        return self.places_taken < self._config.max_batch
+    def _has_seats(self, request: Request) -> bool:
+        return self.places_taken + len(request.members) <= self._config.max_batch
 
     @property
     def places_taken(self) -> int:
         """Places of a step that are taken, also by those who may have to catch up when they have been loaded."""
-        return len(self.batch) + len(self.catching) + self._parking.loading
+        return len(self.batch) + sum(len(request.members) for request in self.catching) + self._parking.loading
 
     # --- time between tokens ---------------------------------------------------------------------------------------
 
     def _tbt_s(self, sequences: int, context: int) -> float:
         return decode_step_seconds(self._tracker.speeds, sequences, context)
 
-    def _keep_tbt(self) -> None:
+    def _keep_tbt(self, out: list[Action]) -> None:
         """Lets go those who were promised no time, last come first, while the batch is too slow for the others."""
         limit = self.batch.tbt_slo_s
         while limit and self._tbt_s(len(self.batch), self.batch.context) > limit:
-            last = max((m for m in self.batch.members if not m.tbt_slo_s), key=_age, default=None)
+            last = max((r for r in self.batch.requests if not r.tbt_slo_s), key=_age, default=None)
             if last is None:
                 return
-            self._unready(last)
+            self._unready(last, out)
 
     def _may_join(self, request: Request) -> bool:
-        """Whether a sequence that was promised nothing leaves the others what they were promised."""
+        """Whether a request that was promised nothing leaves the others what they were promised."""
         if request.tbt_slo_s or not self.places_taken:
             return True  # somebody must run, or nobody for whom places are kept would get room
-        if self.places_taken + len(self.seats_kept) >= self._config.max_batch:
+        count = len(request.members)
+        if self.places_taken + sum(self.seats_kept.values()) + count > self._config.max_batch:
             return False
-        limit = self.batch.tbt_slo_s
-        return not limit or self._tbt_s(len(self.batch) + 1, self.batch.context + request.tokens) <= limit
+        limit, context = self.batch.tbt_slo_s, self.batch.context + self.batch.context_of(request)
+        return not limit or self._tbt_s(len(self.batch) + count, context) <= limit
 
     # --- the batch -------------------------------------------------------------------------------------------------
 
     def _seat(self, out: list[Action]) -> None:
+        """Who finds too few places keeps those who came later from taking them; so does who is parked for that."""
+        parked = self._parking.parked[:1]
+        first = parked[0].id if parked and not self._has_seats(parked[0]) else None
         for request in list(self.ready):
-            if not self._has_seat():
+            if not self._has_seats(request) or (first is not None and first < request.id):
                 return
-            if request.state is State.READY and self._may_join(request) and self._has_block(request, out):
+            if request.state is State.READY and self._may_join(request) and self._equip(request, out):
                 self.ready.remove(request)
                 self.join(request)
 
     def join(self, request: Request) -> None:
-        """Takes a sequence into the batch."""
+        """Takes a request into the batch."""
         request.state = State.RUNNING
         self.batch.join(request)
         self.seats_kept.pop(request.id, None)
+
+    def end(self, request: Request, member: Member) -> None:
+        """One sequence of a request has ended, between two steps; others go on."""
+        if request in self.batch:
+            self.batch.end(member)
+        request.members.remove(member)
+        self._room.blocks.release(member.table)
+        if request.id in self.seats_kept:
+            self.keep_seat(request)
+        request.expected_blocks = 0
+        self.expect(request)
 
     def _unseat(self, request: Request) -> None:
         self.batch.leave(request)
         self.keep_seat(request)
 
     def keep_seat(self, request: Request) -> None:
-        """Keeps a place for a request that was promised a time between tokens."""
+        """Keeps places for a request that was promised a time between tokens."""
         if request.tbt_slo_s:
-            self.seats_kept[request.id] = None
+            self.seats_kept[request.id] = request.places
 
-    def _unready(self, request: Request) -> None:
+    def _unready(self, request: Request, out: list[Action]) -> None:
         """Back among those who wait."""
+        self._undo_copies(request, out)
         self._unseat(request)
         self.add(request)
 
-    def _has_block(self, request: Request, out: list[Action]) -> bool:
-        """Whether the table holds all tokens; it may get one more block."""
-        missing = len(request.table) < self._config.blocks_for(request.tokens)
-        return not missing or self._take(request, out)
+    # --- blocks ----------------------------------------------------------------------------------------------------
 
     def _grow(self, out: list[Action]) -> None:
-        for member in self.batch.due():
-            if member.state is not State.RUNNING:
+        for request in self.batch.due():
+            if request.state is not State.RUNNING:
                 continue
-            if self._take(member, out):
-                self.batch.grew(member)
-            elif member.state is State.RUNNING:
-                self._unready(member)
+            if self._equip(request, out):
+                for member in request.members:
+                    self.batch.grew(member)
+            elif request.state is State.RUNNING:
+                self._unready(request, out)
 
-    def _take(self, request: Request, out: list[Action]) -> bool:
-        """Gives a sequence a block, by preempting others or itself if there is none."""
-        while self._room.spare < 1:
+    def _equip(self, request: Request, out: list[Action]) -> bool:
+        """Gives the members blocks of their own for their last tokens, by preempting others or itself if need be."""
+        manager = self._room.blocks
+        places = [(member, self._config.blocks_for(self.batch.tokens_of(member)) - 1) for member in request.members]
+        while self._room.spare < (lacking := groups.lacking(places, manager)):
             if self._parking.coming > self._waiting:
-                self._waiting += 1
+                self._waiting += lacking
                 return False
-            victim = choose_victim([*self.batch.members, *self.ready, *self.catching], request)
+            victim = choose_victim([*self.batch.requests, *self.ready, *self.catching], request)
             if victim is None:
                 return False
             self._preempt(victim, out)
             if victim is request:
                 return False
-        [block] = self._room.blocks.allocate(1)
-        request.table.append(block)
-        out.append(Grew(request.id, block))
-        self.expect(request, self.batch.tokens_of(request))
+        for member, index in places:
+            if index == len(member.table):
+                [block] = manager.allocate(1)
+                member.table.append(block)
+                out.append(Grew(member.id, block))
+            elif (copied := groups.copy_block(request, member, index, manager, out)) is not None:
+                self.copies.append(copied)
+        self.expect(request)
         return True
 
     def _preempt(self, victim: Request, out: list[Action]) -> None:
+        self._undo_copies(victim, out)
         self.take_out(victim)
         self._parking.preempt(victim, out)
 
-    def expect(self, request: Request, tokens: int) -> None:
-        """Claims what a sequence of so many tokens is expected to need; thinks anew when that was exceeded."""
-        have = len(request.table) + request.promised
+    def _undo_copies(self, request: Request, out: list[Action]) -> None:
+        """It does not take part in the next step after all."""
+        for copied in self.copies:
+            if copied.request is request:
+                groups.undo_copy(copied, self._room.blocks, out)
+        self.copies = [copied for copied in self.copies if copied.request is not request]
+
+    def expect(self, request: Request) -> None:
+        """Claims what a request is expected to need; thinks anew when that was exceeded."""
+        have = len(request.blocks) + request.promised
         if have > request.expected_blocks or not request.expected_blocks:
+            tokens = max(self.batch.tokens_of(member) for member in request.members)
             answer = self._lengths.expected(max(0, tokens - request.prompt_tokens))
-            total = min(request.total_tokens, request.prompt_tokens + answer)
-            request.expected_blocks = max(have, self._config.blocks_for(max(total, tokens)))
+            total = max(tokens, min(request.total_tokens, request.prompt_tokens + answer))
+            needed = groups.longest_blocks(self._config, request.prompt_tokens, total, request.places)
+            request.expected_blocks = max(have, needed)
         self._room.claim(request, request.expected_blocks - have)
 
     # --- catching up -----------------------------------------------------------------------------------------------
 
     def _chunks(self) -> tuple[Chunk, ...]:
-        chunks, left = [], self._chunk_tokens() if self.catching else 0
-        for request in self.catching:
-            count = min(left, request.tokens - request.computed)
-            if not count:
-                break
-            left -= count
-            end = request.computed + count
-            chunks.append(Chunk(request.id, request.computed, count, end == request.tokens))
-        return tuple(chunks)
-
-    def _chunk_tokens(self) -> int:
-        """Tokens that may be computed again beside the batch: fewer when its time between tokens was promised."""
+        """What is computed again beside the batch: less of it when the batch's time between tokens was promised."""
+        if not self.catching:
+            return ()
         tokens, limit = self._config.step_tokens, self.batch.tbt_slo_s
         step_s = self._tbt_s(len(self.batch), self.batch.context)
-        longest = max(request.computed for request in self.catching)
+        longest = max(member.computed for request in self.catching for member in request.members)
         while limit and tokens > 1 and step_s + prefill_seconds(self._tracker.speeds, tokens, longest) > limit:
             tokens //= 2
-        return tokens
+        return groups.chunks(self.catching, tokens)
 
     def caught(self, chunk: Chunk, request: Request) -> None:
-        """A chunk was computed; with its last one the sequence has got a token and is in the batch again."""
+        """A chunk was computed.
+
+        With its last one a sequence alone has got a token and is in the batch again; a group is ready when all are.
+        """
         self.recomputed_tokens += chunk.count
-        request.computed = chunk.start + chunk.count
-        for index in range(chunk.start // self._config.block_tokens, request.computed // self._config.block_tokens):
-            if index < len(request.keys):
-                self._room.blocks.register(request.table[index], request.keys[index])
+        member = groups.computed(request, chunk, self._config, self._room.blocks)
         if chunk.sample:
             self.catching.remove(request)
-            request.tokens += 1
+            member.tokens += 1
             self.join(request)
+        elif request.width > 1 and groups.is_whole(request):
+            self.catching.remove(request)
+            self.add(request)
+
+    # --- checks ----------------------------------------------------------------------------------------------------
 
     def check_invariants(self, requests: list[Request]) -> None:
-        """Asserts that every sequence is where its state says, with blocks for its tokens."""
+        """Asserts that every request is where its state says, with blocks for its tokens."""
         self.batch.check_invariants()
         leaving = [request for request in requests if request.state is State.LEAVING]
-        assert all(member.state is State.RUNNING or member in leaving for member in self.batch.members)
+        assert all(request.state is State.RUNNING or request in leaving for request in self.batch.requests)
         for state, place in ((State.READY, self.ready), (State.CATCHING_UP, self.catching)):
             there = sorted((r for r in requests if r.state is state), key=_age)
             assert there == [request for request in place if request not in leaving]
         for request in self.ready:
-            assert len(request.table) >= self._config.blocks_for(request.tokens - 1)
+            for member in request.members:
+                assert len(member.table) >= self._config.blocks_for(member.tokens - 1)
+        assert not self.copies, "a copy belongs to a step"
         if self.flight is not None:
-            for member in self.batch.members:
-                assert len(member.table) == self._config.blocks_for(self.batch.tokens_of(member))
+            groups.check_writes(self.batch, self._room.blocks, self._config, self.flight.copies)
         kept = [r for r in requests if r.tbt_slo_s and r.state not in (State.RUNNING, State.LEAVING)]
-        assert sorted(self.seats_kept) == sorted(r.id for r in kept)
+        assert dict(sorted(self.seats_kept.items())) == {r.id: r.places for r in sorted(kept, key=_age)}
         assert self.places_taken <= self._config.max_batch
 
 

@@ -3,6 +3,7 @@
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Outstanding
 from moonpool.cost import SpeedTracker, prefill_seconds
+from services.decode.core import groups
 from services.decode.core.config import CoreConfig, Preemption
 from services.decode.core.holds import Copy, Holds
 from services.decode.core.messages import Action, SwapDrop, SwapEnd, SwapIn, SwapOut, Table
@@ -33,7 +34,7 @@ def choose_victim(active: list[Request], wanting: Request) -> Request | None:
 
 
 class Parking:
-    """The preempted sequences.
+    """The preempted requests.
 
     Args:
         config: of the core.
@@ -70,11 +71,12 @@ class Parking:
     # --- giving up -------------------------------------------------------------------------------------------------
 
     def preempt(self, request: Request, out: list[Action]) -> None:
-        """Takes the blocks of a sequence that is in no container and no step any more."""
+        """Takes the blocks of a request that is in no container and no step any more."""
         request.preemptions += 1
         self.preemptions += 1
+        request.shape = groups.shape_of(request, self._config)
         whole = request.state is not State.CATCHING_UP
-        blocks = tuple(request.table[: self._config.blocks_for(request.tokens - 1)]) if whole else ()
+        blocks = tuple(request.blocks_of(request.shape)) if whole else ()
         way = self._way(request, len(blocks))
         if way is Preemption.SWAP and blocks:
             self._swap_out(request, blocks, out)
@@ -86,12 +88,12 @@ class Parking:
         self.park(request)
 
     def predicted_s(self, request: Request, blocks: int) -> dict[Preemption, float]:
-        """Seconds until a sequence would be back, by each way; cached blocks may be gone by then."""
-        speeds = self._tracker.speeds
+        """Seconds until a request would be back, by each way; cached blocks may be gone by then."""
+        tokens = groups.tokens_to_compute(request, self._config)
         return {
             Preemption.SWAP: 2 * blocks * self._config.block_bytes / self.swap_bytes_per_s,
             Preemption.STORE: self._shelf.back_s(request),
-            Preemption.CACHE: prefill_seconds(speeds, request.tokens, 0),
+            Preemption.CACHE: prefill_seconds(self._tracker.speeds, tokens, 0),
         }
 
     def _way(self, request: Request, blocks: int) -> Preemption:
@@ -110,28 +112,27 @@ class Parking:
         request.state = State.SWAPPING_OUT
         request.saved = len(blocks)
         self.saved += len(blocks)
-        self.coming += len(request.table)
+        self.coming += len(request.blocks)
         self.swaps += 1
         out.append(SwapOut(self._ios.begin(Copy(request, True, blocks)), request.id, blocks))
 
     def park(self, request: Request) -> None:
         """Lets a sequence without blocks wait for its return."""
         request.state = State.PARKED
-        needed = max(request.expected_blocks, self._config.blocks_for(request.tokens))
-        self._room.claim(request, needed)
+        self._room.claim(request, max(request.expected_blocks, groups.needed(request, self._config)))
         self.parked.append(request)
 
     # --- coming back -----------------------------------------------------------------------------------------------
 
     def bring_back(self, active: list[Request], out: list[Action]) -> Request | None:
-        """Brings the first parked sequence back if there is room for it now, and for all of them as they grow and end.
+        """Brings the first parked request back if there is room for it now, and for all of them as they grow and end.
 
         Args:
             active: who runs, or could; when nobody does, nobody else's growth need be thought of.
             out: gets the actions.
 
         Returns:
-            The sequence, READY, CATCHING_UP, SWAPPING_IN or LOADING; None when there is no room, or nobody is parked.
+            The request, READY, CATCHING_UP, SWAPPING_IN or LOADING; None when there is no room, or nobody is parked.
         """
         if not self.parked:
             return None
@@ -141,18 +142,17 @@ class Parking:
         if active and asked == self._refused:
             return None
         held = self._shelf.held(request)
-        new = self._config.blocks_for(request.tokens) - len(held)
-        left = self._room.spare - self._room.cost(held, new)
+        new = groups.needed(request, self._config) - len(held)
+        left = self._room.spare - self._room.cost(list(held.values()), new)
         growth = request.claim - len(held) - new
         if left < 0 or (active and left < self._room.watermark + self._needed(active, growth, new)):
             self._refused = asked
             return None
         del self.parked[0]
-        self._room.blocks.acquire(held)
-        request.table = [*held, *self._room.blocks.allocate(new)]
+        blocks = groups.rebuild(request, held, self._config, self._room.blocks)
         self._room.claim(request, growth)
-        out.append(Table(request.id, tuple(request.table)))
-        self._fill(request, len(held), out)
+        out += [Table(member.id, tuple(member.table)) for member in request.members]
+        self._fill(request, held, blocks, out)
         return request
 
     def _needed(self, active: list[Request], growth: int, new: int) -> int:
@@ -161,16 +161,16 @@ class Parking:
         lives = [(request.claim, self._room.frees(request)) for request in active]
         return self._room.claims - known + most_needed([*lives, (growth, new)])
 
-    def _fill(self, request: Request, held: int, out: list[Action]) -> None:
+    def _fill(self, request: Request, held: dict[int, int], blocks: list[int], out: list[Action]) -> None:
         """Chooses how the KV that is not held comes back."""
-        if request.saved > held:
-            blocks = tuple(request.table[held : request.saved])
+        if request.saved > len(held):
+            copied = tuple(blocks[len(held) : request.saved])
             request.state = State.SWAPPING_IN
-            out.append(SwapIn(self._ios.begin(Copy(request, False, blocks)), request.id, held, blocks))
+            out.append(SwapIn(self._ios.begin(Copy(request, False, copied)), request.id, len(held), copied))
             return
         self.forget(request, out)
-        if not self._shelf.load(request, held, out):
-            request.comes_with(held * self._config.block_tokens)
+        if not self._shelf.load(request, frozenset(held), out):
+            groups.comes_with(request, frozenset(held), self._config)
 
     def copied(self, result: SwapEnd, copy: Copy) -> None:
         """A copy is over. A request that has ended meanwhile is the caller's business afterwards."""
@@ -183,7 +183,7 @@ class Parking:
             self._in(request, ok=result.ok)
 
     def _out(self, request: Request, *, ok: bool) -> None:
-        self.coming -= len(request.table)
+        self.coming -= len(request.blocks)
         self._room.give_back(request)
         if not ok:
             self.saved -= request.saved
@@ -200,8 +200,9 @@ class Parking:
             self._room.give_back(request)
             self.park(request)
             return
-        for block, key in zip(request.table, request.keys, strict=False):
-            self._room.blocks.register(block, key)
+        for member in request.members:
+            for block, key in zip(member.table, member.keys, strict=False):
+                self._room.blocks.register(block, key)
         request.state = State.READY
 
     def _observe(self, nbytes: int, seconds: float) -> None:
@@ -225,8 +226,8 @@ class Parking:
         """Asserts that lists and counts are those of the requests."""
         parked = [request for request in requests if request.state is State.PARKED]
         assert sorted(r.id for r in self.parked) == sorted(request.id for request in parked)
-        assert not any(request.table for request in parked)
+        assert not any(request.blocks for request in parked)
         assert self.saved == sum(request.saved for request in requests)
         out = [copy.request for _, copy in self._ios if isinstance(copy, Copy) and copy.out]
-        assert self.coming == sum(len(request.table) for request in out)
+        assert self.coming == sum(len(request.blocks) for request in out)
         assert not any(request.saved for request in requests if request.state in ACTIVE)

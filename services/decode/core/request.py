@@ -1,5 +1,6 @@
-"""One request at a decode instance, as the core sees it."""
+"""One request at a decode instance, as the core sees it: one sequence, or a group of them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -36,19 +37,57 @@ class State(Enum):
 NOBODY = 0
 """The stream of those that have lost their conductor."""
 
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How the members of a request share its blocks, apart from where these lie."""
+
+    blocks: int
+    """How many there are."""
+    tables: tuple[tuple[int, ...], ...]
+    """For each member which of them it has, in order. The first member has the first ones; what a further one shares
+    with those before it are leading blocks."""
+
+
+TRANSFERRING = (State.PROMISED, State.RECEIVING, State.WHOLE)
+"""States of a request that has not begun: it is one sequence still."""
 ACTIVE = (State.READY, State.RUNNING, State.CATCHING_UP)
 """States in which a sequence may be preempted, when no step is running."""
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """A request. What changes it keeps the sums of `Room` and `Batch` right."""
+class Member:
+    """One sequence of a request."""
 
     id: int
     keys: list[BlockKey]
     """Of its full blocks, the prompt's and then the answer's."""
     tokens: int
     """Tokens so far, once it has started with the first one sampled; less `Batch.ticks` while it is in the batch."""
+    table: list[int] = field(default_factory=list)
+    """Its blocks, each referred to once."""
+    computed: int = 0
+    """Leading tokens whose KV is there, or is computed by an earlier member, while it catches up."""
+    stored: list[int] = field(default_factory=list)
+    """Leading full blocks that each of its request's kvstores is presumed to have."""
+    shared: int = 0
+    """Leading tokens whose KV an earlier member has, or computes; while it catches up."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request: a group of sequences that runs, is preempted and comes back together; mostly a group of one.
+
+    Members share blocks by reference. A full block never changes. A part-filled one is copied for whoever writes to it
+    while others refer to it. What changes a request keeps the sums of `Room` and `Batch` right.
+    """
+
+    id: int
+    members: list[Member]
+    """Its sequences: one until it starts, then as many as have not ended, at most `width`. Their ids are its own and
+    the following ones."""
+    width: int
+    """Most sequences that it may have."""
     prompt_tokens: int
     total_tokens: int
     tbt_slo_s: float
@@ -57,8 +96,6 @@ class Request:
     until: float = 0.0
     """When it ends if it was not started, however often its lease is renewed."""
     state: State = State.PROMISED
-    table: list[int] = field(default_factory=list)
-    """Its blocks, each referred to once."""
     promised: int = 0
     """Blocks promised and not bound."""
     expected_blocks: int = 0
@@ -69,24 +106,47 @@ class Request:
     """Stream of the conductor that has started or adopted it."""
     resumable: bool = False
     fence: int = 0
-    finish: int = 0
-    """Why it ended with its first token."""
-    computed: int = 0
-    """Leading tokens whose KV is there, while it catches up."""
+    finishes: tuple[int, ...] = ()
+    """Why its members end with their first token; 0 = they go on."""
     preemptions: int = 0
     recompute: bool = False
     """Was parked to be computed anew wholly."""
+    shape: Shape | None = None
+    """Which blocks it had when it was preempted."""
     saved: int = 0
-    """Its leading blocks that are swapped out."""
-    stored: list[int] = field(default_factory=list)
-    """Leading full blocks that each of its kvstores is presumed to have."""
-
-    def comes_with(self, tokens: int) -> None:
-        """It comes back, and so many leading tokens have their KV: ready with all but the last."""
-        self.computed = tokens
-        self.state = State.READY if tokens >= self.tokens - 1 else State.CATCHING_UP
+    """Blocks of `shape` that are swapped out, from the first on."""
 
     @property
     def is_started(self) -> bool:
         """Whether the first token is known."""
         return self.stream is not None
+
+    @property
+    def places(self) -> int:
+        """Places that it takes in a step, now or once it has forked."""
+        return self.width if self.state in TRANSFERRING else len(self.members)
+
+    def member(self, number: int) -> Member | None:
+        """Its sequence of this id; None when that has ended."""
+        return next((member for member in self.members if member.id == number), None)
+
+    @property
+    def blocks(self) -> list[int]:
+        """Its blocks, each once: those of the first member in order, then what further ones have of their own."""
+        if len(self.members) == 1:
+            return self.members[0].table
+        return list(dict.fromkeys(block for member in self.members for block in member.table))
+
+    def blocks_of(self, shape: Shape) -> Iterator[int]:
+        """The blocks that a shape counts, in order; they are still the members'."""
+        seen = set[int]()
+        for member, table in zip(self.members, shape.tables, strict=True):
+            for number, block in zip(table, member.table, strict=False):
+                if number not in seen:
+                    seen.add(number)
+                    yield block
+
+    @property
+    def refs(self) -> Iterator[int]:
+        """Its references to blocks: a block is named by each member that has it."""
+        return (block for member in self.members for block in member.table)

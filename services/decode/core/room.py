@@ -1,6 +1,7 @@
 """What of the pool is free, promised and expected to be needed."""
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable
 
 from moonpool.sched.block_manager import BlockManager
@@ -49,21 +50,25 @@ class Room:
         return new + sum(self.blocks.is_cached(block) for block in held)
 
     def frees(self, request: Request) -> int:
-        """Blocks of a table that nobody else refers to. Only leading ones are shared."""
-        table = request.table
+        """Blocks that nobody but a request refers to. Others share leading ones only."""
+        if request.width > 1:
+            return sum(self.blocks.ref_count(block) == count for block, count in Counter(request.refs).items())
+        table = request.blocks
         return len(table) - bisect_left(table, True, key=lambda block: self.blocks.ref_count(block) == 1)
 
     def promise(self, request: Request, held: list[int], new: int) -> None:
         """Acquires the held prefix and promises blocks behind it."""
         self.blocks.acquire(held)
-        request.table = held
+        [member] = request.members
+        member.table = held
         request.promised = new
         self.promised += new
 
     def bind(self, request: Request) -> None:
         """Turns the promise into blocks; cannot fail."""
+        [member] = request.members
         self.promised -= request.promised
-        request.table += self.blocks.allocate(request.promised)
+        member.table += self.blocks.allocate(request.promised)
         request.promised = 0
 
     def claim(self, request: Request, blocks: int) -> None:
@@ -73,8 +78,9 @@ class Room:
 
     def give_back(self, request: Request) -> None:
         """Takes all blocks and any promise from a request."""
-        self.blocks.release(request.table)
-        request.table = []
+        for member in request.members:
+            self.blocks.release(member.table)
+            member.table = []
         self.promised -= request.promised
         request.promised = 0
 

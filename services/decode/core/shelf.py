@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Outstanding
 from moonpool.cost import SpeedTracker, load_seconds, prefill_seconds
+from services.decode.core import groups
 from services.decode.core.config import CoreConfig, Preemption
 from services.decode.core.holds import Holds, Loading, Writing
 from services.decode.core.messages import Action, Load, LoadEnd, Store, StoreEnd
-from services.decode.core.request import Request, State
+from services.decode.core.request import Member, Request, State
 from services.decode.core.room import Room
 
 SLACK = 4.0
@@ -42,82 +43,93 @@ class Shelf:
         self._tracker = tracker
         self._ios = ios
         self.loading = 0
-        """Sequences that are being loaded."""
+        """Places of requests that are being loaded."""
         self._loading_blocks = 0
         self.loaded_blocks = 0
         self.failures = 0
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
-    def write(self, request: Request, index: int, store: int, out: list[Action]) -> None:
+    def write(self, request: Request, member: Member, index: int, store: int, out: list[Action]) -> None:
         """Writes a full block to one of its request's kvstores; it stays in the pool until that is over."""
-        block = request.table[index]
+        block = member.table[index]
         self._room.blocks.acquire([block])
-        if request.stored[store] == index:
-            request.stored[store] = index + 1
-        out.append(Store(self._ios.begin(Writing(request, index, block, store)), request.id, index, block, store))
+        if member.stored[store] == index:
+            member.stored[store] = index + 1
+        io = self._ios.begin(Writing(request, member, index, block, store))
+        out.append(Store(io, member.id, index, block, store))
 
     def write_missing(self, request: Request, out: list[Action]) -> None:
-        """Writes what the fullest kvstore lacks of a sequence's full blocks, if it has a kvstore."""
+        """Writes what the fullest kvstore lacks of the first member's full blocks, if there is a kvstore."""
         source = self.source(request)
         if source is not None:
-            for index in range(source.blocks, len(request.keys)):
-                self.write(request, index, source.store, out)
+            member = request.members[0]
+            for index in range(source.blocks, len(member.keys)):
+                self.write(request, member, index, source.store, out)
 
     def written(self, holds: Writing, result: object) -> None:
         """A write is over."""
         self._room.blocks.release([holds.block])
         if not (isinstance(result, StoreEnd) and result.ok):
-            stored = holds.request.stored
+            stored = holds.member.stored
             stored[holds.store] = min(stored[holds.store], holds.index)
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def source(self, request: Request) -> Source | None:
         """The kvstore that has most; None when the request has none."""
-        most = max(request.stored, default=None)
-        return None if most is None else Source(request.stored.index(most), most)
+        stored = request.members[0].stored
+        most = max(stored, default=None)
+        return None if most is None else Source(stored.index(most), most)
 
     def back_s(self, request: Request) -> float:
         """Predicted seconds of loading what the stores have and of computing the rest; all of it without a store."""
         source, speeds = self.source(request), self._tracker.speeds
         loaded = source.blocks if source is not None else 0
         there = loaded * self._config.block_tokens
-        return self._load_s(loaded) + prefill_seconds(speeds, request.tokens - there, there)
+        tokens = groups.tokens_to_compute(request, self._config)
+        return self._load_s(loaded) + prefill_seconds(speeds, tokens - there, there)
 
-    def held(self, request: Request) -> list[int]:
-        """Blocks of the pool with which a sequence comes back; none where it is to be loaded, or computed, wholly."""
+    def held(self, request: Request) -> dict[int, int]:
+        """Blocks of the pool with which a request comes back, by their number in its shape.
+
+        None where it is to be loaded, or computed, wholly.
+        """
         if request.recompute:
-            return []
-        held, source = self._room.blocks.match(request.keys), self.source(request)
-        loads = self._config.preemption is Preemption.STORE and source is not None and source.blocks >= len(held)
-        return [] if loads else held
+            return {}
+        held, source = groups.find(request, self._room.blocks), self.source(request)
+        first = groups.leading(request, held)
+        loads = self._config.preemption is Preemption.STORE and source is not None and source.blocks >= first
+        return {} if loads else held
 
-    def load(self, request: Request, held: int, out: list[Action]) -> bool:
-        """Begins to load what lies behind the first `held` blocks, if a store has some and it pays."""
-        source = self.source(request)
-        if source is None or source.blocks <= held or not self._pays(request, held, source):
+    def load(self, request: Request, held: frozenset[int], out: list[Action]) -> bool:
+        """Begins to load what lies behind the first member's blocks in `held`, if a store has some and it pays.
+
+        What further members have of their own is computed.
+        """
+        source, member, first = self.source(request), request.members[0], groups.leading(request, held)
+        if source is None or source.blocks <= first or not self._pays(request, first, source):
             return False
-        blocks = tuple(request.table[held : source.blocks])
+        blocks = tuple(member.table[first : source.blocks])
         request.state = State.LOADING
-        self.loading += 1
+        self.loading += request.places
         self._loading_blocks += len(blocks)
         timeout_s = self._config.load_timeout_s + SLACK * self._load_s(self._loading_blocks)
-        io = self._ios.begin(Loading(request, held, blocks, source.store, self._loading_blocks))
-        out.append(Load(io, request.id, held, blocks, source.store, timeout_s))
+        io = self._ios.begin(Loading(request, member, held, first, blocks, source.store, self._loading_blocks))
+        out.append(Load(io, member.id, first, blocks, source.store, timeout_s))
         return True
 
     def loaded(self, holds: Loading, result: LoadEnd) -> None:
         """A load is over. A request that has ended meanwhile is the caller's business afterwards."""
         request, end = holds.request, holds.first + result.blocks
-        self.loading -= 1
+        self.loading -= request.places
         self._loading_blocks -= len(holds.blocks)
         self._learn(holds, result)
         if request.state is not State.LOADING:
             return
-        for block, key in zip(holds.blocks[: result.blocks], request.keys[holds.first : end], strict=True):
+        for block, key in zip(holds.blocks[: result.blocks], holds.member.keys[holds.first : end], strict=True):
             self._room.blocks.register(block, key)
-        request.comes_with(end * self._config.block_tokens)
+        groups.comes_with(request, holds.held.union(range(end)), self._config)
 
     def _load_s(self, blocks: int) -> float:
         """Seconds of loading by itself. Who waits for the link does not hold up the batch, as computing does."""
@@ -133,7 +145,7 @@ class Shelf:
     def _learn(self, holds: Loading, result: LoadEnd) -> None:
         self.loaded_blocks += result.blocks
         self.failures += result.failed
-        stored = holds.request.stored
+        stored = holds.member.stored
         if result.failed:
             stored[holds.store] = 0
         elif result.blocks < len(holds.blocks):
@@ -150,9 +162,12 @@ class Shelf:
     def check_invariants(self, requests: list[Request]) -> None:
         """Asserts that what is read back has its I/O, and that no more is presumed than there can be."""
         loading = [holds.request for _, holds in self._ios if isinstance(holds, Loading)]
-        assert len(loading) == len(set(map(id, loading))) == self.loading, "a sequence is loaded twice"
+        assert len(loading) == len(set(map(id, loading))), "a request is loaded twice"
+        assert sum(request.places for request in loading) == self.loading
         blocks = [len(holds.blocks) for _, holds in self._ios if isinstance(holds, Loading)]
         assert sum(blocks) == self._loading_blocks
         for request in requests:
-            assert all(0 <= blocks <= len(request.keys) for blocks in request.stored)
+            for member in request.members:
+                assert len(member.stored) == request.stores
+                assert all(0 <= blocks <= len(member.keys) for blocks in member.stored)
             assert request.state is not State.LOADING or request in loading

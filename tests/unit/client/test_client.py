@@ -7,6 +7,7 @@ import pytest
 
 from moonpool.client import (
     AsyncClient,
+    Choice,
     Client,
     InvalidRequest,
     NotFound,
@@ -54,6 +55,25 @@ def test_a_whole_answer(dial: Dial) -> None:
     assert result.placement == Placement("prefill-0", "decode-0")
     assert result.placements == (result.placement,)
     assert fake.cancelled == []
+
+
+def test_several_answers(dial: Dial) -> None:
+    deltas = [(0, 0, 5), (1, 0, 7), (1, 1, 8), (0, 1, 6)]
+    messages = [
+        pb.GenerateResponse(delta=pb.TokenDelta(choice=choice, position=position, token_ids=[token], text=f"{token} "))
+        for choice, position, token in deltas
+    ]
+    reasons = (kv_pb2.FINISH_REASON_LENGTH, kv_pb2.FINISH_REASON_STOP)
+    ends = [pb.FinishedChoice(reason=reason, completion_tokens=2) for reason in reasons]
+    finished = pb.GenerateResponse(finished=pb.Finished(reason=reasons[0], choices=ends))
+    fake = FakeConductor(lambda _: [*messages, finished])
+    with dial(fake) as client:
+        events = list(client.stream(prompt="hi", sampling=SamplingParams(n=2)))
+        result = client.generate(prompt="hi", sampling=SamplingParams(n=2))
+    assert [(event.choice, event.position, *event.token_ids) for event in events] == deltas
+    assert result.choices == (Choice([5, 6], "5 6 ", "length"), Choice([7, 8], "7 8 ", "stop"))
+    assert (result.token_ids, result.text, result.finish_reason) == ([5, 6], "5 6 ", "length")
+    assert fake.requests[0].sampling.n == 2
 
 
 def test_what_is_asked_reaches_the_conductor(dial: Dial) -> None:

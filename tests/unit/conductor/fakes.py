@@ -24,8 +24,13 @@ def next_token(length: int) -> int:
     return 20 + (length * 7) % 61
 
 
-def expected(prompt_tokens: int, count: int) -> list[int]:
-    return [next_token(prompt_tokens + i) for i in range(count)]
+def choice_token(length: int, choice: int) -> int:
+    """The same in one of several answers."""
+    return next_token(length + 5 * choice)
+
+
+def expected(prompt_tokens: int, count: int, choice: int = 0) -> list[int]:
+    return [choice_token(prompt_tokens + i, choice) for i in range(count)]
 
 
 def model_info(**changes: Any) -> conductor_pb2.ModelInfo:
@@ -110,8 +115,10 @@ class ScriptedPrefill(FakeMember):
             await _meet(self.before)
             length = len(tokens_from_bytes(request.sequence.token_ids))
             token = next_token(length) if self.first_token is None else self.first_token
+            n = sampling_from_proto(request.sequence.sampling).n
             first = prefill_pb2.FirstToken(
                 token_id=token,
+                further_token_ids=[choice_token(length, choice) for choice in range(1, n)],
                 local_tokens=self.cached_tokens,
                 computed_tokens=length - self.cached_tokens,
                 misses=self.misses,
@@ -140,6 +147,7 @@ class ScriptedDecode(FakeMember):
     history: list[str] = field(default_factory=list)
     requests: list[decode_pb2.ReserveRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    stopped: list[tuple[str, int]] = field(default_factory=list)  # answers that are complete for the conductor
     progress: Callable[[], None] = lambda: None
     streams: int = 0
     outgoing: list[asyncio.Queue[decode_pb2.StepsResponse | None]] = field(default_factory=list)
@@ -192,10 +200,15 @@ class ScriptedDecode(FakeMember):
     ) -> None:
         assert (await anext(requests)).HasField("hello")
         async for request in requests:
-            if request.HasField("start"):
+            if request.HasField("cancel") and request.cancel.HasField("choice"):
+                self.stopped.append((request.cancel.request_id, request.cancel.choice))
+                self.note()
+            elif request.HasField("start"):
                 start = request.start
                 tokens = tokens_from_bytes(self.reserved[start.request_id].sequence.token_ids)
                 assert start.first_token_id == next_token(len(tokens))
+                for choice, token in enumerate(start.further_token_ids, 1):
+                    assert token == choice_token(len(tokens), choice)
                 tasks[start.request_id] = self._run(start.request_id, [*tokens, start.first_token_id], outgoing)
             elif request.HasField("resume"):
                 self._resume(request.resume, tasks, outgoing)
@@ -257,6 +270,7 @@ class ScriptedDecode(FakeMember):
                 return
             if position == self.hold_at:
                 await self.go.wait()
+            self._further(spec, sequence_id, position, outgoing)
             tokens.append(next_token(len(tokens)))
             reason = kv_pb2.FINISH_REASON_UNSPECIFIED
             if tokens[-1] in spec.end_token_ids:
@@ -274,6 +288,27 @@ class ScriptedDecode(FakeMember):
             if reason:
                 return
             await asyncio.sleep(0)
+
+    def _further(
+        self,
+        spec: kv_pb2.SequenceSpec,
+        sequence_id: str,
+        position: int,
+        outgoing: asyncio.Queue[decode_pb2.StepsResponse | None],
+    ) -> None:
+        """The next token of the answers after the first, which all end with max_tokens, before that of the first."""
+        sampling = sampling_from_proto(spec.sampling)
+        last = position + 1 == sampling.max_tokens
+        for choice in range(1, sampling.n):
+            if (sequence_id, choice) not in self.stopped:
+                new = decode_pb2.SequenceTokens(
+                    request_id=sequence_id,
+                    choice=choice,
+                    position=position,
+                    token_ids=[choice_token(spec.prompt_tokens + position, choice)],
+                    finish_reason=kv_pb2.FINISH_REASON_LENGTH if last else kv_pb2.FINISH_REASON_UNSPECIFIED,
+                )
+                outgoing.put_nowait(decode_pb2.StepsResponse(tokens=[new]))
 
 
 async def _meet(steps: list[MoonpoolError | asyncio.Event]) -> None:

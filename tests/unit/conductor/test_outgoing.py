@@ -34,6 +34,17 @@ async def test_tokens_for_a_client_that_does_not_read_are_merged_and_nothing_is_
     assert list(messages[3].delta.token_ids) == [4]
 
 
+async def test_answers_that_come_mixed_are_merged_each() -> None:
+    outgoing = Outgoing()
+    for position in range(3):
+        for choice in range(2):
+            token = 10 * choice + position
+            outgoing.delta(conductor_pb2.TokenDelta(choice=choice, position=position, token_ids=[token]))
+    outgoing.end()
+    deltas = [message.delta for message in await read(outgoing)]
+    assert [(it.choice, it.position, list(it.token_ids)) for it in deltas] == [(0, 0, [0, 1, 2]), (1, 0, [10, 11, 12])]
+
+
 async def test_what_was_said_before_a_failure_is_read_before_it() -> None:
     outgoing = Outgoing()
     reading = asyncio.create_task(read(outgoing))

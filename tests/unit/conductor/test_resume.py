@@ -220,6 +220,7 @@ async def test_no_text_is_lost_or_doubled_wherever_it_is_taken_up() -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"request_id": ""}, "request_id"),
+    ({"sampling": kv_pb2.Sampling(max_tokens=8, n=2, seed=4)}, r"resume: a request of several answers"),
     ({"from_position": 5}, "from_position"),
     ({"sampling": kv_pb2.Sampling(max_tokens=8)}, r"sampling\.seed"),
     ({"resume": pb.Resume(count=0)}, r"resume\.count"),
@@ -276,3 +277,14 @@ async def test_every_request_has_a_secret_of_its_own() -> None:
     secrets = [reserve.resume_secret for reserve in d.requests]
     assert len(set(secrets)) == 3
     assert {len(secret) for secret in secrets} == {16}
+
+
+async def test_several_answers_have_none_and_their_client_no_way_to_resume() -> None:
+    d = decode()
+    async with stack(prefill(), d) as s, asyncio.timeout(WAIT_S):
+        call = Call(s, request(SamplingParams(max_tokens=3, n=2)))
+        await call.read()
+        assert call.finished is not None
+        assert [placed.HasField("resume") for placed in call.placed] == [False]
+        assert [reserve.resume_secret for reserve in d.requests] == [b""]
+        await s.rest()

@@ -16,7 +16,9 @@ class Reopener:
     def __init__(self, stream: StepsStream) -> None:
         self._stream = stream
 
-    def tokens(self, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType) -> None:
+    def tokens(
+        self, choice: int, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType
+    ) -> bool:
         raise AssertionError("there are none")
 
     def fail(self, error: MoonpoolError) -> None:

@@ -58,7 +58,7 @@ class Conductor:
 
     def __init__(self, it: Decode) -> None:
         self.call = it.stub.Steps()
-        self.tokens: dict[str, list[int]] = {}
+        self.tokens: dict[str, list[int]] = {}  # by request, "request/choice" for further answers
         self.reasons: dict[str, int] = {}
         self.failed: dict[str, str] = {}
         self.outcomes: dict[str, int] = {}
@@ -70,18 +70,19 @@ class Conductor:
         """The first token that comes is to be at this position."""
         self._first[request_id] = position
 
-    async def start(self, request_id: str, target: kv_pb2.TransferTarget, token: int) -> None:
+    async def start(self, request_id: str, target: kv_pb2.TransferTarget, token: int, *further: int) -> None:
         started = decode_pb2.StartSequence(
             request_id=request_id,
             transfer_id=target.transfer_id,
             generation=target.generation,
             first_token_id=token,
+            further_token_ids=further,
         )
         await self.call.write(decode_pb2.StepsRequest(start=started))
 
-    async def cancel(self, request_id: str, target: kv_pb2.TransferTarget) -> None:
+    async def cancel(self, request_id: str, target: kv_pb2.TransferTarget, choice: int | None = None) -> None:
         cancel = decode_pb2.CancelSequence(
-            request_id=request_id, transfer_id=target.transfer_id, generation=target.generation
+            request_id=request_id, transfer_id=target.transfer_id, generation=target.generation, choice=choice
         )
         await self.call.write(decode_pb2.StepsRequest(cancel=cancel))
 
@@ -92,13 +93,12 @@ class Conductor:
                 assert isinstance(message, decode_pb2.StepsResponse), "the stream ended"
                 self.messages += 1
                 for new in message.tokens:
-                    have = self.tokens.setdefault(new.request_id, [])
-                    assert new.position == len(have) + self._first.get(new.request_id, 1), (
-                        "tokens come in order, none twice"
-                    )
+                    name = f"{new.request_id}/{new.choice}" if new.choice else new.request_id
+                    have = self.tokens.setdefault(name, [])
+                    assert new.position == len(have) + self._first.get(name, 1), "tokens come in order, none twice"
                     have.extend(new.token_ids)
                     if new.finish_reason:
-                        self.reasons[new.request_id] = new.finish_reason
+                        self.reasons[name] = new.finish_reason
                 self.failed |= {f.request_id: f.reason for f in message.failed}
                 self.fenced += [f.request_id for f in message.fenced]
                 self.outcomes |= {c.request_id: c.outcome for c in message.cancelled}

@@ -51,10 +51,9 @@ async def test_a_running_sequence_goes_on_at_another_conductor() -> None:
     answer = continuation(TOKENS, 12)
     async with decoding() as it, conducting(it, "another") as another:
         async with conducting(it) as conductor:
+            _, go = it.engine.hold(after=3)
             target = await started(it, conductor, 12)
-            await conductor.until(lambda: len(conductor.tokens.get("a", [])) >= 3)
-            reached, go = it.engine.hold()
-            await reached.wait()
+            await conductor.until(lambda: len(conductor.tokens.get("a", [])) == 3)
         await it.until(lambda: it.service.core.orphans.of("conductor/0") != [])
         await resume(another, target, answer[:2])
         await it.until(lambda: it.service.shell.log.adopted == 1)
@@ -67,10 +66,9 @@ async def test_a_parked_sequence_goes_on_and_computes_only_what_is_gone() -> Non
     answer = continuation(TOKENS, 12)
     async with decoding(grace_s=0.0) as it:
         async with conducting(it) as conductor:
+            _, go = it.engine.hold(after=3)
             target = await started(it, conductor, 12)
-            await conductor.until(lambda: len(conductor.tokens.get("a", [])) >= 3)
-            reached, go = it.engine.hold()
-            await reached.wait()
+            await conductor.until(lambda: len(conductor.tokens.get("a", [])) == 3)
         await it.until(lambda: it.service.core.orphans.of("conductor/0") != [])
         go.set()
         await it.rest()
@@ -186,3 +184,23 @@ async def test_what_waits_for_a_conductor_is_sent_once_when_it_resumes_on_the_sa
     message = await subscriber.next()
     assert message is not None
     assert (list(message.tokens), [it.request_id for it in message.fenced]) == ([], ["a"])
+
+
+async def test_several_answers_end_with_their_conductor_and_take_no_secret() -> None:
+    first = continuation(TOKENS, 1)[0]
+    async with decoding() as it, conducting(it, "another") as another:
+        with pytest.raises(InvalidRequest, match=r"resume_secret: must be empty: several answers \(sampling.n\)"):
+            await reserve(it, spec("a", TOKENS, n=2), resume_secret=SECRET)
+        async with conducting(it) as conductor:
+            _, go = it.engine.hold(after=3)
+            target = await reserve(it, spec("a", TOKENS, max_tokens=12, n=2))
+            await transfer(it, target, TOKENS)
+            await conductor.start("a", target, first, first)
+            await conductor.until(lambda: [len(said) for said in conductor.tokens.values()] == [3, 3])
+        await it.until(lambda: all(live.ending for live in it.service.shell))
+        go.set()
+        await it.rest()
+        await resume(another, target, [])
+        await another.until(lambda: "a" in another.failed)
+        assert "no such sequence" in another.failed["a"]
+        assert (len(it.service.core.orphans), len(it.service.core.orphans.logs)) == (0, 0)

@@ -20,7 +20,7 @@ from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.model.load import load_stage
-from moonpool.sampling import SampleSpec
+from moonpool.sampling import SampleSpec, SamplingParams
 from moonpool.sched.steps import LayerDone, SequenceStep, Step, finished_blocks
 
 BLOCKS = 8
@@ -112,6 +112,29 @@ def test_two_stages_and_chunks_compute_what_one_stage_computes_at_once(checkpoin
         got = torch.cat([runner.kv for runner in two.runners])
         torch.testing.assert_close(got[:, [4, 1]], one.runners[0].kv[:, [4, 1]], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(got[:, 6, :, :, :8], one.runners[0].kv[:, 6, :, :, :8], rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_are_copied_in_all_layers_before_the_step_writes(checkpoint: Path) -> None:
+    """Two sequences share a prompt, whose part-filled block one of them gets a copy of: both go on as if alone."""
+    with stages(checkpoint, 1) as alone, stages(checkpoint, 2) as two:
+        alone.run(whole())
+        expected = [
+            alone.run(Step(2 + n, (SequenceStep(ids(token), 40, (4, 1, 6), GREEDY),)))[-1].sampled[0]
+            for n, token in enumerate((7, 8))
+        ]
+        two.run(whole())
+        shares = tuple(SequenceStep(ids(token), 40, (4, 1, block), GREEDY) for token, block in ((7, 6), (8, 2)))
+        assert list(two.run(Step(2, shares, copies=((6, 2),)))[-1].sampled) == expected
+
+
+def test_several_samples_of_one_position_come_with_the_first(checkpoint: Path) -> None:
+    how = SampleSpec(SamplingParams(temperature=1.0, n=3), seed=5, samples=3)
+    with stages(checkpoint, 2) as two:
+        alone = SequenceStep(ids(9), 0, (7,), GREEDY)
+        step = Step(1, (alone, SequenceStep(ids(*PROMPT), 0, (4, 1, 6), how)))
+        done = two.run(step)[-1]
+        assert list(done.several) == [1]
+        assert (len(done.several[1].tokens), done.several[1].tokens[0]) == (3, done.sampled[1])
 
 
 def test_layers_are_reported_in_order_and_before_the_step(checkpoint: Path) -> None:

@@ -33,17 +33,18 @@ LOGITS = torch.tensor([0.0, 3.0, 1.0, 3.0, -1.0])
 
 
 def one(logits: Tensor, how: SampleSpec) -> int:
-    return sample(logits.clone()[None], [how])[0]
+    [[token]] = sample(logits.clone()[None], [how])
+    return token
 
 
 def drawn(logits: Tensor, how: SampleSpec, count: int = 400) -> Counter[int]:
     specs = [replace(how, position=position) for position in range(count)]
-    return Counter(sample(logits.repeat(count, 1), specs))
+    return Counter(token for [token] in sample(logits.repeat(count, 1), specs))
 
 
 def test_greedy_is_the_lowest_of_equals() -> None:
     assert one(LOGITS, spec()) == 1
-    assert sample(torch.zeros(2, 7), [spec(), spec(temperature=1e-9)]) == [0, 0]
+    assert sample(torch.zeros(2, 7), [spec(), spec(temperature=1e-9)]) == [[0], [0]]
     assert sample(torch.empty(0, 7), []) == []
 
 
@@ -73,13 +74,13 @@ def test_penalties() -> None:
 
 def test_the_uniform_numbers_are_fixed() -> None:
     """Golden values: streams are continued by other releases."""
-    assert uniform(1, 0, 0) == 0.6752455415961466
-    assert uniform(2**64 - 1, 3, 5) == 0.5903684956778675
-    values = torch.tensor([uniform(7, 0, position) for position in range(2000)])
+    assert uniform(1, 0) == 0.6752455415961466
+    assert uniform(2**64 - 1, 5) == uniform(-1, 5)
+    values = torch.tensor([uniform(7, position) for position in range(2000)])
     assert values.min() >= 0
     assert values.max() < 1
     assert abs(values.mean() - 0.5) < 0.02
-    assert len({uniform(seed, index, at) for seed in (1, 2) for index in (0, 1) for at in (0, 1)}) == 8
+    assert len({uniform(seed, at) for seed in (1, 2, 3, 4) for at in (0, 1)}) == 8
 
 
 def test_frequencies_follow_the_probabilities() -> None:
@@ -121,6 +122,16 @@ def test_rows_are_independent() -> None:
     specs = [spec(), spec(1.0), spec(temperature=1.0, top_k=5), spec(banned=(0,)), spec(), spec(min_p=0.5)]
     specs = [replace(how, position=row) for row, how in enumerate(specs)]
     together = sample(logits.clone(), specs)
-    assert together == [one(logits[row], how) for row, how in enumerate(specs)]
+    assert together == [[one(logits[row], how)] for row, how in enumerate(specs)]
     order = [3, 1, 5, 0, 4, 2]
     assert sample(logits[order].clone(), [specs[row] for row in order]) == [together[row] for row in order]
+
+
+@pytest.mark.parametrize("how", [{"temperature": 1.0}, {"temperature": 0.8, "top_k": 50, "top_p": 0.9}, {}])
+def test_each_of_several_samples_is_that_of_its_seed(how: dict[str, Any]) -> None:
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(5))
+    [together] = sample(logits.clone(), [replace(spec(**how), seed=2**64 - 2, samples=5)])
+    seeds = [2**64 - 2, 2**64 - 1, 0, 1, 2]
+    alone = [sample(logits.clone(), [replace(spec(**how), seed=seed)]) for seed in seeds]
+    assert alone == [[[token]] for token in together]
+    assert len(set(together)) == (1 if not how else 5)

@@ -117,7 +117,7 @@ class World:
         self.tokens[number] = tokens
         target = Target(decode, incarnation, "", 77, 1, 0) if decode else None
         resumed = Resumed(tokens, 1, f"r{number}", target)
-        ask = Ask(number, f"r{number}", 40, answer, b"key", Slo(), self.now, self.now + 600.0, resumed)
+        ask = Ask(number, f"r{number}", 40, answer, b"key", Slo(), self.now, self.now + 600.0, resumed=resumed)
         self.post(Arrived(ask, ()))
         return number
 

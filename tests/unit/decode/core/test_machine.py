@@ -70,6 +70,16 @@ class DecodeMachine(RuleBasedStateMachine):
             self.world.arrive(number)
             self.world.start(number, self.streams)
 
+    @rule(
+        length=st.integers(1, 2 * BT),
+        seed=st.integers(0, 2),
+        answers=st.lists(st.integers(1, 2 * BT), min_size=2, max_size=3),
+        slo=st.sampled_from([0.0, 0.0, 1.0]),
+    )
+    def reserve_group(self, length: int, seed: int, answers: list[int], slo: float) -> None:
+        what, who = prompt(length, seed), self.conductor
+        self.world.reserve(what, tuple(answers), slo=slo, conductor=who, stores=1, total=4 * BT)
+
     @precondition(lambda self: self.states(State.PROMISED))
     @rule()
     def arrive(self) -> None:
@@ -84,6 +94,11 @@ class DecodeMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         self.world.step()
+
+    @precondition(lambda self: self.world.run)
+    @rule()
+    def give_a_step_up(self) -> None:
+        self.world.abort()
 
     @precondition(lambda self: self.world.run)
     @rule(times=st.integers(2, 40))

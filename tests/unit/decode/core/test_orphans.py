@@ -170,6 +170,18 @@ def test_a_stream_that_closes_while_its_conductor_has_another_ends_its_sequences
     assert number in world.failed
 
 
+def test_several_answers_end_with_their_conductor() -> None:
+    world = World(config(48))
+    number = world.go(prompt(20), (LONG, 2 * LONG), conductor="conductor")
+    alone = world.go(prompt(20, 1), LONG, conductor="conductor", resumable=True)
+    world.step()
+    world.close(1)
+    assert world.failed == {number: "the conductor's stream ended"}
+    world.step()
+    assert (list(world.core.requests), world.logged) == ([alone], {})
+    assert Gone(number) in world.actions
+
+
 def test_an_orphan_whose_kv_never_comes_whole_ends() -> None:
     world = World(config(24, grace_s=2.0))
     number = world.reserve(prompt(20), LONG, conductor="conductor", resumable=True)

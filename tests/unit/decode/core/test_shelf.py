@@ -50,14 +50,15 @@ def finish(world: World, *numbers: int) -> None:
 def test_full_blocks_are_read_back_and_only_the_tail_is_computed() -> None:
     world, older, younger = crowded(SMALL)
     request = world.core.requests[younger]
-    assert (request.state, request.tokens, request.stored, request.table) == (State.PARKED, 3 * BT, [2], [])
+    [it] = request.members
+    assert (request.state, it.tokens, it.stored, it.table) == (State.PARKED, 3 * BT, [2], [])
     load = until_load(world)
     assert (load.id, load.first, load.store, len(load.blocks)) == (younger, 0, 0, 2)
     assert load.timeout_s == pytest.approx(5.0 + 4 * 2 * (1 << 10) / 1e9)
     assert request.state is State.LOADING
-    assert list(load.blocks) == request.table[:2]
+    assert list(load.blocks) == it.table[:2]
     world.end_io(load.io)
-    assert (request.state, request.computed) == (State.CATCHING_UP, 2 * BT)
+    assert (request.state, it.computed) == (State.CATCHING_UP, 2 * BT)
     finish(world, older, younger)
     assert world.core.shelf.loaded_blocks == 2
     assert chunks(world) == [(younger, 2 * BT, BT)]
@@ -65,11 +66,11 @@ def test_full_blocks_are_read_back_and_only_the_tail_is_computed() -> None:
 
 def test_what_the_store_has_lost_is_computed_and_written_again() -> None:
     world, older, younger = crowded(SMALL)
-    keys = world.core.requests[younger].keys
+    keys = world.core.requests[younger].members[0].keys
     load = until_load(world)
     del world.stored[0, keys[1]]
     world.end_io(load.io)
-    assert world.core.requests[younger].stored == [1]
+    assert world.core.requests[younger].members[0].stored == [1]
     assert world.core.requests[younger].state is State.CATCHING_UP
     finish(world, older, younger)
     assert chunks(world)[0] == (younger, BT, SMALL.step_tokens)
@@ -88,7 +89,7 @@ def test_a_store_that_fails_is_not_asked_again_but_another_one_is() -> None:
     assert load.store == 0
     world.end_io(load.io, ok=False)
     request = world.core.requests[number]
-    assert (request.stored, request.state, request.computed) == ([0, 1], State.CATCHING_UP, 0)
+    assert (request.members[0].stored, request.state, request.members[0].computed) == ([0, 1], State.CATCHING_UP, 0)
     assert world.core.shelf.failures == 1
     assert until_load(world).store == 1
     finish(world, number)
@@ -98,16 +99,16 @@ def test_a_store_that_fails_is_not_asked_again_but_another_one_is() -> None:
 def test_what_was_not_written_is_written_when_blocks_are_given_up() -> None:
     world, number = alone(stores=1)
     request = world.core.requests[number]
-    assert request.stored == [1], "of the prompt, prefill has taken care"
+    assert request.members[0].stored == [1], "of the prompt, prefill has taken care"
     while not any(isinstance(action, Store) for action in world.ios.values()):
         if world.run is None:
             world.end_io(min(world.ios))
         else:
             world.step()
     [io] = [io for io, action in world.ios.items() if isinstance(action, Store)]
-    assert request.stored == [2], "presumed while it is being written"
+    assert request.members[0].stored == [2], "presumed while it is being written"
     world.end_io(io, ok=False)
-    assert request.stored == [1]
+    assert request.members[0].stored == [1]
     finish(world, number)
     stores = [action.index for action in world.actions if isinstance(action, Store)]
     assert stores == [1, 1, 2, 3]

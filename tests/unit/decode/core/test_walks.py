@@ -27,18 +27,25 @@ def advance(world: World, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("way", Preemption)
 @pytest.mark.parametrize("every", [0, 1])
-def test_overcommitted(way: Preemption, every: int) -> None:
+@pytest.mark.parametrize("groups", [False, True])
+def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:
     """Answers three times longer than expected, in a pool for a few of them."""
     rng = random.Random(f"{way} {every}")
     world = World(
         config(24, preemption=way, swap_blocks=40, step_tokens=40, preempt_every=every, assumed_answer_tokens=20)
     )
-    left = count = 10 if every else 30
+    left = count = (10 if every else 30) // (2 if groups else 1)
     while left or world.core.requests:
         if left and rng.random() < 0.2:
             total = rng.randint(2, 20 * BT)
             number = world.reserve(prompt(rng.randint(1, 3 * BT), rng.randrange(4)), total, total=23 * BT, stores=1)
             left -= number is not None
+        if left and groups and rng.random() < 0.1:
+            answers = tuple(rng.randint(1, 4 * BT) for _ in range(rng.randint(2, 4)))
+            start = prompt(rng.randint(1, 2 * BT), rng.randrange(4))
+            if world.reserve(start, answers, total=6 * BT, stores=1) is not None:
+                left -= 1
+                count += len(answers) - 1
         advance(world, rng)
         assert world.core.planner.steps < 40_000
     while world.ios:
@@ -49,7 +56,7 @@ def test_overcommitted(way: Preemption, every: int) -> None:
     assert len(world.answers) == count
     parking = world.core.parking
     print(f"{way}: {world.core.planner.steps} steps, {parking.preemptions} preemptions, {parking.swaps} swaps")
-    assert parking.preemptions > 10
+    assert parking.preemptions > (3 if groups else 10)
     assert (parking.swaps > 0) == (way in (Preemption.SWAP, Preemption.AUTO))
     loads = world.core.shelf.loaded_blocks > 0
     assert loads == (way is Preemption.STORE) or way is Preemption.AUTO

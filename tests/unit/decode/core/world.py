@@ -60,12 +60,15 @@ def config(blocks: int, **settings: object) -> CoreConfig:
 
 @dataclass
 class Sequence:
-    """A request in this world."""
+    """A sequence in this world; the members of a group have the following numbers."""
 
     tokens: "array[int]"
     answer: int
     """Length of its answer."""
     prompt: int
+    request: int
+    index: int = 0
+    """Which of its group."""
     table: list[int] = field(default_factory=list)
     saved: dict[int, dict[int, bytes]] = field(default_factory=dict)
     contents: list[bytes] = field(default_factory=list)
@@ -74,7 +77,7 @@ class Sequence:
         return block_keys(ROOT, self.tokens, BT)
 
     def token_after(self, tokens: int) -> int:
-        return (len(self.tokens) * 31 + tokens * 7 + self.tokens[0]) % 1000
+        return (len(self.tokens) * 31 + tokens * 7 + self.tokens[0] + 101 * self.index) % 1000
 
 
 class World:
@@ -122,7 +125,7 @@ class World:
     def reserve(
         self,
         prompt: list[int],
-        answer: int = 4,
+        answer: int | tuple[int, ...] = 4,
         *,
         total: int = 0,
         slo: float = 0.0,
@@ -130,18 +133,24 @@ class World:
         stores: int = 0,
         resumable: bool = False,
     ) -> int | None:
-        """Asks for room; the request's id, None when it was refused."""
-        number, self._next = self._next, self._next + 1
-        tokens = array("i", prompt)
-        total_tokens = total or len(prompt) + answer
-        self.sequences[number] = Sequence(tokens, answer, len(prompt))
-        keys = tuple(block_keys(ROOT, tokens, BT))
+        """Asks for room for one answer or several; the request's id, None when it was refused."""
+        answers = (answer,) if isinstance(answer, int) else answer
+        number, self._next = self._next, self._next + len(answers)
+        total_tokens = total or len(prompt) + max(answers)
+        for index, length in enumerate(answers):
+            self.sequences[number + index] = Sequence(array("i", prompt), length, len(prompt), number, index)
+        keys = tuple(self.sequences[number].keys())
         lengths = len(prompt), len(prompt), total_tokens
-        self.post(Reserve(number, keys, *lengths, slo, conductor, stores, resumable))
+        self.post(Reserve(number, keys, *lengths, slo, conductor, stores, len(answers), resumable))
         if number not in self.core.requests:
-            del self.sequences[number]
+            for index in range(len(answers)):
+                del self.sequences[number + index]
             return None
         return number
+
+    def group(self, number: int) -> "list[tuple[int, Sequence]]":
+        """The sequences of a request, with their numbers."""
+        return [(other, it) for other, it in self.sequences.items() if it.request == number]
 
     def arrive(self, number: int) -> None:
         """The prompt's KV comes; prefill has written it to the kvstores as well."""
@@ -155,11 +164,13 @@ class World:
         self.post(Arrived(number))
 
     def start(self, number: int, stream: int = 1) -> None:
-        it = self.sequences[number]
-        it.tokens.append(it.token_after(len(it.tokens)))
-        self.answers[number] = [it.tokens[-1]]
-        self.followers[number], self.heard[number] = stream, list(self.answers[number])
-        self.post(Start(number, stream, STOP if it.answer == 1 else 0))
+        finishes = []
+        for other, it in self.group(number):
+            it.tokens.append(it.token_after(len(it.tokens)))
+            self.answers[other] = [it.tokens[-1]]
+            self.followers[other], self.heard[other] = stream, list(self.answers[other])
+            finishes.append(STOP if it.answer == 1 else 0)
+        self.post(Start(number, stream, finishes[0], tuple(finishes[1:])))
 
     def adopt(self, number: int, stream: int, fence: int) -> list[Action]:
         """A conductor resumes for a client that has what it has heard."""
@@ -170,7 +181,7 @@ class World:
         self.followers = {number: it for number, it in self.followers.items() if it != stream}
         self.post(StreamClosed(stream))
 
-    def go(self, prompt: list[int], answer: int = 4, stream: int = 1, **options: object) -> int:
+    def go(self, prompt: list[int], answer: int | tuple[int, ...] = 4, stream: int = 1, **options: object) -> int:
         """A request up to its start."""
         number = self.reserve(prompt, answer, **options)  # type: ignore[arg-type]
         assert number is not None, self.refused[-1]
@@ -183,6 +194,8 @@ class World:
         assert self.run is not None
         run, self.run = self.run, None
         ended, filled = [], []
+        for source, block in run.copies:
+            self.pool[block] = dict(self.pool[source])
         for number, start, count, sample in [
             *((number, len(self.sequences[number].tokens) - 1, 1, True) for number in run.batch),
             *((chunk.id, chunk.start, chunk.count, chunk.sample) for chunk in run.chunks),
@@ -191,13 +204,15 @@ class World:
             assert len(it.table) == -(-len(it.tokens) // BT), "blocks for the tokens, no more and no fewer"
             for position in range(start):
                 held = self.pool[it.table[position // BT]].get(position % BT)
-                assert held == self._content(it, position), f"wrong KV at {position} of request {number}"
+                assert held == self._content(it, position), f"wrong KV at {position} of sequence {number}"
             for position in range(start, start + count):
                 self._write(it, position)
-            if not sample or self.core.requests[number].state.value == "leaving":
+            if not sample or self.core.requests[it.request].state.value == "leaving":
                 continue
             assert start + count == len(it.tokens)
-            if len(it.tokens) % BT == 0 and len(it.tokens) // BT > len(self.core.requests[number].keys):
+            member = self.core.requests[it.request].member(number)
+            assert member is not None
+            if len(it.tokens) % BT == 0 and len(it.tokens) // BT > len(member.keys):
                 filled.append((number, it.keys()[-1]))
             it.tokens.append(it.token_after(len(it.tokens)))
             self.answers[number].append(it.tokens[-1])
@@ -207,6 +222,12 @@ class World:
                 ended.append((number, STOP))
         seconds = decode_step_seconds(self.core.config.speeds, len(run.batch), 0)
         self.post(StepDone(run.step, False, seconds, tuple(ended), tuple(filled)))
+
+    def abort(self) -> None:
+        """The running step is given up: nothing was copied or computed."""
+        assert self.run is not None
+        run, self.run = self.run, None
+        self.post(StepDone(run.step, True, 0.0))
 
     def end_io(self, io: int, *, ok: bool = True) -> None:
         """A copy, a write or a load ends."""
@@ -311,7 +332,9 @@ class World:
             case Ending(number, why):
                 self.failed[number] = why
             case Gone(number, logged):
-                assert not self.sequences.pop(number).saved, "swapped out and forgotten"
+                for other, it in self.group(number):
+                    assert not it.saved, "swapped out and forgotten"
+                    del self.sequences[other]
                 if logged:
                     self.logged[number] = None
             case Parked(number):

@@ -68,6 +68,18 @@ async def test_decode_takes_the_time_of_batch_and_context(clock: Clock) -> None:
         assert list(result.sampled) == continuation([3] * 7, 1, VOCAB, {1}) + continuation([4] * 11, 1, VOCAB, {1})
 
 
+async def test_a_copied_block_takes_time_and_holds_the_kv(clock: Clock) -> None:
+    """A sequence that shares six tokens with another goes on in a copy of the block; an empty block would fail."""
+    async with engine_of(spec_of(decode=True), clock) as engine:
+        one, two = history([3] * 7), history([*[3] * 6, 5])
+        await fill(engine, clock, [(one, (1,))])
+        began = clock.now
+        step = Step(9, (part(two, 6, 7, (2,), sample=True),), copies=((1, 2),))
+        result = await clock.run(asyncio.ensure_future(engine.run(step)))
+        assert clock.now - began == 2.0 + 0.5 + 7 * 0.125 + 2 * BT * 0.125
+        assert list(result.sampled) == continuation([*[3] * 6, 5], 1, VOCAB, {1})
+
+
 async def test_lateness_is_made_up_for_or_counted(clock: Clock) -> None:
     clock.late_s = 0.003
     async with engine_of(spec_of(), clock) as engine:

@@ -1,0 +1,74 @@
+"""Who is promised room: what is expected to be needed fits, and the time between tokens that others were promised."""
+
+from collections.abc import Collection
+
+from moonpool.cost import SpeedTracker, decode_step_seconds
+from services.decode.core.config import CoreConfig
+from services.decode.core.messages import Reserve
+from services.decode.core.planner import Planner
+from services.decode.core.request import Request, State
+from services.decode.core.room import Room
+
+
+class Admission:
+    """Admits requests, or says why not.
+
+    Args:
+        config: of the core.
+        room: counts blocks.
+        planner: knows the batch and those who wait.
+        tracker: predicts the engine's times.
+    """
+
+    def __init__(self, config: CoreConfig, room: Room, planner: Planner, tracker: SpeedTracker) -> None:
+        self._config = config
+        self._room = room
+        self._planner = planner
+        self._tracker = tracker
+
+    def predicted_tbt_s(self, event: Reserve, others: Collection[Request]) -> float:
+        """Seconds per step with all requests that are here, and this one, in the batch."""
+        batch, running = (
+            self._planner.batch,
+            State.RUNNING,
+        )  # a local name: there are many, and few are not in the batch
+        apart = [request for request in others if request.state is not running and request not in batch]
+        context = batch.context + event.tokens * event.width + sum(map(batch.context_of, apart))
+        sequences = len(batch) + event.width + sum(request.places for request in apart)
+        return decode_step_seconds(self._tracker.speeds, min(sequences, self._config.max_batch), context)
+
+    def refuse(
+        self, event: Reserve, request: Request, tbt_s: float, others: Collection[Request]
+    ) -> tuple[str, str] | None:
+        """Promises blocks for the prompt; or returns why not, as a reason and in words."""
+        return self._breaks_tbt(event, tbt_s, others) or self._admit(request, alone=not others)
+
+    def _breaks_tbt(self, event: Reserve, tbt_s: float, others: Collection[Request]) -> tuple[str, str] | None:
+        """Why a promised time between tokens could not be kept: the new request's, or an earlier one's."""
+        taken, places = self._planner.places_taken + sum(self._planner.seats_kept.values()), self._config.max_batch
+        if event.tbt_slo_s and taken + event.width > places:
+            return "tbt_slo", f"{taken} of the {places} places of a step are taken, {event.width} are needed"
+        promised = min((r.tbt_slo_s for r in others if r.tbt_slo_s), default=event.tbt_slo_s)
+        limit = min(promised, event.tbt_slo_s)
+        if event.tbt_slo_s and tbt_s > limit:
+            return "tbt_slo", f"a token every {tbt_s:.4g} s is predicted, {limit:.4g} s is wanted or promised to others"
+        return None
+
+    def _admit(self, request: Request, *, alone: bool) -> tuple[str, str] | None:
+        """Promises blocks for the prompt if what is expected to be needed later fits as well; else says why not."""
+        [member], room = request.members, self._room
+        held = room.blocks.match(member.keys)
+        new = self._config.blocks_for(member.tokens) - len(held)
+        cost = room.cost(held, new)
+        member.table, request.promised = held, new
+        self._planner.expect(request)
+        reserve = 0 if alone else room.watermark + room.claims
+        if room.spare < cost + reserve:
+            needed = cost + request.claim
+            room.claim(request, 0)
+            return "no_decode_room", (
+                f"no room for {needed} blocks, {room.spare} are free and not promised, "
+                f"{max(0, reserve - request.claim)} of them expected to be needed"
+            )
+        room.promise(request, held, new)
+        return None
