@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
 import yaml
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -78,12 +79,25 @@ def check_peer(address: str) -> str:
     return address
 
 
+def _split_peers(value: Any) -> Any:
+    """Addresses from a list, or from text that has commas between them; each once."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        return value
+    found = (address.strip() for part in parts for address in part.split(","))
+    return tuple(dict.fromkeys(address for address in found if address))
+
+
+def _check_peers(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(map(check_peer, addresses))
+
+
 # "host:port" to listen at; port 0 = any free one.
 ListenAddress = Annotated[str, AfterValidator(_check_bind)]
 # The same, or "" for none.
 OptionalAddress = Annotated[str, AfterValidator(_check_optional)]
-# "host:port" of another service.
-PeerAddress = Annotated[str, AfterValidator(check_peer)]
+# "host:port" of other services: the flag is given again, or they stand in one value with commas between them.
+PeerAddresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_peers), AfterValidator(_check_peers)]
 
 
 class ServiceConfig(BaseSettings):
@@ -277,7 +291,7 @@ def _add_flag(group: Any, name: str, field: FieldInfo) -> None:
     kind = _plain_type(field.annotation)
     if field.is_required():
         default = "required"
-    elif field.default in (None, "", PydanticUndefined):
+    elif field.default in (None, "", (), PydanticUndefined):
         default = ""  # the description tells what happens then
     else:
         default = f"default: {str(field.default).lower() if kind is bool else field.default}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
 from moonpool.client import translate
+from moonpool.client.conductors import Conductors, Search
 from moonpool.client.transport import Call, GrpcTransport, NotConnected, Transport
 from moonpool.client.types import (
     ClusterState,
@@ -18,7 +19,7 @@ from moonpool.client.types import (
     Placement,
     TokenEvent,
 )
-from moonpool.errors import DeadlineExceeded
+from moonpool.errors import DeadlineExceeded, Overloaded, Unavailable
 from moonpool.v1 import conductor_pb2
 
 T = TypeVar("T")
@@ -26,6 +27,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 5.0
 QUERY_TIMEOUT_S = 10.0
+RESUME_TIMEOUT_S = 30.0
 
 
 class AsyncTokenStream:
@@ -35,11 +37,21 @@ class AsyncTokenStream:
     cancels the request everywhere.
     """
 
-    def __init__(self, begin: Callable[[float], Call], timeout_s: float, connect_timeout_s: float) -> None:
-        self._begin = begin
+    def __init__(
+        self,
+        conductors: Conductors,
+        request: conductor_pb2.GenerateRequest,
+        timeout_s: float,
+        connect_timeout_s: float,
+        resume_timeout_s: float,
+    ) -> None:
+        self._conductors = conductors
+        self._request = request
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
+        self._resume_timeout_s = resume_timeout_s
         self._collector = translate.Collector()
+        self._search = Search(conductors, connect_timeout_s)
         self._call: Call | None = None
         self._begun = False
         self._closed = False
@@ -91,21 +103,22 @@ class AsyncTokenStream:
 
     async def _events(self) -> AsyncIterator[TokenEvent]:
         deadline = _now() + self._timeout_s
-        pauses = iter(translate.backoffs(self._connect_timeout_s))
         try:
             while not self._closed:
-                self._call = self._begin(_remaining(deadline))
+                heard = False
                 try:
+                    self._call = self._begin(_remaining(deadline))
                     async for message in self._call:
+                        if not heard:
+                            heard = True
+                            self._search.found()
                         event = self._collector.take(message)
                         if event is not None:
                             yield event
                     self._collector.ended()
                     return
-                except NotConnected:
-                    if self._collector.started:
-                        raise
-                    await _pause(next(pauses, None), deadline)
+                except (Unavailable, Overloaded) as error:
+                    await _pause(self._pause_after(error, heard=heard), deadline)
         except (Exception, asyncio.CancelledError):
             task = asyncio.current_task()
             if not self._closed or (task is not None and task.cancelling()):
@@ -114,29 +127,60 @@ class AsyncTokenStream:
             if self._call is not None:
                 self._call.cancel()
 
+    def _begin(self, seconds: float) -> Call:
+        return self._search.transport.generate(self._collector.resume(self._request), seconds)
+
+    def _pause_after(self, error: Unavailable | Overloaded, *, heard: bool) -> float | None:
+        """Seconds until the next attempt; None when there is to be none."""
+        lost, resuming = isinstance(error, NotConnected), self._collector.started
+        if resuming and not (self._collector.resumable and self._resume_timeout_s):
+            return None
+        if heard and not lost:
+            return None  # the conductor is there: this is its answer
+        if heard:
+            self._search = Search(self._conductors, self._resume_timeout_s, self._search.number)
+        pause_s = self._search.failed()
+        if lost or resuming:
+            return pause_s
+        # One that answers, but not with what was asked for: another one may.
+        return pause_s if isinstance(error, Unavailable) and not self._search.round else None
+
 
 class AsyncClient:
-    """Talks to a conductor from asyncio; an async context manager. Use it on one event loop."""
+    """Talks to a conductor from asyncio; an async context manager. Use it on one event loop.
+
+    A stream whose conductor or connection is lost goes on: it is resumed there or at another address, without a gap and
+    without a doubled token.
+    """
 
     def __init__(
         self,
-        address: str = "127.0.0.1:50051",
+        address: str | Sequence[str] = "127.0.0.1:50051",
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        transport: Transport | None = None,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
+        transport: Transport | Sequence[Transport] | None = None,
     ) -> None:
         """Talk to the conductor at `address`; connects on first use.
 
         Args:
-            address: "host:port".
+            address: "host:port", or several: the next one is asked when one cannot be reached.
             timeout_s: seconds a request may take, unless the call says otherwise.
-            connect_timeout_s: seconds for which a conductor that cannot be reached is tried again.
+            connect_timeout_s: seconds for which conductors that cannot be reached are tried again.
+            resume_timeout_s: the same for a stream that was lost; 0 = it is not resumed.
             transport: for tests; `address` is ignored.
+
+        Raises:
+            InvalidRequest: no address is given.
         """
-        self._transport: Transport = transport if transport is not None else GrpcTransport(address)
+        addresses = [address] if isinstance(address, str) else address
+        if transport is None:
+            transport = [GrpcTransport(one) for one in addresses]
+        self._conductors = Conductors(transport if isinstance(transport, Sequence) else [transport])
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
+        self._resume_timeout_s = resume_timeout_s
 
     async def generate(self, **request: Unpack[GenerateArguments]) -> GenerateResult:
         """Generate a whole answer to exactly one of `prompt`, `token_ids` and `messages`.
@@ -162,19 +206,20 @@ class AsyncClient:
         Raises:
             InvalidRequest: an argument cannot be sent; names the field.
         """
-        message, transport = translate.generate_request(request), self._transport
         timeout_s = request.get("timeout_s")
         return AsyncTokenStream(
-            lambda seconds: transport.generate(message, seconds),
+            self._conductors,
+            translate.generate_request(request),
             self._timeout_s if timeout_s is None else timeout_s,
             self._connect_timeout_s,
+            self._resume_timeout_s,
         )
 
     async def cluster_state(self, *, timeout_s: float = QUERY_TIMEOUT_S) -> ClusterState:
         """Return the cluster as the conductor sees it."""
         request = conductor_pb2.ClusterStateRequest()
         return translate.cluster_state(
-            await self._query(lambda seconds: self._transport.cluster_state(request, seconds), timeout_s)
+            await self._query(lambda at, seconds: at.cluster_state(request, seconds), timeout_s)
         )
 
     async def explain(self, request_id: str, *, timeout_s: float = QUERY_TIMEOUT_S) -> Explanation:
@@ -184,18 +229,16 @@ class AsyncClient:
             NotFound: the conductor knows no such request (any more).
         """
         request = conductor_pb2.ExplainRequest(request_id=request_id)
-        return translate.explanation(
-            await self._query(lambda seconds: self._transport.explain(request, seconds), timeout_s)
-        )
+        return translate.explanation(await self._query(lambda at, seconds: at.explain(request, seconds), timeout_s))
 
     async def stats(self, *, timeout_s: float = QUERY_TIMEOUT_S) -> tuple[GaugeValue, ...]:
         """Return everything the conductor holds, as gauges."""
         request = conductor_pb2.ConductorStatsRequest()
-        return translate.gauges(await self._query(lambda seconds: self._transport.stats(request, seconds), timeout_s))
+        return translate.gauges(await self._query(lambda at, seconds: at.stats(request, seconds), timeout_s))
 
     async def aclose(self) -> None:
         """End all calls; may be called again."""
-        await self._transport.aclose()
+        await self._conductors.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -205,14 +248,17 @@ class AsyncClient:
     ) -> None:
         await self.aclose()
 
-    async def _query(self, ask: Callable[[float], Awaitable[T]], timeout_s: float) -> T:
+    async def _query(self, ask: Callable[[Transport, float], Awaitable[T]], timeout_s: float) -> T:
         deadline = _now() + timeout_s
-        pauses = iter(translate.backoffs(self._connect_timeout_s))
+        search = Search(self._conductors, self._connect_timeout_s)
         while True:
             try:
-                return await ask(_remaining(deadline))
+                answer = await ask(search.transport, _remaining(deadline))
             except NotConnected:
-                await _pause(next(pauses, None), deadline)
+                await _pause(search.failed(), deadline)
+            else:
+                search.found()
+                return answer
 
 
 def _now() -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -10,6 +10,7 @@ from moonpool.client.aio import (
     CONNECT_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
     QUERY_TIMEOUT_S,
+    RESUME_TIMEOUT_S,
     AsyncClient,
     AsyncTokenStream,
 )
@@ -88,15 +89,20 @@ class Client:
 
     def __init__(
         self,
-        address: str = "127.0.0.1:50051",
+        address: str | Sequence[str] = "127.0.0.1:50051",
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        transport: Transport | None = None,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
+        transport: Transport | Sequence[Transport] | None = None,
     ) -> None:
         """Take the arguments of `AsyncClient`; connects on first use."""
         self._client = AsyncClient(
-            address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, transport=transport
+            address,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            resume_timeout_s=resume_timeout_s,
+            transport=transport,
         )
         self._loop = BackgroundLoop()
 

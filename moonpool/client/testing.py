@@ -27,13 +27,18 @@ def answer(
     reason: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_STOP,
     prompt_tokens: int = 1,
     cached_tokens: int = 0,
+    from_position: int = 0,
+    seed: int = 0,
 ) -> list[pb.GenerateResponse]:
-    """Return an answer's messages, one token each; token n has the text "n "."""
+    """Return an answer's messages, one token each, from a position on; token n has the text "n "."""
     tokens = list(token_ids)
     placement = pb.Placement(prefill="prefill-0", decode="decode-0")
-    placed = pb.Placed(request_id=request_id, placement=placement, prompt_tokens=prompt_tokens)
+    placed = pb.Placed(request_id=request_id, placement=placement, prompt_tokens=prompt_tokens, seed=seed)
+    placed.resume.CopyFrom(pb.ResumePoint(placement=placement, sequence=request_id, secret=b"not a secret at all"))
     deltas = [
-        pb.TokenDelta(position=position, token_ids=[token], text=f"{token} ") for position, token in enumerate(tokens)
+        pb.TokenDelta(position=position, token_ids=[token], text=f"{token} ")
+        for position, token in enumerate(tokens)
+        if position >= from_position
     ]
     finished = pb.Finished(
         reason=reason,
@@ -62,11 +67,35 @@ class FakeConductor:
         self.explanations: dict[str, pb.ExplainResponse] = {}
         self.gauges = pb.ConductorStatsResponse()
 
-    def client(self, *, timeout_s: float = 10.0, connect_timeout_s: float = 0.0) -> Client:
-        return Client(transport=_FakeTransport(self), timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
+    def client(
+        self,
+        *others: FakeConductor,
+        timeout_s: float = 10.0,
+        connect_timeout_s: float = 0.0,
+        resume_timeout_s: float = 0.0,
+    ) -> Client:
+        """A client of this conductor, and of others when it is lost."""
+        return Client(
+            transport=[_FakeTransport(fake) for fake in (self, *others)],
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            resume_timeout_s=resume_timeout_s,
+        )
 
-    def async_client(self, *, timeout_s: float = 10.0, connect_timeout_s: float = 0.0) -> AsyncClient:
-        return AsyncClient(transport=_FakeTransport(self), timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
+    def async_client(
+        self,
+        *others: FakeConductor,
+        timeout_s: float = 10.0,
+        connect_timeout_s: float = 0.0,
+        resume_timeout_s: float = 0.0,
+    ) -> AsyncClient:
+        """A client of this conductor, and of others when it is lost."""
+        return AsyncClient(
+            transport=[_FakeTransport(fake) for fake in (self, *others)],
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            resume_timeout_s=resume_timeout_s,
+        )
 
     def begin(self, request: pb.GenerateRequest, timeout_s: float) -> FakeCall:
         self.requests.append(request)
@@ -133,4 +162,5 @@ class _FakeTransport:
 
 def _default_script(request: pb.GenerateRequest) -> Script:
     limit = request.sampling.max_tokens or 3
-    return answer((1, 2, 3)[:limit], request_id=request.request_id or "fake")
+    start = request.from_position
+    return answer((1, 2, 3)[:limit], request_id=request.request_id or "fake", from_position=start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -93,7 +93,10 @@ class Collector:
         """The whole answer, once it has ended."""
         self.request_id = ""
         self.placements: list[Placement] = []
+        self.resumes = 0
+        """How often the stream was taken up again."""
         self._seed = 0
+        self._point: conductor_pb2.ResumePoint | None = None
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)  # by choice
         self._text: defaultdict[int, list[str]] = defaultdict(list)
 
@@ -101,6 +104,33 @@ class Collector:
     def started(self) -> bool:
         """Something has been received."""
         return bool(self.placements or self._tokens or self.result)
+
+    @property
+    def resumable(self) -> bool:
+        """The conductor has told how the stream is taken up again."""
+        return self._point is not None
+
+    def resume(self, request: conductor_pb2.GenerateRequest) -> conductor_pb2.GenerateRequest:
+        """The request with which the stream goes on behind what has come; at first the request itself.
+
+        Streams of one answer only: with several, conductors tell no way to resume.
+        """
+        if self._point is None:
+            return request
+        self.resumes += 1
+        again = conductor_pb2.GenerateRequest()
+        again.CopyFrom(request)
+        again.request_id, again.from_position = self.request_id, len(self._tokens[0])
+        again.sampling.seed = self._seed
+        again.resume.CopyFrom(
+            conductor_pb2.Resume(
+                point=self._point,
+                token_ids=self._tokens[0],
+                text_chars=sum(map(len, self._text[0])),
+                count=self.resumes,
+            )
+        )
+        return again
 
     def take(self, message: conductor_pb2.GenerateResponse) -> TokenEvent | None:
         """Take a message; returns an event when it holds one.
@@ -112,6 +142,7 @@ class Collector:
             case "placed":
                 self.request_id = message.placed.request_id
                 self._seed = message.placed.seed
+                self._point = message.placed.resume if message.placed.HasField("resume") else None
                 self.placements.append(placement(message.placed.placement))
             case "delta":
                 return self._delta(message.delta)
@@ -157,6 +188,7 @@ class Collector:
             seed=self._seed,
             placements=(*self.placements[:-1], last),
             choices=choices,
+            resumes=self.resumes,
         )
 
 
@@ -196,15 +228,6 @@ def gauges(message: conductor_pb2.ConductorStatsResponse) -> tuple[GaugeValue, .
         GaugeValue(gauge.name, gauge.value, gauge.at_rest if gauge.HasField("at_rest") else None)
         for gauge in message.gauges
     )
-
-
-def backoffs(connect_timeout_s: float, first_s: float = 0.05, last_s: float = 1.0) -> Iterable[float]:
-    """Pauses between attempts to reach the conductor, seconds, doubling, together at most `connect_timeout_s`."""
-    spent, pause = 0.0, first_s
-    while spent + pause <= connect_timeout_s:
-        yield pause
-        spent += pause
-        pause = min(pause * 2, last_s)
 
 
 def _instance(state: conductor_pb2.InstanceState) -> InstanceInfo:

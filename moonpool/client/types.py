@@ -54,7 +54,7 @@ class GenerateArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens counted. `cached_tokens` are prompt tokens whose KV was not computed anew."""
+    """Tokens counted. `cached_tokens` are prompt tokens whose KV was not computed anew; 0 of a resumed stream."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -63,7 +63,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds on the conductor's clock: to the first token, per further token, to the end, waiting, prefilling."""
+    """Seconds on the conductor's clock: to the first token, per further token, to the end, waiting, prefilling.
+
+    Of a resumed stream: since it was resumed the last time.
+    """
 
     ttft_s: float = 0.0
     tpot_s: float = 0.0
@@ -128,6 +131,8 @@ class GenerateResult:
     """Every placement the request had, the last one included: more than one when an instance failed on the way."""
     choices: tuple[Choice, ...] = ()
     """All answers, in the order of their numbers."""
+    resumes: int = 0
+    """How often the stream was lost with its conductor, or the connection to it, and taken up again."""
 
 
 @dataclass(frozen=True, slots=True)

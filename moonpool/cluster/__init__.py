@@ -2,5 +2,6 @@
 
 from moonpool.cluster.events import EventLog, HeldKeys
 from moonpool.cluster.join import JoinAgent
+from moonpool.cluster.joining import Bell, Joining
 
-__all__ = ["EventLog", "HeldKeys", "JoinAgent"]
+__all__ = ["Bell", "EventLog", "HeldKeys", "JoinAgent", "Joining"]

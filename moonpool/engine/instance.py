@@ -1,4 +1,4 @@
-"""Runs a prefill or decode instance: starts engine and server, joins the conductor, serves, drains. Torch-free."""
+"""Runs a prefill or decode instance: starts engine and server, joins the conductors, serves, drains. Torch-free."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from moonpool.cluster import HeldKeys, JoinAgent
+from moonpool.cluster import Bell, HeldKeys, Joining
 from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.handle import Engine
@@ -125,16 +125,16 @@ async def run_instance(
     async with contextlib.AsyncExitStack() as stack:
         channels = await stack.enter_async_context(Channels())
         engine = await stack.enter_async_context(start(setup.spec, start_timeout_s=config.start_timeout_s))
-        changed = asyncio.Event()
+        bell = Bell()
         instance = context.instance(kind, config.id, "")
         link = Link(setup.link_rate)
-        service, contract = build(InstanceContext(setup, engine, channels, link, instance, context.spans, changed.set))
+        service, contract = build(InstanceContext(setup, engine, channels, link, instance, context.spans, bell.ring))
         metrics = Metrics(config.service())
         metrics.watch(service.gauges())
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         server = await stack.enter_async_context(serving(config.listen, [contract]))
         instance.address = config.advertised(server.port)
-        agent = JoinAgent(
+        agent = Joining(
             channels,
             config.conductor,
             conductor_pb2.JoinHello(
@@ -149,7 +149,7 @@ async def run_instance(
             lambda: _events(service.manager),
             HeldKeys(1, lambda _: service.manager.keys()),
             service.drain,
-            changed=changed,
+            bell=bell,
         )
         lifecycle = _Lifecycle(service, agent, engine, server, config.drain_s)
         await lifecycle.run(context.stopping, lambda: context.announce(instance.address))
@@ -165,7 +165,7 @@ class _Lifecycle:
     """Serves, then drains; ends at once when the engine dies."""
 
     service: EngineService
-    agent: JoinAgent
+    agent: Joining
     engine: Engine
     server: RunningServer
     drain_s: float

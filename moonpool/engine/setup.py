@@ -18,7 +18,7 @@ from moonpool.checkpoint import (
     resolve_dtype,
     weights_fingerprint,
 )
-from moonpool.config import PeerAddress
+from moonpool.config import PeerAddresses
 from moonpool.core.draws import draw_bits
 from moonpool.cost import Speeds
 from moonpool.drive.config import CoreServiceConfig
@@ -40,7 +40,9 @@ WRITE_BACK_SHARE = 4
 class EngineConfig(CoreServiceConfig):
     """Flags that prefill and decode share."""
 
-    conductor: PeerAddress = Field(description="HOST:PORT of the conductor to join")
+    conductor: PeerAddresses = Field(
+        min_length=1, description="HOST:PORT of the conductor to join; of several conductors, all are joined"
+    )
     engine: str = Field(
         "real",
         description=f"'real', or '{SCHEME}PROFILE' to emulate compute: steps take the time that a profile (bundled "

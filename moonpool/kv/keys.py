@@ -24,6 +24,7 @@ BlockKey = NewType("BlockKey", bytes)
 KEY_BYTES = 32
 _TOKEN_BYTES = 4
 _NAMESPACE_CONTEXT = b"moonpool kv namespace v1"
+_ANSWER_CONTEXT = b"moonpool answer tokens"
 _ROOT_CONTEXT = b"moonpool kv chain root v1"
 
 
@@ -62,6 +63,11 @@ def block_keys(parent: bytes, token_ids: Sequence[int] | array[int], block_token
         parent = blake3(parent + data[start : start + size]).digest()
         keys.append(BlockKey(parent))
     return keys
+
+
+def tokens_digest(root: bytes, token_ids: Sequence[int] | array[int]) -> bytes:
+    """32-byte hash of an answer's tokens under their chain's root: equal for equal tokens of one tenant and model."""
+    return blake3(_field(_ANSWER_CONTEXT) + _field(root) + tokens_to_bytes(token_ids)).digest()
 
 
 def pack_keys(keys: Iterable[bytes]) -> bytes:

@@ -141,10 +141,11 @@ class GenerateRequest(_message.Message):
     SLO_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique in the cluster; drawn by the conductor when empty."""
     from_position: _builtins.int
-    """Where a broken stream is taken up again; only 0 is supported yet."""
+    """Position of the first token that is wanted: how many tokens `resume` has; 0 without it."""
     text: _builtins.str
     """Plain text, tokenised with the model's tokenizer and its special tokens."""
     tenant: _builtins.str
@@ -167,6 +168,12 @@ class GenerateRequest(_message.Message):
     def slo(self) -> Global___Slo:
         """What is expected of latency."""
 
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """Takes a lost stream up again, at this conductor or another one. The rest of the request must be what it was, with
+        the id and the seed that `Placed` has told. Only for one answer (`Sampling.n`).
+        """
+
     def __init__(
         self,
         *,
@@ -179,16 +186,93 @@ class GenerateRequest(_message.Message):
         slo: Global___Slo | None = ...,
         tenant: _builtins.str = ...,
         model: _builtins.str = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "slo", b"slo", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "from_position", b"from_position", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo", b"slo", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "from_position", b"from_position", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class ResumePoint(_message.Message):
+    """What is needed to go on with a request: clients keep what `Placed` told last, and give it back as it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.str
+    """The request's id at the decode instance."""
+    secret: _builtins.bytes
+    """Proves that it is the same client. Whoever has it, and the tenant, can read the answer."""
+    @_builtins.property
+    def placement(self) -> Global___Placement:
+        """Where it was placed."""
+
+    @_builtins.property
+    def target(self) -> _kv_pb2.TransferTarget:
+        """The decode instance's promise; unset when the first token was to be the last."""
+
+    def __init__(
+        self,
+        *,
+        placement: Global___Placement | None = ...,
+        target: _kv_pb2.TransferTarget | None = ...,
+        sequence: _builtins.str = ...,
+        secret: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "secret", b"secret", "sequence", b"sequence", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumePoint: _TypeAlias = ResumePoint  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """A client's part of a stream that was lost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POINT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_CHARS_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    text_chars: _builtins.int
+    """Characters (code points) of the answer's text so far."""
+    count: _builtins.int
+    """How often this request was resumed, this time included; from 1. The highest wins."""
+    @_builtins.property
+    def point(self) -> Global___ResumePoint:
+        """The last `Placed.resume`."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The answer's tokens so far."""
+
+    def __init__(
+        self,
+        *,
+        point: Global___ResumePoint | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        text_chars: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["point", b"point"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "point", b"point", "text_chars", b"text_chars", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class Placement(_message.Message):
@@ -284,6 +368,7 @@ class Placed(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     prompt_tokens: _builtins.int
@@ -294,6 +379,10 @@ class Placed(_message.Message):
     def placement(self) -> Global___Placement:
         """Where."""
 
+    @_builtins.property
+    def resume(self) -> Global___ResumePoint:
+        """For `GenerateRequest.resume`; unset when the request cannot be resumed: several answers are wanted (`Sampling.n`)."""
+
     def __init__(
         self,
         *,
@@ -301,10 +390,11 @@ class Placed(_message.Message):
         placement: Global___Placement | None = ...,
         prompt_tokens: _builtins.int = ...,
         seed: _builtins.int = ...,
+        resume: Global___ResumePoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "resume", b"resume", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -378,7 +468,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timing(_message.Message):
-    """Times measured on the conductor's clock."""
+    """Times measured on the conductor's clock; of a resumed stream since it was resumed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -53,9 +53,17 @@ class ReserveRequest(_message.Message):
     WRITE_BACK_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     CONDUCTOR_FIELD_NUMBER: _builtins.int
+    RESUME_SECRET_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     STARTS_IN_S_FIELD_NUMBER: _builtins.int
     tbt_slo_s: _builtins.float
     """Mean time between tokens the request expects, seconds; unset = no limit."""
+    resume_secret: _builtins.bytes
+    """Whoever knows it may take the started sequence over (`ResumeSequence`): 16 to 64 random bytes. Empty: nobody may, and
+    the sequence ends with its conductor. Must be empty when several answers are wanted (`Sampling.n`).
+    """
+    fence: _builtins.int
+    """How often the request's client has resumed its stream."""
     starts_in_s: _builtins.float
     """Predicted seconds until the sequence's first token: its time between tokens is wanted from then on. 0 = from now on."""
     @_builtins.property
@@ -82,11 +90,13 @@ class ReserveRequest(_message.Message):
         write_back: _kv_pb2.Instance | None = ...,
         replicas: _abc.Iterable[_kv_pb2.Instance] | None = ...,
         conductor: _kv_pb2.Instance | None = ...,
+        resume_secret: _builtins.bytes = ...,
+        fence: _builtins.int = ...,
         starts_in_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "conductor", b"conductor", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "conductor", b"conductor", "replicas", b"replicas", "sequence", b"sequence", "starts_in_s", b"starts_in_s", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "conductor", b"conductor", "fence", b"fence", "replicas", b"replicas", "resume_secret", b"resume_secret", "sequence", b"sequence", "starts_in_s", b"starts_in_s", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tbt_slo_s: _TypeAlias = _typing.Literal["tbt_slo_s"]  # noqa: Y015
     _WhichOneofArgType__tbt_slo_s: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s"]  # noqa: Y015
@@ -440,25 +450,48 @@ Global___CancelSequence: _TypeAlias = CancelSequence  # noqa: Y015
 
 @_typing.final
 class ResumeSequence(_message.Message):
-    """Send a sequence's tokens again from a position. Not built yet."""
+    """Take a started sequence over, or read what is kept of one that has ended. Its tokens come from the position on, then
+    go on as they are generated. `SequenceFailed` where it is not known (any more), `SequenceFenced` where it may not be
+    taken.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     FROM_POSITION_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     from_position: _builtins.int
     """First output position wanted."""
+    transfer_id: _builtins.int
+    """The transfer's id."""
+    generation: _builtins.int
+    """Its generation."""
+    fence: _builtins.int
+    """How often the request's client has resumed its stream, this time included. The higher one wins."""
+    secret: _builtins.bytes
+    """What `ReserveRequest.resume_secret` said."""
+    digest: _builtins.bytes
+    """Hash of the answer's tokens before the position (`moonpool.kv.keys.tokens_digest`): both sides mean the same answer."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         from_position: _builtins.int = ...,
+        transfer_id: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        fence: _builtins.int = ...,
+        secret: _builtins.bytes = ...,
+        digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_position", b"from_position", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "fence", b"fence", "from_position", b"from_position", "generation", b"generation", "request_id", b"request_id", "secret", b"secret", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -557,6 +590,28 @@ class SequenceCancelled(_message.Message):
 Global___SequenceCancelled: _TypeAlias = SequenceCancelled  # noqa: Y015
 
 @_typing.final
+class SequenceFenced(_message.Message):
+    """Another conductor has the sequence, by a higher fence: who is told this does nothing more for the request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceFenced: _TypeAlias = SequenceFenced  # noqa: Y015
+
+@_typing.final
 class StepsResponse(_message.Message):
     """To a conductor: everything that happened in one step."""
 
@@ -565,6 +620,7 @@ class StepsResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
+    FENCED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceTokens]:
         """New tokens."""
@@ -577,16 +633,21 @@ class StepsResponse(_message.Message):
     def cancelled(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceCancelled]:
         """Answers to cancels."""
 
+    @_builtins.property
+    def fenced(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceFenced]:
+        """Sequences that another conductor has."""
+
     def __init__(
         self,
         *,
         tokens: _abc.Iterable[Global___SequenceTokens] | None = ...,
         failed: _abc.Iterable[Global___SequenceFailed] | None = ...,
         cancelled: _abc.Iterable[Global___SequenceCancelled] | None = ...,
+        fenced: _abc.Iterable[Global___SequenceFenced] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "failed", b"failed", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "failed", b"failed", "fenced", b"fenced", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,18 +17,40 @@ LENGTH = kv_pb2.FINISH_REASON_LENGTH
 
 @dataclass(slots=True)
 class Choice:
-    """One of the answers to a request. `finish` is set with its last token."""
+    """One of the answers to a request. `finish` is set with its last token.
+
+    Of a client that has resumed: `resumed_at` counts the tokens that it had, `owed` is text that it lacks, and `ahead`
+    counts the characters that it has beyond the text of its tokens.
+    """
 
     request: Request
     index: int
     text: AnswerText
     tokens: array[int] = field(default_factory=lambda: array("i"))
     finish: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
+    resumed_at: int = 0
+    owed: str = ""
+    ahead: int = 0
+
+    def resume(self, token_ids: Sequence[int], text_chars: int) -> None:
+        """Go on from what a client has; it has all text that was certain with its tokens, and maybe the answer's rest.
+
+        `finish` is set when its tokens complete the answer.
+        """
+        known = self.extend(token_ids)
+        text = known.text if known is not None else ""
+        self.owed, self.ahead = text[text_chars:], max(0, text_chars - len(text))
+        self.resumed_at = len(self.tokens)
 
     @property
     def remaining(self) -> int:
         """Largest number of tokens still to come."""
         return self.request.max_tokens - len(self.tokens)
+
+    @property
+    def new(self) -> int:
+        """Tokens so far, less those that a client had that has resumed."""
+        return len(self.tokens) - self.resumed_at
 
     def unknown(self, position: int, token_ids: Sequence[int]) -> Sequence[int]:
         """Those of some tokens, from a position on, that are not known yet; none when the answer is complete.
@@ -65,15 +87,24 @@ class Choice:
         taken = self.tokens[position:]
         if not taken:
             return None
-        return conductor_pb2.TokenDelta(position=position, token_ids=taken, text=text, choice=self.index)
+        return conductor_pb2.TokenDelta(position=position, token_ids=taken, text=self._untold(text), choice=self.index)
 
     def end(self, reason: kv_pb2.FinishReason.ValueType) -> conductor_pb2.TokenDelta | None:
         """End the answer for a reason from outside; returns held-back text, None for none."""
         if self.finish:
             return None
         self.finish = reason
-        text = self.text.end()
+        return self.rest(self.text.end())
+
+    def rest(self, text: str = "") -> conductor_pb2.TokenDelta | None:
+        """Text that comes without tokens: this one, and what a client that resumed still lacks; None for none."""
+        text = self._untold(text)
         return conductor_pb2.TokenDelta(position=len(self.tokens), text=text, choice=self.index) if text else None
+
+    def _untold(self, text: str) -> str:
+        """New text, less what a client that resumed has already, after what it lacks."""
+        new, self.owed, self.ahead = self.owed + text[self.ahead :], "", max(0, self.ahead - len(text))
+        return new
 
     def finished(self) -> conductor_pb2.FinishedChoice:
         """Its end."""
@@ -104,6 +135,11 @@ class Answer:
         return sum(len(choice.tokens) for choice in self.choices)
 
     @property
+    def new(self) -> int:
+        """Those of them that a client that has resumed did not have."""
+        return sum(choice.new for choice in self.choices)
+
+    @property
     def finish(self) -> kv_pb2.FinishReason.ValueType:
         """Set when all answers are complete: the first one's."""
         whole = all(choice.finish for choice in self.choices)
@@ -111,13 +147,13 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from the arrival to the first token; 0 before it."""
-        return self.first_token_at - self.arrived if self.tokens else 0.0
+        """Seconds from the arrival to the first (new) token; 0 before it."""
+        return self.first_token_at - self.arrived if self.new else 0.0
 
     @property
     def tpot_s(self) -> float:
         """Mean seconds between two tokens of the longest answer; 0 before the second one."""
-        count = max(len(choice.tokens) for choice in self.choices)
+        count = max(choice.new for choice in self.choices)
         return (self.last_token_at - self.first_token_at) / (count - 1) if count > 1 else 0.0
 
     @property
@@ -141,7 +177,7 @@ class Answer:
 
     def extend(self, choice: int, token_ids: Sequence[int], now: float) -> conductor_pb2.TokenDelta | None:
         """Take tokens of an answer; see `Choice.extend`."""
-        first, delta = not self.tokens, self.choices[choice].extend(token_ids)
+        first, delta = not self.new, self.choices[choice].extend(token_ids)
         if delta is not None:
             self.first_token_at = now if first else self.first_token_at
             self.last_token_at = now

@@ -5,6 +5,7 @@ Each call that is started posts exactly one `Ended`.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import grpc.aio
 
 from moonpool.core.kernel import Ended
 from moonpool.errors import MoonpoolError, StreamBroken
-from moonpool.kv.keys import KEY_BYTES
+from moonpool.kv.keys import KEY_BYTES, tokens_digest
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.telemetry.logs import get_logger
@@ -23,6 +24,7 @@ from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import (
     Accepted,
+    Adopt,
     Delivered,
     Event,
     FirstToken,
@@ -94,6 +96,8 @@ class Calls:
             sequence=serving.spec(order.sequence), tbt_slo_s=order.tbt_slo_s, starts_in_s=order.starts_in_s
         )
         request.conductor.CopyFrom(self._steps.conductor)
+        request.resume_secret, resumed = serving.secret, serving.ask.resumed
+        request.fence = resumed.fence if resumed is not None else 0
         stores = [instance for store in order.stores if (instance := self._find(store)) is not None]
         if stores:
             request.write_back.CopyFrom(stores[0])
@@ -173,14 +177,38 @@ class Calls:
 
     def start(self, order: Start, serving: Serving) -> None:
         """Starts a sequence at decode with the answer's last token, and follows it."""
-        steps, target = self._steps.get(decode_proto(order.target)), target_proto(order.target)
+        steps, following = self._follow(order, serving)
+        steps.start(order.sequence, target_proto(order.target), serving.answer.next_tokens)
+        following.stop_complete()
+
+    def adopt(self, order: Adopt, serving: Serving) -> None:
+        """Takes a sequence over where it runs, and follows it."""
+        decode = self._find(order.target.decode)
+        if decode is None or decode.incarnation != order.target.incarnation:
+            self._post(Ended(order.io, Failure(Kind.UNAVAILABLE, f"{order.target.decode} has left")))
+            return
+        steps, _ = self._follow(replace(order, target=replace(order.target, address=decode.address)), serving)
+        answer = serving.answer
+        steps.resume(
+            decode_pb2.ResumeSequence(
+                request_id=order.sequence,
+                from_position=order.position,
+                transfer_id=order.target.transfer_id,
+                generation=order.target.generation,
+                fence=order.fence,
+                secret=serving.secret,
+                digest=tokens_digest(answer.request.chain_root, answer.continued[: order.position]),
+            )
+        )
+
+    def _follow(self, order: Start | Adopt, serving: Serving) -> tuple[StepsStream, "_Following"]:
+        steps = self._steps.get(decode_proto(order.target))
         self._cancels[order.io] = lambda: self._end_sequence(order, steps, None, tell=True)
         end = partial(self._end_sequence, order, steps)
-        stop = partial(steps.cancel, order.sequence, target)
+        stop = partial(steps.cancel, order.sequence, target_proto(order.target))
         following = _Following(order.io, serving, self._post, end, stop)
         steps.subscribe(order.sequence, following)
-        steps.start(order.sequence, target, serving.answer.next_tokens)
-        following.stop_complete()
+        return steps, following
 
     def renew(self, order: Renew) -> None:
         """Keeps a promise."""
@@ -190,7 +218,7 @@ class Calls:
         """Gives a promise back."""
         self._steps.get(decode_proto(order.target)).cancel(order.sequence, target_proto(order.target))
 
-    def _end_sequence(self, order: Start, steps: StepsStream, result: Result, *, tell: bool) -> None:
+    def _end_sequence(self, order: Start | Adopt, steps: StepsStream, result: Result, *, tell: bool) -> None:
         """A sequence is over; `tell` when decode does not know it."""
         if self._cancels.pop(order.io, None) is None:
             return

@@ -59,6 +59,12 @@ class ConductorConfig(CoreServiceConfig):
         ge=0,
         description="seconds a request may wait for room at decode, within its TTFT limit, before it is refused",
     )
+    adopt_wait_s: float = Field(
+        5.0,
+        ge=0,
+        description="seconds a resumed request waits for the decode instance where it ran to join this conductor, "
+        "before it is placed anew",
+    )
     record_trace: Path | None = Field(
         None,
         description="file for a trace of all requests that the simulator reads: times, lengths and keyed hashes of "

@@ -9,6 +9,7 @@ from services.conductor.answer import Answer
 from services.conductor.calls import Calls
 from services.conductor.core.messages import (
     Action,
+    Adopt,
     Announce,
     Arrived,
     Ask,
@@ -32,6 +33,7 @@ from services.conductor.explain import Decisions, placement
 from services.conductor.predictions import Predictions
 from services.conductor.recording import Opened, Recording
 from services.conductor.request import Request
+from services.conductor.resume import Resume, secret_for
 from services.conductor.serving import Serving
 from services.conductor.translate import error_of
 
@@ -71,8 +73,8 @@ class Desk:
     def __len__(self) -> int:
         return len(self._serving)
 
-    def open(self, answer: Answer, deadline: float) -> Serving:
-        """Takes a request in; `deadline` is in seconds of `time.monotonic()`."""
+    def open(self, answer: Answer, deadline: float, resume: Resume | None = None) -> Serving:
+        """Takes a request in, new or resumed; `deadline` is in seconds of `time.monotonic()`."""
         request = answer.request
         ask = Ask(
             number=next(self._numbers),
@@ -85,12 +87,16 @@ class Desk:
             arrived=answer.arrived,
             deadline=deadline,
             tenant=request.tenant,
+            resumed=resume.resumed if resume is not None else None,
         )
-        serving = Serving(ask, answer, self._first_token, list(request.prompt_keys))
+        serving = Serving(ask, answer, self._first_token, list(request.prompt_keys), secret_for(request, resume))
         self._serving[ask.number] = serving
-        if self._recording is not None:
+        if resume is not None:
+            serving.placement.CopyFrom(resume.placement)
+            serving.rehash()
+        elif self._recording is not None:
             self._recording.opened(opened(ask, request))
-        self._post(Arrived(ask, request.prompt_keys))
+        self._post(Arrived(ask, tuple(serving.keys)))
         return serving
 
     def gone(self, serving: Serving) -> None:
@@ -116,6 +122,11 @@ class Desk:
                 serving = self._serving[action.request]
                 serving.started = True
                 self._calls.start(action, serving)
+            case Adopt():
+                serving = self._serving[action.request]
+                serving.started = True
+                self._decisions.placed(serving.ask.id, serving.placement, ())
+                self._calls.adopt(action, serving)
             case Renew():
                 self._calls.renew(action)
             case Undo():
@@ -127,10 +138,11 @@ class Desk:
 
     def _tell(self, action: Announce | Rehash | Complete | Fail | Drop, serving: Serving) -> None:
         match action:
-            case Announce(_, plan, decode, waited_s):
+            case Announce(_, plan, sequence, target, waited_s):
+                decode = target.decode if target is not None else ""
                 placed = placement(plan, decode, waited_s, serving.promised_tbt_s.get(decode, 0.0))
                 self._decisions.placed(serving.ask.id, placed, plan.candidates)
-                serving.placed(placed)
+                serving.placed(placed, sequence, target)
                 return
             case Rehash():
                 self._rehash(action, serving)

@@ -141,7 +141,6 @@ def _check_envelope(message: conductor_pb2.GenerateRequest, served: Served) -> N
     _require("request_id", printable, f"printable characters other than {ATTEMPT_MARK!r} only")
     _require("tenant", len(message.tenant) <= MAX_TENANT_CHARS, f"at most {MAX_TENANT_CHARS} characters")
     _require("model", message.model in ("", served.name), f"only {served.name!r} is served, not {message.model!r}")
-    _require("from_position", message.from_position == 0, "resuming a stream is not supported yet")
 
 
 def _read_prompt(message: conductor_pb2.GenerateRequest, served: Served) -> array[int]:

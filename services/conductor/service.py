@@ -69,7 +69,14 @@ async def conductor(
 
 
 def _core(config: ConductorConfig) -> ConductorCore:
-    limits = Limits(config.retries, config.recovery_s, config.room_wait_s, config.reserve_timeout_s, config.admission)
+    limits = Limits(
+        retries=config.retries,
+        recovery_s=config.recovery_s,
+        room_wait_s=config.room_wait_s,
+        reserve_timeout_s=config.reserve_timeout_s,
+        admission=config.admission,
+        adopt_wait_s=config.adopt_wait_s,
+    )
     return ConductorCore(limits, Picture(config.max_index_keys, config.balancing_threshold, config.kvstore_replicas))
 
 

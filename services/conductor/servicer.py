@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -24,13 +25,25 @@ from services.conductor.core.conductor import ConductorCore
 from services.conductor.desk import Desk
 from services.conductor.explain import Decisions
 from services.conductor.join import JoinServer
+from services.conductor.outgoing import Outgoing
 from services.conductor.request import Served, read_request
+from services.conductor.resume import Resume, read_resume
+from services.conductor.serving import Serving
 
 _GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, conductor_pb2.GenerateResponse]
 
-
 QUEUE_FULL_RETRY_S = 1.0
 TRACEPARENT = "traceparent"
+TAKE_OVER_S = 5.0
+"""How long the call of a request that is resumed here may take to end."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request whose call has not ended; `serving` once it was read."""
+
+    serving: Serving | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ConductorServicer:
@@ -58,11 +71,12 @@ class ConductorServicer:
         self._spans = spans
         self._joins = JoinServer(cluster, config.heartbeat_s)
         self._instance = kv_pb2.Instance(kind=kv_pb2.INSTANCE_KIND_CONDUCTOR)
-        self._running: set[str] = set()
+        self._running: dict[str, _Running] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
         self._served = 0
+        self._resumed = 0
         self.gauges = self._make_gauges()
 
     def set_instance(self, instance: kv_pb2.Instance) -> None:
@@ -87,16 +101,18 @@ class ConductorServicer:
         if self._draining:
             raise Unavailable("this conductor is draining")
         self._check_queue()
+        await self._take_over(request)
         if request_id in self._running:
             raise InvalidRequest("request_id", f"{request_id!r} is running already")
-        self._running.add(request_id)
+        running = self._running[request_id] = _Running()
         self._idle.clear()
         try:
             with self._spans.span("generate", request=request_id, **_trace(context)):
                 await self._generate(request, request_id, arrived, context)
             self._served += 1
         finally:
-            self._running.remove(request_id)
+            del self._running[request_id]
+            running.over.set()
             if not self._running:
                 self._idle.set()
 
@@ -109,7 +125,15 @@ class ConductorServicer:
         request = await loop.run_in_executor(
             self._tokenizing, read_request, message, served, request_id, lambda: secrets.randbits(64)
         )
-        serving = self._desk.open(Answer.begin(request, served, arrived), deadline)
+        resume, answer = read_resume(message, request, served), Answer.begin(request, served, arrived)
+        if resume is not None:
+            self._resumed += 1
+            await loop.run_in_executor(self._tokenizing, answer.choices[0].resume, resume.tokens, resume.text_chars)
+            if answer.finish:
+                await _tell_end(answer, resume, context)
+                return
+        serving = self._desk.open(answer, deadline, resume)
+        self._running[request_id].serving = serving
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 async for response in serving.outgoing:
@@ -118,6 +142,22 @@ class ConductorServicer:
             raise DeadlineExceeded("the request took longer than it may") from None
         finally:
             self._desk.gone(serving)
+
+    async def _take_over(self, message: conductor_pb2.GenerateRequest) -> None:
+        """Ends a request that its own client resumes: its connection was lost, and that was not seen here yet."""
+        running = self._running.get(message.request_id)
+        serving = running.serving if running is not None else None
+        if running is None or serving is None or not message.HasField("resume"):
+            return
+        resume, before = message.resume, serving.ask.resumed
+        same = secrets.compare_digest(resume.point.secret, serving.secret)
+        if same and resume.count > (before.fence if before is not None else 0):
+            self._desk.gone(serving)
+            try:
+                async with asyncio.timeout(TAKE_OVER_S):
+                    await running.over.wait()
+            except TimeoutError:
+                raise Unavailable("the request's earlier call has not ended yet") from None
 
     def _check_queue(self) -> None:
         if len(self._running) >= self._config.max_queue:
@@ -184,6 +224,7 @@ class ConductorServicer:
             [
                 ("requests_running", lambda: len(self._running), 0),
                 ("requests_served", lambda: self._served, None),
+                ("requests_resumed", lambda: self._resumed, None),
                 ("steps_sequences", lambda: cluster.steps.sequences, 0),
                 ("requests_followed", lambda: len(requests), 0),
                 ("calls_out", lambda: requests.calls, 0),
@@ -201,6 +242,15 @@ class ConductorServicer:
                 *process_entries(),
             ]
         )
+
+
+async def _tell_end(answer: Answer, resume: Resume, context: _GenerateContext) -> None:
+    """A client has all tokens, and lacks only the end."""
+    outgoing = Outgoing()
+    outgoing.delta(answer.choices[0].rest())
+    outgoing.finished(answer.finished(resume.placement, answer.arrived))
+    async for response in outgoing:
+        await context.write(response)
 
 
 def _trace(context: _GenerateContext) -> dict[str, object]:

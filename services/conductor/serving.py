@@ -8,8 +8,9 @@ from moonpool.errors import StreamBroken
 from moonpool.kv.keys import BlockKey
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.conductor.answer import Answer
-from services.conductor.core.messages import Ask, Finish
+from services.conductor.core.messages import Ask, Finish, Target
 from services.conductor.outgoing import Outgoing
+from services.conductor.resume import resume_point
 from services.conductor.translate import FINISHES
 
 
@@ -23,6 +24,7 @@ class Serving:
         first_seen: is told of the first token.
         outgoing: what its client is to be told.
         keys: of all full blocks of the prompt and the tokens at the last placement.
+        secret: who knows it may resume the request; b"" = nobody.
         placement: the last one; `placements` how many there were.
         promised_tbt_s: predicted seconds between tokens, by the decode instance that has promised room.
         started: decode was told to start there.
@@ -32,6 +34,7 @@ class Serving:
     answer: Answer
     first_seen: Callable[["Serving"], None]
     keys: list[BlockKey]
+    secret: bytes
     outgoing: Outgoing = field(default_factory=Outgoing)
     placement: conductor_pb2.Placement = field(default_factory=conductor_pb2.Placement)
     placements: int = 0
@@ -58,8 +61,8 @@ class Serving:
         self.keys = self.answer.request.keys_with(self.answer.continued)
         return self._hashed
 
-    def placed(self, placement: conductor_pb2.Placement) -> None:
-        """Tells the client where its request goes."""
+    def placed(self, placement: conductor_pb2.Placement, sequence: str, target: Target | None) -> None:
+        """Tells the client where its request goes, and how to resume it if it can be."""
         request = self.answer.request
         self.placement, self.started = placement, False
         self.placements += 1
@@ -69,6 +72,7 @@ class Serving:
                 placement=placement,
                 prompt_tokens=len(request.prompt),
                 seed=request.sampling.seed or 0,
+                resume=resume_point(self.secret, placement, sequence, target) if self.secret else None,
             )
         )
 

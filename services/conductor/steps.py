@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from moonpool.errors import MoonpoolError, StreamBroken
+from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken
 from moonpool.rpc.channels import Channels
 from moonpool.streams.calling import ClientStream
 from moonpool.telemetry.logs import get_logger
@@ -122,6 +122,10 @@ class StepsStream:
         )
         self._send(decode_pb2.StepsRequest(start=start))
 
+    def resume(self, message: decode_pb2.ResumeSequence) -> None:
+        """Ask decode for a sequence that was another conductor's."""
+        self._send(decode_pb2.StepsRequest(resume=message))
+
     def cancel(self, sequence_id: str, target: kv_pb2.TransferTarget, choice: int | None = None) -> None:
         """Tell decode that a sequence, or the promise for it, is no longer wanted; or one of its answers."""
         cancel = decode_pb2.CancelSequence(
@@ -175,6 +179,11 @@ class StepsStream:
             follower = self._followers.pop(failed.request_id, None)
             if follower is not None:
                 follower.fail(StreamBroken(f"{self.decode.id} cannot go on: {failed.reason}"))
+
+        for fenced in response.fenced:
+            follower = self._followers.pop(fenced.request_id, None)
+            if follower is not None:
+                follower.fail(InvalidRequest("resume.count", "another conductor has the request, by a higher count"))
 
     def _hand_on(self, tokens: decode_pb2.SequenceTokens) -> None:
         reason, sequence_id = tokens.finish_reason, tokens.request_id

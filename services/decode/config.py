@@ -32,6 +32,18 @@ class DecodeConfig(EngineConfig):
     assumed_answer_tokens: int = Field(
         256, ge=1, description="length that answers are expected to have until some have been seen"
     )
+    grace_s: float = Field(
+        5.0,
+        ge=0,
+        description="seconds for which a sequence runs on when its conductor is lost; then it gives up its KV",
+    )
+    log_ttl_s: float = Field(
+        60.0,
+        ge=0,
+        description="seconds for which the tokens of such a sequence, and of sequences that have ended, are kept for "
+        "clients that resume their streams",
+    )
+    log_bytes: int = Field(16 << 20, ge=0, description="bytes of all tokens that are kept; the oldest go first")
     preempt_every: int = Field(
         0,
         ge=0,

@@ -88,9 +88,14 @@ class DecodeInstance:
         tbt_slo_s: float,
         conductor: kv_pb2.Instance | None,
         starts_in_s: float,
+        *,
+        secret: bytes = b"",
+        fence: int = 0,
     ) -> tuple[LiveRequest, float]:
         """Promises room; see `DecodeShell.reserve`."""
-        promised, predicted_s = self.shell.reserve(incoming, stores, tbt_slo_s, conductor, starts_in_s)
+        promised, predicted_s = self.shell.reserve(
+            incoming, stores, tbt_slo_s, conductor, starts_in_s, secret=secret, fence=fence
+        )
         self.taken += 1
         return promised, predicted_s
 
@@ -159,6 +164,10 @@ class DecodeInstance:
                 ("sequences_parked", lambda: core.count(*PARKED), 0),
                 ("sequences_catching_up", lambda: len(core.planner.catching), 0),
                 ("requests", lambda: len(shell), 0),
+                ("sequences_orphaned", lambda: len(core.orphans), 0),
+                ("sequences_adopted", lambda: shell.log.adopted, None),
+                ("logs", lambda: len(core.orphans.logs), None),
+                ("log_bytes", lambda: core.orphans.logs.bytes, None),
                 ("steps_in_flight", lambda: shell.step_in_flight, 0),
                 ("transfers_promised", lambda: shell.count(TransferState.PROMISED), 0),
                 ("transfers_receiving", lambda: shell.count(TransferState.RECEIVING), 0),
@@ -226,5 +235,8 @@ def core_config(context: InstanceContext, config: DecodeConfig) -> CoreConfig:
         step_tokens=config.step_tokens,
         swap_blocks=config.swap_bytes // layout.block_bytes,
         assumed_answer_tokens=config.assumed_answer_tokens,
+        grace_s=config.grace_s,
+        log_ttl_s=config.log_ttl_s,
+        log_bytes=config.log_bytes,
         preempt_every=config.preempt_every,
     )

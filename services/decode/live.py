@@ -6,11 +6,14 @@ from dataclasses import dataclass, field, replace
 
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.kv.keys import BlockKey, block_keys, tokens_to_bytes
+from moonpool.kv.layout import KVLayout
 from moonpool.sched.sampling import SequenceSampling
 from moonpool.sched.steps import History, SequenceStep
 from moonpool.streams.transfer import InboundTransfer, TransferState
 from moonpool.v1 import kv_pb2
 from services.decode.subscriber import Subscriber
+
+MAX_GENERATION = (1 << 32) - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +28,7 @@ class LiveSequence:
         table: its blocks, as the core has said.
         tokens: prompt and answer, once it was started; grows by each step.
         history: the same for engines that check what blocks hold.
+        finish: why it has ended by itself.
         stopped: the conductor has all that it wants of it: it is told no more, and ends with its next token.
     """
 
@@ -32,6 +36,7 @@ class LiveSequence:
     choice: int
     keys: list[BlockKey]
     sampling: SequenceSampling
+    finish: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
     table: tuple[int, ...] = ()
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     history: History | None = None
@@ -56,7 +61,14 @@ class LiveSequence:
     def append(self, token: int, max_tokens: int) -> kv_pb2.FinishReason.ValueType:
         """Takes the next token; returns why the answer ends with it, unspecified when it goes on."""
         self.tokens.append(token)
-        return kv_pb2.FINISH_REASON_STOP if self.stopped else self.sampling.finish(self.tokens, max_tokens)
+        self.finish = kv_pb2.FINISH_REASON_STOP if self.stopped else self.sampling.finish(self.tokens, max_tokens)
+        return self.finish
+
+    def bound(self, blocks: tuple[int, ...]) -> None:
+        """Has these blocks now."""
+        self.table, transfer = blocks, self.request.transfer
+        if transfer.state is TransferState.PROMISED:
+            transfer.bind(blocks)
 
     def parent(self, index: int) -> BlockKey:
         """Key of the block before the one at `index`."""
@@ -81,11 +93,11 @@ class LiveSequence:
             history=self.history,
         )
 
-    def tell(self, position: int, token_ids: list[int], reason: kv_pb2.FinishReason.ValueType) -> None:
-        """Tells the conductor of tokens, if it wants them."""
+    def tell(self, position: int, token_ids: list[int]) -> None:
+        """Tells the conductor of tokens, and of the end if it has come, if it wants them."""
         request = self.request
         if request.subscriber is not None and not self.stopped:
-            request.subscriber.tokens(request.request_id, position, token_ids, reason, self.choice)
+            request.subscriber.tokens(request.request_id, position, token_ids, self.finish, self.choice)
             request.subscriber.flush()
 
 
@@ -98,8 +110,10 @@ class LiveRequest:
         stores: kvstores for the answer's full blocks.
         transfer: the KV that comes.
         heard_at: when the core was last told that its transfer lives.
+        secret: who knows it may resume the request; b"" = nobody. One with several answers has none.
         sequences: its answers.
         ending: the core lets it go: nothing is taken for it and nothing told any more.
+        why: it ends early.
         subscriber: gets its tokens; set when it is started.
         send_verdict: tells the sender of the KV how the transfer has ended; set when the blocks are bound.
     """
@@ -108,8 +122,10 @@ class LiveRequest:
     stores: Sequence[kv_pb2.Instance]
     transfer: InboundTransfer
     heard_at: float
+    secret: bytes = b""
     sequences: list[LiveSequence] = field(default_factory=list)
     ending: bool = False
+    why: str = ""
     subscriber: Subscriber | None = None
     send_verdict: Callable[[InboundTransfer], None] | None = None
 
@@ -142,3 +158,40 @@ class LiveRequest:
     def started(self) -> bool:
         """Whether its first tokens are known."""
         return bool(self.sequences[0].tokens)
+
+    def end(self, why: str) -> None:
+        """Ends early, and tells whoever waits for it."""
+        self.ending, self.why = True, why
+        self.transfer.fail(why)
+        if self.send_verdict is not None and not self.complete:
+            self.send_verdict(self.transfer)
+        if self.subscriber is not None:
+            self.subscriber.failed(self.request_id, why)
+            self.subscriber = None
+
+
+class LiveRequests:
+    """The requests that run, and their sequences, by the core's names."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, LiveRequest] = {}
+        self.sequences: dict[int, LiveSequence] = {}
+
+    def add(self, live: LiveRequest) -> None:
+        """One more."""
+        self.requests[live.id] = live
+        self.sequences |= {sequence.id: sequence for sequence in live.sequences}
+
+    def take(self, number: int) -> LiveRequest:
+        """One less."""
+        live = self.requests.pop(number)
+        for sequence in live.sequences:
+            del self.sequences[sequence.id]
+        return live
+
+
+def promised_transfer(layout: KVLayout, number: int, tokens: int, held: int) -> InboundTransfer:
+    """The transfer of a request's KV, of which `held` leading blocks are there."""
+    blocks = layout.blocks_for(tokens)
+    last = layout.valid_tokens(tokens, blocks - 1)
+    return InboundTransfer(number, number % MAX_GENERATION + 1, layout, blocks, held, last)

@@ -7,7 +7,7 @@ from typing import Any
 import grpc.aio
 
 from moonpool.cluster.instances import check_instance
-from moonpool.errors import InvalidRequest, Unavailable, Unsupported
+from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.rpc.writing import write_each
 from moonpool.streams.outbox import STALL_S
@@ -21,6 +21,7 @@ from services.decode.receiver import Receiver
 from services.decode.subscriber import Subscriber
 
 MAX_STORES = 16
+SECRET_BYTES = (16, 64)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -44,8 +45,17 @@ class DecodeServicer:
         if not 0 <= request.starts_in_s < math.inf:
             raise InvalidRequest("starts_in_s", "must be finite and not negative")
         incoming = instance.setup.incoming(request.sequence)
+        _check_secret(request, incoming.choices)
         conductor = request.conductor if request.HasField("conductor") else None
-        promised, predicted = instance.reserve(incoming, stores, request.tbt_slo_s, conductor, request.starts_in_s)
+        promised, predicted = instance.reserve(
+            incoming,
+            stores,
+            request.tbt_slo_s,
+            conductor,
+            request.starts_in_s,
+            secret=request.resume_secret,
+            fence=request.fence,
+        )
         return decode_pb2.ReserveResponse(
             target=self._target(promised),
             lease_s=instance.core.config.lease_s,
@@ -90,6 +100,14 @@ def _stores(request: decode_pb2.ReserveRequest) -> list[kv_pb2.Instance]:
     for index, replica in enumerate(request.replicas):
         check_instance(replica, f"replicas[{index}]")
     return [*stores, *request.replicas]
+
+
+def _check_secret(request: decode_pb2.ReserveRequest, choices: int) -> None:
+    least, most = SECRET_BYTES
+    if request.resume_secret and choices > 1:
+        raise InvalidRequest("resume_secret", "must be empty: several answers (sampling.n) cannot be resumed")
+    if request.resume_secret and not least <= len(request.resume_secret) <= most:
+        raise InvalidRequest("resume_secret", f"must have {least} to {most} bytes, or none")
 
 
 class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
@@ -142,9 +160,10 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
             case "cancel" if message.cancel.HasField("choice"):
                 self._instance.shell.stop(message.cancel)
             case "cancel":
-                self._subscriber.cancelled(message.cancel.request_id, self._instance.shell.cancel(message.cancel))
+                outcome = self._instance.shell.cancel(self._subscriber, message.cancel)
+                self._subscriber.cancelled(message.cancel.request_id, outcome)
             case "resume":
-                raise Unsupported("resuming a sequence is not built yet")
+                self._instance.shell.resume(self._subscriber, message.resume)
             case other:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
@@ -168,7 +187,7 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
         self._subscriber.close()
 
     def end(self) -> None:
-        """The conductor's sequences end."""
+        """The conductor's sequences end, or wait for another conductor."""
         self._instance.subscribers.discard(self._subscriber)
         self._instance.shell.unsubscribe(self._subscriber)
 

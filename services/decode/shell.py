@@ -21,16 +21,21 @@ from services.decode.copies import Copies
 from services.decode.core.machine import DecodeCore
 from services.decode.core.messages import (
     Action,
+    Adopt,
+    Adopted,
     Arrived,
     Died,
     Ending,
     Event,
+    Fenced,
     Finish,
+    Forget,
     Gone,
     Grew,
     Heard,
     Load,
     Open,
+    Parked,
     Promised,
     Refused,
     Reserve,
@@ -47,12 +52,12 @@ from services.decode.core.messages import (
     Table,
 )
 from services.decode.limits import sequence_lengths
-from services.decode.live import LiveRequest, LiveSequence
+from services.decode.live import LiveRequest, LiveRequests, LiveSequence, promised_transfer
 from services.decode.subscriber import Subscriber
+from services.decode.token_log import TokenLog
 
 log = get_logger(__name__)
 
-MAX_GENERATION = (1 << 32) - 1
 HEARD_PER_LEASE = 8  # the core is told that a transfer lives so often in a lease, not with every frame
 
 
@@ -91,12 +96,12 @@ class DecodeShell:
         self._spans = spans
         self.notify = notify
         self._driver: Driver[Event, Action] = Driver(core, self._perform, clock=clock, journal=journal)
-        self._live: dict[int, LiveRequest] = {}
-        self._sequences: dict[int, LiveSequence] = {}
+        self._live = LiveRequests()
         self._next = 1
         self._answers: dict[int, Promised | Refused] = {}
         self._streams: dict[Subscriber, int] = {}
         self._stream_numbers = itertools.count(1)
+        self.log = TokenLog(self._live, self._streams)
         self._order: Run | None = None
         self._wake = asyncio.Event()
         self.copies = Copies(engine.pool, write_back, open_reader, self._post, clock)
@@ -106,10 +111,10 @@ class DecodeShell:
         self.steps = 0
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._live.requests)
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        return iter(list(self._live.values()))
+        return iter(list(self._live.requests.values()))
 
     @property
     def step_in_flight(self) -> bool:
@@ -118,7 +123,7 @@ class DecodeShell:
 
     def count(self, *states: TransferState) -> int:
         """Requests that were not started and whose transfer is in one of these states."""
-        return sum(not live.started and live.transfer.state in states for live in self._live.values())
+        return sum(not live.started and live.transfer.state in states for live in self._live.requests.values())
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -129,8 +134,13 @@ class DecodeShell:
         tbt_slo_s: float,
         conductor: kv_pb2.Instance | None,
         starts_in_s: float,
+        *,
+        secret: bytes = b"",
+        fence: int = 0,
     ) -> tuple[LiveRequest, float]:
         """Promises room; `tbt_slo_s` is to be kept from `starts_in_s` seconds on.
+
+        Who knows the `secret`, if there is one, may resume the sequence with a higher `fence`.
 
         Returns:
             The request, and the predicted seconds between its tokens.
@@ -144,29 +154,25 @@ class DecodeShell:
         who = "" if conductor is None else _identity(conductor)
         keys, prompt = tuple(incoming.keys), incoming.sampling.prompt_tokens
         width, targets = incoming.choices, len(stores)
-        self._post(Reserve(number, keys, tokens, prompt, total, tbt_slo_s, who, targets, width, starts_in_s))
+        order = Reserve(
+            number, keys, tokens, prompt, total, tbt_slo_s, who, targets, width, starts_in_s, bool(secret), fence
+        )
+        self._post(order)
         self._driver.settle()
         answer = self._answers.pop(number)
         if isinstance(answer, Refused):
             raise Overloaded(
                 answer.why, reason=answer.reason, predicted_tbt_s=answer.tbt_s, slo_s=tbt_slo_s, retry_after_s=1.0
             )
-        transfer = self._transfer(number, tokens, answer.held)
-        live = self._live[number] = LiveRequest(incoming, stores, transfer, self._clock())
-        self._sequences |= {sequence.id: sequence for sequence in live.sequences}
+        transfer = promised_transfer(self._layout, number, tokens, answer.held)
+        live = LiveRequest(incoming, stores, transfer, self._clock(), secret)
+        self._live.add(live)
         self.empty.clear()
         return live, answer.tbt_s
 
-    def _transfer(self, number: int, tokens: int, held: int) -> InboundTransfer:
-        layout = self._layout
-        blocks = layout.blocks_for(tokens)
-        last = layout.valid_tokens(tokens, blocks - 1)
-        generation = number % MAX_GENERATION + 1
-        return InboundTransfer(number, generation, layout, blocks, held, last)
-
     def get(self, transfer_id: int, generation: int) -> LiveRequest | None:
         """The request of a transfer; None when it is unknown, has ended or has another generation."""
-        live = self._live.get(transfer_id)
+        live = self._live.requests.get(transfer_id)
         return live if live is not None and live.transfer.matches(generation) and not live.ending else None
 
     def open(self, live: LiveRequest, send_verdict: Callable[[InboundTransfer], None]) -> None:
@@ -210,7 +216,7 @@ class DecodeShell:
         """A conductor's stream has ended; may be called again."""
         number = self._streams.pop(subscriber, None)
         if number is not None:
-            for live in self._live.values():
+            for live in self._live.requests.values():
                 if live.subscriber is subscriber:
                     live.subscriber = None
             self._post(StreamClosed(number))
@@ -243,10 +249,19 @@ class DecodeShell:
         if live is not None and live.request_id == message.request_id and message.choice < len(live.sequences):
             live.sequences[message.choice].stopped = True
 
-    def cancel(self, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
-        """Cancels a request; returns the state in which it was."""
+    def resume(self, subscriber: Subscriber, message: decode_pb2.ResumeSequence) -> None:
+        """Lets a conductor have a sequence that was another's, or read what is kept of one."""
+        self._driver.settle()  # so that the core knows what is known here
+        if self.log.knows(message):
+            stream = self._streams[subscriber]
+            self._post(Adopt(message.transfer_id, stream, message.fence, message.from_position))
+        else:
+            subscriber.failed(message.request_id, "there is no such sequence here (any more)")
+
+    def cancel(self, subscriber: Subscriber, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
+        """Cancels a request, unless another conductor has it now; returns the state in which it was."""
         live = self.get(message.transfer_id, message.generation)
-        if live is None or live.request_id != message.request_id:
+        if live is None or live.request_id != message.request_id or live.subscriber not in (None, subscriber):
             return kv_pb2.CANCEL_OUTCOME_UNKNOWN
         before = live.transfer.state is TransferState.PROMISED
         live.subscriber = None
@@ -288,10 +303,10 @@ class DecodeShell:
 
     async def _step(self, run: Run) -> None:
         self._order = None
-        sequences, size = [self._sequences[number] for number in run.batch], self._layout.block_tokens
+        sequences, size = [self._live.sequences[number] for number in run.batch], self._layout.block_tokens
         parts = [it.step(len(it.tokens) - 1, 1, size, sample=True) for it in sequences]
         for chunk in run.chunks:
-            sequences.append(self._sequences[chunk.id])
+            sequences.append(self._live.sequences[chunk.id])
             parts.append(sequences[-1].step(chunk.start, chunk.count, size, sample=chunk.sample))
         result = await self._engine.run(Step(run.step, tuple(parts), copies=run.copies))
         self.steps += 1
@@ -309,7 +324,7 @@ class DecodeShell:
             reason = sequence.append(token, self._max_tokens)
             if reason:
                 ended.append((sequence.id, int(reason)))
-            sequence.tell(sequence.output_tokens - 1, [token], reason)
+            sequence.tell(sequence.output_tokens - 1, [token])
         seconds = (result.end_ns - result.start_ns) / 1e9
         event = StepDone(run.step, result.aborted, seconds, tuple(ended), tuple(filled))
         self._driver.post(event)
@@ -340,48 +355,39 @@ class DecodeShell:
                 self._order = action
                 self._wake.set()
             case Grew(number, block):
-                self._sequences[number].table += (block,)
+                self._live.sequences[number].table += (block,)
             case Table(number, blocks):
-                self._bound(self._sequences[number], blocks)
+                self._live.sequences[number].bound(blocks)
             case Promised(number) | Refused(number):
                 self._answers[number] = action
             case Store(_, number):
-                self.copies.store(action, self._sequences[number])
+                self.copies.store(action, self._live.sequences[number])
             case Finish(number, reason):
-                sequence = self._sequences[number]
-                sequence.tell(sequence.output_tokens, [], kv_pb2.FinishReason.ValueType(reason))
+                sequence = self._live.sequences[number]
+                sequence.finish = kv_pb2.FinishReason.ValueType(reason)
+                sequence.tell(sequence.output_tokens, [])
             case Ending(number, why):
-                self._ending(self._live[number], why)
-            case Gone(number):
-                self._gone(self._live.pop(number))
+                self._live.requests[number].end(why)
+            case Gone(number, logged):
+                self._gone(self._live.take(number), logged=logged)
             case Load(_, number):
-                self.copies.loads.start(action, self._sequences[number])
+                self.copies.loads.start(action, self._live.sequences[number])
+            case Adopted() | Fenced() | Parked() | Forget():
+                self.log.perform(action)
+                self._recount()
             case SwapOut() | SwapIn() | SwapDrop():
                 self.copies.swap(action)
 
-    @staticmethod
-    def _bound(sequence: LiveSequence, blocks: tuple[int, ...]) -> None:
-        sequence.table = blocks
-        if sequence.request.transfer.state is TransferState.PROMISED:
-            sequence.request.transfer.bind(blocks)
-
-    @staticmethod
-    def _ending(live: LiveRequest, why: str) -> None:
-        live.ending = True
-        live.transfer.fail(why)
-        if live.send_verdict is not None and not live.complete:
-            live.send_verdict(live.transfer)
-        if live.subscriber is not None:
-            live.subscriber.failed(live.request_id, why)
-            live.subscriber = None
-
-    def _gone(self, live: LiveRequest) -> None:
+    def _gone(self, live: LiveRequest, *, logged: bool) -> None:
         live.transfer.fail("ended")
         live.ending = True
-        for sequence in live.sequences:
-            del self._sequences[sequence.id]
-        if not self._live:
-            self.empty.set()
+        if logged:
+            self.log.ended(live)
+        self._recount()
+
+    def _recount(self) -> None:
+        """The requests are others now."""
+        (self.empty.clear if self._live.requests else self.empty.set)()
         self.notify()
 
 

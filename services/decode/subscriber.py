@@ -9,7 +9,10 @@ import asyncio
 from moonpool.v1 import decode_pb2, kv_pb2
 
 MAX_ANSWERS = 4096
-"""Failures and answers to cancels that wait at most; the conductor's next message is read when there is room again."""
+"""Failures, and answers to cancels and resumes, that wait at most.
+
+The conductor's next message is read when there is room again.
+"""
 
 
 class Subscriber:
@@ -26,8 +29,7 @@ class Subscriber:
     @property
     def waiting(self) -> int:
         """Sequences and answers that were not sent yet."""
-        rest = self._rest
-        return len(self._tokens) + len(rest.tokens) + len(rest.failed) + len(rest.cancelled)
+        return len(self._tokens) + len(self._rest.tokens) + self._answers
 
     def tokens(
         self,
@@ -57,17 +59,32 @@ class Subscriber:
     def cancelled(self, request_id: str, outcome: kv_pb2.CancelOutcome.ValueType) -> None:
         """Answer to a cancel. Waiting tokens of the request are dropped."""
         if outcome != kv_pb2.CANCEL_OUTCOME_UNKNOWN:
-            self._take(request_id)
+            self.forget(request_id)
         self._rest.cancelled.add(request_id=request_id, outcome=outcome)
         self.flush()
+
+    def fenced(self, request_id: str) -> None:
+        """Another conductor has the request. Waiting tokens of it are dropped."""
+        self.forget(request_id)
+        self._rest.fenced.add(request_id=request_id)
+        self.flush()
+
+    def forget(self, request_id: str) -> None:
+        """Drops waiting tokens of a request."""
+        self._take(request_id)
 
     def _take(self, request_id: str) -> list[decode_pb2.SequenceTokens]:
         """Closes the request's waiting tokens: later tokens under this id belong to another request."""
         return [self._tokens.pop(key) for key in list(self._tokens) if key[0] == request_id]
 
+    @property
+    def _answers(self) -> int:
+        rest = self._rest
+        return len(rest.failed) + len(rest.cancelled) + len(rest.fenced)
+
     async def room(self) -> None:
         """Waits while too many answers are unread, so that no further message of this conductor is read."""
-        while len(self._rest.failed) + len(self._rest.cancelled) >= MAX_ANSWERS and not self._closed:
+        while self._answers >= MAX_ANSWERS and not self._closed:
             self._read.clear()
             await self._read.wait()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from moonpool.config import ListenAddress, PeerAddress, ServiceConfig
+from moonpool.config import ListenAddress, PeerAddresses, ServiceConfig
 
 
 class GatewayConfig(ServiceConfig):
@@ -16,7 +16,10 @@ class GatewayConfig(ServiceConfig):
         "127.0.0.1:8000",
         description="HOST:PORT to listen at for HTTP; port 0 takes any free port, which `ready: HOST:PORT` tells",
     )
-    conductor: PeerAddress = Field(description="HOST:PORT of the conductor that serves the requests")
+    conductor: PeerAddresses = Field(
+        min_length=1,
+        description="HOST:PORT of the conductor that serves the requests; of several, another one when it is lost",
+    )
     model: str = Field(
         description="checkpoint folder or Hugging Face hub id, the same as the conductor's; its tokenizer answers "
         "/tokenize and /detokenize"

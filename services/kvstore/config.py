@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from moonpool.config import OptionalAddress, ServiceConfig
+from moonpool.config import PeerAddresses, ServiceConfig
 from moonpool.errors import ConfigError
 from services.kvstore.policies import POLICIES
 from services.kvstore.tenancy.tenants import TenantRow, check_rows, read_rows
@@ -20,7 +20,9 @@ def _policy_known(name: str) -> str:
 class KVStoreConfig(ServiceConfig):
     """Settings of a kvstore, which keeps KV blocks in DRAM and on SSD."""
 
-    conductor: OptionalAddress = Field("", description="HOST:PORT of the conductor to join; default: run alone")
+    conductor: PeerAddresses = Field(
+        (), description="HOST:PORT of the conductor to join; of several conductors, all are joined; default: run alone"
+    )
     data_dir: Path | None = Field(
         None, description="folder for the SSD tier, used by this process alone; default: keep blocks in DRAM only"
     )

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from moonpool.cluster import HeldKeys, JoinAgent
+from moonpool.cluster import HeldKeys, Joining
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.parts import PARTS
 from moonpool.rpc.channels import Channels
@@ -102,10 +102,10 @@ class KVStoreService(StoreListener):
         self.metrics.watch(self.gauges)
         self.servicer = self._make_servicer(instance, ahead)
         self.hello = conductor_pb2.JoinHello(instance=instance, capacity_bytes=config.capacity_bytes)
-        self.agent: JoinAgent | None = None
+        self.agent: Joining | None = None
         if channels is not None and config.conductor:
             take = self._unreported.take
-            self.agent = JoinAgent(channels, config.conductor, self.hello, self._load, take, held, on_drain)
+            self.agent = Joining(channels, config.conductor, self.hello, self._load, take, held, on_drain)
 
     def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits) -> KVStoreServicer:
         config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.session_timeout_s

@@ -19,7 +19,7 @@ from tests.integration.conftest import BLOCK, tokens
 from tests.integration.raw import Stack, Stream
 
 CODES = grpc.StatusCode
-INVALID, MISMATCH, UNBUILT = CODES.INVALID_ARGUMENT, CODES.FAILED_PRECONDITION, CODES.UNIMPLEMENTED
+INVALID, MISMATCH = CODES.INVALID_ARGUMENT, CODES.FAILED_PRECONDITION
 VOCABULARY = 512
 
 
@@ -208,12 +208,12 @@ def test_steps_for_an_unknown_request_and_twice(stack: Stack) -> None:
             assert len(received) == 3  # max_tokens is 4, and the first came from prefill
             assert failed == ["a sequence of this id is running already"]
             assert outcomes == [kv_pb2.CANCEL_OUTCOME_UNKNOWN]
-            outcome = stack.call(
-                "decode.Steps",
-                stack.first_message("decode.Steps"),
-                decode_pb2.StepsRequest(resume=decode_pb2.ResumeSequence(request_id="same")),
-            )
-            assert outcome.code is UNBUILT
+            for transfer_id, generation in ((0, 0), (first.transfer_id, first.generation)):  # it has no secret
+                resume = decode_pb2.ResumeSequence(
+                    request_id="same", fence=9, transfer_id=transfer_id, generation=generation
+                )
+                steps.send(decode_pb2.StepsRequest(resume=resume))
+                assert "there is no such sequence" in steps.read().failed[0].reason
 
 
 def test_answers_that_are_not_read(stack: Stack) -> None:

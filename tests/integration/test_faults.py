@@ -10,9 +10,10 @@ import pytest
 
 from moonpool.cli.check import wait_at_rest
 from moonpool.client import AsyncClient, Client, Overloaded, SamplingParams, Slo
-from tests.integration.conftest import BLOCK, small_plan, tokens, wait_busy
+from tests.integration.conftest import BLOCK, small_plan, tokens, wait_busy, with_flags
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
+from tests.integration.streams import disturbed
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -106,8 +107,8 @@ def test_client_leaves_in_decode(stack: CheckedStack) -> None:
 
 @pytest.fixture(scope="module")
 def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
-    """Two instances of each kind of engine."""
-    plan = small_plan(checkpoint, tmp_path_factory.mktemp("pair"))
+    """Two instances of each kind of engine; sequences hardly outlive their conductor."""
+    plan = with_flags(small_plan(checkpoint, tmp_path_factory.mktemp("pair")), "decode", "--grace-s", "0.01")
     with CheckedStack(dataclasses.replace(plan, prefill=2, decode=2)) as running:
         yield running
 
@@ -133,6 +134,20 @@ def test_instance_killed_in_the_middle(pair: CheckedStack, reference: Reference,
         reference.assert_greedy(prompt, output)
         stack.restart(killed)
         wait_at_rest(stack.address, timeout_s=20)
+
+
+@pytest.mark.parametrize("grace", ["runs on", pytest.param("parks", marks=pytest.mark.slow)])
+def test_conductor_killed_under_streams(request: pytest.FixtureRequest, reference: Reference, grace: str) -> None:
+    """Its streams are resumed at the one that takes its place; decode had gone on meanwhile, or kept what it had."""
+    stack: CheckedStack = request.getfixturevalue("stack" if grace == "runs on" else "pair")
+    prompts = [tokens(40 + 30 * number, f"conductor {grace} {number}") for number in range(4)]
+    sampling = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    before = stack.gauge("decode", "sequences_adopted")
+    results = asyncio.run(disturbed(stack.address, prompts, sampling, lambda: stack.restart("conductor", kill=True)))
+    for prompt, result in zip(prompts, results, strict=True):
+        assert (len(result.token_ids), result.resumes >= 1, len(result.placements)) == (400, True, 1)
+        reference.assert_greedy(prompt, result.token_ids)
+    assert stack.gauge("decode", "sequences_adopted") >= before + len(prompts), "none was computed again"
 
 
 def test_refused_early(stack: CheckedStack) -> None:

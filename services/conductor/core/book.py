@@ -9,7 +9,7 @@ from services.conductor.core.life import Request
 from services.conductor.core.messages import Action, Ask, Complete, Drop, Fail, Finish
 from services.conductor.core.room import RoomQueue
 
-TIMERS = ("deadline", "wait", "pause", "renew", "word")
+TIMERS = ("deadline", "wait", "pause", "renew", "word", "owner")
 """Those of a request; the others belong to calls."""
 
 
@@ -29,6 +29,8 @@ class Book:
         """Takes a request in."""
         assert ask.number not in self.requests, f"request {ask.number} is there already"
         request = self.requests[ask.number] = Request(ask, keys)
+        if ask.resumed is not None:
+            request.tokens, request.recovering = ask.resumed.tokens, True
         self._timers.set(("deadline", ask.number), ask.deadline)
         return request
 

@@ -52,3 +52,11 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}" if self.field else self.message
+
+
+def given_up(failure: Failure, attempts: int) -> Failure:
+    """What the client is told when the last attempt has failed."""
+    if failure.kind in INNER:
+        message = f"given up after {attempts} placements; the last failed: {failure}"
+        return Failure(Kind.UNAVAILABLE, message)
+    return failure

@@ -15,7 +15,7 @@ from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.decodes import Answer
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.life import Attempt, DecodeLeg, Phase, PrefillLeg, Request
-from services.conductor.core.messages import ATTEMPT_MARK, Action, Prefill, Promised, Renew, Reserve, Start, Undo
+from services.conductor.core.messages import Action, Prefill, Promised, Renew, Reserve, Start, Undo
 from services.conductor.core.picture import Picture
 from services.conductor.core.plan import Plan
 
@@ -33,6 +33,7 @@ class Call(Enum):
     RESERVE = 1
     PREFILL = 2
     SEQUENCE = 3
+    ADOPT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,7 @@ class Legs:
 
     def begin(self, request: Request, plan: Plan, options: Sequence[DecodeChoice], now: float) -> Attempt:
         """Begins an attempt: the prompt counts at prefill from now on."""
-        number, request.attempts = request.attempts, request.attempts + 1
-        sequence = f"{request.ask.id}{ATTEMPT_MARK}{number}" if number else request.ask.id
+        sequence, request.attempts = request.next_sequence, request.attempts + 1
         best, incarnation = plan.prefill, self._picture.incarnation(plan.prefill.id)
         claim = self._picture.claim_prefill(best.id, best.busy_s, now, best.kvstore)
         attempt = request.attempt = Attempt(sequence, plan, incarnation, list(options), claim, begun=now)
@@ -190,7 +190,7 @@ class Legs:
     def end(
         self, request: Request, now: float, out: list[Action], *, complete: bool = False, known: bool = False
     ) -> None:
-        """Ends the attempt, if there is one. What it holds comes back now, or when its calls end.
+        """Ends the attempt, or what was adopted, if there is one. What it holds comes back now, or when its calls end.
 
         Args:
             request: whose attempt ends.
@@ -201,6 +201,9 @@ class Legs:
         """
         attempt, request.attempt = request.attempt, None
         number = request.ask.number
+        if request.adopted and not known:
+            out.append(Cancel(request.adopted))
+        request.adopted = 0
         for kind in ("renew", "word"):
             self._timers.clear((kind, number))
         if attempt is None:

@@ -5,7 +5,7 @@ from enum import Enum
 
 from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.failures import Failure
-from services.conductor.core.messages import Ask, Target
+from services.conductor.core.messages import ATTEMPT_MARK, Ask, Target
 from services.conductor.core.plan import Plan
 
 
@@ -77,13 +77,18 @@ class Attempt:
 
 
 class Phase(Enum):
-    """What a request waits for: an attempt, room, a member, a pause to end, or its keys."""
+    """What a request waits for: an attempt, room, a member, a pause to end, or its keys.
+
+    A resumed one: the instance that has its sequence, or the sequence that was taken over there.
+    """
 
     PLACED = 0
     ROOM = 1
     MEMBER = 2
     PAUSE = 3
     KEYS = 4
+    OWNER = 5
+    ADOPTED = 6
 
 
 @dataclass(slots=True)
@@ -99,6 +104,7 @@ class Request:
         failures: attempts that failed.
         suspects: instances that failed it.
         attempt: the present one; None while it waits.
+        adopted: the call that follows a sequence that another conductor had; 0 for none.
         reserves: `Reserve` calls that are out, of all attempts.
         unasked: placements in a row for which no decode instance could be asked.
         refusal: what the client is told when waiting is in vain.
@@ -114,11 +120,19 @@ class Request:
     failures: int = 0
     suspects: list[str] = field(default_factory=list)
     attempt: Attempt | None = None
+    adopted: int = 0
     reserves: int = 0
     unasked: int = 0
     refusal: Failure | None = None
     waits_since: float | None = None
     recovering: bool = False
+
+    @property
+    def next_sequence(self) -> str:
+        """The id under which engines see its next attempt: with the fence, which no earlier attempt had."""
+        resumed, number = self.ask.resumed, self.attempts
+        fence = f"{resumed.fence}.{number}" if resumed is not None else str(number)
+        return f"{self.ask.id}{ATTEMPT_MARK}{fence}" if number or resumed is not None else self.ask.id
 
     def grow(self, tokens: int) -> None:
         """The answer, or one of them, has so many more tokens."""

@@ -24,6 +24,35 @@ class Finish(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """Room that a decode instance has promised to one transfer."""
+
+    decode: str
+    incarnation: int
+    address: str
+    transfer_id: int
+    generation: int
+    held_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """How far a request is whose client has lost its conductor.
+
+    Attributes:
+        tokens: of the answer, that the client has.
+        fence: how often it has resumed, this time included.
+        sequence: the id under which decode knew it last.
+        target: decode's promise then; its address is not known here. None = there was none.
+    """
+
+    tokens: int
+    fence: int
+    sequence: str
+    target: Target | None
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """A request, without its tokens.
 
@@ -37,6 +66,7 @@ class Ask:
         arrived: when it came; `deadline` when it fails. Seconds of the core's clock.
         choices: answers that are wanted; several begin again when the request is placed anew.
         tenant: whose it is.
+        resumed: it is not new; only requests of one answer are resumed.
     """
 
     number: int
@@ -49,6 +79,7 @@ class Ask:
     deadline: float
     choices: int = 1
     tenant: str = ""
+    resumed: Resumed | None = None
 
     @property
     def stratum(self) -> Stratum:
@@ -56,24 +87,12 @@ class Ask:
         return stratum_of(self.tenant, self.prompt_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Room that a decode instance has promised to one transfer."""
-
-    decode: str
-    incarnation: int
-    address: str
-    transfer_id: int
-    generation: int
-    held_blocks: int
-
-
 # --- events ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A valid request; `keys` are those of its prompt's full blocks."""
+    """A valid request; `keys` are those of the full blocks of its prompt, and of the answer so far if it is resumed."""
 
     ask: Ask
     keys: tuple[bytes, ...]
@@ -261,6 +280,18 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class Adopt:
+    """Take a sequence over at decode, and follow it from a position on. `Cancel` ends it there and here."""
+
+    io: int
+    request: int
+    sequence: str
+    target: Target
+    position: int
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
 class Renew:
     """Keep the conductor's session with decode, by which the promise lives."""
 
@@ -277,11 +308,15 @@ class Undo:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """The request is placed, `waited_s` after it arrived: tell the client, and keep it for `Explain`."""
+    """The request is placed, `waited_s` after it arrived: tell the client, and keep it for `Explain`.
+
+    `sequence` is the id that engines see. Without a target only its first token is wanted.
+    """
 
     request: int
     plan: Plan
-    decode: str
+    sequence: str
+    target: Target | None
     waited_s: float
 
 
@@ -326,4 +361,4 @@ class Resync:
     instance: str
 
 
-Action = Reserve | Prefill | Start | Renew | Undo | Announce | Rehash | Complete | Fail | Drop | Resync | Cancel
+Action = Reserve | Prefill | Start | Adopt | Renew | Undo | Announce | Rehash | Complete | Fail | Drop | Resync | Cancel

@@ -33,6 +33,7 @@ class Limits:
     room_wait_s: float
     reserve_timeout_s: float
     admission: Admission = Admission.PREDICTIVE
+    adopt_wait_s: float = 5.0
 
 
 class Placing:
@@ -116,8 +117,8 @@ class Placing:
             self._timers.clear((kind, number))
         request.waits_since = request.refusal = None
         request.unasked = 0
-        decode, waited_s = attempt.target.decode if attempt.target else "", attempt.begun - request.ask.arrived
-        out.append(Announce(number, attempt.plan, decode, waited_s))
+        waited_s = attempt.begun - request.ask.arrived
+        out.append(Announce(number, attempt.plan, attempt.sequence, attempt.target, waited_s))
         self._legs.prefill(request, attempt, out)
 
     def room_news(self, now: float, decode: str, out: list[Action]) -> None:

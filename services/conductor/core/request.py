@@ -8,8 +8,9 @@ from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Cancel, Ended, Tick
 from moonpool.core.timers import Timers
 from services.conductor.core.admission import Gate
+from services.conductor.core.adopting import Adopting
 from services.conductor.core.book import TIMERS, Book
-from services.conductor.core.failures import FINAL, INNER, Failure, Kind
+from services.conductor.core.failures import FINAL, Failure, Kind, given_up
 from services.conductor.core.legs import MAX_RESERVES, Call, Hold, Legs
 from services.conductor.core.life import Attempt, DecodeLeg, Phase, PrefillLeg, Request
 from services.conductor.core.messages import (
@@ -52,6 +53,7 @@ class Requests:
         self._legs = Legs(picture, self._timers, limits.reserve_timeout_s, gate)
         self._book = Book(self._legs, self._rooms, self._timers, self._lengths)
         self._placing = Placing(limits, picture, self._book, self._legs, self._rooms, self._timers, gate)
+        self._adopting = Adopting(limits.adopt_wait_s, picture, self._legs, self._timers)
 
     def __len__(self) -> int:
         return len(self._book.requests)
@@ -79,7 +81,9 @@ class Requests:
         """Takes an event; see `Core.handle`."""
         match event:
             case Arrived(ask, keys):
-                self._placing.place(now, self._book.open(ask, keys), out)
+                request = self._book.open(ask, keys)
+                if not self._adopting.begin(now, request, out):
+                    self._placing.place(now, request, out)
             case Rehashed() | Stopped() | ClientGone():
                 self._from_client(now, event, out)
             case Accepted() | FirstToken() | Delivered() | Tokens():
@@ -165,7 +169,7 @@ class Requests:
             attempt.decode = DecodeLeg.STREAMING
             self._timers.clear(("word", request.ask.number))
         if event.finish is not None:
-            known = event.known and attempt is not None
+            known = event.known and (attempt is not None or request.adopted == event.io)
             self._book.complete(now, request, event.finish, out, known=known)
 
     def _ended(self, now: float, event: Ended[Result], out: list[Action]) -> None:
@@ -178,8 +182,12 @@ class Requests:
             return
         if hold.call is Call.PREFILL:
             self._timers.clear(("linger", event.io))
-        else:
+        elif hold.call is Call.SEQUENCE:
             self.picture.release(hold.claim, now)
+        elif request is not None and request.adopted == event.io:
+            request.adopted = 0
+            failure = failure or Failure(Kind.STREAM, f"{hold.instance} ended the sequence without a reason")
+            self._attempt_failed(now, request, failure, [], out)
         if request is None or attempt is None:
             return
         if hold.call is Call.PREFILL:
@@ -249,7 +257,7 @@ class Requests:
         if failure.kind in FINAL:
             self._book.fail(now, request, failure, out)
         elif request.failures > self._limits.retries:
-            self._book.fail(now, request, _given_up(failure, request.failures), out)
+            self._book.fail(now, request, given_up(failure, request.failures), out)
         else:
             self._placing.anew(now, request, failure, out)
 
@@ -258,16 +266,22 @@ class Requests:
     def _from_cluster(self, now: float, event: Joined | Left | Reported, out: list[Action]) -> None:
         match event:
             case Joined(facts):
+                for request in self._adopting.joined(now, facts.id, self._book.requests.values(), out):
+                    self._placing.place(now, request, out)
                 self._placing.member_news(now, out)
                 self._placing.room_news(now, facts.id, out)
             case Reported(instance):
                 self._placing.room_news(now, instance, out)
             case Left(instance, incarnation, lost):
                 self._rooms.forget(instance)
-                for number in self._legs.at(instance) if lost else ():
+                there = self._adopting.at(instance, self._book.requests.values()) if lost else []
+                for number in [*self._legs.at(instance), *there] if lost else ():
                     request = self._book.requests[number]
                     if request.attempt is not None:
                         self._lost(now, request, request.attempt, (instance, incarnation), lost, out)
+                    elif self._adopting.lost(request, (instance, incarnation), out):
+                        failure = Failure(Kind.STREAM, f"{instance} {lost}")
+                        self._attempt_failed(now, request, failure, [instance], out)
 
     def _lost(
         self, now: float, request: Request, attempt: Attempt, who: tuple[str, int], why: str, out: list[Action]
@@ -319,6 +333,8 @@ class Requests:
                 self._book.fail(now, request, request.refusal, out, refused=True)
             case "pause":
                 self._placing.rehash(request, out)
+            case "owner":
+                self._placing.place(now, request, out)
             case _:
                 self._attempt_over(now, request, kind, out)
 
@@ -343,6 +359,7 @@ class Requests:
         """Asserts what must hold between any two events."""
         self._rooms.check_invariants()
         self._legs.check_places(self._book.requests.values())
+        self._adopting.check_invariants(self._book.requests.values())
         reserves = [hold.request for _, hold in self._legs.calls if hold.call is Call.RESERVE]
         for number, request in self._book.requests.items():
             assert number == request.ask.number
@@ -381,11 +398,3 @@ def _attempt_of(request: Request, hold: Hold) -> Attempt | None:
     """The request's attempt, when the call belongs to it: the fence."""
     attempt = request.attempt
     return attempt if attempt is not None and attempt.sequence == hold.sequence else None
-
-
-def _given_up(failure: Failure, attempts: int) -> Failure:
-    """What the client is told when the last attempt has failed."""
-    if failure.kind in INNER:
-        message = f"given up after {attempts} placements; the last failed: {failure}"
-        return Failure(Kind.UNAVAILABLE, message)
-    return failure

@@ -40,6 +40,9 @@ class CoreConfig:
         swap_blocks: blocks that may be swapped out.
         assumed_answer_tokens: length that answers are expected to have until some have ended.
         run_steps: steps that the engine may take in one run at most (see `Run`).
+        grace_s: seconds for which a sequence runs on without a conductor.
+        log_ttl_s: seconds for which it is kept then, as is what ended ones have said.
+        log_bytes: bytes of all that is kept.
         preempt_every: a diagnosis: a member of the batch is preempted in every so many steps; 0 = never.
     """
 
@@ -57,6 +60,9 @@ class CoreConfig:
     swap_blocks: int = 0
     assumed_answer_tokens: int = 256
     run_steps: int = 1
+    grace_s: float = 5.0
+    log_ttl_s: float = 60.0
+    log_bytes: int = 16 << 20
     preempt_every: int = 0
 
     def blocks_for(self, tokens: int) -> int:

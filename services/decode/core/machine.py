@@ -12,12 +12,12 @@ from services.decode.core.holds import Copy, Holds, Loading, Writing
 from services.decode.core.lengths import AnswerLengths
 from services.decode.core.messages import (
     Action,
+    Adopt,
     Arrived,
     Died,
     Ending,
     Event,
     Finish,
-    Gone,
     Heard,
     IoEnd,
     LoadEnd,
@@ -35,10 +35,12 @@ from services.decode.core.messages import (
     SwapEnd,
     Table,
 )
+from services.decode.core.orphans import Orphans
 from services.decode.core.planner import Planner
 from services.decode.core.preemption import Parking
 from services.decode.core.request import TRANSFERRING, Member, Request, State
 from services.decode.core.room import Room
+from services.decode.core.roster import Roster
 from services.decode.core.runs import Flight
 from services.decode.core.shelf import Shelf
 
@@ -56,6 +58,7 @@ class DecodeCore:
         shelf: what is in kvstores.
         tracker: the engine's speeds, as measured.
         requests: all, by id.
+        orphans: those without a conductor, and what is kept of those that have ended.
     """
 
     def __init__(self, config: CoreConfig) -> None:
@@ -69,11 +72,12 @@ class DecodeCore:
         self._lengths = AnswerLengths(config.assumed_answer_tokens)
         self.planner = Planner(config, self.room, self.parking, self._lengths, self.tracker)
         self._admission = Admission(config, self.room, self.planner, self.tracker, self._lengths)
-        self.requests: dict[int, Request] = {}
+        self._roster = Roster()
+        self.requests = self._roster.requests
+        self.orphans = Orphans(config, self._roster, self.planner, self.parking, self.room)
         self._leases: Timers[int] = Timers()
         self._streams: dict[int, str] = {}
         self._leaving: list[Request] = []  # until the running step is over
-        self._of: dict[int, Request] = {}  # by the ids of all members that they may have
         self._dead = False
 
     # --- what others may know --------------------------------------------------------------------------------------
@@ -98,11 +102,12 @@ class DecodeCore:
         return sum(request.state in states for request in self.requests.values())
 
     def due(self) -> float | None:
-        """When the next lease ends."""
-        return self._leases.next()
+        """When the next lease ends, or an orphan's time."""
+        return min((at for at in (self._leases.next(), self.orphans.due()) if at is not None), default=None)
 
     def handle(self, now: float, event: Event, out: list[Action]) -> None:
         """Takes an event."""
+        self.orphans.now = now
         match event:
             case StepDone():
                 self._step_done(now, event, out)
@@ -116,12 +121,16 @@ class DecodeCore:
                 self._ended(event, out)
             case Tick():
                 self._expire(now, out)
+                self.orphans.tick(out)
             case StreamOpened() | StreamClosed():
                 self._stream(event, out)
+            case Adopt() if event.stream in self._streams:
+                self.orphans.adopt(event, self._streams[event.stream], out)
             case Died(why):
                 self._die(why, out)
             case _:
                 self._progress(now, event, out)
+        self._end_all(self.orphans.settle(out), "its conductor was lost", out)
         if not self._dead:
             self.planner.plan(now, out)
             if not isinstance(event, Stepped | StepDone):
@@ -130,6 +139,7 @@ class DecodeCore:
     # --- promises --------------------------------------------------------------------------------------------------
 
     def _reserve(self, now: float, event: Reserve, out: list[Action]) -> None:
+        self._end_all(self.orphans.of(event.conductor), "the conductor's stream ended", out)  # it has placed them anew
         tbt_s = self._admission.predicted_tbt_s(event, self.requests.values())
         request = Request(
             event.id,
@@ -141,14 +151,15 @@ class DecodeCore:
             event.conductor,
             event.stores,
             until=now + self.config.promise_s,
+            resumable=event.resumable,
+            fence=event.fence,
         )
         refused = self._admission.refuse(event, request, tbt_s, self.requests.values())
         if refused is not None:
             reason, why = refused
             out.append(Refused(event.id, reason, why, tbt_s))
             return
-        self.requests[event.id] = request
-        self._of |= dict.fromkeys(range(event.id, event.id + event.width), request)
+        self._roster.add(request)
         self.planner.keep_seat(request)
         self._leases.set(event.id, now + self.config.lease_s)
         out.append(Promised(event.id, len(request.blocks), tbt_s))
@@ -230,16 +241,23 @@ class DecodeCore:
 
     def _stream(self, event: StreamOpened | StreamClosed, out: list[Action]) -> None:
         if isinstance(event, StreamOpened):
+            self._end_all(self.orphans.of(event.conductor), "the conductor's stream ended", out)
             self._streams[event.stream] = event.conductor
             return
         conductor = self._streams.pop(event.stream, "")
-        lost = conductor and conductor not in self._streams.values()
+        there = conductor in self._streams.values()
         for request in list(self.requests.values()):
-            unstarted = lost and not request.is_started and request.conductor == conductor
-            if unstarted or request.stream == event.stream:
+            mine = request.stream == event.stream and request.state is not State.LEAVING
+            if mine and request.resumable and not there:
+                self.orphans.orphan(request)
+            elif mine or (conductor and not there and not request.is_started and request.conductor == conductor):
                 self._end(request, "the conductor's stream ended", out)
 
     # --- ends ------------------------------------------------------------------------------------------------------
+
+    def _end_all(self, requests: list[Request], why: str, out: list[Action]) -> None:
+        for request in requests:
+            self._end(request, why, out)
 
     def _end(self, request: Request, why: str, out: list[Action]) -> None:
         if request.state is not State.LEAVING:
@@ -269,17 +287,14 @@ class DecodeCore:
     def _gone(self, request: Request, out: list[Action]) -> None:
         self.parking.forget(request, out)
         self.room.give_back(request)
-        del self.requests[request.id]
-        for number in range(request.id, request.id + request.width):
-            del self._of[number]
-        out.append(Gone(request.id))
+        self._roster.remove(request)
+        self.orphans.gone(request, out)
 
     def _die(self, why: str, out: list[Action]) -> None:
         self._dead = True
         self.planner.flight = None
         self._step_over(out)
-        for request in list(self.requests.values()):
-            self._end(request, why, out)
+        self._end_all(list(self.requests.values()), why, out)
 
     # --- steps and copies ------------------------------------------------------------------------------------------
 
@@ -299,10 +314,10 @@ class DecodeCore:
 
     def _ended_itself(self, number: int, out: list[Action]) -> None:
         """A sequence has ended with the step's token; its request when it was the last."""
-        request = self._of.get(number)
-        member = request.member(number) if request is not None else None
-        if request is None or member is None:
+        member = self._roster.find(number)
+        if member is None:
             return
+        request = self._roster.of(number)
         self._lengths.observe(self.planner.batch.tokens_of(member) - request.prompt_tokens)
         if len(request.members) > 1:
             self.planner.end(request, member)
@@ -326,12 +341,11 @@ class DecodeCore:
 
     def _computed(self, run: Run, event: StepDone, out: list[Action]) -> None:
         for chunk in run.chunks:
-            request = self._of[chunk.id]
+            request = self._roster.of(chunk.id)
             if request.state is not State.LEAVING:
                 self.planner.caught(chunk, request)
         for number, key in event.filled:
-            request = self._of[number]
-            member = request.member(number)
+            request, member = self._roster.of(number), self._roster.find(number)
             if request.state is not State.LEAVING and member is not None:
                 index = len(member.keys)
                 member.keys.append(key)
@@ -364,6 +378,8 @@ class DecodeCore:
         self.room.check_invariants(requests)
         self.parking.check_invariants(requests)
         self.planner.check_invariants(requests)
+        self.orphans.check_invariants()
+        self._roster.check_invariants()
         held = [block for request in requests for block in request.refs]
         held += [holds.block for _, holds in self._ios if isinstance(holds, Writing)]
         assert len(held) == sum(map(self.blocks.ref_count, range(self.blocks.num_blocks))), "a block is lost or leaked"
@@ -373,7 +389,6 @@ class DecodeCore:
             assert 1 <= len(request.members) <= request.width
             for member in request.members:
                 assert len(set(member.table)) == len(member.table), "a block is twice in a table"
-                assert self._of[member.id] is request
             assert (request.promised > 0) <= (request.state is State.PROMISED)
             assert request.state not in _IN_USE or request in copying
             assert request.state is not State.LEAVING or request in copying or request in self._leaving
@@ -395,6 +410,7 @@ class DecodeCore:
             self._lengths,
             self.tracker.speeds,
             self._streams,
+            self.orphans,
             [(io, holds.request.id, holds.block if isinstance(holds, Writing) else -1) for io, holds in self._ios],
             self.shelf,
             self._dead,

@@ -33,6 +33,11 @@ class Reserve:
     """Sequences that begin with these tokens and run together."""
     starts_in_s: float = 0.0
     """Seconds until it is expected to start: the time between tokens is to be kept from then on."""
+    resumable: bool = False
+    """Another conductor may `Adopt` it: it outlives its own, and what it has said is kept for a while after its end.
+    Only one that runs alone."""
+    fence: int = 0
+    """How often its client has resumed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class Start:
 
     id: int
     stream: int
-    """The conductor's stream; when it closes, the sequence ends."""
+    """The conductor's stream."""
     finish: int
     """Why the sequence has ended with its first token; 0 = it goes on."""
     others: tuple[int, ...] = ()
@@ -78,8 +83,23 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Adopt:
+    """A conductor wants a started sequence, or what is kept of one; ignored when there is nothing of it."""
+
+    id: int
+    stream: int
+    fence: int
+    """The higher one wins."""
+    position: int
+    """Of the first output token that is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
 class StreamOpened:
-    """A conductor has opened a stream. While it has one, its promises do not run out."""
+    """A conductor has opened a stream. While it has one, its promises do not run out.
+
+    What it had on a stream that has closed ends: it lives, and has placed that anew.
+    """
 
     stream: int
     conductor: str
@@ -87,7 +107,10 @@ class StreamOpened:
 
 @dataclass(frozen=True, slots=True)
 class StreamClosed:
-    """The stream's sequences end; the conductor's unstarted requests too when it was its last stream."""
+    """The stream's sequences end.
+
+    If it was its conductor's last one, those that may be adopted are orphans instead; what was not started ends too.
+    """
 
     stream: int
 
@@ -165,6 +188,7 @@ Event = (
     | Arrived
     | Start
     | Stop
+    | Adopt
     | StreamOpened
     | StreamClosed
     | Stepped
@@ -271,6 +295,39 @@ class Gone:
     """The request has ended and its blocks are not its any more."""
 
     id: int
+    logged: bool = False
+    """What it has said is kept until `Forget`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """The sequence has lost its conductor and gives its blocks up. It is kept until it is `Adopted`, or `Forget`."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """What was kept of the sequence is not wanted any more."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """The stream has the sequence now: send it the tokens from `position` on, and the end if it has ended."""
+
+    id: int
+    stream: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """Tell the stream that another conductor has the sequence."""
+
+    id: int
+    stream: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,5 +385,22 @@ class Load:
 
 
 Action = (
-    Promised | Refused | Table | Grew | Run | Cut | Finish | Ending | Gone | SwapOut | SwapIn | SwapDrop | Store | Load
+    Promised
+    | Refused
+    | Table
+    | Grew
+    | Run
+    | Cut
+    | Finish
+    | Ending
+    | Gone
+    | Parked
+    | Forget
+    | Adopted
+    | Fenced
+    | SwapOut
+    | SwapIn
+    | SwapDrop
+    | Store
+    | Load
 )

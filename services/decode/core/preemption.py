@@ -85,7 +85,7 @@ class Parking:
             self._shelf.write_missing(request, out)
         request.recompute = way is Preemption.RECOMPUTE
         self._room.give_back(request)
-        self._park(request)
+        self.park(request)
 
     def predicted_s(self, request: Request, blocks: int) -> dict[Preemption, float]:
         """Seconds until a request would be back, by each way; cached blocks may be gone by then."""
@@ -116,7 +116,8 @@ class Parking:
         self.swaps += 1
         out.append(SwapOut(self._ios.begin(Copy(request, True, blocks)), request.id, blocks))
 
-    def _park(self, request: Request) -> None:
+    def park(self, request: Request) -> None:
+        """Lets a sequence without blocks wait for its return."""
         request.state = State.PARKED
         self._room.claim(request, max(request.expected_blocks, groups.needed(request, self._config)))
         self.parked.append(request)
@@ -188,7 +189,7 @@ class Parking:
             self.saved -= request.saved
             request.saved = 0
         if request.state is State.SWAPPING_OUT:
-            self._park(request)
+            self.park(request)
 
     def _in(self, request: Request, *, ok: bool) -> None:
         self.saved -= request.saved
@@ -197,7 +198,7 @@ class Parking:
             return
         if not ok:
             self._room.give_back(request)
-            self._park(request)
+            self.park(request)
             return
         for member in request.members:
             for block, key in zip(member.table, member.keys, strict=False):
@@ -224,7 +225,7 @@ class Parking:
     def check_invariants(self, requests: list[Request]) -> None:
         """Asserts that lists and counts are those of the requests."""
         parked = [request for request in requests if request.state is State.PARKED]
-        assert sorted(r.id for r in self.parked) == [request.id for request in parked]
+        assert sorted(r.id for r in self.parked) == sorted(request.id for request in parked)
         assert not any(request.blocks for request in parked)
         assert self.saved == sum(request.saved for request in requests)
         out = [copy.request for _, copy in self._ios if isinstance(copy, Copy) and copy.out]

@@ -30,6 +30,12 @@ class State(Enum):
     """Its full blocks are being read from a kvstore."""
     LEAVING = "leaving"
     """Has ended, but a step or a copy still uses its blocks."""
+    LOGGED = "logged"
+    """Parked without a conductor: not one of the core's requests until it is adopted."""
+
+
+NOBODY = 0
+"""The stream of those that have lost their conductor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,9 @@ class Request:
     claim: int = 0
     """Blocks that it is expected to need and has neither got nor been promised."""
     stream: int | None = None
-    """Stream of the conductor that has started it."""
+    """Stream of the conductor that has started or adopted it."""
+    resumable: bool = False
+    fence: int = 0
     finishes: tuple[int, ...] = ()
     """Why its members end with their first token; 0 = they go on."""
     preemptions: int = 0

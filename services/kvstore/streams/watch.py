@@ -129,14 +129,14 @@ def _size(message: kv_pb2.KVEvents) -> int:
 
 
 class Unreported:
-    """Changes that the conductor has not been told yet: the net effect per key; `max_keys` while it does not follow."""
+    """Changes that no conductor has been told yet: the net effect per key; `max_keys` while none follows."""
 
     def __init__(self, max_keys: int = 1 << 18) -> None:
         self._max_keys = max_keys
         self._changes: dict[BlockKey, bool] = {}
 
     def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey], *, follows: bool) -> None:
-        """Takes note of changes. While the conductor does not follow, they may be dropped: it gets a snapshot first."""
+        """Takes note of changes. While no conductor follows, they may be dropped: each gets a snapshot first."""
         self._changes.update(dict.fromkeys(stored, True))
         self._changes.update(dict.fromkeys(removed, False))
         if len(self._changes) > self._max_keys and not follows:

@@ -14,12 +14,12 @@ Dial = Callable[..., AbstractContextManager[Any]]
 
 @pytest.fixture(params=["blocking", "asyncio"])
 def dial(request: pytest.FixtureRequest) -> Dial:
-    """`dial(where, **settings)`: a client of one kind or the other, of a fake conductor or an address."""
+    """`dial(where, **settings)`: a client of one kind or the other, of fake conductors or an address."""
 
-    def dialled(where: FakeConductor | str, **settings: Any) -> AbstractContextManager[Any]:
+    def dialled(where: FakeConductor | str, *others: FakeConductor, **settings: Any) -> AbstractContextManager[Any]:
         blocking = request.param == "blocking"
         if isinstance(where, FakeConductor):
-            return driven(where.client(**settings) if blocking else where.async_client(**settings))
+            return driven(where.client(*others, **settings) if blocking else where.async_client(*others, **settings))
         return driven(Client(where, **settings) if blocking else AsyncClient(where, **settings))
 
     return dialled

@@ -18,8 +18,8 @@ from moonpool.client import (
     StreamBroken,
     Unavailable,
 )
+from moonpool.client.conductors import backoffs
 from moonpool.client.testing import FakeConductor, Script, answer
-from moonpool.client.translate import backoffs
 from moonpool.client.transport import NotConnected
 from moonpool.errors import DeadlineExceeded
 from moonpool.v1 import conductor_pb2 as pb

@@ -151,6 +151,10 @@ class ScriptedDecode(FakeMember):
     progress: Callable[[], None] = lambda: None
     streams: int = 0
     outgoing: list[asyncio.Queue[decode_pb2.StepsResponse | None]] = field(default_factory=list)
+    resumed: list[decode_pb2.ResumeSequence] = field(default_factory=list)
+    owners: dict[str, tuple[asyncio.Task[None], asyncio.Queue[decode_pb2.StepsResponse | None]]] = field(
+        default_factory=dict
+    )
     ids: Any = field(default_factory=lambda: itertools.count(1))
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
@@ -201,7 +205,13 @@ class ScriptedDecode(FakeMember):
                 self.note()
             elif request.HasField("start"):
                 start = request.start
-                tasks[start.request_id] = asyncio.create_task(self._generate(start, outgoing))
+                tokens = tokens_from_bytes(self.reserved[start.request_id].sequence.token_ids)
+                assert start.first_token_id == next_token(len(tokens))
+                for choice, token in enumerate(start.further_token_ids, 1):
+                    assert token == choice_token(len(tokens), choice)
+                tasks[start.request_id] = self._run(start.request_id, [*tokens, start.first_token_id], outgoing)
+            elif request.HasField("resume"):
+                self._resume(request.resume, tasks, outgoing)
             elif request.HasField("cancel"):
                 sequence_id = request.cancel.request_id
                 self.cancelled.append(sequence_id)
@@ -211,18 +221,46 @@ class ScriptedDecode(FakeMember):
                 self.note()
                 self.progress()
 
-    async def _generate(
-        self, start: decode_pb2.StartSequence, outgoing: asyncio.Queue[decode_pb2.StepsResponse | None]
+    def _run(
+        self, sequence_id: str, tokens: list[int], outgoing: asyncio.Queue[decode_pb2.StepsResponse | None]
+    ) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._generate(sequence_id, tokens, outgoing))
+        self.owners[sequence_id] = task, outgoing
+        return task
+
+    def _resume(
+        self,
+        asked: decode_pb2.ResumeSequence,
+        tasks: dict[str, asyncio.Task[None]],
+        outgoing: asyncio.Queue[decode_pb2.StepsResponse | None],
     ) -> None:
-        spec = self.reserved[start.request_id].sequence
-        tokens = [*tokens_from_bytes(spec.token_ids), start.first_token_id]
-        assert start.first_token_id == next_token(len(tokens) - 1)
+        """What it has promised and not cancelled, it knows; the one before is fenced."""
+        self.resumed.append(asked)
+        reserved = self.reserved.get(asked.request_id)
+        if reserved is None or reserved.resume_secret != asked.secret:
+            failed = decode_pb2.SequenceFailed(request_id=asked.request_id, reason="there is no such sequence here")
+            outgoing.put_nowait(decode_pb2.StepsResponse(failed=[failed]))
+            return
+        task, before = self.owners[asked.request_id]
+        task.cancel()
+        fenced = decode_pb2.SequenceFenced(request_id=asked.request_id)
+        before.put_nowait(decode_pb2.StepsResponse(fenced=[fenced]))
+        tokens = list(tokens_from_bytes(reserved.sequence.token_ids))
+        while len(tokens) < reserved.sequence.prompt_tokens + asked.from_position:
+            tokens.append(next_token(len(tokens)))
+        tasks[asked.request_id] = self._run(asked.request_id, tokens, outgoing)
+        self.note()
+
+    async def _generate(
+        self, sequence_id: str, tokens: list[int], outgoing: asyncio.Queue[decode_pb2.StepsResponse | None]
+    ) -> None:
+        spec = self.reserved[sequence_id].sequence
         while True:
             position = len(tokens) - spec.prompt_tokens
             if position in self.fail_at:
                 self.fail_at.remove(position)
-                del self.reserved[start.request_id]
-                failed = decode_pb2.SequenceFailed(request_id=start.request_id, reason="a test says so")
+                del self.reserved[sequence_id]
+                failed = decode_pb2.SequenceFailed(request_id=sequence_id, reason="a test says so")
                 outgoing.put_nowait(decode_pb2.StepsResponse(failed=[failed]))
                 return
             if position in self.break_at:
@@ -232,7 +270,7 @@ class ScriptedDecode(FakeMember):
                 return
             if position == self.hold_at:
                 await self.go.wait()
-            self._further(spec, start, position, outgoing)
+            self._further(spec, sequence_id, position, outgoing)
             tokens.append(next_token(len(tokens)))
             reason = kv_pb2.FINISH_REASON_UNSPECIFIED
             if tokens[-1] in spec.end_token_ids:
@@ -240,10 +278,10 @@ class ScriptedDecode(FakeMember):
             elif position + 1 == sampling_from_proto(spec.sampling).max_tokens:
                 reason = kv_pb2.FINISH_REASON_LENGTH
             message = decode_pb2.SequenceTokens(
-                request_id=start.request_id, position=position, token_ids=[tokens[-1]], finish_reason=reason
+                request_id=sequence_id, position=position, token_ids=[tokens[-1]], finish_reason=reason
             )
             if reason:
-                del self.reserved[start.request_id]
+                del self.reserved[sequence_id]
             outgoing.put_nowait(decode_pb2.StepsResponse(tokens=[message]))
             self.note()
             self.progress()
@@ -254,7 +292,7 @@ class ScriptedDecode(FakeMember):
     def _further(
         self,
         spec: kv_pb2.SequenceSpec,
-        start: decode_pb2.StartSequence,
+        sequence_id: str,
         position: int,
         outgoing: asyncio.Queue[decode_pb2.StepsResponse | None],
     ) -> None:
@@ -262,10 +300,9 @@ class ScriptedDecode(FakeMember):
         sampling = sampling_from_proto(spec.sampling)
         last = position + 1 == sampling.max_tokens
         for choice in range(1, sampling.n):
-            assert start.further_token_ids[choice - 1] == choice_token(spec.prompt_tokens, choice)
-            if (start.request_id, choice) not in self.stopped:
+            if (sequence_id, choice) not in self.stopped:
                 new = decode_pb2.SequenceTokens(
-                    request_id=start.request_id,
+                    request_id=sequence_id,
                     choice=choice,
                     position=position,
                     token_ids=[choice_token(spec.prompt_tokens + position, choice)],

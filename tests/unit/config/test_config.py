@@ -6,14 +6,14 @@ from typing import Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from moonpool.config import PeerAddress, ServiceConfig, format_address, parse_address
+from moonpool.config import PeerAddresses, ServiceConfig, format_address, parse_address
 from moonpool.errors import ConfigError
 
 
 class PoolConfig(ServiceConfig):
     """Runs a pool."""
 
-    conductor: PeerAddress = Field(description="conductor to join, HOST:PORT")
+    conductor: PeerAddresses = Field(min_length=1, description="conductor to join, HOST:PORT")
     kv_bytes: int = Field(1024, gt=0, description="memory for KV, bytes (100% of it)")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="element type")
     rate: float | None = Field(None, description="bytes per second; default: unlimited")
@@ -41,9 +41,22 @@ def refused(argv: list[str]) -> ConfigError:
 
 def test_defaults() -> None:
     config = PoolConfig.load(ARGV)
-    assert (config.listen, config.conductor, config.kv_bytes) == ("127.0.0.1:0", "127.0.0.1:50051", 1024)
+    assert (config.listen, config.conductor, config.kv_bytes) == ("127.0.0.1:0", ("127.0.0.1:50051",), 1024)
     assert (config.log_level, config.log_json, config.spans_dir, config.rate) == ("info", False, None, None)
     assert config.id.startswith("pool-")
+
+
+def test_several_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag is given again, or they stand in one value; each counts once, and a wrong one is named."""
+    file = tmp_path / "pool.yaml"
+    file.write_text("conductor: [a:1, b:2]\n")
+    assert PoolConfig.load(["--conductor", "a:1", "--conductor=b:2, a:1"]).conductor == ("a:1", "b:2")
+    assert PoolConfig.load(["--config", str(file)]).conductor == ("a:1", "b:2")
+    monkeypatch.setenv("MOONPOOL_CONDUCTOR", "c:3,d:4")
+    assert PoolConfig.load(["--config", str(file)]).conductor == ("c:3", "d:4")
+    error = refused(["--conductor", "a:1", "--conductor", "b"])
+    assert (error.field, "HOST:PORT" in str(error)) == ("conductor", True)
+    assert "at least 1 item" in str(refused(["--conductor", ","]))
 
 
 def test_precedence_is_flag_environment_file_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,13 @@ class Conductor:
         self.reasons: dict[str, int] = {}
         self.failed: dict[str, str] = {}
         self.outcomes: dict[str, int] = {}
+        self.fenced: list[str] = []
+        self._first: dict[str, int] = {}
         self.messages = 0
+
+    def expect(self, request_id: str, position: int) -> None:
+        """The first token that comes is to be at this position."""
+        self._first[request_id] = position
 
     async def start(self, request_id: str, target: kv_pb2.TransferTarget, token: int, *further: int) -> None:
         started = decode_pb2.StartSequence(
@@ -89,18 +95,19 @@ class Conductor:
                 for new in message.tokens:
                     name = f"{new.request_id}/{new.choice}" if new.choice else new.request_id
                     have = self.tokens.setdefault(name, [])
-                    assert new.position == len(have) + 1, "tokens come in order, none twice"
+                    assert new.position == len(have) + self._first.get(name, 1), "tokens come in order, none twice"
                     have.extend(new.token_ids)
                     if new.finish_reason:
                         self.reasons[name] = new.finish_reason
                 self.failed |= {f.request_id: f.reason for f in message.failed}
+                self.fenced += [f.request_id for f in message.fenced]
                 self.outcomes |= {c.request_id: c.outcome for c in message.cancelled}
 
 
 @asynccontextmanager
-async def conducting(it: Decode) -> AsyncIterator[Conductor]:
+async def conducting(it: Decode, name: str = "conductor") -> AsyncIterator[Conductor]:
     conductor = Conductor(it)
-    hello = decode_pb2.StepsHello(conductor=kv_pb2.Instance(id="conductor"))
+    hello = decode_pb2.StepsHello(conductor=kv_pb2.Instance(id=name))
     await conductor.call.write(decode_pb2.StepsRequest(hello=hello))
     try:
         yield conductor

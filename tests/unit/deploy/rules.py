@@ -120,14 +120,18 @@ def _of_addresses(service: Service, config: ServiceConfig, stack: Mapping[str, S
             yield f"publishes {published} from port {inside}, but listens at {port}"
     if service.command[0] in JOIN_NOT and not service.ports:
         yield "is what clients talk to, and publishes no port"
-    conductor = getattr(config, "conductor", None)
-    if conductor is None:
+    conductors = getattr(config, "conductor", None)
+    if conductors is None:
         return
-    if conductor not in {address(other) for other in stack.values() if other.command[0] == "conductor"}:
-        yield f"joins {conductor}, where no conductor listens"
-    wanted = service.rest.get("depends_on", {}).get(parse_address(conductor)[0], {}) if conductor else {}
-    if wanted.get("condition") != "service_healthy":
-        yield "does not wait until its conductor is healthy"
+    there = {address(other) for other in stack.values() if other.command[0] == "conductor"}
+    if not conductors:
+        yield "joins no conductor"
+    for conductor in conductors:
+        if conductor not in there:
+            yield f"joins {conductor}, where no conductor listens"
+        wanted = service.rest.get("depends_on", {}).get(parse_address(conductor)[0], {})
+        if wanted.get("condition") != "service_healthy":
+            yield "does not wait until its conductor is healthy"
 
 
 def address(service: Service) -> str:

@@ -94,12 +94,12 @@ class FakeEngine:
         if not self.failed.done():
             self.failed.set_result(reason)
 
-    def hold(self, layer: int = 0) -> tuple[asyncio.Event, asyncio.Event]:
-        """Stops steps before a layer: (set when a step has come there, set it to let all go)."""
+    def hold(self, layer: int = 0, *, after: int = 0) -> tuple[asyncio.Event, asyncio.Event]:
+        """Stops steps before a layer, after so many steps: (set when one has come there, set it to let all go)."""
         reached, go = asyncio.Event(), asyncio.Event()
 
         async def before(step: Step, at: int) -> None:
-            if at == layer:
+            if at == layer and len(self.steps) > after:
                 reached.set()
                 await go.wait()
 

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from services.conductor.core.admission import Slo
 from services.conductor.core.failures import Failure, Kind
-from services.conductor.core.messages import ClientGone, Delivered, Finish, Prefill, Reserve, Start, Stopped
+from services.conductor.core.messages import Adopt, ClientGone, Delivered, Finish, Prefill, Reserve, Start, Stopped
 
 from .world import NO_ROOM, World
 
@@ -36,12 +36,22 @@ class RequestMachine(RuleBasedStateMachine):
         if len(self.world.core.requests) < 6:
             self.world.arrive(prompt=prompt, answer=answer, limit_s=limit_s, slo=Slo(ttft_s=ttft_s))
 
+    @rule(
+        name=st.sampled_from(NAMES[2:]),
+        restarted=st.sampled_from([False, False, True]),
+        tokens=st.integers(0, 5),
+        answer=st.integers(6, 40),
+    )
+    def resume(self, name: str, restarted: bool, tokens: int, answer: int) -> None:
+        if len(self.world.core.requests) < 6:
+            self.world.resume(name, incarnation=self.incarnations[name] - restarted, tokens=tokens, answer=answer)
+
     @precondition(lambda self: self.world.calls)
     @rule(data=st.data(), steps=st.integers(1, 8))
     def all_goes_well(self, data: st.DataObject, steps: int) -> None:
         """Some calls give what they should: otherwise chaos would end most requests before they decode."""
         for _ in range(steps):
-            calls = [*self.world.open(Reserve), *self.fresh_prefills(), *self.world.open(Start)]
+            calls = [*self.world.open(Reserve), *self.fresh_prefills(), *self.sequences()]
             if not calls:
                 return
             call = data.draw(st.sampled_from(calls))
@@ -50,7 +60,7 @@ class RequestMachine(RuleBasedStateMachine):
                     self.world.promise(call, lease_s=3.0)
                 case Prefill():
                     self.world.first_token(call, Finish.LENGTH if call.target is None else None)
-                case Start():
+                case Start() | Adopt():
                     self.world.more(call)
 
     @precondition(lambda self: self.calls(Reserve))
@@ -79,10 +89,10 @@ class RequestMachine(RuleBasedStateMachine):
             self.world.post(Delivered(call.io))
         self.world.end(call, None if well else why)
 
-    @precondition(lambda self: self.world.open(Start))
+    @precondition(lambda self: self.sequences())
     @rule(data=st.data(), count=st.integers(1, 5), finish=FINISH, known=st.booleans())
     def tokens(self, data: st.DataObject, count: int, finish: Finish | None, known: bool) -> None:
-        call = data.draw(st.sampled_from(self.world.open(Start)))
+        call = data.draw(st.sampled_from(self.sequences()))
         self.world.more(call, count, finish, known=known and finish is not None)
         if known and finish is not None:
             self.world.end(call)
@@ -93,10 +103,10 @@ class RequestMachine(RuleBasedStateMachine):
         """Tokens that were under way when their attempt ended: the answer has them, the keys are asked for later."""
         self.world.more(data.draw(st.sampled_from(self.late_sequences())))
 
-    @precondition(lambda self: self.calls(Start))
+    @precondition(lambda self: self.calls(Start) + self.calls(Adopt))
     @rule(data=st.data(), why=st.sampled_from([None, *FAILURES]))
     def end_sequence(self, data: st.DataObject, why: Failure | None) -> None:
-        self.world.end(data.draw(st.sampled_from(self.calls(Start))), why)
+        self.world.end(data.draw(st.sampled_from(self.calls(Start) + self.calls(Adopt))), why)
 
     @precondition(lambda self: self.world.rehashes)
     @rule(data=st.data())
@@ -148,7 +158,12 @@ class RequestMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.world.finish_all()
 
-    def calls(self, kind: type[Reserve] | type[Prefill] | type[Start]) -> list[Reserve | Prefill | Start]:
+    def sequences(self) -> list[Start | Adopt]:
+        return [*self.world.open(Start), *self.world.open(Adopt)]
+
+    def calls(
+        self, kind: type[Reserve] | type[Prefill] | type[Start] | type[Adopt]
+    ) -> list[Reserve | Prefill | Start | Adopt]:
         """Calls of a kind that have not ended, also those that were given up: their ends come late."""
         return [call for call in self.world.calls.values() if isinstance(call, kind)]
 
@@ -159,9 +174,11 @@ class RequestMachine(RuleBasedStateMachine):
     def fresh_prefills(self) -> list[Prefill]:
         return [call for call in self.world.open(Prefill) if call.io not in self.world.given]
 
-    def late_sequences(self) -> list[Start]:
+    def late_sequences(self) -> list[Start | Adopt]:
         world = self.world
-        calls = [call for call in world.calls.values() if isinstance(call, Start) and call.io in world.cancelled]
+        calls = [
+            call for call in world.calls.values() if isinstance(call, Start | Adopt) and call.io in world.cancelled
+        ]
         return [call for call in calls if call.request in world.rehashes]
 
 

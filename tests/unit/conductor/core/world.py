@@ -12,6 +12,7 @@ from services.conductor.core.facts import Kind as EngineKind
 from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
 from services.conductor.core.messages import (
     Action,
+    Adopt,
     Announce,
     Arrived,
     Ask,
@@ -32,6 +33,7 @@ from services.conductor.core.messages import (
     Reported,
     Reserve,
     Result,
+    Resumed,
     Start,
     Target,
     Tokens,
@@ -71,7 +73,7 @@ class World:
         self.members: dict[str, InstanceFacts] = {}
         self.now = 0.0
         self.actions: list[Action] = []
-        self.calls: dict[int, Reserve | Prefill | Start] = {}
+        self.calls: dict[int, Reserve | Prefill | Start | Adopt] = {}
         self.cancelled: set[int] = set()
         self.tokens: Counter[int] = Counter()
         self.ends: dict[int, Complete | Fail | Drop] = {}
@@ -108,6 +110,17 @@ class World:
         self.post(Arrived(ask, ()))
         return number
 
+    def resume(self, decode: str = "decode-0", *, incarnation: int = 1, tokens: int = 3, answer: int = 8) -> int:
+        """A request comes whose client has some tokens, of a sequence at this instance."""
+        number = len(self.arrived) + 1
+        self.arrived.add(number)
+        self.tokens[number] = tokens
+        target = Target(decode, incarnation, "", 77, 1, 0) if decode else None
+        resumed = Resumed(tokens, 1, f"r{number}", target)
+        ask = Ask(number, f"r{number}", 40, answer, b"key", Slo(), self.now, self.now + 600.0, resumed=resumed)
+        self.post(Arrived(ask, ()))
+        return number
+
     def promise(self, call: Reserve, *, incarnation: int | None = None, lease_s: float = LEASE_S) -> list[Action]:
         self._transfers += 1
         actual = call.incarnation if incarnation is None else incarnation
@@ -115,7 +128,7 @@ class World:
         self.promises[target.transfer_id] = target
         return self.end(call, Promised(target, lease_s))
 
-    def end(self, call: Reserve | Prefill | Start, result: Result = None) -> list[Action]:
+    def end(self, call: Reserve | Prefill | Start | Adopt, result: Result = None) -> list[Action]:
         del self.calls[call.io]
         if isinstance(call, Start):
             self.promises.pop(call.target.transfer_id, None)
@@ -127,7 +140,9 @@ class World:
         self.tokens[call.request] += 1
         return self.post(FirstToken(call.io, HOW, finish))
 
-    def more(self, call: Start, count: int = 1, finish: Finish | None = None, *, known: bool = False) -> list[Action]:
+    def more(
+        self, call: Start | Adopt, count: int = 1, finish: Finish | None = None, *, known: bool = False
+    ) -> list[Action]:
         self.tokens[call.request] += count
         return self.post(Tokens(call.io, count, finish, known))
 
@@ -214,13 +229,14 @@ class World:
         self.core.check_invariants()
         assert len(self.core.requests) == len(self.arrived - set(self.ends))
         assert self.core.requests.calls == len(self.calls)
-        for calls in (self.open(Prefill), self.open(Start)):
+        sequences: list[Start | Adopt] = [*self.open(Start), *self.open(Adopt)]
+        for calls in (self.open(Prefill), sequences):
             busy = [call.request for call in calls if call.request not in self.ends]
             assert len(busy) == len(set(busy)), "a request is computed twice at once"
 
     def _note(self, action: Action) -> None:
         match action:
-            case Reserve() | Prefill() | Start():
+            case Reserve() | Prefill() | Start() | Adopt():
                 assert action.request not in self.ends
                 assert action.io not in self.calls
                 self.calls[action.io] = action

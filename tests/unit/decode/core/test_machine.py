@@ -5,9 +5,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from services.decode.core.config import Preemption
-from services.decode.core.messages import Died, Gone, Promised, Stop, StreamClosed, StreamOpened
-from services.decode.core.request import State
+from services.decode.core.messages import Adopted, Died, Fenced, Gone, Promised, Stop, StreamOpened
+from services.decode.core.request import NOBODY, State
 from tests.unit.decode.core.world import BT, World, config, prompt
+
+COPYING = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
+STARTED = (State.READY, State.RUNNING, State.CATCHING_UP, State.PARKED, *COPYING)
 
 
 class DecodeMachine(RuleBasedStateMachine):
@@ -27,9 +30,18 @@ class DecodeMachine(RuleBasedStateMachine):
                 watermark_blocks=1,
                 preempt_every=every,
                 assumed_answer_tokens=8,
+                grace_s=2.0,
+                log_ttl_s=30.0,
+                log_bytes=4000,
             )
         )
         self.streams = 1
+        self.fences: dict[int, int] = {}
+
+    @property
+    def conductor(self) -> str:
+        """The one that is there now."""
+        return "conductor" if self.streams == 1 else f"conductor {self.streams}"
 
     def states(self, *states: State) -> list[int]:
         return [number for number, request in self.world.core.requests.items() if request.state in states]
@@ -40,9 +52,23 @@ class DecodeMachine(RuleBasedStateMachine):
         answer=st.integers(1, 5 * BT),
         slo=st.sampled_from([0.0, 0.0, 0.0035, 1.0]),
         stores=st.sampled_from([0, 0, 2]),
+        resumable=st.sampled_from([True, True, False]),
     )
-    def reserve(self, length: int, seed: int, answer: int, slo: float, stores: int) -> None:
-        self.world.reserve(prompt(length, seed), answer, slo=slo, conductor="conductor", stores=stores, total=9 * BT)
+    def reserve(self, length: int, seed: int, answer: int, slo: float, stores: int, resumable: bool) -> None:
+        what, who = prompt(length, seed), self.conductor
+        self.world.reserve(what, answer, slo=slo, conductor=who, stores=stores, total=9 * BT, resumable=resumable)
+
+    @rule(
+        length=st.integers(1, 3 * BT), seed=st.integers(0, 2), answer=st.integers(1, 5 * BT), stores=st.integers(0, 1)
+    )
+    def go(self, length: int, seed: int, answer: int, stores: int) -> None:
+        """A request up to its start, at once: by single rules few get so far."""
+        number = self.world.reserve(
+            prompt(length, seed), answer, conductor=self.conductor, stores=stores, total=9 * BT, resumable=True
+        )
+        if number is not None:
+            self.world.arrive(number)
+            self.world.start(number, self.streams)
 
     @rule(
         length=st.integers(1, 2 * BT),
@@ -51,7 +77,8 @@ class DecodeMachine(RuleBasedStateMachine):
         slo=st.sampled_from([0.0, 0.0, 1.0]),
     )
     def reserve_group(self, length: int, seed: int, answers: list[int], slo: float) -> None:
-        self.world.reserve(prompt(length, seed), tuple(answers), slo=slo, conductor="conductor", stores=1, total=4 * BT)
+        what, who = prompt(length, seed), self.conductor
+        self.world.reserve(what, tuple(answers), slo=slo, conductor=who, stores=1, total=4 * BT)
 
     @precondition(lambda self: self.states(State.PROMISED))
     @rule()
@@ -75,7 +102,11 @@ class DecodeMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.run)
     @rule(times=st.integers(2, 40))
+    def many_steps(self, times: int) -> None:
+        self.steps(times)
+
     def steps(self, times: int) -> None:
+        """As many as there are."""
         for _ in range(times):
             if self.world.run is not None:
                 self.world.step()
@@ -105,10 +136,41 @@ class DecodeMachine(RuleBasedStateMachine):
 
     @rule()
     def conductor_leaves(self) -> None:
-        self.world.post(StreamClosed(self.streams))
+        """Another one comes; nothing is resumed yet."""
+        self.world.close(self.streams)
         assert not self.states(State.PROMISED, State.RECEIVING, State.WHOLE)
         self.streams += 1
-        self.world.post(StreamOpened(self.streams, "conductor"))
+        self.world.post(StreamOpened(self.streams, self.conductor))
+
+    @precondition(lambda self: self.states(*STARTED))
+    @rule(steps=st.integers(0, 6))
+    def orphans_wait_in_vain(self, steps: int) -> None:
+        """Some steps, then nobody comes for longer than the grace period, and the running step ends."""
+        self.steps(steps)
+        self.conductor_leaves()
+        self.world.tick(2.0)
+        self.steps(1)
+        orphans = [it for it in self.world.core.requests.values() if it.stream == NOBODY]
+        assert all(it.state in COPYING or it.state is State.LEAVING for it in orphans)
+
+    @precondition(lambda self: self.world.heard)
+    @rule(pick=st.integers(0, 20), higher=st.sampled_from([0, 1, 1, 2]))
+    def adopt(self, pick: int, higher: int) -> None:
+        """What there is of a sequence is had by whoever has the highest fence, and by nobody else."""
+        world = self.world
+        number = sorted(world.heard)[pick % len(world.heard)]
+        live, before = world.core.requests.get(number), world.followers.get(number)
+        there = live is not None and live.resumable and live.state is not State.LEAVING
+        there = there or number in world.logged
+        fence = self.fences.get(number, 0) + higher
+        out = [action for action in world.adopt(number, self.streams, fence) if isinstance(action, Adopted | Fenced)]
+        taken = there and higher
+        assert [type(action) for action in out if isinstance(action, Adopted)] == [Adopted] * bool(taken)
+        loser = before if taken and live is not None else self.streams if there and not taken else None
+        assert [action.stream for action in out if isinstance(action, Fenced)] == [loser] * (loser is not None)
+        if taken:
+            self.fences[number] = fence
+            assert world.heard[number] == world.answers[number], "not a token lost or doubled"
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -118,11 +180,15 @@ class DecodeMachine(RuleBasedStateMachine):
         for number in self.states(State.WHOLE):
             self.world.start(number, self.streams)
         self.world.work()
+        self.world.tick(2.0)  # orphans park
+        self.world.work()
+        self.world.tick(31.0)
+        assert not self.world.logged
         self.world.assert_at_rest()
         self.world.assert_reruns()
-        ended = [action.id for action in self.world.actions if isinstance(action, Gone)]
+        ended = [action.id for action in self.world.actions if isinstance(action, Gone)] + self.world.lost
         promised = [action.id for action in self.world.actions if isinstance(action, Promised)]
-        assert sorted(ended) == sorted(promised), "every request that was promised room ends once"
+        assert sorted(ended) == sorted(promised), "every request that was promised room ends once, or is forgotten once"
 
 
 DecodeMachine.TestCase.settings = settings(derandomize=True, max_examples=50, stateful_step_count=60, deadline=None)

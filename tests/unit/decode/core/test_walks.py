@@ -5,6 +5,7 @@ import random
 import pytest
 
 from services.decode.core.config import Preemption
+from services.decode.core.messages import Adopted, Fenced, Parked, StreamOpened
 from services.decode.core.request import State
 from tests.unit.decode.core.world import BT, World, config, prompt
 
@@ -59,3 +60,51 @@ def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:
     assert (parking.swaps > 0) == (way in (Preemption.SWAP, Preemption.AUTO))
     loads = world.core.shelf.loaded_blocks > 0
     assert loads == (way is Preemption.STORE) or way is Preemption.AUTO
+
+
+@pytest.mark.parametrize("way", Preemption)
+def test_conductors_come_and_go(way: Preemption) -> None:
+    """Each is lost after a while; the next one adopts what runs, what has parked and what has ended, now or later."""
+    rng = random.Random(f"conductors {way}")
+    world = World(
+        config(24, preemption=way, swap_blocks=40, step_tokens=40, assumed_answer_tokens=20, grace_s=1.0, log_ttl_s=1e6)
+    )
+    stream, left, fence = 1, 10, 0
+    while left or any(world.heard[number] != world.answers[number] for number in world.heard) or world.core.requests:
+        draw = rng.random()
+        if left and draw < 0.1:
+            length, total = rng.randint(1, 3 * BT), rng.randint(2, 20 * BT)
+            left -= _go(world, prompt(length, rng.randrange(4)), total, stream)
+        elif draw < 0.13:
+            world.close(stream)
+            stream += 1
+            world.post(StreamOpened(stream, f"conductor {stream}"))
+        elif draw < 0.2:
+            world.tick(0.4)
+        elif draw < 0.35 and world.heard:
+            fence += 1
+            world.adopt(rng.choice(sorted(world.heard)), stream, fence)
+        elif draw > 0.4:
+            advance(world, rng)
+        assert world.core.planner.steps < 40_000
+    while world.ios:
+        world.end_io(min(world.ios))
+    world.assert_at_rest()
+    world.assert_reruns()
+    assert (world.failed, world.lost) == ({}, [])
+    assert len(world.answers) == 10
+    parked, adopted, fenced = (
+        [it for it in world.actions if isinstance(it, kind)] for kind in (Parked, Adopted, Fenced)
+    )
+    print(f"{way}: {len(parked)} parked, {len(adopted)} adopted, {len(fenced)} fenced")
+    assert min(len(parked), len(adopted), len(fenced)) > 10
+
+
+def _go(world: World, tokens: list[int], answer: int, stream: int) -> bool:
+    """Starts a request, if there is room."""
+    who = f"conductor {stream}" if stream > 1 else "conductor"
+    number = world.reserve(tokens, answer, total=23 * BT, conductor=who, stores=1, resumable=True)
+    if number is not None:
+        world.arrive(number)
+        world.start(number, stream)
+    return number is not None

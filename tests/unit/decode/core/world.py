@@ -16,15 +16,20 @@ from services.decode.core.config import CoreConfig, Preemption
 from services.decode.core.machine import DecodeCore
 from services.decode.core.messages import (
     Action,
+    Adopt,
+    Adopted,
     Arrived,
     Ending,
     Event,
+    Fenced,
     Finish,
+    Forget,
     Gone,
     Grew,
     Load,
     LoadEnd,
     Open,
+    Parked,
     Promised,
     Refused,
     Reserve,
@@ -33,6 +38,7 @@ from services.decode.core.messages import (
     StepDone,
     Store,
     StoreEnd,
+    StreamClosed,
     StreamOpened,
     SwapDrop,
     SwapEnd,
@@ -92,6 +98,15 @@ class World:
         """What each kvstore has."""
         self.refused: list[Refused] = []
         self.failed: dict[int, str] = {}
+        self.followers: dict[int, int] = {}
+        """The stream that gets a started sequence's tokens."""
+        self.heard: dict[int, list[int]] = {}
+        """What each client has got, by whatever stream."""
+        self.logged: dict[int, Sequence | None] = {}
+        """What is kept; the sequence when it could go on."""
+        self.lost: list[int] = []
+        """Sequences that could have gone on, and nobody came."""
+        self.fenced: list[Fenced] = []
         self._check = check
         self._writing: dict[int, BlockKey] = {}
         self._next = 1
@@ -117,6 +132,7 @@ class World:
         conductor: str = "",
         stores: int = 0,
         starts_in_s: float = 0.0,
+        resumable: bool = False,
     ) -> int | None:
         """Asks for room for one answer or several; the request's id, None when it was refused."""
         answers = (answer,) if isinstance(answer, int) else answer
@@ -125,10 +141,8 @@ class World:
         for index, length in enumerate(answers):
             self.sequences[number + index] = Sequence(array("i", prompt), length, len(prompt), number, index)
         keys = tuple(self.sequences[number].keys())
-        asked = Reserve(
-            number, keys, len(prompt), len(prompt), total_tokens, slo, conductor, stores, len(answers), starts_in_s
-        )
-        self.post(asked)
+        lengths, given = (len(prompt), len(prompt), total_tokens), (len(answers), starts_in_s, resumable)
+        self.post(Reserve(number, keys, *lengths, slo, conductor, stores, *given))
         if number not in self.core.requests:
             for index in range(len(answers)):
                 del self.sequences[number + index]
@@ -155,15 +169,25 @@ class World:
         for other, it in self.group(number):
             it.tokens.append(it.token_after(len(it.tokens)))
             self.answers[other] = [it.tokens[-1]]
+            self.followers[other], self.heard[other] = stream, list(self.answers[other])
             finishes.append(STOP if it.answer == 1 else 0)
         self.post(Start(number, stream, finishes[0], tuple(finishes[1:])))
 
-    def go(self, prompt: list[int], answer: int | tuple[int, ...] = 4, **options: object) -> int:
+    def adopt(self, number: int, stream: int, fence: int) -> list[Action]:
+        """A conductor resumes for a client that has what it has heard."""
+        return self.post(Adopt(number, stream, fence, len(self.heard[number])))
+
+    def close(self, stream: int) -> None:
+        """A conductor's stream ends: nobody hears its sequences any more."""
+        self.followers = {number: it for number, it in self.followers.items() if it != stream}
+        self.post(StreamClosed(stream))
+
+    def go(self, prompt: list[int], answer: int | tuple[int, ...] = 4, stream: int = 1, **options: object) -> int:
         """A request up to its start."""
         number = self.reserve(prompt, answer, **options)  # type: ignore[arg-type]
         assert number is not None, self.refused[-1]
         self.arrive(number)
-        self.start(number)
+        self.start(number, stream)
         return number
 
     def step(self) -> None:
@@ -193,6 +217,8 @@ class World:
                 filled.append((number, it.keys()[-1]))
             it.tokens.append(it.token_after(len(it.tokens)))
             self.answers[number].append(it.tokens[-1])
+            if number in self.followers:
+                self.heard[number].append(it.tokens[-1])
             if len(self.answers[number]) >= it.answer:
                 ended.append((number, STOP))
         seconds = decode_step_seconds(self.core.config.speeds, len(run.batch), 0)
@@ -267,6 +293,15 @@ class World:
             assert digest_of(*out) == digest
         assert core.digest() == self.core.digest()
 
+    def _adopted(self, number: int, stream: int, position: int) -> None:
+        kept = self.logged.get(number)
+        if kept is not None:
+            self.sequences[number] = kept
+            del self.logged[number]
+        self.followers[number] = stream
+        assert position == len(self.heard[number])
+        self.heard[number] += self.answers[number][position:]
+
     def _content(self, it: Sequence, position: int) -> bytes:
         """What a slot holds: a hash of all tokens up to its own."""
         while len(it.contents) <= position:
@@ -297,10 +332,23 @@ class World:
                 self.refused.append(action)
             case Ending(number, why):
                 self.failed[number] = why
-            case Gone(number):
+            case Gone(number, logged):
                 for other, it in self.group(number):
                     assert not it.saved, "swapped out and forgotten"
                     del self.sequences[other]
+                if logged:
+                    self.logged[number] = None
+            case Parked(number):
+                it = self.logged[number] = self.sequences.pop(number)
+                assert not it.saved, "swapped out and forgotten"
+                it.table = []
+            case Forget(number):
+                if self.logged.pop(number) is not None:
+                    self.lost.append(number)
+            case Adopted(number, stream, position):
+                self._adopted(number, stream, position)
+            case Fenced():
+                self.fenced.append(action)
             case Finish() | Promised():
                 pass
 

@@ -1,0 +1,119 @@
+"""An instance joined to several conductors at once: each is told everything, and none of them knows of the others.
+
+The instance is the authority on itself, so conductors need not agree on anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from moonpool.cluster.events import HeldKeys
+from moonpool.cluster.join import JoinAgent
+from moonpool.rpc.channels import Channels
+from moonpool.v1 import conductor_pb2
+
+Changes = tuple[Iterable[bytes], Iterable[bytes]]
+
+
+class Bell:
+    """Wakes all who wait for a change, each by an event of its own."""
+
+    def __init__(self) -> None:
+        self._events: list[asyncio.Event] = []
+
+    def add(self) -> asyncio.Event:
+        """An event for one of them."""
+        event = asyncio.Event()
+        self._events.append(event)
+        return event
+
+    def ring(self) -> None:
+        """Something has changed; cheap, callable at any time on the event loop."""
+        for event in self._events:
+            event.set()
+
+
+class KeyNews:
+    """Changes of the keys, for several readers: the net effect per key since each has asked last.
+
+    A reader that does not follow misses changes: it begins with a snapshot.
+    """
+
+    def __init__(self, take: Callable[[], Changes]) -> None:
+        """Reads from `take`, which tells each change once."""
+        self._take = take
+        self._readers: list[tuple[Callable[[], bool], dict[bytes, bool]]] = []
+
+    def reader(self, follows: Callable[[], bool]) -> Callable[[], Changes]:
+        """What one reader takes its changes from; `follows` tells whether it wants them now."""
+        changes: dict[bytes, bool] = {}
+        self._readers.append((follows, changes))
+
+        def take() -> Changes:
+            self._pass_on()
+            stored = [key for key, here in changes.items() if here]
+            removed = [key for key, here in changes.items() if not here]
+            changes.clear()
+            return stored, removed
+
+        return take
+
+    def _pass_on(self) -> None:
+        stored, removed = map(list, self._take())
+        for follows, changes in self._readers:
+            if not follows():
+                changes.clear()
+                continue
+            for keys, here in ((stored, True), (removed, False)):
+                for key in keys:
+                    changes.pop(key, None)  # at the end again: messages keep the order of last changes
+                    changes[key] = here
+
+
+class Joining:
+    """Keeps one instance joined to all conductors of a list."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        conductors: Sequence[str],
+        hello: conductor_pb2.JoinHello,
+        load: Callable[[], conductor_pb2.LoadReport],
+        take_events: Callable[[], Changes],
+        held: HeldKeys,
+        on_drain: Callable[[], None] = lambda: None,
+        *,
+        bell: Bell | None = None,
+    ) -> None:
+        """Wire it; nothing happens before `run`. See `JoinAgent`; `bell` rings when load or keys have changed."""
+        self._bell = bell or Bell()
+        news = KeyNews(take_events)
+        self._agents: list[JoinAgent] = []
+        for number, address in enumerate(conductors):
+            take = news.reader(lambda number=number: self._agents[number].follows)  # type: ignore[misc]
+            agent = JoinAgent(channels, address, hello, load, take, held, on_drain, changed=self._bell.add())
+            self._agents.append(agent)
+
+    @property
+    def follows(self) -> bool:
+        """Whether a conductor wants every change from now on."""
+        return any(agent.follows for agent in self._agents)
+
+    def notify(self) -> None:
+        """Say that load or keys have changed; see `JoinAgent.notify`."""
+        self._bell.ring()
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Stay joined until `stopping` is set.
+
+        Raises:
+            Mismatch: a conductor serves something else; trying again cannot help.
+            InvalidRequest: a conductor finds the hello wrong.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for agent in self._agents:
+                    group.create_task(agent.run(stopping))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None

@@ -1,0 +1,95 @@
+"""Resumed requests: their sequence may still be at decode, whose conductor was lost, and is taken over there.
+
+Where decode does not know it any more, or is gone itself, the request is placed anew like any other whose attempt has
+failed. docs/adr/0012-resuming.md has the rules.
+"""
+
+from collections.abc import Iterable
+
+from moonpool.core.kernel import Cancel
+from moonpool.core.timers import Timers
+from services.conductor.core.legs import Call, Hold, Legs
+from services.conductor.core.life import Phase, Request
+from services.conductor.core.messages import Action, Adopt
+from services.conductor.core.picture import Picture
+
+
+class Adopting:
+    """Takes sequences over.
+
+    Args:
+        wait_s: seconds for which the instance that has the sequence may take to join a conductor that has just started.
+        picture: who is there.
+        legs: keeps the calls.
+        timers: shared by the whole core.
+    """
+
+    def __init__(self, wait_s: float, picture: Picture, legs: Legs, timers: Timers[tuple[str, int]]) -> None:
+        self._wait_s = wait_s
+        self._picture = picture
+        self._legs = legs
+        self._timers = timers
+
+    def begin(self, now: float, request: Request, out: list[Action]) -> bool:
+        """Takes the sequence of a new request over, or waits for its instance.
+
+        Returns:
+            False when it is to be placed like any other.
+        """
+        owner = request.ask.resumed.target if request.ask.resumed is not None else None
+        if owner is None:
+            return False
+        there = self._picture.incarnation(owner.decode)
+        if there and there != owner.incarnation:
+            return False  # restarted: it knows nothing of the sequence
+        if there:
+            self._adopt(request, out)
+        else:
+            request.phase = Phase.OWNER
+            self._timers.set(("owner", request.ask.number), now + self._wait_s)
+        return True
+
+    def joined(self, now: float, instance: str, requests: Iterable[Request], out: list[Action]) -> list[Request]:
+        """An instance has joined: what waits for it goes on. Returns those that are to be placed anew."""
+        mine = [it for it in requests if it.phase is Phase.OWNER and _owner(it) == instance]
+        for request in mine:
+            self._timers.clear(("owner", request.ask.number))
+        return [request for request in mine if not self.begin(now, request, out)]
+
+    def at(self, instance: str, requests: Iterable[Request]) -> list[int]:
+        """Numbers of the requests whose sequence was taken over at an instance."""
+        return [it.ask.number for it in requests if it.adopted and _owner(it) == instance]
+
+    def lost(self, request: Request, who: tuple[str, int], out: list[Action]) -> bool:
+        """An incarnation of an instance is lost. Returns whether the request's sequence was there."""
+        hold = self._legs.calls.get(request.adopted)
+        if hold is None or (hold.instance, hold.incarnation) != who:
+            return False
+        out.append(Cancel(request.adopted))
+        request.adopted = 0
+        return True
+
+    def _adopt(self, request: Request, out: list[Action]) -> None:
+        resumed, number = request.ask.resumed, request.ask.number
+        assert resumed is not None
+        assert resumed.target is not None
+        sequence, target = resumed.sequence, resumed.target
+        hold = Hold(Call.ADOPT, number, sequence, target.decode, target.incarnation)
+        request.phase, request.adopted = Phase.ADOPTED, self._legs.calls.begin(hold)
+        out.append(Adopt(request.adopted, number, sequence, target, request.tokens, resumed.fence))
+
+    def check_invariants(self, requests: Iterable[Request]) -> None:
+        """Asserts that who waits for an instance does not wait for ever, and who has a sequence follows it."""
+        for request in requests:
+            waits = self._timers.at(("owner", request.ask.number)) is not None
+            assert (request.phase is Phase.OWNER) == waits
+            assert (request.phase is Phase.ADOPTED) == bool(request.adopted)
+            if request.adopted:
+                hold = self._legs.calls.get(request.adopted)
+                assert hold is not None
+                assert (hold.call, hold.request) == (Call.ADOPT, request.ask.number)
+
+
+def _owner(request: Request) -> str:
+    resumed = request.ask.resumed
+    return resumed.target.decode if resumed is not None and resumed.target is not None else ""

@@ -1,0 +1,117 @@
+"""A stream that is taken up again: what the client says of it, checked, and what it is told for the next time."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from array import array
+from dataclasses import dataclass
+
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from moonpool.errors import InvalidRequest
+from moonpool.v1 import conductor_pb2
+from services.conductor.core.messages import ATTEMPT_MARK, Resumed, Target
+from services.conductor.request import Request, Served
+from services.conductor.translate import target_proto
+
+SECRET_BYTES = 16
+"""Of the secrets that are drawn here."""
+SECRET_LENGTHS = range(16, 65)
+MAX_ID_CHARS = 256
+_ATTEMPT = re.compile(r"(?:(\d{1,10})\.)?\d{1,10}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What a client has of its answer, and where that came from.
+
+    Attributes:
+        tokens: of the answer.
+        text_chars: characters of its text.
+        secret: proves that it is the same client.
+        placement: the last one.
+        resumed: the same for the core.
+    """
+
+    tokens: array[int]
+    text_chars: int
+    secret: bytes
+    placement: conductor_pb2.Placement
+    resumed: Resumed
+
+
+def secret_for(request: Request, resume: Resume | None) -> bytes:
+    """The client's own; for a new request one that nobody can guess, b"" when several answers are wanted."""
+    if resume is not None:
+        return resume.secret
+    return secrets.token_bytes(SECRET_BYTES) if request.choices == 1 else b""
+
+
+def read_resume(message: conductor_pb2.GenerateRequest, request: Request, served: Served) -> Resume | None:
+    """What is to be resumed; None for a new request.
+
+    Raises:
+        InvalidRequest: names the first field that is wrong.
+    """
+    if not message.HasField("resume"):
+        _require("from_position", message.from_position == 0, "must be 0 unless a stream is resumed")
+        return None
+    _require("resume", request.choices == 1, "a request of several answers (sampling.n) cannot be resumed")
+    resume, point = message.resume, message.resume.point
+    for field, part in (("resume", resume), ("resume.point", point)):
+        unknown = UnknownFieldSet(part)
+        if len(unknown):
+            raise InvalidRequest(field, f"has field number {unknown[0].field_number}, which is not known here")
+    _require("request_id", message.request_id != "", "a stream is resumed by its request's id")
+    _require("sampling.seed", message.sampling.HasField("seed"), "must be the seed that was told when it was placed")
+    _require("resume.count", resume.count >= 1, "must be at least 1")
+    count = len(resume.token_ids)
+    _require("from_position", message.from_position == count, f"must be {count}, as resume.token_ids has so many")
+    tokens = _read_tokens(resume, request, served)
+    least, most = SECRET_LENGTHS[0], SECRET_LENGTHS[-1]
+    _require("resume.point.secret", len(point.secret) in SECRET_LENGTHS, f"must have {least} to {most} bytes")
+    _check_sequence(point.sequence, request.id, resume.count)
+    resumed = Resumed(count, resume.count, point.sequence, _read_target(point))
+    return Resume(tokens, resume.text_chars, point.secret, point.placement, resumed)
+
+
+def resume_point(
+    secret: bytes, placement: conductor_pb2.Placement, sequence: str, target: Target | None
+) -> conductor_pb2.ResumePoint:
+    """What a client is told when its request is placed."""
+    point = conductor_pb2.ResumePoint(placement=placement, sequence=sequence, secret=secret)
+    if target is not None:
+        point.target.CopyFrom(target_proto(target))
+    return point
+
+
+def _read_tokens(resume: conductor_pb2.Resume, request: Request, served: Served) -> array[int]:
+    field, vocabulary = "resume.token_ids", served.config.vocab_size
+    _require(field, len(resume.token_ids) <= request.max_tokens, f"the answer has at most {request.max_tokens} tokens")
+    tokens = array("i", resume.token_ids)
+    known = not tokens or (min(tokens) >= 0 and max(tokens) < vocabulary)
+    _require(field, known, f"token ids must be in [0, {vocabulary})")
+    return tokens
+
+
+def _check_sequence(sequence: str, request_id: str, count: int) -> None:
+    """Only an earlier attempt of this request is meant: the names of those to come must be free."""
+    name, mark, attempt = sequence.partition(ATTEMPT_MARK)
+    match = _ATTEMPT.fullmatch(attempt)
+    earlier = not mark or (match is not None and int(match[1] or 0) < count)
+    _require("resume.point.sequence", name == request_id and earlier, "is not an earlier placement of this request")
+
+
+def _read_target(point: conductor_pb2.ResumePoint) -> Target | None:
+    """The promise; where the instance is, only its own word counts."""
+    if not point.HasField("target"):
+        return None
+    target, decode = point.target, point.target.decode
+    _require("resume.point.target.decode.id", 1 <= len(decode.id) <= MAX_ID_CHARS, f"1 to {MAX_ID_CHARS} characters")
+    return Target(decode.id, decode.incarnation, "", target.transfer_id, target.generation, 0)
+
+
+def _require(field: str, condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidRequest(field, message)

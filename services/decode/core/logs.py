@@ -1,0 +1,112 @@
+"""What is kept of sequences that nobody follows: for so long, and so many bytes in all. The tokens are the shell's."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from moonpool.core.digest import digest_of
+from services.decode.core.messages import Action, Forget
+from services.decode.core.request import Request
+
+LOG_BYTES = 512
+"""Of a log beside its tokens and keys."""
+TOKEN_BYTES = 4
+KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """One sequence.
+
+    Attributes:
+        until: when it is forgotten.
+        bytes: that it counts for.
+        fence: of who had it last.
+        request: the sequence, if it could go on; None when it has ended.
+    """
+
+    until: float
+    bytes: int
+    fence: int
+    request: Request | None = None
+
+
+class Logs:
+    """All logs, oldest first.
+
+    Args:
+        ttl_s: seconds for which one is kept.
+        max_bytes: of all; beyond it the oldest ones go.
+    """
+
+    def __init__(self, ttl_s: float, max_bytes: int) -> None:
+        self._ttl_s = ttl_s
+        self._max_bytes = max_bytes
+        self._logs: dict[int, Log] = {}
+        self.bytes = 0
+        """Of all logs."""
+
+    def __len__(self) -> int:
+        return len(self._logs)
+
+    def __iter__(self) -> Iterator[tuple[int, Log]]:
+        return iter(self._logs.items())
+
+    def get(self, number: int) -> Log | None:
+        """The log of a request."""
+        return self._logs.get(number)
+
+    def due(self) -> float | None:
+        """When the oldest one is forgotten."""
+        return next((log.until for log in self._logs.values()), None)
+
+    def ended(self, now: float, request: Request, out: list[Action]) -> None:
+        """Keeps the answer of a sequence that has ended."""
+        [member] = request.members
+        answer = max(0, member.tokens - request.prompt_tokens)
+        self._keep(request.id, Log(now + self._ttl_s, LOG_BYTES + TOKEN_BYTES * answer, request.fence), out)
+
+    def parked(self, now: float, request: Request, out: list[Action]) -> None:
+        """Keeps a sequence that could go on: its tokens (as they came, and as they are) and its keys."""
+        [member] = request.members
+        size = LOG_BYTES + 2 * TOKEN_BYTES * member.tokens + KEY_BYTES * len(member.keys)
+        self._keep(request.id, Log(now + self._ttl_s, size, request.fence, request), out)
+
+    def read(self, number: int, fence: int) -> None:
+        """Somebody with a higher fence reads one. It does not live longer for it."""
+        self._logs[number] = replace(self._logs[number], fence=fence)
+
+    def take(self, number: int) -> Request:
+        """Takes out a sequence that goes on."""
+        log = self._remove(number)
+        assert log.request is not None, "it has ended"
+        return log.request
+
+    def expire(self, now: float, out: list[Action]) -> None:
+        """Forgets what is too old."""
+        while self._logs and (first := next(iter(self._logs.items())))[1].until <= now:
+            self._forget(first[0], out)
+
+    def _keep(self, number: int, log: Log, out: list[Action]) -> None:
+        self._logs[number] = log
+        self.bytes += log.bytes
+        while self.bytes > self._max_bytes:
+            self._forget(next(iter(self._logs)), out)
+
+    def _forget(self, number: int, out: list[Action]) -> None:
+        self._remove(number)
+        out.append(Forget(number))
+
+    def _remove(self, number: int) -> Log:
+        log = self._logs.pop(number)
+        self.bytes -= log.bytes
+        return log
+
+    def check_invariants(self) -> None:
+        """Asserts that the bytes are those of the logs, within the bound, and that the oldest is the first to go."""
+        assert self.bytes == sum(log.bytes for log in self._logs.values()) <= self._max_bytes
+        ends = [log.until for log in self._logs.values()]
+        assert ends == sorted(ends)
+
+    def digest(self) -> bytes:
+        """Hash of all of it."""
+        return digest_of(self._logs)

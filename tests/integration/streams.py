@@ -1,0 +1,38 @@
+"""Several streams at once, and something that happens to them when all are under way."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from moonpool.client import AsyncClient, GenerateResult, SamplingParams
+
+UNDER_WAY = 5
+"""Tokens after which a stream counts as under way."""
+
+
+async def disturbed(
+    addresses: str | Sequence[str],
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams,
+    disturb: Callable[[], None],
+) -> list[GenerateResult]:
+    """The answers to all prompts. `disturb` is called in a thread when each stream has had its first tokens."""
+    under_way = asyncio.Barrier(len(prompts) + 1)
+    async with AsyncClient(addresses) as client, asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_follow(client, prompt, sampling, under_way)) for prompt in prompts]
+        await under_way.wait()
+        await asyncio.to_thread(disturb)
+    return [task.result() for task in tasks]
+
+
+async def _follow(
+    client: AsyncClient, prompt: list[int], sampling: SamplingParams, under_way: asyncio.Barrier
+) -> GenerateResult:
+    stream = client.stream(token_ids=prompt, sampling=sampling)
+    output: list[int] = []
+    async for event in stream:
+        before, output = len(output), output + list(event.token_ids)
+        if before < UNDER_WAY <= len(output):
+            await under_way.wait()
+    assert stream.result is not None
+    assert stream.result.token_ids == output, "each token came once, in its place"
+    return stream.result

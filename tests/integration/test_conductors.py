@@ -1,0 +1,61 @@
+"""Two conductors side by side, which all instances have joined: one is killed, its streams go on at the other."""
+
+import asyncio
+import dataclasses
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from moonpool.cli.check import wait_at_rest
+from moonpool.cli.stack import ServiceProcess
+from moonpool.client import Client, SamplingParams
+from tests.integration.conftest import small_plan, tokens
+from tests.integration.reference import Reference
+from tests.integration.stack import CheckedStack
+from tests.integration.streams import disturbed
+
+GREEDY = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def both(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CheckedStack, str]]:
+    """A stack, and the address of a second conductor of it."""
+    folder = tmp_path_factory.mktemp("both")
+    plan = small_plan(checkpoint, folder)
+    arguments = ["--model", plan.model, "--id", "second", "--listen", "127.0.0.1:0"]
+    second = ServiceProcess("conductor", "second", arguments, folder / "second.log")
+    try:
+        join = ["--conductor", second.wait_ready(60.0)]
+        extra: dict[str, Sequence[str]] = {
+            kind: [*plan.extra.get(kind, ()), *join] for kind in ("kvstore", "prefill", "decode")
+        }
+        with CheckedStack(dataclasses.replace(plan, extra=extra, decode=2)) as stack:
+            yield stack, second.address
+    finally:
+        second.signal(signal.SIGTERM)
+        assert second.wait(20.0) == 0
+
+
+@pytest.mark.slow
+def test_streams_go_on_at_the_other_conductor(both: tuple[CheckedStack, str], reference: Reference) -> None:
+    stack, second = both
+    prompts = [tokens(40 + 30 * number, f"two conductors {number}") for number in range(4)]
+    with Client(second) as client:
+        assert len(client.cluster_state().instances) == 4, "all have joined the second one too"
+    results = asyncio.run(
+        disturbed([stack.address, second], prompts, GREEDY, lambda: stack.services["conductor"].signal(signal.SIGKILL))
+    )
+    for prompt, result in zip(prompts, results, strict=True):
+        assert (len(result.token_ids), result.resumes) == (1000, 1)
+        reference.assert_greedy(prompt, result.token_ids)
+    wait_at_rest(second, timeout_s=20)
+    stack.restart("conductor")
+    assert stack.gauge("decode", "sequences_adopted") == len(prompts)
+    with Client(stack.address) as client:  # it has learnt everything from the instances
+        state = client.cluster_state()
+        assert (state.ready, len(state.instances)) == (True, 4)
+        again = client.generate(token_ids=prompts[-1], sampling=SamplingParams(max_tokens=4, temperature=0.0))
+    assert again.usage.cached_tokens > 0
+    assert again.token_ids == results[-1].token_ids[:4]

@@ -1,0 +1,157 @@
+"""Resumed requests: their sequence is taken over where it is; else they are placed anew with the tokens they have."""
+
+import pytest
+
+from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.messages import (
+    Adopt,
+    Announce,
+    ClientGone,
+    Complete,
+    Drop,
+    Fail,
+    Finish,
+    Prefill,
+    Reserve,
+    Start,
+    Stopped,
+    Target,
+)
+from tests.unit.conductor.core.world import World
+
+UNKNOWN = Failure(Kind.STREAM, "decode-0 cannot go on: there is no such sequence here (any more)")
+FENCED = Failure(Kind.INVALID, "another conductor has it", field="resume.count")
+
+
+def test_a_sequence_is_taken_over_where_it_is() -> None:
+    world = World()
+    number = world.resume(tokens=3)
+    adopt = world.one(Adopt)
+    assert adopt == Adopt(adopt.io, number, "r1", Target("decode-0", 1, "", 77, 1, 0), 3, 1)
+    world.more(adopt, 2)
+    world.more(adopt, 3, Finish.LENGTH, known=True)
+    assert world.ends == {number: Complete(number, Finish.LENGTH)}
+    assert world.cancelled == set(), "decode knows that it is over"
+    assert (world.all(Reserve), world.all(Announce)) == ([], [])
+    world.end(adopt)
+    world.finish_all()
+
+
+def test_a_stop_text_ends_the_sequence_at_decode() -> None:
+    world = World()
+    number = world.resume()
+    adopt = world.one(Adopt)
+    world.more(adopt, 1, Finish.STOP)
+    assert (world.ends[number], world.cancelled) == (Complete(number, Finish.STOP), {adopt.io})
+    world.finish_all()
+
+
+def test_what_decode_does_not_know_is_placed_anew_with_the_tokens_that_are_there() -> None:
+    world = World()
+    number = world.resume(tokens=3)
+    adopt = world.one(Adopt)
+    world.more(adopt, 2)  # a log that ends early tells what it has
+    world.end(adopt, UNKNOWN)
+    assert world.rehashes == [number]
+    world.rehash(number)
+    reserve = world.one(Reserve)
+    assert reserve.sequence == "r1~1.0", "no earlier attempt had this name"
+    world.promise(reserve)
+    world.first_token(world.one(Prefill))
+    world.more(world.one(Start), 2, Finish.LENGTH, known=True)
+    assert world.tokens[number] == 3 + 2 + 1 + 2
+    assert world.ends[number] == Complete(number, Finish.LENGTH)
+    world.end(world.one(Start))
+    world.finish_all()
+
+
+def test_a_new_conductor_waits_for_the_instance_to_join() -> None:
+    world = World(decodes=0)
+    number = world.resume()
+    assert world.calls == {}
+    world.join_decode("decode-1")
+    assert world.calls == {}, "another one is not asked yet"
+    world.sleep(1.0)
+    world.join_decode("decode-0")
+    assert world.one(Adopt).request == number
+    world.finish_all()
+
+
+def test_it_does_not_wait_for_ever() -> None:
+    world = World(decodes=0)
+    world.join_decode("decode-1")
+    world.resume()
+    world.sleep(4.9)
+    assert world.calls == {}
+    world.sleep(0.2)
+    assert world.one(Reserve).decode == "decode-1"
+    world.finish_all()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_instance_that_was_restarted_knows_nothing(late: bool) -> None:
+    world = World(decodes=0)
+    if late:
+        world.resume()
+        world.join_decode("decode-0", 2)
+    else:
+        world.join_decode("decode-0", 2)
+        world.resume()
+    assert world.one(Reserve).incarnation == 2
+    world.finish_all()
+
+
+def test_a_lost_instance_is_not_waited_for() -> None:
+    world = World()
+    number = world.resume()
+    adopt = world.one(Adopt)
+    world.leave("decode-0")
+    assert world.cancelled == {adopt.io}
+    world.more(adopt)  # a late one still counts
+    world.end(adopt)
+    world.rehash(number)
+    assert world.one(Reserve).decode == "decode-1"
+    assert number not in world.ends
+    world.finish_all()
+
+
+def test_a_request_that_another_conductor_has_is_not_placed_anew() -> None:
+    world = World()
+    number = world.resume()
+    world.end(world.one(Adopt), FENCED)
+    assert world.ends == {number: Fail(number, FENCED)}
+    world.finish_all()
+
+
+def test_a_sequence_of_ours_that_another_conductor_has_taken_over_is_not_placed_anew() -> None:
+    world = World()
+    number, _, start = world.decoding()
+    world.end(start, FENCED)
+    assert world.ends == {number: Fail(number, FENCED)}
+    world.finish_all()
+
+
+def test_a_client_that_leaves_ends_what_was_adopted() -> None:
+    world = World()
+    first, second = world.resume(), world.resume("decode-9")
+    adopt = world.one(Adopt)
+    for number in (first, second):
+        world.post(ClientGone(number))
+    assert world.ends == {first: Drop(first), second: Drop(second)}
+    assert world.cancelled == {adopt.io}
+    world.finish_all()
+
+
+def test_a_drain_ends_it_with_what_there_is() -> None:
+    world = World()
+    number = world.resume()
+    world.post(Stopped(number))
+    assert world.ends == {number: Complete(number, Finish.CANCELLED)}
+    world.finish_all()
+
+
+def test_a_request_without_a_promise_then_is_placed_like_any_other() -> None:
+    world = World()
+    world.resume("")
+    assert world.one(Reserve).sequence == "r1~1.0"
+    world.finish_all()

@@ -1,0 +1,290 @@
+"""Requests that are resumed at another conductor, or at the same one: adopted, placed anew, or only ended."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from moonpool.client import SamplingParams
+from moonpool.client.transport import GrpcTransport
+from moonpool.contracts import sampling_to_proto
+from moonpool.errors import InvalidRequest, Unavailable
+from moonpool.v1 import conductor_pb2 as pb
+from moonpool.v1 import kv_pb2
+
+from .fakes import ScriptedDecode, ScriptedPrefill, decode, expected, prefill
+from .stack import WAIT_S, Stack, stack
+
+PROMPT = list(range(30, 70))
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+
+
+@asynccontextmanager
+async def two(p: ScriptedPrefill, d: ScriptedDecode) -> AsyncIterator[tuple[Stack, Stack]]:
+    """Two conductors that both instances have joined."""
+    async with stack(p, d) as first, stack() as second:
+        for member in (p, d):
+            hello = pb.JoinHello(instance=member.instance, total_blocks=member.total_blocks, model=second.model())
+            await second.follow(member, hello)
+            await second.joined(member)
+        yield first, second
+
+
+def request(sampling: SamplingParams = GREEDY, request_id: str = "r") -> pb.GenerateRequest:
+    tokens = pb.TokenPrompt(token_ids=PROMPT)
+    return pb.GenerateRequest(request_id=request_id, tokens=tokens, sampling=sampling_to_proto(sampling), tenant="t")
+
+
+class Call:
+    """A Generate call, and what came."""
+
+    def __init__(self, at: Stack, message: pb.GenerateRequest) -> None:
+        self.transport = GrpcTransport(at.address)
+        self.call = self.transport.generate(message, WAIT_S)
+        self.placed: list[pb.Placed] = []
+        self.tokens: list[int] = []
+        self.text = ""
+        self.finished: pb.Finished | None = None
+
+    async def read(self, tokens: int = 1 << 30) -> None:
+        """Until there are so many tokens, or to the end."""
+        while len(self.tokens) < tokens:
+            try:
+                message = await anext(aiter(self.call))
+            except StopAsyncIteration:
+                return
+            if message.HasField("placed"):
+                self.placed.append(message.placed)
+            elif message.HasField("delta"):
+                self.tokens += message.delta.token_ids
+                self.text += message.delta.text
+            else:
+                self.finished = message.finished
+
+    def resume(self, message: pb.GenerateRequest, count: int = 1) -> pb.GenerateRequest:
+        """The request with which a client goes on behind what it has."""
+        again = pb.GenerateRequest()
+        again.CopyFrom(message)
+        again.sampling.seed, again.from_position = self.placed[-1].seed, len(self.tokens)
+        point, text = self.placed[-1].resume, len(self.text)
+        again.resume.CopyFrom(pb.Resume(point=point, token_ids=self.tokens, text_chars=text, count=count))
+        return again
+
+
+async def undisturbed(at: Stack) -> tuple[list[int], str]:
+    result = await at.client.generate(token_ids=PROMPT, sampling=GREEDY, tenant="t")
+    return result.token_ids, result.text
+
+
+async def test_another_conductor_takes_the_sequence_over_and_the_first_one_leaves_it_alone() -> None:
+    p, d = prefill(), decode(hold_at=3)
+    async with two(p, d) as (first, second), asyncio.timeout(WAIT_S):
+        lost = Call(first, request())
+        await lost.read(3)
+        again = Call(second, lost.resume(request()))
+        with pytest.raises(InvalidRequest, match=r"resume\.count: another conductor has the request"):
+            await lost.read()
+        d.go.set()
+        await again.read()
+        assert lost.tokens + again.tokens == expected(len(PROMPT), 8)
+        d.hold_at = -1
+        assert (lost.tokens + again.tokens, lost.text + again.text) == await undisturbed(first)
+        assert again.finished is not None
+        assert again.finished.usage == pb.Usage(prompt_tokens=40, completion_tokens=8)
+        assert (again.finished.placement, again.placed) == (lost.placed[0].placement, [])
+        assert (len(p.requests), len(d.requests)) == (2, 2), "the request was placed once, and the undisturbed one"
+        assert d.cancelled == []
+        explanation = await second.client.explain("r")
+        assert explanation.placement is not None
+        assert explanation.placement.decode == "decode-0"
+        for each, resumed in ((first, 0), (second, 1)):
+            await each.rest()
+            gauges = {gauge.name: gauge.value for gauge in await each.client.stats()}
+            assert gauges["requests_resumed"] == resumed
+
+
+async def test_what_decode_does_not_know_is_placed_anew_behind_the_tokens_that_are_there() -> None:
+    p, d = prefill(), decode(hold_at=3)
+    async with two(p, d) as (first, second), asyncio.timeout(WAIT_S):
+        lost = Call(first, request())
+        await lost.read(3)
+        message = lost.resume(request())
+        lost.call.cancel()
+        await d.until(lambda: d.cancelled == ["r"])
+        d.hold_at = -1
+        again = Call(second, message)
+        await again.read()
+        assert lost.tokens + again.tokens == expected(len(PROMPT), 8)
+        assert d.history == ["r", "r~1.0"]
+        spec = d.requests[1].sequence
+        assert (spec.prompt_tokens, len(spec.token_ids) // 4) == (40, 43)
+        assert d.requests[1].resume_secret == d.requests[0].resume_secret == lost.placed[0].resume.secret
+        assert (d.requests[0].fence, d.requests[1].fence) == (0, 1)
+        assert again.placed[0].resume.sequence == "r~1.0"
+        for each in (first, second):
+            await each.rest()
+
+
+async def test_a_conductor_that_has_just_started_waits_for_the_instance() -> None:
+    p, d = prefill(), decode(hold_at=3)
+    async with stack(p, d) as first, stack() as second, asyncio.timeout(WAIT_S):
+        lost = Call(first, request())
+        await lost.read(2)
+        with pytest.raises(Unavailable, match="has joined"):
+            await Call(second, lost.resume(request())).read()
+        for member in (p, d):
+            hello = pb.JoinHello(instance=member.instance, total_blocks=member.total_blocks, model=second.model())
+            if member is d:
+                again = Call(second, lost.resume(request(), count=2))
+                await second.until(lambda: len(second.servicer.core.requests) == 1)
+            await second.follow(member, hello)
+            await second.joined(member)
+        d.go.set()
+        await again.read()
+        assert lost.tokens + again.tokens == expected(len(PROMPT), 8)
+        assert [asked.fence for asked in d.resumed] == [2]
+
+
+async def test_at_the_same_conductor_the_earlier_call_ends() -> None:
+    """Its connection was lost, and the conductor has not seen it."""
+    p, d = prefill(), decode(hold_at=3)
+    async with stack(p, d) as s, asyncio.timeout(WAIT_S):
+        lost = Call(s, request())
+        await lost.read(3)
+        for wrong in (pb.Resume(point=pb.ResumePoint(secret=bytes(16))), pb.Resume(count=0)):
+            message = lost.resume(request())
+            message.resume.MergeFrom(wrong)
+            if not wrong.HasField("point"):
+                message.resume.count = 0
+            with pytest.raises(InvalidRequest, match="running already"):
+                await Call(s, message).read()
+        d.hold_at = -1
+        again = Call(s, lost.resume(request()))
+        await again.read()
+        assert lost.tokens + again.tokens == expected(len(PROMPT), 8)
+        await lost.read()
+        assert lost.finished is None
+        await s.rest()
+
+
+async def test_a_client_that_lacks_only_the_end_gets_it_from_any_conductor() -> None:
+    """Nothing is asked of decode, also where a stop text or an end token came, and no text comes twice."""
+    p, d = prefill(), decode()
+    async with stack(p, d) as s, asyncio.timeout(WAIT_S):
+        whole = await s.client.generate(token_ids=PROMPT, sampling=GREEDY, tenant="t")
+        stop = whole.text[-3:-1]
+        for sampling in (GREEDY, SamplingParams(max_tokens=8, temperature=0.0, stop=stop)):
+            call = Call(s, request(sampling))
+            await call.read()
+            assert call.finished is not None
+            asked = len(d.requests)
+            again = Call(s, call.resume(request(sampling)))
+            await again.read()
+            assert (again.tokens, again.text) == ([], "")
+            assert again.finished is not None
+            assert again.finished.reason == call.finished.reason
+            assert again.finished.usage.completion_tokens == len(call.tokens)
+            message = call.resume(request(sampling))
+            message.resume.text_chars -= 2
+            lacking = Call(s, message)
+            await lacking.read()
+            assert lacking.text == call.text[-2:]
+            assert len(d.requests) == asked
+        await s.rest()
+
+
+async def test_no_text_is_lost_or_doubled_wherever_it_is_taken_up() -> None:
+    p, d = prefill(), decode()
+    async with stack(p, d) as s, asyncio.timeout(WAIT_S):
+        whole = Call(s, request())
+        await whole.read()
+        for tokens in range(9):
+            part = Call(s, request(request_id=f"part{tokens}"))
+            await part.read(tokens)
+            part.call.cancel()
+            again = Call(s, part.resume(request(request_id=f"part{tokens}")) if part.placed else request())
+            await again.read()
+            assert (part.tokens + again.tokens, part.text + again.text) == (whole.tokens, whole.text)
+        ahead = Call(s, request(request_id="ahead"))
+        await ahead.read(4)
+        ahead.call.cancel()
+        message = ahead.resume(request(request_id="ahead"))
+        message.resume.text_chars += 2  # it was told text that was held back, when its answer was cut short
+        again = Call(s, message)
+        await again.read()
+        assert again.text == whole.text[len(ahead.text) + 2 :]
+        await s.rest()
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"request_id": ""}, "request_id"),
+    ({"sampling": kv_pb2.Sampling(max_tokens=8, n=2, seed=4)}, r"resume: a request of several answers"),
+    ({"from_position": 5}, "from_position"),
+    ({"sampling": kv_pb2.Sampling(max_tokens=8)}, r"sampling\.seed"),
+    ({"resume": pb.Resume(count=0)}, r"resume\.count"),
+    ({"resume": pb.Resume(token_ids=[5000, 1, 2])}, r"resume\.token_ids: token ids"),
+    ({"resume": pb.Resume(token_ids=[1] * 9), "from_position": 9}, r"resume\.token_ids: the answer has at most 8"),
+    ({"resume": pb.Resume(point=pb.ResumePoint(secret=b"short"))}, r"resume\.point\.secret"),
+    ({"resume": pb.Resume(point=pb.ResumePoint(sequence="other"))}, r"resume\.point\.sequence"),
+    ({"resume": pb.Resume(point=pb.ResumePoint(sequence="r~1.0"))}, r"resume\.point\.sequence"),
+    ({"resume": pb.Resume(point=pb.ResumePoint(sequence="r~x"))}, r"resume\.point\.sequence"),
+    (
+        {"resume": pb.Resume(point=pb.ResumePoint(target=kv_pb2.TransferTarget(decode=kv_pb2.Instance(id="x" * 300))))},
+        r"resume\.point\.target\.decode\.id",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message for _, message in WRONG])
+async def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
+    p, d = prefill(), decode()
+    async with stack(p, d) as s, asyncio.timeout(WAIT_S):
+        point = pb.ResumePoint(sequence="r", secret=bytes(16))
+        good = pb.Resume(point=point, token_ids=[1, 2, 3], text_chars=3, count=1)
+        asked = request()
+        asked.sampling.seed, asked.from_position = 4, 3
+        asked.resume.CopyFrom(good)
+        for name, value in changes.items():
+            if name == "resume":
+                if value.token_ids:
+                    del asked.resume.token_ids[:]
+                asked.resume.MergeFrom(value)
+                asked.resume.count = int(value != pb.Resume())
+            elif name == "sampling":
+                asked.sampling.CopyFrom(value)
+            else:
+                setattr(asked, name, value)
+        with pytest.raises(InvalidRequest, match=message):
+            await Call(s, asked).read()
+        assert d.requests == []
+
+
+async def test_a_position_without_a_resume_is_refused() -> None:
+    async with stack(prefill(), decode()) as s:
+        asked = request()
+        asked.from_position = 3
+        with pytest.raises(InvalidRequest, match="from_position: must be 0"):
+            await Call(s, asked).read()
+
+
+async def test_every_request_has_a_secret_of_its_own() -> None:
+    d = decode()
+    async with stack(prefill(), d) as s:
+        for _ in range(3):
+            await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+    secrets = [reserve.resume_secret for reserve in d.requests]
+    assert len(set(secrets)) == 3
+    assert {len(secret) for secret in secrets} == {16}
+
+
+async def test_several_answers_have_none_and_their_client_no_way_to_resume() -> None:
+    d = decode()
+    async with stack(prefill(), d) as s, asyncio.timeout(WAIT_S):
+        call = Call(s, request(SamplingParams(max_tokens=3, n=2)))
+        await call.read()
+        assert call.finished is not None
+        assert [placed.HasField("resume") for placed in call.placed] == [False]
+        assert [reserve.resume_secret for reserve in d.requests] == [b""]
+        await s.rest()

@@ -1,0 +1,236 @@
+"""Sequences that lose their conductor: they run on, park, are kept, and are adopted by whoever has the higher fence."""
+
+import pytest
+
+from services.decode.core.logs import KEY_BYTES, LOG_BYTES, TOKEN_BYTES
+from services.decode.core.messages import Adopted, Fenced, Forget, Gone, Parked, Stop, StreamOpened
+from services.decode.core.request import NOBODY, State
+from tests.unit.decode.core.world import BT, WAYS, World, config, prompt
+
+LONG = 4 * BT
+
+
+def lonely(blocks: int = 24, answer: int = LONG, **settings: object) -> tuple[World, int]:
+    """A sequence whose conductor is lost, while a step runs."""
+    world = World(config(blocks, grace_s=2.0, log_ttl_s=30.0, **settings))
+    number = world.go(prompt(20), answer, conductor="conductor", resumable=True)
+    world.close(1)
+    return world, number
+
+
+def newcomer(world: World, stream: int = 2) -> int:
+    world.post(StreamOpened(stream, f"conductor {stream}"))
+    return stream
+
+
+def test_an_orphan_runs_on_and_is_adopted_without_a_gap() -> None:
+    world, number = lonely()
+    for _ in range(5):
+        world.step()
+    assert (len(world.answers[number]), len(world.heard[number])) == (6, 1)
+    assert world.adopt(number, newcomer(world), 1) == [Adopted(number, 2, 1)]
+    world.tick(100.0)  # its grace does not end any more
+    world.work()
+    assert world.heard[number] == world.answers[number]
+    assert len(world.answers[number]) == LONG
+    assert number not in world.failed
+
+
+def test_after_its_grace_it_parks_when_the_step_is_over_and_computes_nothing() -> None:
+    world, number = lonely()
+    world.step()
+    assert world.core.due() == 2.0
+    world.tick(2.0)
+    assert world.core.requests[number].state is State.RUNNING, "the step still writes to its blocks"
+    world.step()
+    assert (world.run, list(world.core.requests)) == (None, [])
+    assert world.core.blocks.num_used == 0
+    assert world.core.blocks.num_cached == 1, "its full block is cache"
+    world.assert_at_rest()
+    assert world.core.due() == 2.0 + 30.0
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_parked_one_comes_back_as_preempted_ones_do(way: object, cache: bool) -> None:
+    world, number = lonely(6, preemption=way, swap_blocks=50)
+    world.tick(2.0)
+    world.step()
+    assert number in world.logged
+    stream = newcomer(world)
+    if not cache:  # others have taken its blocks meanwhile
+        world.go(prompt(80, 1), 2, stream)
+        world.work()
+    assert Adopted(number, stream, 1) in world.adopt(number, stream, 1)
+    assert not world.logged
+    world.work()
+    assert world.heard[number] == world.answers[number]
+    assert len(world.answers[number]) == LONG
+
+
+def test_it_comes_back_only_when_there_is_room() -> None:
+    world, number = lonely(6)
+    world.tick(2.0)
+    world.step()
+    stream = newcomer(world)
+    world.go(prompt(80, 1), 8, stream)
+    world.adopt(number, stream, 1)
+    assert world.core.requests[number].state is State.PARKED
+    world.work()
+    assert world.heard[number] == world.answers[number]
+
+
+def test_what_is_kept_is_forgotten_after_its_time_and_nobody_gets_it_then() -> None:
+    world, number = lonely()
+    world.tick(2.0)
+    world.step()
+    world.tick(29.9)
+    assert number in world.logged
+    world.tick(0.2)
+    assert not world.logged
+    assert world.adopt(number, newcomer(world), 1) == []
+
+
+def test_the_answer_of_one_that_has_ended_is_kept_for_a_while() -> None:
+    world, number = lonely(answer=3)
+    world.work()
+    assert Gone(number, logged=True) in world.actions
+    assert world.logged == {number: None}
+    assert world.adopt(number, newcomer(world), 1) == [Adopted(number, 2, 1)]
+    assert world.adopt(number, 2, 2) == [Adopted(number, 2, 3)], "it can be read again"
+    world.tick(31.0)
+    assert not world.logged
+
+
+def test_a_cancelled_one_is_kept_too_and_a_request_that_was_not_started_is_not() -> None:
+    world, number = lonely()
+    world.post(Stop(number, "cancelled"))
+    waiting = world.reserve(prompt(20, 1), conductor="conductor", resumable=True)
+    assert waiting is not None
+    world.post(Stop(waiting, "cancelled"))
+    world.step()
+    assert world.logged == {number: None}
+    assert Gone(waiting) in world.actions
+
+
+def test_the_higher_fence_wins_and_the_loser_hears_of_it() -> None:
+    world, number = lonely()
+    second, third = newcomer(world, 2), newcomer(world, 3)
+    world.adopt(number, second, 2)
+    assert world.adopt(number, third, 2) == [Fenced(number, third)]
+    assert world.core.requests[number].stream == second
+    assert world.adopt(number, third, 3) == [Fenced(number, second), Adopted(number, third, 1)]
+    world.close(second)
+    assert world.core.requests[number].stream == third, "its stream says nothing about it any more"
+    world.work()
+    assert world.heard[number] == world.answers[number]
+
+
+def test_fences_hold_for_what_is_kept() -> None:
+    world, number = lonely(answer=2)
+    world.work()
+    newcomer(world)
+    world.adopt(number, 2, 4)
+    assert world.adopt(number, 2, 4) == [Fenced(number, 2)]
+    parked, other = lonely()
+    parked.adopt(other, newcomer(parked), 4)
+    parked.close(2)
+    parked.tick(2.0)
+    parked.step()
+    assert other in parked.logged
+    assert parked.adopt(other, newcomer(parked, 3), 4) == [Fenced(other, 3)]
+    assert isinstance(parked.adopt(other, 3, 5)[0], Adopted)
+
+
+def test_a_conductor_that_connects_again_has_placed_its_sequences_anew() -> None:
+    world, number = lonely()
+    newcomer(world)
+    assert world.failed == {}, "that is another one"
+    world.post(StreamOpened(3, "conductor"))
+    assert world.failed == {number: "the conductor's stream ended"}
+
+
+def test_a_conductor_that_asks_for_room_again_needs_that_of_its_orphans() -> None:
+    world, number = lonely(6)
+    world.step()
+    world.post(StreamOpened(2, "another"))
+    assert world.reserve(prompt(80, 1), conductor="another") is None
+    assert world.failed == {}
+    assert world.reserve(prompt(80, 1), conductor="conductor") is None, "the step still writes to their blocks"
+    assert world.failed == {number: "the conductor's stream ended"}
+    world.step()
+    assert world.reserve(prompt(80, 1), conductor="conductor") is not None
+
+
+def test_a_stream_that_closes_while_its_conductor_has_another_ends_its_sequences() -> None:
+    world = World(config(24))
+    number = world.go(prompt(20), LONG, conductor="conductor", resumable=True)
+    world.post(StreamOpened(2, "conductor"))
+    world.close(1)
+    assert number in world.failed
+
+
+def test_several_answers_end_with_their_conductor() -> None:
+    world = World(config(48))
+    number = world.go(prompt(20), (LONG, 2 * LONG), conductor="conductor")
+    alone = world.go(prompt(20, 1), LONG, conductor="conductor", resumable=True)
+    world.step()
+    world.close(1)
+    assert world.failed == {number: "the conductor's stream ended"}
+    world.step()
+    assert (list(world.core.requests), world.logged) == ([alone], {})
+    assert Gone(number) in world.actions
+
+
+def test_an_orphan_whose_kv_never_comes_whole_ends() -> None:
+    world = World(config(24, grace_s=2.0))
+    number = world.reserve(prompt(20), LONG, conductor="conductor", resumable=True)
+    assert number is not None
+    world.start(number)
+    world.close(1)
+    assert world.core.requests[number].stream == NOBODY
+    world.tick(2.0)
+    assert world.failed == {number: "its conductor was lost"}
+
+
+def test_an_orphan_that_is_being_swapped_out_parks_when_the_copy_is_over() -> None:
+    world = World(config(6, grace_s=2.0, preemption=WAYS[2], swap_blocks=50, assumed_answer_tokens=1))
+    first = world.go(prompt(20), LONG, conductor="conductor", resumable=True)
+    second = world.go(prompt(20, 1), LONG, conductor="conductor", resumable=True)
+    while not world.ios:
+        world.step()
+    assert world.core.requests[second].state is State.SWAPPING_OUT
+    world.close(1)
+    world.tick(2.0)
+    world.work()
+    assert set(world.logged) == {first, second}
+    world.assert_at_rest()
+    stream = newcomer(world)
+    for number in (first, second):
+        world.adopt(number, stream, 1)
+    world.work()
+    assert world.heard == world.answers
+
+
+def test_bytes_are_bounded_and_the_oldest_go_first() -> None:
+    size = LOG_BYTES + 2 * TOKEN_BYTES * 21 + KEY_BYTES * 1
+    world = World(config(24, grace_s=0.0, log_ttl_s=30.0, log_bytes=2 * size + 2 * TOKEN_BYTES))
+    first, second, third = [
+        world.go(prompt(20, seed), LONG, conductor="conductor", resumable=True) for seed in range(3)
+    ]
+    world.close(1)
+    world.tick(0.0)
+    world.step()  # the first of them alone is in it, has one token more then, and parks last
+    parked = [action.id for action in world.actions if isinstance(action, Parked)]
+    forgotten = [action.id for action in world.actions if isinstance(action, Forget)]
+    assert (parked, forgotten) == ([second, third, first], [second])
+    assert set(world.logged) == {first, third}
+    assert world.core.orphans.logs.bytes == 2 * size + 2 * TOKEN_BYTES
+    assert world.core.due() == 30.0 == world.core.orphans.logs.due()
+
+
+def test_nothing_is_kept_within_no_bytes() -> None:
+    world, number = lonely(log_bytes=0)
+    world.tick(2.0)
+    world.step()
+    assert (world.logged, world.lost) == ({}, [number])
