@@ -177,7 +177,9 @@ class Calls:
         stop = partial(steps.cancel, order.sequence, target)
         following = _Following(order.io, serving, self._post, end, stop)
         steps.subscribe(order.sequence, following)
-        steps.start(order.sequence, target, serving.answer.next_tokens)
+        opening = serving.answer.opening
+        scores = opening.log_probabilities if opening is not None else ()
+        steps.start(order.sequence, target, serving.answer.next_tokens, scores)
         following.stop_complete()
 
     def renew(self, order: Renew) -> None:
@@ -217,12 +219,17 @@ class _Following:
         self._going = set(range(len(serving.answer.choices)))  # answers that decode has not ended
 
     def tokens(
-        self, choice: int, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType
+        self,
+        choice: int,
+        position: int,
+        token_ids: Sequence[int],
+        reason: kv_pb2.FinishReason.ValueType,
+        score: float | None = None,
     ) -> bool:
         """See `Follower.tokens`. Tokens known already are dropped, a gap is a failure."""
         answer = self._serving.answer
         try:
-            count = self._serving.tokens(choice, position, token_ids, reason)
+            count = self._serving.tokens(choice, position, token_ids, reason, score)
         except StreamBroken as error:
             self._end(failure_of(error), tell=True)
             return True

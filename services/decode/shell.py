@@ -32,9 +32,11 @@ from services.decode.core.messages import (
     Load,
     Open,
     Promised,
+    Ranked,
     Refused,
     Reserve,
     Run,
+    Select,
     Start,
     StepDone,
     Stop,
@@ -46,13 +48,12 @@ from services.decode.core.messages import (
     SwapOut,
     Table,
 )
-from services.decode.limits import sequence_lengths
-from services.decode.live import LiveRequest, LiveSequence
+from services.decode.limits import inbound, sequence_lengths
+from services.decode.live import LiveRequest, LiveSequence, first_misfit, rules_of
 from services.decode.subscriber import Subscriber
 
 log = get_logger(__name__)
 
-MAX_GENERATION = (1 << 32) - 1
 HEARD_PER_LEASE = 8
 """The core is told that a transfer lives so often in a lease, not with every frame."""
 
@@ -137,7 +138,7 @@ class DecodeShell:
             InvalidRequest: it could never fit, or there is nothing to generate.
         """
         tokens, total = sequence_lengths(incoming, self.core.config, self._max_tokens)
-        number, self._next = self._next, self._next + incoming.choices
+        number, self._next = self._next, self._next + incoming.width
         who = "" if conductor is None else _identity(conductor)
         self._post(
             Reserve(
@@ -149,7 +150,8 @@ class DecodeShell:
                 tbt_slo_s,
                 who,
                 len(stores),
-                incoming.choices,
+                incoming.width,
+                rules_of(incoming.sampling.params),
             )
         )
         self._driver.settle()
@@ -158,18 +160,11 @@ class DecodeShell:
             raise Overloaded(
                 answer.why, reason=answer.reason, predicted_tbt_s=answer.tbt_s, slo_s=tbt_slo_s, retry_after_s=1.0
             )
-        transfer = self._transfer(number, tokens, answer.held)
+        transfer = inbound(number, self._layout, tokens, answer.held)
         live = self._live[number] = LiveRequest(incoming, stores, transfer, time.monotonic())
         self._sequences |= {sequence.id: sequence for sequence in live.sequences}
         self.empty.clear()
         return live, answer.tbt_s
-
-    def _transfer(self, number: int, tokens: int, held: int) -> InboundTransfer:
-        layout = self._layout
-        blocks = layout.blocks_for(tokens)
-        last = layout.valid_tokens(tokens, blocks - 1)
-        generation = number % MAX_GENERATION + 1
-        return InboundTransfer(number, generation, layout, blocks, held, last)
 
     def get(self, transfer_id: int, generation: int) -> LiveRequest | None:
         """The request of a transfer; None when it is unknown, has ended or has another generation."""
@@ -231,18 +226,12 @@ class DecodeShell:
             subscriber.failed(message.request_id, f"transfer {message.transfer_id} was started before")
         elif any(other.subscriber is subscriber and other.request_id == message.request_id for other in self):
             subscriber.failed(message.request_id, "a sequence of this id is running already")
-        elif 1 + len(message.further_token_ids) != len(live.sequences):
-            subscriber.failed(message.request_id, f"{len(live.sequences)} answers are wanted, each has a first token")
+        elif (misfit := first_misfit(live, message)) is not None:
+            subscriber.failed(message.request_id, misfit)
         else:
-            self._start(subscriber, live, [message.first_token_id, *message.further_token_ids])
-
-    def _start(self, subscriber: Subscriber, live: LiveRequest, first_tokens: list[int]) -> None:
-        live.subscriber = subscriber
-        finishes = []
-        for sequence, token in zip(live.sequences, first_tokens, strict=True):
-            sequence.begin(token)
-            finishes.append(sequence.sampling.finish(sequence.tokens, self._max_tokens))
-        self._post(Start(live.id, self._streams[subscriber], finishes[0], tuple(finishes[1:])))
+            live.subscriber = subscriber
+            finishes, candidates = live.begin(message, self._max_tokens)
+            self._post(Start(live.id, self._streams[subscriber], finishes[0], finishes[1:], candidates))
 
     def stop(self, message: decode_pb2.CancelSequence) -> None:
         """One answer of a request is complete for its conductor; the others go on."""
@@ -306,20 +295,25 @@ class DecodeShell:
         self._done(run, sequences, result)
 
     def _done(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> None:
-        ended, filled = [], []
-        for sequence, token in zip(sequences, result.sampled, strict=not result.aborted):
+        ended, filled, candidates = [], [], []
+        for index, (sequence, token) in enumerate(zip(sequences, result.sampled, strict=not result.aborted)):
             if token is None or sequence.request.ending:
                 continue
             key = sequence.filled(self._layout.block_tokens)
             if key is not None:
                 filled.append((sequence.id, key))
+            beams = sequence.request.beams
+            if beams is not None:
+                candidates.append(
+                    (sequence.id, beams.propose(sequence.choice, result.several[index], self._max_tokens))
+                )
+                continue
             reason = sequence.append(token, self._max_tokens)
             if reason:
                 ended.append((sequence.id, int(reason)))
             sequence.tell(sequence.output_tokens - 1, [token], reason)
         seconds = (result.end_ns - result.start_ns) / 1e9
-        event = StepDone(run.step, result.aborted, seconds, tuple(ended), tuple(filled))
-        self._driver.post(event)
+        self._driver.post(StepDone(run.step, result.aborted, seconds, tuple(ended), tuple(filled), tuple(candidates)))
         if ended or filled:
             self.notify()
 
@@ -357,6 +351,8 @@ class DecodeShell:
             case Finish(number, reason):
                 sequence = self._sequences[number]
                 sequence.tell(sequence.output_tokens, [], kv_pb2.FinishReason.ValueType(reason))
+            case Select(number) | Ranked(number):
+                self._live[number].follow(action, self._max_tokens)
             case Ending(number, why):
                 self._ending(self._live[number], why)
             case Gone(number):

@@ -34,7 +34,8 @@ class Ask:
         prompt_key: hash of the prompt.
         slo: what is expected.
         arrived: when it came; `deadline` when it fails. Seconds of the core's clock.
-        choices: answers that are wanted; several begin again when the request is placed anew.
+        choices: sequences that run together, answers or beams; several begin again when the request is placed anew.
+        beams: they are beams: tokens come when all are known, and what is placed anew begins again.
     """
 
     number: int
@@ -46,6 +47,7 @@ class Ask:
     arrived: float
     deadline: float
     choices: int = 1
+    beams: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from moonpool.core.kernel import Ended, Outstanding, Tick
 from moonpool.core.timers import Timers
 from moonpool.cost import SpeedTracker
 from moonpool.sched.block_manager import BlockManager
-from services.decode.core import groups
+from services.decode.core import beams, groups
 from services.decode.core.admission import Admission
 from services.decode.core.config import CoreConfig
 from services.decode.core.holds import Copy, Holds, Loading, Writing
@@ -13,6 +13,7 @@ from services.decode.core.lengths import AnswerLengths
 from services.decode.core.messages import (
     Action,
     Arrived,
+    Candidates,
     Died,
     Ending,
     Event,
@@ -38,6 +39,7 @@ from services.decode.core.planner import Planner
 from services.decode.core.preemption import Parking
 from services.decode.core.request import TRANSFERRING, Member, Request, State
 from services.decode.core.room import Room
+from services.decode.core.search import Search
 from services.decode.core.shelf import Shelf
 
 _IN_USE = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
@@ -131,6 +133,8 @@ class DecodeCore:
             event.stores,
             until=now + self.config.promise_s,
         )
+        if event.beams is not None:
+            request.search = Search(event.width, event.total_tokens - event.prompt_tokens, event.beams)
         refused = self._admission.refuse(event, request, tbt_s, self.requests.values())
         if refused is not None:
             reason, why = refused
@@ -174,7 +178,8 @@ class DecodeCore:
             self._end(request, "the conductor's stream ended", out)
             return
         request.stream, request.finishes = event.stream, (event.finish, *event.others)
-        assert len(request.finishes) == request.width, "a first token for each sequence"
+        request.opening = event.candidates
+        assert request.search or len(request.finishes) == request.width, "a first token for each sequence"
         request.members[0].tokens += 1
         self._join(request, out)
 
@@ -184,10 +189,11 @@ class DecodeCore:
             return
         self._leases.clear(request.id)
         groups.fork(request, self.blocks)
-        ended = [(member, why) for member, why in zip(request.members, request.finishes, strict=True) if why]
         out += [Table(member.id, tuple(member.table)) for member in request.members[1:]]
+        ended = [(member, why) for member, why in zip(request.members, request.finishes, strict=False) if why]
         out += [Finish(member.id, why) for member, why in ended]
-        if len(ended) == request.width:
+        over = request.search is not None and beams.advance(request, [request.opening], self.blocks, out)
+        if over or len(ended) == request.width:
             self._leave(request, out)
             return
         self.planner.add(request)
@@ -284,6 +290,16 @@ class DecodeCore:
         self._step_over(out)
         for number, _ in event.ended:
             self._ended_itself(number, out)
+        for request, candidates in beams.searches(event.candidates, self._of):
+            self._search(request, candidates, out)
+
+    def _search(self, request: Request, candidates: list[Candidates], out: list[Action]) -> None:
+        """A step has told what may follow each beam."""
+        if beams.advance(request, candidates, self.blocks, out):
+            self._lengths.observe(self.planner.batch.tokens_of(request.members[0]) - request.prompt_tokens)
+            self._leave(request, out)
+        else:
+            self.planner.batch.forked(request)
 
     def _ended_itself(self, number: int, out: list[Action]) -> None:
         """A sequence has ended with the step's token; its request when it was the last."""
@@ -350,6 +366,7 @@ class DecodeCore:
             for member in request.members:
                 assert len(set(member.table)) == len(member.table), "a block is twice in a table"
                 assert self._of[member.id] is request
+            beams.check_invariants(request)
             assert (request.promised > 0) <= (request.state is State.PROMISED)
             assert request.state not in _IN_USE or request in copying
             assert request.state is not State.LEAVING or request in copying or request in self._leaving

@@ -5,6 +5,20 @@ from dataclasses import dataclass
 from moonpool.core.kernel import Ended, Tick
 from moonpool.kv.keys import BlockKey
 
+Candidates = tuple[tuple[float, bool], ...]
+"""What may follow one beam: of each token its log probability and whether the sequence ends with it; the best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beams:
+    """How the beams of a request are chosen; names as in `transformers`."""
+
+    length_penalty: float
+    """A hypothesis' score is the sum of its tokens' log probabilities over (their number ^ length_penalty)."""
+    early_stopping: bool | str
+    """True, False or "never"."""
+
+
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
@@ -31,6 +45,8 @@ class Reserve:
     """Copies of each full block of the answer that are to be written back."""
     width: int = 1
     """Sequences that begin with these tokens and run together."""
+    beams: Beams | None = None
+    """The sequences are beams; None = each goes its own way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +81,8 @@ class Start:
     """Why the sequence has ended with its first token; 0 = it goes on."""
     others: tuple[int, ...] = ()
     """The same for the further sequences of a group."""
+    candidates: Candidates = ()
+    """What may follow the prompt, where beams are wanted: there is no first token then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +120,8 @@ class StepDone:
     """Sequences that ended with the token of this step, with the reason."""
     filled: tuple[tuple[int, BlockKey], ...] = ()
     """Sequences whose last block became full, with its key."""
+    candidates: tuple[tuple[int, Candidates], ...] = ()
+    """What may follow each beam of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +249,28 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class Select:
+    """The beams of a request go on: each takes the tokens of its parent and one more."""
+
+    id: int
+    beams: tuple[tuple[int, int], ...]
+    """For each beam its parent, and which of the parent's candidates follows. None when the search is over."""
+    ended: tuple[tuple[int, int, int], ...]
+    """Hypotheses that ended: number, parent, candidate."""
+    kept: tuple[int, ...]
+    """The hypotheses that are not forgotten, by number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A beam search is over."""
+
+    id: int
+    hypotheses: tuple[tuple[int, float], ...]
+    """Number and score, the best first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
     """The request ends early: no KV is taken for it and no token told any more."""
 
@@ -297,4 +339,20 @@ class Load:
     """Seconds after which it must have ended."""
 
 
-Action = Promised | Refused | Table | Grew | Run | Finish | Ending | Gone | SwapOut | SwapIn | SwapDrop | Store | Load
+Action = (
+    Promised
+    | Refused
+    | Table
+    | Grew
+    | Run
+    | Finish
+    | Select
+    | Ranked
+    | Ending
+    | Gone
+    | SwapOut
+    | SwapIn
+    | SwapDrop
+    | Store
+    | Load
+)

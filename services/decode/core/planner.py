@@ -313,7 +313,7 @@ class Planner:
             self.catching.remove(request)
             member.tokens += 1
             self.join(request)
-        elif request.width > 1 and groups.is_whole(request):
+        elif request.is_group and groups.is_whole(request):
             self.catching.remove(request)
             self.add(request)
 

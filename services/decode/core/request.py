@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from moonpool.kv.keys import BlockKey
+from services.decode.core.messages import Candidates
+from services.decode.core.search import Search
 
 
 class State(Enum):
@@ -100,6 +102,10 @@ class Request:
     """Stream of the conductor that has started it."""
     finishes: tuple[int, ...] = ()
     """Why its members end with their first token; 0 = they go on."""
+    search: Search | None = None
+    """Set when its sequences are beams."""
+    opening: Candidates = ()
+    """What may follow the prompt, where beams are wanted."""
     preemptions: int = 0
     recompute: bool = False
     """Was parked to be computed anew wholly."""
@@ -112,6 +118,11 @@ class Request:
     def is_started(self) -> bool:
         """Whether the first token is known."""
         return self.stream is not None
+
+    @property
+    def is_group(self) -> bool:
+        """Whether what follows is not decided by its one sequence alone."""
+        return self.width > 1 or self.search is not None
 
     @property
     def places(self) -> int:
