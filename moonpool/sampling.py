@@ -72,13 +72,14 @@ class SamplingParams:
     response_format: str = ""
     """Not supported yet."""
     beam_width: int = 0
-    """Beams of a beam search, at most 16; 0 = none. Its `n` best hypotheses are the answers, the best first, and come at
-    its end. Nothing is drawn, and nothing but bans changes the model's distribution."""
+    """Beams of a beam search, at most 16; 0 = none. Its `n` best hypotheses are the answers, the best first, and come
+    at its end. Nothing is drawn, and nothing but bans changes the model's distribution."""
     length_penalty: float = 1.0
     """A hypothesis' score is the sum of its tokens' log probabilities over (their number ^ length_penalty)."""
     early_stopping: bool | Literal["never"] = False
-    """When a search that has as many hypotheses as beams ends: True = at once; False = when the best beam's score at its
-    length is not better than the worst hypothesis'; "never" = when no beam can become better. As in `transformers`."""
+    """When a search that has as many hypotheses as beams ends: True = at once; False = when the best beam's score at
+    its length is not better than the worst hypothesis'; "never" = when no beam can become better. As in
+    `transformers`."""
 
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():
@@ -238,7 +239,7 @@ class SampleSpec:
     samples: int = 1
     """Tokens that are drawn, each for another sample: the first with `seed`, the others with the seeds after it."""
     best: int = 0
-    """For beam search: how many of the most likely tokens are wanted with their log probabilities; then none is drawn."""
+    """For beam search: how many of the most likely tokens are wanted, with log probabilities; then none is drawn."""
     position: int = 0
     """Output position of the token to be sampled, 0 for the first."""
     history: bytes | None = None

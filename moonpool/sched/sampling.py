@@ -37,7 +37,7 @@ class SequenceSampling:
 
     @property
     def candidates(self) -> int:
-        """Tokens of each beam that a step of a beam search looks at, 0 when there is none: any end token, and enough others."""
+        """Tokens that a beam search looks at after each beam: any end token, and enough others. 0 = no beam search."""
         return self.params.beam_width and self.params.beam_width + len(self.end_token_ids)
 
     def ends_with(self, token: int, tokens: int, model_tokens: int) -> bool:

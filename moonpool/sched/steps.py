@@ -116,5 +116,5 @@ class StepResult:
     end_ns: int
     """Last stage's end."""
     several: Mapping[int, Several] = field(default_factory=dict)
-    """By index, for sequences of the step that wanted more than one token, or log probabilities; the first of the tokens
-    is in `sampled`."""
+    """By index, for sequences of the step that wanted more than one token, or log probabilities; the first of the
+    tokens is in `sampled`."""

@@ -135,7 +135,7 @@ class Answer:
 
     @property
     def next_tokens(self) -> list[int]:
-        """With which decode begins: the last token of one answer; of several the first ones; for beams the candidates."""
+        """With which decode begins: the last token of one answer, the first ones of several, candidates for beams."""
         if self.opening is not None:
             return [self.opening.token_id, *self.opening.further_token_ids]
         return [choice.tokens[-1 if len(self.choices) == 1 else 0] for choice in self.choices]

@@ -224,7 +224,7 @@ class _Following:
         position: int,
         token_ids: Sequence[int],
         reason: kv_pb2.FinishReason.ValueType,
-        score: float | None = None,
+        score: float | None,
     ) -> bool:
         """See `Follower.tokens`. Tokens known already are dropped, a gap is a failure."""
         answer = self._serving.answer

@@ -33,7 +33,7 @@ class Follower(Protocol):
         position: int,
         token_ids: Sequence[int],
         reason: kv_pb2.FinishReason.ValueType,
-        score: float | None = None,
+        score: float | None,
     ) -> bool:
         """Tokens from a position of an answer on; with the last of them the reason of its end, and a hypothesis' score.
 

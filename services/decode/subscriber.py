@@ -38,7 +38,7 @@ class Subscriber:
         choice: int = 0,
         score: float | None = None,
     ) -> None:
-        """New tokens of one of a request's answers; sent at the next `flush`. A hypothesis comes whole, with a score."""
+        """New tokens of one of a request's answers; sent at the next `flush`. A hypothesis comes whole, scored."""
         waiting = self._tokens.get((request_id, choice))
         if waiting is None:
             waiting = decode_pb2.SequenceTokens(request_id=request_id, position=position, choice=choice, score=score)

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from moonpool.client import Client, GenerateResult, SamplingParams
-from moonpool.errors import InvalidRequest
 from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
@@ -37,8 +36,9 @@ def expected(
     reference: Reference, prompt: list[int], how: SamplingParams, ends: list[int]
 ) -> list[tuple[list[int], float]]:
     """What `transformers` finds: answers and scores, the best first."""
-    settings: dict[str, Any] = {"eos_token_id": ends or None, "pad_token_id": 0, "min_new_tokens": how.min_tokens or None}
-    found = reference.model.generate(
+    settings: dict[str, Any] = {"eos_token_id": ends or None, "min_new_tokens": how.min_tokens or None}
+    model: Any = reference.model
+    found = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         do_sample=False,
@@ -47,6 +47,7 @@ def expected(
         max_new_tokens=how.max_tokens,
         length_penalty=how.length_penalty,
         early_stopping=how.early_stopping,
+        pad_token_id=0,
         return_dict_in_generate=True,
         output_scores=True,
         **settings,
@@ -102,3 +103,23 @@ def test_as_transformers_does_it(stack: CheckedStack, reference: Reference, way:
     assert stack.gauge("decode-", "preemptions") - before >= 6 * BLOCK
     assert (stack.gauge("decode-", "swaps") > 0) == (way == "swap")
     assert len(lengths) > 2, "all hypotheses have the same length"
+
+
+def test_a_search_with_min_tokens_and_one_of_one_token(stack: CheckedStack, reference: Reference) -> None:
+    """End tokens are banned at first, which makes no other likelier; and prefill's candidates may be all."""
+    prompt = tokens(20, "beams of few tokens")
+    ends = likely_ends(reference, prompt, 3)
+    with Client(stack.address) as client:
+        for how in (
+            SamplingParams(max_tokens=9, min_tokens=5, beam_width=3, n=3, stop_token_ids=ends, ignore_eos=True),
+            SamplingParams(max_tokens=1, beam_width=3, n=2, ignore_eos=True),
+            SamplingParams(max_tokens=9, beam_width=1, stop_token_ids=ends, ignore_eos=True, length_penalty=0.0),
+        ):
+            if how.beam_width > 1:
+                compare(reference, prompt, how, client.generate(token_ids=prompt, sampling=how))
+                continue
+            result = client.generate(token_ids=prompt, sampling=how)
+            reference.assert_greedy(prompt, result.token_ids)
+            chosen = torch.log_softmax(reference.logits([*prompt, *result.token_ids])[len(prompt) - 1 : -1], dim=1)
+            score = float(chosen.gather(1, torch.tensor(result.token_ids).unsqueeze(1)).sum())
+            assert result.choices[0].score == pytest.approx(score, abs=TOLERANCE)

@@ -1,10 +1,10 @@
 """Beam search: which beams go on, which end, and when the search is over. No token is seen here.
 
 The step is that of `transformers` 5.23 (`GenerationMixin._beam_search`), which looks at the best
-max(2, 1 + end tokens) times `width` candidates of all beams: only the best `width` of them may end, and the best `width`
-that do not end go on. Each beam's best (width + end tokens) candidates contain all that can be chosen so. Equals are
-taken in the order of their beams, and of the candidates of one beam; the earlier hypothesis is better than an equal
-one. Log probabilities are summed in double precision.
+max(2, 1 + end tokens) times `width` candidates of all beams: only the best `width` of them may end, and the best
+`width` that do not end go on. Each beam's best (width + end tokens) candidates contain all that can be chosen so.
+Equals are taken in the order of their beams, and of the candidates of one beam; the earlier hypothesis is better than
+an equal one. Log probabilities are summed in double precision.
 """
 
 from collections.abc import Mapping, Sequence

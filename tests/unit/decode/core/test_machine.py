@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from services.decode.core.config import Preemption
-from services.decode.core.messages import Died, Gone, Promised, Stop, StreamClosed, StreamOpened
+from services.decode.core.messages import Beams, Died, Gone, Promised, Stop, StreamClosed, StreamOpened
 from services.decode.core.request import State
 from tests.unit.decode.core.world import BT, World, config, prompt
 
@@ -52,6 +52,19 @@ class DecodeMachine(RuleBasedStateMachine):
     )
     def reserve_group(self, length: int, seed: int, answers: list[int], slo: float) -> None:
         self.world.reserve(prompt(length, seed), tuple(answers), slo=slo, conductor="conductor", stores=1, total=4 * BT)
+
+    @rule(
+        length=st.integers(1, 2 * BT),
+        seed=st.integers(0, 2),
+        answer=st.integers(1, 2 * BT),
+        width=st.integers(1, 3),
+        penalty=st.sampled_from([1.0, 0.0, 2.0, -1.0]),
+        early=st.sampled_from([False, True, "never"]),
+    )
+    def reserve_beams(self, length: int, seed: int, answer: int, width: int, penalty: float, early: bool | str) -> None:
+        self.world.reserve(
+            prompt(length, seed), (answer,) * width, conductor="conductor", stores=1, beams=Beams(penalty, early)
+        )
 
     @precondition(lambda self: self.states(State.PROMISED))
     @rule()

@@ -17,6 +17,8 @@ from services.decode.core.machine import DecodeCore
 from services.decode.core.messages import (
     Action,
     Arrived,
+    Beams,
+    Candidates,
     Ending,
     Event,
     Finish,
@@ -26,9 +28,11 @@ from services.decode.core.messages import (
     LoadEnd,
     Open,
     Promised,
+    Ranked,
     Refused,
     Reserve,
     Run,
+    Select,
     Start,
     StepDone,
     Store,
@@ -40,6 +44,7 @@ from services.decode.core.messages import (
     SwapOut,
     Table,
 )
+from tests.unit.decode.core.plain_beams import ENDS, following, plain_search
 
 BT = 16
 ROOT = BlockKey(bytes(32))
@@ -90,6 +95,10 @@ class World:
         self.ios: dict[int, SwapOut | SwapIn | Store | Load] = {}
         self.stored: dict[tuple[int, BlockKey], dict[int, bytes]] = {}
         """What each kvstore has."""
+        self.asked: dict[int, Reserve] = {}
+        self.hypotheses: dict[int, dict[int, array[int]]] = {}
+        self.searched: dict[int, list[tuple[list[int], float]]] = {}
+        """Answers and scores of the searches that are over."""
         self.refused: list[Refused] = []
         self.failed: dict[int, str] = {}
         self._check = check
@@ -116,6 +125,7 @@ class World:
         slo: float = 0.0,
         conductor: str = "",
         stores: int = 0,
+        beams: Beams | None = None,
     ) -> int | None:
         """Asks for room for one answer or several; the request's id, None when it was refused."""
         answers = (answer,) if isinstance(answer, int) else answer
@@ -125,8 +135,9 @@ class World:
             self.sequences[number + index] = Sequence(array("i", prompt), length, len(prompt), number, index)
         keys = tuple(self.sequences[number].keys())
         asked = Reserve(
-            number, keys, len(prompt), len(prompt), total_tokens, slo, conductor, stores, width=len(answers)
+            number, keys, len(prompt), len(prompt), total_tokens, slo, conductor, stores, len(answers), beams
         )
+        self.asked[number] = asked
         self.post(asked)
         if number not in self.core.requests:
             for index in range(len(answers)):
@@ -150,6 +161,9 @@ class World:
         self.post(Arrived(number))
 
     def start(self, number: int, stream: int = 1) -> None:
+        if self.core.requests[number].search is not None:
+            self.post(Start(number, stream, 0, candidates=self._candidates(self.sequences[number])))
+            return
         finishes = []
         for other, it in self.group(number):
             it.tokens.append(it.token_after(len(it.tokens)))
@@ -169,7 +183,7 @@ class World:
         """The running step is done."""
         assert self.run is not None
         run, self.run = self.run, None
-        ended, filled = [], []
+        ended, filled, candidates = [], [], []
         for source, block in run.copies:
             self.pool[block] = dict(self.pool[source])
         for number, start, count, sample in [
@@ -190,12 +204,15 @@ class World:
             assert member is not None
             if len(it.tokens) % BT == 0 and len(it.tokens) // BT > len(member.keys):
                 filled.append((number, it.keys()[-1]))
+            if self.core.requests[it.request].search is not None:
+                candidates.append((number, self._candidates(it)))
+                continue
             it.tokens.append(it.token_after(len(it.tokens)))
             self.answers[number].append(it.tokens[-1])
             if len(self.answers[number]) >= it.answer:
                 ended.append((number, STOP))
         seconds = decode_step_seconds(self.core.config.speeds, len(run.batch), 0)
-        self.post(StepDone(run.step, False, seconds, tuple(ended), tuple(filled)))
+        self.post(StepDone(run.step, False, seconds, tuple(ended), tuple(filled), tuple(candidates)))
 
     def abort(self) -> None:
         """The running step is given up: nothing was copied or computed."""
@@ -273,6 +290,38 @@ class World:
             it.contents.append(digest_of(before, it.tokens[len(it.contents)]))
         return it.contents[position]
 
+    def _candidates(self, it: Sequence) -> Candidates:
+        """What may follow a beam."""
+        search = self.core.requests[it.request].search
+        assert search is not None
+        last = len(it.tokens) + 1 - it.prompt == search.longest
+        found = following(it.tokens)[: search.width + ENDS]
+        return tuple((log_probability, token < ENDS or last) for token, log_probability in found)
+
+    def _select(self, chosen: Select) -> None:
+        beams = [it for _, it in self.group(chosen.id)]
+
+        def follow(parent: int, candidate: int) -> "array[int]":
+            return beams[parent].tokens + array("i", [following(beams[parent].tokens)[candidate][0]])
+
+        kept = self.hypotheses.setdefault(chosen.id, {})
+        kept |= {number: follow(parent, candidate) for number, parent, candidate in chosen.ended}
+        self.hypotheses[chosen.id] = {number: kept[number] for number in chosen.kept}
+        taken = [(follow(*beam), list(beams[beam[0]].contents[: len(beams[0].tokens)])) for beam in chosen.beams]
+        for it, (tokens, contents) in zip(beams, taken, strict=False):
+            it.tokens, it.contents = tokens, contents
+
+    def _ranked(self, ranked: Ranked) -> None:
+        """A search is over: its hypotheses are those of the plain one, which knows no blocks."""
+        it, asked = self.sequences[ranked.id], self.asked[ranked.id]
+        assert asked.beams is not None
+        found = [
+            (self.hypotheses[ranked.id][number].tolist()[it.prompt :], score) for number, score in ranked.hypotheses
+        ]
+        start = it.tokens[: it.prompt].tolist()
+        assert found == plain_search(start, asked.width, asked.total_tokens - it.prompt, asked.beams)
+        self.searched[ranked.id] = found
+
     def _write(self, it: Sequence, position: int) -> None:
         self.pool[it.table[position // BT]][position % BT] = self._content(it, position)
 
@@ -292,6 +341,10 @@ class World:
                     self._writing[action.io] = self.sequences[action.id].keys()[action.index]
             case SwapDrop(number):
                 self.sequences[number].saved = {}
+            case Select():
+                self._select(action)
+            case Ranked():
+                self._ranked(action)
             case Refused():
                 self.refused.append(action)
             case Ending(number, why):
