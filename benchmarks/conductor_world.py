@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from benchmarks.processes import own_resident_bytes
 from moonpool.cost import Speeds
 from moonpool.kv.keys import BlockKey, block_keys, unpack_keys
+from services.conductor.core.decodes import Answer
 from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts, Shape
 from services.conductor.core.picture import Picture
 
@@ -112,7 +113,9 @@ class ConductorWorld:
             tokens=len(keys) * BLOCK_TOKENS + 5, answer_tokens=400, keys=keys, prompt_key=keys[0], now=self._now
         )
         prefill = self.picture.claim_prefill(plan.prefill.id, plan.prefill.busy_s, self._now, plan.prefill.kvstore)
-        decode = self.picture.claim_decode(plan.decodes[0].id, plan.demand.prompt_tokens, plan.demand.total_blocks)
+        decode = self.picture.claim_decode(
+            plan.decodes[0].id, Answer(plan.demand.prompt_tokens, plan.decodes[0].blocks)
+        )
         seconds = time.thread_time() - begin
         self._open.append((prefill, decode))
         if len(self._open) > IN_FLIGHT:

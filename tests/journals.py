@@ -8,7 +8,7 @@ from types import TracebackType
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan
 from moonpool.drive.rerun import journal_files, rerun
 
-WITHOUT_CORE = ("kvstore",)
+WITHOUT_CORE = ("kvstore", "gateway")
 """Services that keep no journal."""
 
 

@@ -15,6 +15,7 @@ from simulator.cluster.placement import POLICIES
 from simulator.experiments import cache as cache_experiment
 from simulator.experiments import faults as faults_experiment
 from simulator.experiments import memory as memory_experiment
+from simulator.experiments import overload as overload_experiment
 from simulator.experiments import serving
 from simulator.experiments import transfer as transfer_experiment
 from simulator.experiments.frame import Progress, Result, Source
@@ -180,6 +181,28 @@ def ratio(
     config = _cluster(profile, 1, instances - 1, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
     source = Source(trace, requests, seed)
     _show(lambda say: serving.ratio(config, source, say), as_json=as_json, picture=picture)
+
+
+@app.command()
+def overload(
+    trace: Trace = None,
+    requests: Requests = 0,
+    seed: Seed = 1,
+    profile: Profile = DEFAULT_PROFILE,
+    prefill: Prefill = 8,
+    decode: Decode = 2,
+    kvstore: Kvstore = 8,
+    rate: Rate = 3.0,
+    store_gb: StoreGb = 1000.0,
+    ttft_slo_s: TtftSlo = 30.0,
+    tbt_slo_s: TbtSlo = 0.06,
+    as_json: Json = False,
+    picture: Picture = None,
+) -> None:
+    """Requests refused, prefill wasted and the swinging of load, by how requests are let in."""
+    config = _cluster(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
+    source = Source(trace, requests, seed)
+    _show(lambda say: overload_experiment.overload(config, source, say), as_json=as_json, picture=picture)
 
 
 @app.command()

@@ -4,6 +4,7 @@ Torch-free and pure: no clock, no transport. Conductor, engine instances and emu
 """
 
 from moonpool.cost.predict import (
+    PrefillWork,
     attention_pairs,
     decode_step_seconds,
     load_is_cheaper,
@@ -12,12 +13,14 @@ from moonpool.cost.predict import (
     pipelined_seconds,
     prefill_seconds,
     transfer_seconds,
+    work_seconds,
 )
 from moonpool.cost.speeds import DEFAULT_BYTES_PER_S, Speeds
 from moonpool.cost.tracker import SpeedTracker
 
 __all__ = [
     "DEFAULT_BYTES_PER_S",
+    "PrefillWork",
     "SpeedTracker",
     "Speeds",
     "attention_pairs",
@@ -28,4 +31,5 @@ __all__ = [
     "pipelined_seconds",
     "prefill_seconds",
     "transfer_seconds",
+    "work_seconds",
 ]

@@ -7,7 +7,18 @@ once: a fixed part and a part per token of its cached prefix.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from moonpool.cost.speeds import DEFAULT_BYTES_PER_S, Speeds
+
+
+class PrefillWork(NamedTuple):
+    """What a prompt leaves to compute: steps, tokens, pairs as `attention_pairs` counts them, tokens of its prefix."""
+
+    steps: int
+    new_tokens: int
+    pairs: int
+    prefix_tokens: int
 
 
 def attention_pairs(new_tokens: int, prefix_tokens: int) -> int:
@@ -29,11 +40,16 @@ def prefill_seconds(
     """
     if new_tokens <= 0:
         return 0.0
+    work = PrefillWork(steps, new_tokens, attention_pairs(new_tokens, prefix_tokens), prefix_tokens)
+    return work_seconds(speeds, work, begins=begins)
+
+
+def work_seconds(speeds: Speeds, work: PrefillWork, *, begins: bool = True) -> float:
+    """Predict the seconds of this work; for callers that ask for the same work at several speeds."""
+    steps, new_tokens, pairs, prefix_tokens = work
     once = speeds.prefill_per_prompt_s + speeds.prefill_per_cached_token_s * prefix_tokens if begins else 0.0
     return once + (
-        steps * speeds.prefill_base_s
-        + speeds.prefill_per_token_s * new_tokens
-        + speeds.prefill_per_pair_s * attention_pairs(new_tokens, prefix_tokens)
+        steps * speeds.prefill_base_s + speeds.prefill_per_token_s * new_tokens + speeds.prefill_per_pair_s * pairs
     )
 
 
@@ -47,7 +63,7 @@ def transfer_seconds(speeds: Speeds, nbytes: int) -> float:
     return nbytes / (speeds.transfer_bytes_per_s or DEFAULT_BYTES_PER_S)
 
 
-def decode_step_seconds(speeds: Speeds, sequences: int, context_tokens: int) -> float:
+def decode_step_seconds(speeds: Speeds, sequences: float, context_tokens: float) -> float:
     """Predict the seconds of one decode step over `sequences` with `context_tokens` of context in total."""
     return (
         speeds.decode_base_s
@@ -61,7 +77,8 @@ def overlapped_seconds(load_s: float, compute_s: float, layers: int) -> float:
 
     The longer of the two hides all of the shorter one but its share of one layer.
     """
-    return max(load_s, compute_s) + min(load_s, compute_s) / max(layers, 1)
+    shorter, longer = (load_s, compute_s) if load_s < compute_s else (compute_s, load_s)
+    return longer + shorter / (layers or 1)
 
 
 def pipelined_seconds(compute_s: float, *, steps: int, stages: int) -> float:

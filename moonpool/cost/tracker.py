@@ -49,13 +49,14 @@ class SpeedTracker:
     ) -> None:
         """Learn that computing took `seconds`; arguments as in `prefill_seconds`."""
         predicted = prefill_seconds(self._base, new_tokens, prefix_tokens, steps=steps, begins=begins)
-        self._prefill_factor = self._corrected(self._prefill_factor, predicted, seconds)
+        self._prefill_factor = self._corrected(self._prefill_factor, predicted, seconds, self._weight)
         self._speeds = None
 
-    def observe_decode(self, sequences: int, context_tokens: int, seconds: float) -> None:
-        """Learn that one decode step took `seconds`."""
+    def observe_decode(self, sequences: int, context_tokens: float, seconds: float, *, steps: int = 1) -> None:
+        """Learn that decode steps took `seconds` each on the average, over so much context on the average."""
         predicted = decode_step_seconds(self._base, sequences, context_tokens)
-        self._decode_factor = self._corrected(self._decode_factor, predicted, seconds)
+        weight = 1.0 - (1.0 - self._weight) ** steps
+        self._decode_factor = self._corrected(self._decode_factor, predicted, seconds, weight)
         self._speeds = None
 
     def observe_load(self, nbytes: int, seconds: float) -> None:
@@ -68,11 +69,11 @@ class SpeedTracker:
         rate = self._rate(self._base.transfer_bytes_per_s, nbytes, seconds)
         self.rebase(replace(self._base, transfer_bytes_per_s=rate))
 
-    def _corrected(self, factor: float, predicted: float, measured: float) -> float:
+    def _corrected(self, factor: float, predicted: float, measured: float, weight: float) -> float:
         if predicted <= 0.0 or measured <= 0.0:
             return factor
         ratio = min(max(measured / predicted, factor / MAX_RATIO), factor * MAX_RATIO)
-        return factor + self._weight * (ratio - factor)
+        return factor + weight * (ratio - factor)
 
     def _rate(self, rate: float, nbytes: int, seconds: float) -> float:
         """Mean of seconds per byte, not of bytes per second: one very quick sample must not hide slow ones."""

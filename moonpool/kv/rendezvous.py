@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
 from blake3 import blake3
 
@@ -24,9 +25,14 @@ _DRAW_BITS = 52  # a draw and a half then fit a double's 53 bits exactly, hence 
 
 def draw(key: bytes, place: str) -> float:
     """Return the number in (0, 1) that a place draws for a key."""
-    name = place.encode()
-    digest = blake3(b"".join((_CONTEXT, len(name).to_bytes(4, "little"), name, key))).digest(8)
+    digest = blake3(_salt(place) + key).digest(8)
     return ((int.from_bytes(digest, "little") >> (64 - _DRAW_BITS)) + 0.5) / (1 << _DRAW_BITS)
+
+
+@lru_cache(maxsize=1024)
+def _salt(place: str) -> bytes:
+    name = place.encode()
+    return _CONTEXT + len(name).to_bytes(4, "little") + name
 
 
 def score(key: bytes, place: str, weight: float = 1.0) -> float:

@@ -667,6 +667,7 @@ class LoadReport(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     DRAIN_S_FIELD_NUMBER: _builtins.int
     TAKEN_FIELD_NUMBER: _builtins.int
+    EXPECTED_ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests running."""
     waiting: _builtins.int
@@ -687,6 +688,8 @@ class LoadReport(_message.Message):
     """Predicted seconds until all prompts that are here now are computed (prefill); unset = not told."""
     taken: _builtins.int
     """Prompts (prefill) or promises (decode) that it has taken since its start: which ones this report includes."""
+    expected_answer_tokens: _builtins.int
+    """Tokens that a new answer is expected to have, for which room is kept beside the prompt's (decode); 0 = not told."""
     @_builtins.property
     def speed(self) -> Global___SpeedReport:
         """Measured speeds."""
@@ -705,10 +708,11 @@ class LoadReport(_message.Message):
         draining: _builtins.bool = ...,
         drain_s: _builtins.float | None = ...,
         taken: _builtins.int = ...,
+        expected_answer_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "drain_s", b"drain_s", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "drain_s", b"drain_s", "draining", b"draining", "free_blocks", b"free_blocks", "promised_blocks", b"promised_blocks", "queued_tokens", b"queued_tokens", "running", b"running", "speed", b"speed", "taken", b"taken", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "drain_s", b"drain_s", "draining", b"draining", "expected_answer_tokens", b"expected_answer_tokens", "free_blocks", b"free_blocks", "promised_blocks", b"promised_blocks", "queued_tokens", b"queued_tokens", "running", b"running", "speed", b"speed", "taken", b"taken", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drain_s: _TypeAlias = _typing.Literal["drain_s"]  # noqa: Y015
     _WhichOneofArgType__drain_s: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s"]  # noqa: Y015

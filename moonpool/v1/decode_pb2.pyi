@@ -53,8 +53,11 @@ class ReserveRequest(_message.Message):
     WRITE_BACK_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     CONDUCTOR_FIELD_NUMBER: _builtins.int
+    STARTS_IN_S_FIELD_NUMBER: _builtins.int
     tbt_slo_s: _builtins.float
     """Mean time between tokens the request expects, seconds; unset = no limit."""
+    starts_in_s: _builtins.float
+    """Predicted seconds until the sequence's first token: its time between tokens is wanted from then on. 0 = from now on."""
     @_builtins.property
     def sequence(self) -> _kv_pb2.SequenceSpec:
         """The sequence that will come."""
@@ -79,10 +82,11 @@ class ReserveRequest(_message.Message):
         write_back: _kv_pb2.Instance | None = ...,
         replicas: _abc.Iterable[_kv_pb2.Instance] | None = ...,
         conductor: _kv_pb2.Instance | None = ...,
+        starts_in_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "conductor", b"conductor", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "conductor", b"conductor", "replicas", b"replicas", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "conductor", b"conductor", "replicas", b"replicas", "sequence", b"sequence", "starts_in_s", b"starts_in_s", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tbt_slo_s: _TypeAlias = _typing.Literal["tbt_slo_s"]  # noqa: Y015
     _WhichOneofArgType__tbt_slo_s: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s"]  # noqa: Y015

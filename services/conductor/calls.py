@@ -90,7 +90,9 @@ class Calls:
 
     def reserve(self, order: Reserve, serving: Serving) -> None:
         """Asks for room."""
-        request = decode_pb2.ReserveRequest(sequence=serving.spec(order.sequence), tbt_slo_s=order.tbt_slo_s)
+        request = decode_pb2.ReserveRequest(
+            sequence=serving.spec(order.sequence), tbt_slo_s=order.tbt_slo_s, starts_in_s=order.starts_in_s
+        )
         request.conductor.CopyFrom(self._steps.conductor)
         stores = [instance for store in order.stores if (instance := self._find(store)) is not None]
         if stores:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from moonpool.config import ListenAddress
 from moonpool.drive.config import CoreServiceConfig
+from services.conductor.core.admission import Admission
 from services.conductor.core.stores import MAX_REPLICAS
 
 
@@ -46,6 +47,12 @@ class ConductorConfig(CoreServiceConfig):
     retries: int = Field(3, ge=0, description="times a request is placed again after an instance or a transfer failed")
     recovery_s: float = Field(
         15.0, ge=0, description="seconds a request whose instance failed waits for another one to appear"
+    )
+    admission: Admission = Field(
+        Admission.PREDICTIVE,
+        description="requests that are refused before anything is computed for them: `predictive` those that will miss "
+        "their TTFT or TBT limit by the load that decode is expected to have when their prompt is computed, `early` by "
+        "the load of now, `none` none; docs/overload.md",
     )
     room_wait_s: float = Field(
         30.0,

@@ -85,6 +85,7 @@ class Desk:
             slo=request.slo,
             arrived=answer.arrived,
             deadline=deadline,
+            tenant=request.tenant,
         )
         serving = Serving(ask, answer, self._first_token, list(request.prompt_keys))
         self._serving[ask.number] = serving

@@ -41,6 +41,7 @@ def load_facts(load: conductor_pb2.LoadReport) -> LoadFacts:
         speeds=speeds_from_proto(load.speed) if load.HasField("speed") else None,
         draining=load.draining,
         taken=load.taken,
+        answer_tokens=load.expected_answer_tokens,
     )
 
 

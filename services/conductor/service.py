@@ -69,7 +69,7 @@ async def conductor(
 
 
 def _core(config: ConductorConfig) -> ConductorCore:
-    limits = Limits(config.retries, config.recovery_s, config.room_wait_s, config.reserve_timeout_s)
+    limits = Limits(config.retries, config.recovery_s, config.room_wait_s, config.reserve_timeout_s, config.admission)
     return ConductorCore(limits, Picture(config.max_index_keys, config.balancing_threshold, config.kvstore_replicas))
 
 

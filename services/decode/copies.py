@@ -1,7 +1,6 @@
 """Blocks on their way out of the pool and back: to and from kvstores, and DRAM for preempted sequences."""
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from moonpool.core.kernel import Ended
@@ -25,6 +24,7 @@ class Copies:
         write_back: writes to kvstores.
         open_reader: makes the client of the kvstore at an address.
         post: tells the core.
+        clock: seconds; never goes back.
 
     Attributes:
         loads: from kvstores.
@@ -36,7 +36,9 @@ class Copies:
         write_back: WriteBack,
         open_reader: Callable[[str], StoreReader],
         post: Callable[[Ended[IoEnd]], None],
+        clock: Callable[[], float],
     ) -> None:
+        self._clock = clock
         self._write_back = write_back
         self._post = post
         self._space = SwapSpace(pool)
@@ -77,13 +79,13 @@ class Copies:
 
     def _copy(self, io: int, work: Callable[[], None]) -> None:
         async def copy() -> None:
-            began, ok = time.monotonic(), True
+            began, ok = self._clock(), True
             try:
                 await asyncio.to_thread(work)
             except Exception:  # a copy that is not made costs computing again
                 log.exception("swapping failed", io=io)
                 ok = False
-            began, self._copied_at = max(began, self._copied_at), time.monotonic()
+            began, self._copied_at = max(began, self._copied_at), self._clock()
             self._post(Ended(io, SwapEnd(ok, self._copied_at - began)))
 
         task = asyncio.get_running_loop().create_task(copy())

@@ -87,9 +87,10 @@ class DecodeInstance:
         stores: Sequence[kv_pb2.Instance],
         tbt_slo_s: float,
         conductor: kv_pb2.Instance | None,
+        starts_in_s: float,
     ) -> tuple[LiveRequest, float]:
         """Promises room; see `DecodeShell.reserve`."""
-        promised, predicted_s = self.shell.reserve(incoming, stores, tbt_slo_s, conductor)
+        promised, predicted_s = self.shell.reserve(incoming, stores, tbt_slo_s, conductor, starts_in_s)
         self.taken += 1
         return promised, predicted_s
 
@@ -145,6 +146,7 @@ class DecodeInstance:
             speed=speeds_to_proto(core.tracker.speeds),
             draining=self.draining,
             taken=self.taken,
+            expected_answer_tokens=core.expected_answer_tokens,
         )
 
     def gauges(self) -> Gauges:

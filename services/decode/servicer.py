@@ -1,5 +1,6 @@
 """The DecodeService contract: translates messages into calls of a `DecodeInstance` and back."""
 
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -40,9 +41,11 @@ class DecodeServicer:
         stores = _stores(request)
         if request.HasField("tbt_slo_s") and not request.tbt_slo_s > 0:
             raise InvalidRequest("tbt_slo_s", "must be above 0")
+        if not 0 <= request.starts_in_s < math.inf:
+            raise InvalidRequest("starts_in_s", "must be finite and not negative")
         incoming = instance.setup.incoming(request.sequence)
         conductor = request.conductor if request.HasField("conductor") else None
-        promised, predicted = instance.reserve(incoming, stores, request.tbt_slo_s, conductor)
+        promised, predicted = instance.reserve(incoming, stores, request.tbt_slo_s, conductor, request.starts_in_s)
         return decode_pb2.ReserveResponse(
             target=self._target(promised),
             lease_s=instance.core.config.lease_s,

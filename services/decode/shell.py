@@ -54,8 +54,7 @@ from services.decode.subscriber import Subscriber
 
 log = get_logger(__name__)
 
-HEARD_PER_LEASE = 8
-"""The core is told that a transfer lives so often in a lease, not with every frame."""
+HEARD_PER_LEASE = 8  # the core is told that a transfer lives so often in a lease, not with every frame
 
 
 class DecodeShell:
@@ -70,6 +69,7 @@ class DecodeShell:
         spans: where spans are recorded.
         notify: called when load or keys have changed.
         journal: records what the core was told.
+        clock: seconds; never goes back.
     """
 
     def __init__(
@@ -82,14 +82,16 @@ class DecodeShell:
         spans: Recorder,
         notify: Callable[[], None],
         journal: JournalWriter | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.core = core
+        self._clock = clock
         self._engine = engine
         self._layout = engine.layout
         self._max_tokens = max_tokens
         self._spans = spans
         self.notify = notify
-        self._driver: Driver[Event, Action] = Driver(core, self._perform, journal=journal)
+        self._driver: Driver[Event, Action] = Driver(core, self._perform, clock=clock, journal=journal)
         self._live: dict[int, LiveRequest] = {}
         self._sequences: dict[int, LiveSequence] = {}
         self._next = 1
@@ -98,7 +100,7 @@ class DecodeShell:
         self._stream_numbers = itertools.count(1)
         self._order: Run | None = None
         self._wake = asyncio.Event()
-        self.copies = Copies(engine.pool, write_back, open_reader, self._post)
+        self.copies = Copies(engine.pool, write_back, open_reader, self._post, clock)
         self.empty = asyncio.Event()
         self.empty.set()
         self.dead = ""
@@ -127,8 +129,9 @@ class DecodeShell:
         stores: Sequence[kv_pb2.Instance],
         tbt_slo_s: float,
         conductor: kv_pb2.Instance | None,
+        starts_in_s: float,
     ) -> tuple[LiveRequest, float]:
-        """Promises room.
+        """Promises room; `tbt_slo_s` is to be kept from `starts_in_s` seconds on.
 
         Returns:
             The request, and the predicted seconds between its tokens.
@@ -140,20 +143,10 @@ class DecodeShell:
         tokens, total = sequence_lengths(incoming, self.core.config, self._max_tokens)
         number, self._next = self._next, self._next + incoming.width
         who = "" if conductor is None else _identity(conductor)
-        self._post(
-            Reserve(
-                number,
-                tuple(incoming.keys),
-                tokens,
-                incoming.sampling.prompt_tokens,
-                total,
-                tbt_slo_s,
-                who,
-                len(stores),
-                incoming.width,
-                rules_of(incoming.sampling.params),
-            )
-        )
+        keys, prompt = tuple(incoming.keys), incoming.sampling.prompt_tokens
+        width, targets = incoming.width, len(stores)
+        beams = rules_of(incoming.sampling.params)
+        self._post(Reserve(number, keys, tokens, prompt, total, tbt_slo_s, who, targets, width, starts_in_s, beams))
         self._driver.settle()
         answer = self._answers.pop(number)
         if isinstance(answer, Refused):
@@ -161,7 +154,7 @@ class DecodeShell:
                 answer.why, reason=answer.reason, predicted_tbt_s=answer.tbt_s, slo_s=tbt_slo_s, retry_after_s=1.0
             )
         transfer = inbound(number, self._layout, tokens, answer.held)
-        live = self._live[number] = LiveRequest(incoming, stores, transfer, time.monotonic())
+        live = self._live[number] = LiveRequest(incoming, stores, transfer, self._clock())
         self._sequences |= {sequence.id: sequence for sequence in live.sequences}
         self.empty.clear()
         return live, answer.tbt_s
@@ -187,7 +180,7 @@ class DecodeShell:
 
     def heard(self, live: LiveRequest) -> None:
         """Something of the transfer came."""
-        now = time.monotonic()
+        now = self._clock()
         if now - live.heard_at >= self.core.config.lease_s / HEARD_PER_LEASE:
             live.heard_at = now
             self._driver.post(Heard(live.id))
@@ -313,7 +306,8 @@ class DecodeShell:
                 ended.append((sequence.id, int(reason)))
             sequence.tell(sequence.output_tokens - 1, [token], reason)
         seconds = (result.end_ns - result.start_ns) / 1e9
-        self._driver.post(StepDone(run.step, result.aborted, seconds, tuple(ended), tuple(filled), tuple(candidates)))
+        told = tuple(ended), tuple(filled)
+        self._driver.post(StepDone(run.step, result.aborted, seconds, *told, candidates=tuple(candidates)))
         if ended or filled:
             self.notify()
 

@@ -159,9 +159,9 @@ class Answering:
                 if not begun:
                     begun = True
                     self._begin(reply, tokens)
-                    yield b"".join(form.opening()) + (form.piece(event.text) if event.text else b"")
+                    yield b"".join(form.opening()) + (form.piece(event.text, event.choice) if event.text else b"")
                 elif event.text:
-                    yield form.piece(event.text)
+                    yield form.piece(event.text, event.choice)
         result = _complete(tokens)
         watch.finished(result)
         if not begun:
@@ -182,6 +182,6 @@ def _complete(tokens: AsyncTokenStream) -> GenerateResult:
         Unavailable: the cluster ended it before its end.
     """
     result = tokens.result
-    if result is None or result.finish_reason == "cancelled":
+    if result is None or any(choice.finish_reason == "cancelled" for choice in result.choices):
         raise Unavailable("the cluster is stopping and has ended this request")
     return result

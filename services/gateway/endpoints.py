@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from http import HTTPStatus
+from typing import TypedDict
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import Request
@@ -16,7 +17,16 @@ from moonpool.errors import NotFound, Unavailable
 from services.gateway.answering import JSON, Answering, Job
 from services.gateway.cluster import Cluster
 from services.gateway.config import GatewayConfig
-from services.gateway.fields import AnsweredBody, Body, BodyT, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from services.gateway.fields import (
+    AnsweredBody,
+    Body,
+    BodyT,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+)
 from services.gateway.forms import ChatForm, CompletionForm, Form, compact
 from services.gateway.keys import ApiKeys
 from services.gateway.measuring import Meter
@@ -88,7 +98,7 @@ class Endpoints:
             arguments["messages"] = body.turns()
         else:
             arguments["token_ids"] = body.prompt_token_ids
-        form = ChatForm(state.model, stream=bool(body.stream), include_usage=body.include_usage())
+        form = ChatForm(state.model, **_shape(body))
         return self._answering(request, body, arguments, form, state, ignored)
 
     async def completion(self, request: Request) -> Answering:
@@ -101,7 +111,7 @@ class Endpoints:
             arguments["prompt"] = prompt
         else:
             arguments["token_ids"] = prompt
-        form = CompletionForm(state.model, stream=bool(body.stream), include_usage=body.include_usage())
+        form = CompletionForm(state.model, **_shape(body))
         return self._answering(request, body, arguments, form, state, ignored)
 
     async def messages(self, request: Request) -> Answering:
@@ -187,6 +197,17 @@ class Endpoints:
             "owned_by": "moonpool",
             "max_model_len": state.max_tokens,
         }
+
+
+class _Shape(TypedDict):
+    stream: bool
+    include_usage: bool
+    choices: int
+
+
+def _shape(body: GenerationBody) -> _Shape:
+    """What an answer's form depends on."""
+    return {"stream": bool(body.stream), "include_usage": body.include_usage(), "choices": body.n or 1}
 
 
 def _warning(body: Body) -> dict[str, str]:

@@ -16,7 +16,6 @@ from moonpool.client import Message, SamplingParams, Slo
 from moonpool.errors import InvalidRequest
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "n": (None, 1),
     "best_of": (None, 1),
     "logprobs": (None, False),
     "top_logprobs": (None, 0),
@@ -159,6 +158,7 @@ class GenerationBody(AnsweredBody):
     ignore_eos: bool | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
+    n: int | None = None
     stream_options: StreamOptions | None = None
 
     def parts(self) -> Iterator[tuple[str, Body]]:
@@ -177,7 +177,7 @@ class GenerationBody(AnsweredBody):
     def sampling(self, max_tokens: int) -> SamplingParams:
         names = (
             "min_tokens", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-            "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "seed",
+            "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "seed", "n",
         )  # fmt: skip
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         top_k = 0 if self.top_k == -1 else self.top_k  # vLLM's -1 = all

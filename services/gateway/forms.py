@@ -28,8 +28,8 @@ class Form(Protocol):
         """Events before the first text."""
         ...
 
-    def piece(self, text: str) -> bytes:
-        """The event of a piece of text."""
+    def piece(self, text: str, choice: int) -> bytes:
+        """The event of a piece of text of one of the request's answers."""
         ...
 
     def closing(self, result: GenerateResult) -> Iterator[bytes]:
@@ -75,9 +75,10 @@ class OpenAIForm:
     nothing: ClassVar[dict[str, Any]]
     """A choice without text."""
 
-    def __init__(self, model: str, *, stream: bool, include_usage: bool) -> None:
-        """Take the model's name as answers have it, and whether a stream ends with the usage."""
+    def __init__(self, model: str, *, stream: bool, include_usage: bool, choices: int) -> None:
+        """Take the model's name as answers have it, whether a stream ends with the usage, and how many answers come."""
         self._model = model
+        self._choices = choices
         self._kind = self.kinds[stream]
         self._include_usage = include_usage
         self._head: dict[str, Any] = {}
@@ -101,17 +102,25 @@ class OpenAIForm:
         return refused.body()
 
     def closing(self, result: GenerateResult) -> Iterator[bytes]:
-        yield self._chunk(self.nothing, result.finish_reason)
+        for index, choice in enumerate(result.choices):
+            yield self._chunk(self.nothing, index, choice.finish_reason)
         if self._include_usage:
             yield event({**self._head, "choices": [], "usage": usage(result.usage)})
         yield DONE
 
-    def _whole(self, choice: dict[str, Any], result: GenerateResult) -> dict[str, Any]:
-        filled = {"index": 0, **choice, "logprobs": None, "finish_reason": result.finish_reason}
-        return {**self._head, "choices": [filled], "usage": usage(result.usage)}
+    def whole(self, result: GenerateResult) -> dict[str, Any]:
+        choices = [
+            {"index": index, **self.filled(choice.text), "logprobs": None, "finish_reason": choice.finish_reason}
+            for index, choice in enumerate(result.choices)
+        ]
+        return {**self._head, "choices": choices, "usage": usage(result.usage)}
 
-    def _chunk(self, choice: dict[str, Any], finish_reason: str | None = None) -> bytes:
-        filled = {"index": 0, **choice, "logprobs": None, "finish_reason": finish_reason}
+    def filled(self, text: str) -> dict[str, Any]:
+        """What a whole choice has its text in."""
+        raise NotImplementedError
+
+    def _chunk(self, choice: dict[str, Any], index: int, finish_reason: str | None = None) -> bytes:
+        filled = {"index": index, **choice, "logprobs": None, "finish_reason": finish_reason}
         chunk = {**self._head, "choices": [filled]}
         return event({**chunk, "usage": None} if self._include_usage else chunk)
 
@@ -123,14 +132,15 @@ class ChatForm(OpenAIForm):
     kinds = ("chat.completion", "chat.completion.chunk")
     nothing: ClassVar[dict[str, Any]] = {"delta": {}}
 
-    def whole(self, result: GenerateResult) -> dict[str, Any]:
-        return self._whole({"message": {"role": "assistant", "content": result.text}}, result)
+    def filled(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
 
     def opening(self) -> Iterator[bytes]:
-        yield self._chunk({"delta": {"role": "assistant", "content": ""}})
+        for index in range(self._choices):
+            yield self._chunk({"delta": {"role": "assistant", "content": ""}}, index)
 
-    def piece(self, text: str) -> bytes:
-        return self._chunk({"delta": {"content": text}})
+    def piece(self, text: str, choice: int) -> bytes:
+        return self._chunk({"delta": {"content": text}}, choice)
 
 
 class CompletionForm(OpenAIForm):
@@ -140,8 +150,8 @@ class CompletionForm(OpenAIForm):
     kinds = ("text_completion", "text_completion")
     nothing: ClassVar[dict[str, Any]] = {"text": ""}
 
-    def whole(self, result: GenerateResult) -> dict[str, Any]:
-        return self._whole({"text": result.text}, result)
+    def filled(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
-    def piece(self, text: str) -> bytes:
-        return self._chunk({"text": text})
+    def piece(self, text: str, choice: int) -> bytes:
+        return self._chunk({"text": text}, choice)

@@ -101,7 +101,7 @@ class MessageForm:
         yield _event("message_start", {"message": {**self._head, **empty}})
         yield _event("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}})
 
-    def piece(self, text: str) -> bytes:
+    def piece(self, text: str, choice: int) -> bytes:
         return _event("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}})
 
     def closing(self, result: GenerateResult) -> Iterator[bytes]:

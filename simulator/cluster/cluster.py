@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Iterator
 from simulator.cluster.conductor import Conductor
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.decode import DecodeInstance
-from simulator.cluster.prefill import PrefillInstance
+from simulator.cluster.prefill import Peers, PrefillInstance
 from simulator.cluster.requests import Attempt, Request, keys_of
 from simulator.cluster.store import Store
 from simulator.kernel.calls import Calls
 from simulator.kernel.clock import PS, World, ps
-from simulator.kernel.links import Network
+from simulator.kernel.links import Link, Network
 from simulator.traces.mooncake import TraceRequest
 
 DETECTION_S = 3.0
@@ -23,8 +23,7 @@ class Cluster:
     Args:
         config: what there is.
         ended: called with each request that has ended.
-        longest_leap: decode steps at once at most; 0 = no bound.
-        samples: answers of each request.
+        longest_run: decode steps at once at most.
     """
 
     def __init__(
@@ -32,16 +31,15 @@ class Cluster:
         config: ClusterConfig,
         ended: Callable[[Request], None],
         *,
-        longest_leap: int = 0,
-        samples: int = 1,
+        longest_run: int = 1 << 40,
     ) -> None:
-        self.config, self._samples = config, samples
+        self.config = config
         self.world = World()
         self.network = Network(self.world)
         self.calls = Calls(self.world, config.delays, config.seed)
         self.stores = [self._store(number) for number in range(config.kvstore)]
         self.prefills = [self._prefill(number) for number in range(config.prefill)]
-        self.decodes = [self._decode(number, longest_leap) for number in range(config.decode)]
+        self.decodes = [self._decode(number, longest_run) for number in range(config.decode)]
         self.conductor = Conductor(self.world, config, self.calls, self.prefills, self.decodes, ended)
         self._came = 0
 
@@ -53,15 +51,19 @@ class Cluster:
 
     def _prefill(self, number: int) -> PrefillInstance:
         name = f"p{number}"
-        return PrefillInstance(
-            self.world, self.network, self.config, name, self.stores, self._token, self._sent,
-            lambda new, old: self._keys(name, list(new), list(old)),
+        peers = Peers(
+            self._token, self._given_up, lambda new, old: self._keys(name, list(new), list(old)),
+            self._open, lambda attempt: self.decodes[attempt.decode].heard(attempt), self._whole,
         )  # fmt: skip
+        return PrefillInstance(self.world, self.network, self.config, name, self.stores, self.calls, peers)
 
-    def _decode(self, number: int, longest_leap: int) -> DecodeInstance:
+    def _decode(self, number: int, longest_run: int) -> DecodeInstance:
+        name = f"d{number}"
         return DecodeInstance(
-            self.world, self.network, self.config, f"d{number}", self._promised, self._ended, longest_leap
-        )
+            self.world, self.network, self.config, name, self.stores, self._answered,
+            lambda: self._room(number), self._ended, self._given_up,
+            lambda new, old: self._keys(name, list(new), list(old)), longest_run,
+        )  # fmt: skip
 
     # Requests
 
@@ -79,9 +81,7 @@ class Cluster:
         trace, requests = coming
         self._came += 1
         keys = keys_of(trace, self.config.block_tokens)
-        self.conductor.place(
-            Request(self._came, self.world.now, trace.input_length, trace.output_length, keys, self._samples)
-        )
+        self.conductor.place(Request(self._came, self.world.now, trace.input_length, trace.output_length, keys))
         self._next(requests)
 
     # Messages between parts
@@ -89,19 +89,28 @@ class Cluster:
     def _keys(self, name: str, stored: list[bytes], removed: list[bytes]) -> None:
         self.conductor.placement.keys_changed(name, stored, removed)
 
-    def _promised(self, attempt: Attempt) -> None:
-        prefill, decode = self.prefills[attempt.prefill], self.decodes[attempt.decode]
-        self.calls.send(lambda: prefill.promised(attempt, decode.receives))
+    def _answered(self, attempt: Attempt, promised: bool) -> None:
+        self.calls.send(lambda: self.conductor.asked(attempt, promised), reliable=True)
 
     def _token(self, attempt: Attempt) -> None:
         self.calls.send(lambda: self.conductor.first_token(attempt))
 
-    def _sent(self, attempt: Attempt) -> None:
-        attempt.whole = True
-        self.decodes[attempt.decode].kv_whole(attempt)
+    def _open(self, attempt: Attempt) -> Link | None:
+        decode = self.decodes[attempt.decode]
+        return decode.receives if decode.up and decode.open(attempt) else None
+
+    def _whole(self, attempt: Attempt) -> bool:
+        attempt.whole = self.decodes[attempt.decode].kv_whole(attempt)
+        return attempt.whole
 
     def _ended(self, attempt: Attempt) -> None:
         self.calls.send(lambda: self.conductor.answered(attempt))
+
+    def _room(self, decode: int) -> None:
+        self.calls.send(lambda: self.conductor.room(decode), reliable=True)
+
+    def _given_up(self, attempt: Attempt) -> None:
+        self.calls.send(lambda: self.conductor.failed(attempt))
 
     # Faults
 
@@ -144,14 +153,14 @@ class Cluster:
 
     def use(self) -> dict[str, float]:
         """How busy the parts were: shares of the time, and means."""
-        elapsed = max(1, self.world.now)
+        elapsed = max(1, self.conductor.ended_at)
         decode = [instance.use for instance in self.decodes]
         steps = max(1, sum(use.steps for use in decode))
         return {
             "prefill_busy": sum(instance.use.busy for instance in self.prefills) / elapsed / len(self.prefills),
             "decode_busy": sum(use.busy for use in decode) / elapsed / len(decode),
             "decode_batch": sum(use.sequence_steps for use in decode) / steps,
-            "preempted": sum(use.preempted for use in decode),
+            "preempted": sum(instance.preempted for instance in self.decodes),
             "loaded_blocks": sum(store.read_blocks for store in self.stores),
             "loaded_from_disk_blocks": sum(store.disk_blocks for store in self.stores),
             "virtual_s": elapsed / PS,

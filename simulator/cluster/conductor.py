@@ -1,11 +1,14 @@
 """The life of each request in virtual time: placed, its first token, its end; placed anew when an attempt fails."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from moonpool.errors import InvalidRequest, Unavailable
 from services.conductor.core.plan import Plan
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.decode import DecodeInstance
+from simulator.cluster.entrance import Entrance
 from simulator.cluster.placement import Placement
 from simulator.cluster.prefill import PrefillInstance
 from simulator.cluster.requests import Attempt, Request
@@ -37,9 +40,14 @@ class Conductor:
         ended: Callable[[Request], None],
     ) -> None:
         self.placement = Placement(config)
+        self.entrance = Entrance(config, self.placement.picture)
         self._world, self._config, self._calls = world, config, calls
         self._prefills, self._decodes, self._ended = prefills, decodes, ended
         self._attempts: dict[Request, Attempt] = {}
+        self._waiting: dict[int, deque[Attempt]] = {}
+        self._asking: dict[int, Attempt] = {}
+        self.ended_at = 0
+        """When the last request ended."""
 
     def __len__(self) -> int:
         """Requests that have not ended."""
@@ -49,9 +57,6 @@ class Conductor:
 
     def place(self, request: Request) -> None:
         """Places a request, or ends it."""
-        if self._config.most_blocks(request.tokens, request.answer, request.samples) > self._config.blocks:
-            self._finish(request, TOO_LARGE)
-            return
         try:
             plan = self.placement.plan(request, self._world.seconds)
         except Unavailable:
@@ -64,9 +69,11 @@ class Conductor:
     def _go(self, request: Request, plan: Plan) -> None:
         if not request.attempts:
             request.predicted_ttft_s = plan.prefill.ttft_s
-            if self._config.refuse and plan.prefill.ttft_s > self._config.slo.ttft_s:
+            able = self.entrance.let_in(plan, self._world.seconds)
+            if able is None:
                 self._finish(request, REFUSED)
                 return
+            plan = able
         request.attempts += 1
         self._begin(self._attempt(request, plan), plan)
 
@@ -78,6 +85,7 @@ class Conductor:
             decode=_number(plan.decodes[0].id) if plan.decodes else -1,
             store=_number(plan.prefill.kvstore),
             loaded_blocks=plan.prefill.used_blocks,
+            prefill_s=plan.prefill.prefill_s,
             write_to=_number(plan.write_back[0].id) if plan.write_back else -1,
             begun=self._world.now,
             tokens=request.tokens + request.made,
@@ -87,9 +95,7 @@ class Conductor:
     def _begin(self, attempt: Attempt, plan: Plan) -> None:
         self._attempts[attempt.request] = attempt
         self.placement.claim(attempt, plan, self._world.seconds)
-        self._calls.send(lambda: self._submit(attempt))
-        if attempt.decode >= 0:
-            self._calls.send(lambda: self._ask(attempt))
+        self._calls.send(lambda: self._ask(attempt) if attempt.decode >= 0 else self._submit(attempt))
         if self._config.deadline_s:
             self._world.after(ps(self._config.deadline_s), self.failed, attempt)
 
@@ -103,12 +109,40 @@ class Conductor:
         if instance.up and not attempt.over:
             instance.ask(attempt)
 
+    def asked(self, attempt: Attempt, promised: bool) -> None:
+        """A decode instance has answered. Who was refused waits there for room, first come first."""
+        decode = attempt.decode
+        if promised and not attempt.over:
+            self._calls.send(lambda: self._submit(attempt))
+        if self._asking.get(decode) is attempt:
+            del self._asking[decode]
+            if promised:
+                self.room(decode)
+            else:
+                self._waiting[decode].appendleft(attempt)
+        elif not promised:
+            self._waiting.setdefault(decode, deque()).append(attempt)
+
+    def room(self, decode: int) -> None:
+        """Somebody has left a decode instance: the first who waits there asks again."""
+        waiting = self._waiting.get(decode)
+        while waiting and decode not in self._asking:
+            attempt = waiting.popleft()
+            if not attempt.over:
+                self._asking[decode] = attempt
+                self._calls.send(partial(self._ask, attempt), reliable=True)
+
     def first_token(self, attempt: Attempt) -> None:
         """A prefill instance has the first token of an attempt."""
         request = attempt.request
         if attempt.over:
             return
+        if self.entrance.too_late(attempt):
+            self._give_up(attempt)
+            self._finish(request, REFUSED)
+            return
         self.placement.prompt_done(attempt, self._world.seconds)
+        self.placement.started(attempt, self._world.seconds)
         now = self._world.now
         if request.made:
             request.intervals.append(now - request.last_at)
@@ -129,13 +163,15 @@ class Conductor:
 
     def failed(self, attempt: Attempt) -> None:
         """An attempt cannot go on: what its instances hold comes back, and the request is placed anew."""
-        if attempt.over:
-            return
+        if not attempt.over:
+            self._give_up(attempt)
+            self._world.after(ps(RETRY_S), self._again, attempt.request)
+
+    def _give_up(self, attempt: Attempt) -> None:
         self._close(attempt)
         self._calls.send(lambda: self._prefills[attempt.prefill].cancel(attempt), reliable=True)
         if attempt.decode >= 0:
             self._calls.send(lambda: self._decodes[attempt.decode].cancel(attempt), reliable=True)
-        self._world.after(ps(RETRY_S), self._again, attempt.request)
 
     def _again(self, request: Request) -> None:
         if request.made >= request.answer:
@@ -149,6 +185,9 @@ class Conductor:
         """An instance is lost: attempts that need it fail."""
         number, prefill = int(name[1:]), name[0] == "p"
         self.placement.lost(name)
+        if not prefill:
+            self._waiting.pop(number, None)
+            self._asking.pop(number, None)
         for attempt in list(self._attempts.values()):
             if attempt.prefill == number and not attempt.whole if prefill else attempt.decode == number:
                 self.failed(attempt)
@@ -164,14 +203,16 @@ class Conductor:
 
     def _close(self, attempt: Attempt) -> None:
         if attempt.decode >= 0:
-            self._decodes[attempt.decode].settle(attempt)
+            self._decodes[attempt.decode].settle()
         attempt.over = True
         self.placement.prompt_done(attempt, self._world.seconds)
         self.placement.answer_done(attempt, self._world.seconds)
 
     def _finish(self, request: Request, outcome: str) -> None:
         self._attempts.pop(request, None)
+        self.placement.over(request, done=outcome == DONE)
         request.outcome, request.ended_at = outcome, self._world.now
+        self.ended_at = self._world.now
         self._ended(request)
 
 

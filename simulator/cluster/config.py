@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from moonpool.cost import DEFAULT_BYTES_PER_S
 from moonpool.engine.emulated.profile import Profile
 from moonpool.errors import ConfigError
+from services.decode.core.config import Preemption
 from simulator.kernel.calls import CallDelays
 from simulator.traces.mooncake import BLOCK_TOKENS
 
@@ -21,21 +22,23 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class DecodeMemory:
-    """How a decode instance fills its pool.
+    """How a decode instance fills its pool; as the service's own flags.
 
     Attributes:
-        growing: block tables grow with the sequence; otherwise room for `max_tokens` is taken at once.
-        max_tokens: longest answer a request may ask for, as the instance must assume without growing.
         watermark: share of the pool that is left free when a sequence is let in.
-        sharing: the samples of one request share its prompt's full blocks.
-        restore: how a preempted sequence comes back: "swap", "recompute", or "cheaper" of the two by prediction.
+        preemption: how sequences give their blocks up.
+        swap_bytes: DRAM for KV that is copied out of the pool.
+        step_tokens: tokens computed again in one step at most.
+        assumed_answer_tokens: length that answers are expected to have until some have ended.
+        lease_s: seconds without news after which a promise or transfer ends.
     """
 
-    growing: bool = True
-    max_tokens: int = 4096
     watermark: float = 0.01
-    sharing: bool = True
-    restore: str = "cheaper"
+    preemption: Preemption = Preemption.AUTO
+    swap_bytes: int = 256 * GB
+    step_tokens: int = 256
+    assumed_answer_tokens: int = 256
+    lease_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,7 @@ class ClusterConfig:
         threshold: Algorithm 1's balancing threshold.
         block_tokens: tokens of a KV block.
         step_tokens: tokens of one prefill step at most.
+        max_queue: prompts at a prefill instance at most.
         max_batch: sequences of one decode step at most.
         pool_blocks: blocks of an instance's KV pool; 0 = what the profile's memory holds.
         store_bytes: DRAM of a kvstore.
@@ -57,7 +61,7 @@ class ClusterConfig:
         eviction: the kvstores' policy.
         rate: times as quick as in the trace requests come.
         slo: for goodput, and for refusing.
-        refuse: requests that are predicted to miss the TTFT limit are refused.
+        admission: who is let in, see `simulator.cluster.entrance`.
         keep_tbt: decode steps never hold more sequences than the TBT limit allows.
         delays: of calls between services.
         seed: of delays and of the policy "random".
@@ -73,6 +77,7 @@ class ClusterConfig:
     threshold: float = 1.0
     block_tokens: int = BLOCK_TOKENS
     step_tokens: int = 4096
+    max_queue: int = 1024
     max_batch: int = 256
     pool_blocks: int = 0
     store_bytes: int = 1000 * GB
@@ -81,7 +86,7 @@ class ClusterConfig:
     eviction: str = "lru"
     rate: float = 1.0
     slo: Slo = field(default_factory=Slo)
-    refuse: bool = False
+    admission: str = "all"
     keep_tbt: bool = False
     memory: DecodeMemory = field(default_factory=DecodeMemory)
     delays: CallDelays = field(default_factory=CallDelays)
@@ -90,7 +95,7 @@ class ClusterConfig:
     attempts: int = 5
 
     def __post_init__(self) -> None:
-        for name in ("prefill", "decode", "block_tokens", "step_tokens", "max_batch", "attempts"):
+        for name in ("prefill", "decode", "block_tokens", "step_tokens", "max_queue", "max_batch", "attempts"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"must be at least 1, is {getattr(self, name)}")
         for name in ("rate", "disk_bytes_per_s"):
@@ -120,9 +125,3 @@ class ClusterConfig:
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-tokens // self.block_tokens)
-
-    def most_blocks(self, tokens: int, answer: int, samples: int) -> int:
-        """Blocks that a decode instance must have for a request, with all its samples at their longest."""
-        longest = tokens + (answer if self.memory.growing else max(answer, self.memory.max_tokens))
-        shared = tokens // self.block_tokens if self.memory.sharing else 0
-        return shared + samples * (self.blocks_for(longest) - shared)

@@ -1,23 +1,57 @@
-"""A decode instance in virtual time: promises, the batch in leaps, preemption and coming back.
+"""A decode instance in virtual time: the service's own core decides, this does what it says.
 
-Everything is decided at boundaries between steps: what comes during a step waits for its end. So leaping over quiet
-steps gives exactly what taking them one by one gives.
+Steps take the time of the profile, copies and write-back that of their links. A run of several steps is one event
+here: they end when steps taken one by one would.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from moonpool.cost import prefill_seconds
+from moonpool.kv.keys import BlockKey
+from services.decode.core.config import CoreConfig
+from services.decode.core.machine import DecodeCore
+from services.decode.core.messages import (
+    Action,
+    Arrived,
+    Cut,
+    Ending,
+    Event,
+    Finish,
+    Gone,
+    Grew,
+    Heard,
+    Load,
+    Open,
+    Promised,
+    Refused,
+    Reserve,
+    Run,
+    Start,
+    StepDone,
+    Stepped,
+    Stop,
+    Store,
+    StreamOpened,
+    SwapIn,
+    SwapOut,
+    Table,
+)
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.requests import Attempt, Request
-from simulator.cluster.seats import Room, Running, Seat, last_come
+from simulator.cluster.copies import Copies
+from simulator.cluster.host import Host
+from simulator.cluster.requests import Attempt, Request, answer_key, keys_of_chain
 from simulator.cluster.steps import Leap, StepTimes
+from simulator.cluster.store import Store as KVStore
 from simulator.kernel.clock import PS, World, ps
 from simulator.kernel.links import Link, Network
 
-_TRIM = 1024
-"""Leaps that are kept without a look at who needs them."""
+STREAM = 1
+"""The conductor's stream."""
+HEARD_PER_LEASE = 8
+"""The core is told that a transfer lives so often in a lease, as in the service."""
+STOPPED = 1
+"""Why answers end."""
 
 
 @dataclass(slots=True)
@@ -28,22 +62,43 @@ class DecodeUse:
     sequence_steps: int = 0
     busy: int = 0
     most_sequences: int = 0
+    sequences_time: float = 0.0
+    """Sequences times picoseconds."""
     slots_time: float = 0.0
-    """Slots of held blocks times picoseconds."""
+    """Slots of the batch's blocks times picoseconds."""
     tokens_time: float = 0.0
     """Of these, slots with a token."""
-    preempted: int = 0
-    swapped: int = 0
-    recomputed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One attempt at a decode instance."""
+
+    attempt: Attempt
+    number: int
+    """Its name in the core."""
+    tokens: int
+    """Of prompt and answer, the latest one included."""
+    left: int
+    """Tokens that it still makes."""
+    keys: int
+    """Full blocks whose keys the core knows."""
+    heard_at: int
+    """When the core was last told that its transfer lives."""
+    blocks: int = 0
 
 
 class DecodeInstance:
     """One instance.
 
     Args:
-        on_promise: called when an attempt has got room.
-        on_end: called when an attempt's answers are complete.
-        longest_leap: steps at once at most; 0 = no bound.
+        stores: of the cluster; the answers' blocks are written there.
+        on_answer: called with an attempt that asked for room, and whether it was promised.
+        on_room: called when somebody has left.
+        on_end: called when an attempt's answer is complete.
+        on_fail: called when the core gives an attempt up by itself.
+        on_keys: called with the keys that came into the pool and those that left it.
+        longest_run: steps at once at most.
     """
 
     def __init__(
@@ -52,295 +107,292 @@ class DecodeInstance:
         network: Network,
         config: ClusterConfig,
         name: str,
-        on_promise: Callable[[Attempt], None],
+        stores: Sequence[KVStore],
+        on_answer: Callable[[Attempt, bool], None],
+        on_room: Callable[[], None],
         on_end: Callable[[Attempt], None],
-        longest_leap: int = 0,
+        on_fail: Callable[[Attempt], None],
+        on_keys: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None],
+        longest_run: int = 1 << 40,
     ) -> None:
         self.name = name
         self.receives = Link(f"{name} in", config.transfer_bytes_per_s)
-        self._bus = Link(f"{name} bus", config.load_bytes_per_s)
-        self._world, self._network, self._config = world, network, config
-        self._on_promise, self._on_end = on_promise, on_end
-        self._longest = longest_leap
+        self._world, self._network, self._config, self._stores = world, network, config, stores
+        self._on_answer, self._on_room, self._on_end = on_answer, on_room, on_end
+        self._on_fail, self._on_keys = on_fail, on_keys
         self._times = StepTimes.of(config.profile.speeds)
+        self._core_config = core_config(config, longest_run)
         self._came = 0
+        self._preempted = 0
         self.up = True
+        self.use = DecodeUse()
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """An empty instance, as after a crash; what was planned before has no effect."""
-        config = self._config
-        self.use = DecodeUse()
-        self.room = Room(config.blocks, config.block_tokens, config.memory)
-        self.running = Running(self.room)
-        self._seats: dict[Attempt, Seat] = {}
-        self._asking: deque[Seat] = deque()
-        self._parked: list[Seat] = []
-        self._whole: deque[Seat] = deque()
-        self._inbox: list[tuple[Callable[[Seat], None], Seat]] = []
-        self._step = 0
-        self._pause = 0
-        self._leap: Leap | None = None
-        self._plan = object()
-        self._leaps: list[Leap] = []  # as they were taken
-        self._trimmed = 0
+        """An empty instance, as after a crash; what was under way has no effect."""
+        self.core = DecodeCore(self._core_config)
+        self.host: Host[Event, Action] = Host(self._world, self.core, self._perform, before_tick=self.settle)
+        self._copies = Copies(self._world, self._network, self._config, self.name, self.receives, self._tell)
+        self._seats: dict[int, Seat] = {}
+        self._numbers: dict[Attempt, int] = {}
+        self._run: Run | None = None
+        self._leap = Leap(0, 0, 0, 0)
+        self._told = 0
+        self.host.post(StreamOpened(STREAM, "conductor"))
 
     def crash(self) -> None:
         """Loses everything; what was generated by now has been sent."""
-        if self._leap is not None:
-            self._leap = self._leap.until(self._world.now)
-            self._finish_leap()
-        for seat in list(self.running.seats.values()):
-            self._drop(seat)
+        self.settle()
+        self.host.close()
+        self._copies.close()
+        self._preempted = self.preempted
         self.begin_anew()
 
     # What others tell it
 
     def ask(self, attempt: Attempt) -> None:
-        """An attempt wants room for its prompt and what follows."""
+        """An attempt wants room; answered by `on_answer` at once."""
         self._came += 1
-        seat = Seat(attempt, self._came, attempt.tokens + 1, attempt.left - 1)
-        self._seats[attempt] = seat
-        self._tell(self._asking.append, seat)
+        keys = keys_of_chain(attempt, self._config.block_tokens)
+        now = self._world.now
+        self._seats[self._came] = Seat(attempt, self._came, attempt.tokens + 1, attempt.left - 1, len(keys), now)
+        self._numbers[attempt] = self._came
+        tbt_slo_s = self._config.slo.tbt_s if self._config.keep_tbt else 0.0
+        request, stores = attempt.request, int(attempt.write_to >= 0)
+        prompt, total = request.tokens, request.tokens + (request.max_tokens or request.answer)
+        self._tell(Reserve(self._came, keys, attempt.tokens, prompt, total, tbt_slo_s, "conductor", stores))
 
-    def kv_whole(self, attempt: Attempt) -> None:
-        """The prompt's KV has come."""
-        seat = self._seats.get(attempt)
-        if seat is not None:
-            seat.whole = True
-            self._arrive(seat)
+    def open(self, attempt: Attempt) -> bool:
+        """The prompt's KV begins to come; returns whether it is wanted."""
+        number = self._numbers.get(attempt)
+        if number is not None:
+            self._tell(Open(number))
+        return number is not None
+
+    def heard(self, attempt: Attempt) -> None:
+        """Some of the prompt's KV has come."""
+        seat = self._seats.get(self._numbers.get(attempt, 0))
+        if seat is not None and self._world.now - seat.heard_at >= ps(self._config.memory.lease_s) // HEARD_PER_LEASE:
+            seat.heard_at = self._world.now
+            self._tell(Heard(seat.number))
+
+    def kv_whole(self, attempt: Attempt) -> bool:
+        """All of the prompt's KV has come; returns whether it is wanted."""
+        number = self._numbers.get(attempt)
+        if number is not None:
+            self._tell(Arrived(number))
+        return number is not None
 
     def start(self, attempt: Attempt) -> None:
         """The first token is known."""
-        seat = self._seats.get(attempt)
-        if seat is not None:
-            seat.started = True
-            self._arrive(seat)
-
-    def _arrive(self, seat: Seat) -> None:
-        if seat.whole and seat.started:
-            self._tell(self._whole.append, seat)
-
-    def settle(self, attempt: Attempt) -> None:
-        """Counts the tokens that an attempt has got by now, before it is over; unknown ones are fine."""
-        seat = self._seats.get(attempt)
-        if seat is not None and self.running.seats.get(seat.number) is seat:
-            leaps = self._leaps[seat.first_leap - self._trimmed :]
-            _add_tokens(attempt.request, leaps if self._leap is None else [*leaps, self._leap.until(self._world.now)])
+        number = self._numbers.get(attempt)
+        if number is not None:
+            self._tell(Start(number, STREAM, STOPPED if attempt.left == 1 else 0))
 
     def cancel(self, attempt: Attempt) -> None:
         """An attempt is over; unknown ones are fine."""
-        seat = self._seats.pop(attempt, None)
-        if seat is not None:
-            self._tell(self._drop, seat)
+        number = self._numbers.get(attempt)
+        if number is not None:
+            self._tell(Stop(number, "cancelled"))
 
     @property
-    def sequences(self) -> int:
-        """Samples of all attempts that are here."""
-        return sum(seat.samples for seat in self._seats.values())
-
-    @property
-    def seats(self) -> int:
-        """Attempts that are here."""
-        return len(self._seats)
+    def preempted(self) -> int:
+        """Preemptions so far."""
+        return self._preempted + self.core.parking.preemptions
 
     def check_at_rest(self) -> None:
         """Asserts that nothing is held."""
+        self.core.check_invariants()
         assert not self._seats
-        assert not self._parked
-        assert not self.running.seats
-        assert (self.running.sequences, self.running.context, self.running.saved) == (0, 0, 0)
-        assert self.room.free == self.room.total
+        assert not self._numbers
+        assert not self.core.requests
+        assert self._run is None
+        assert self.core.blocks.num_used == 0
 
-    # Boundaries
+    # Runs of steps
 
-    def _tell(self, what: Callable[[Seat], None], seat: Seat) -> None:
-        self._inbox.append((what, seat))
-        leap = self._leap
-        if leap is None:
-            if len(self._inbox) == 1:
-                self._schedule(self._world.now)
+    def _tell(self, event: Event) -> None:
+        self.settle()
+        self.host.post(event)
+        self._note_keys()
+
+    def settle(self) -> None:
+        """Counts the steps that are over by now, and tells the core."""
+        if self._run is None:
             return
-        steps = leap.boundary(self._world.now)
-        if steps < leap.steps:
-            self._leap = replace(leap, steps=steps)
-            self._schedule(self._leap.end)
+        steps = self._leap.over_by(self._world.now) - self._told
+        if steps:
+            seconds = self._advance(self._run, steps)
+            self.host.post(Stepped(self._run.step, steps, seconds))
 
-    def _schedule(self, when: int) -> None:
-        self._plan = object()
-        self._world.at(when, self._boundary, self._plan)
+    def _begin(self, run: Run) -> None:
+        first = self._first_step(run)
+        steps = min([run.steps, *(self._seats[number].left for number in run.batch)])
+        more = self._times.per_context_token * len(run.batch)
+        self._run, self._told = run, 0
+        self._leap = Leap(self._world.now, steps, max(1, first), more)
+        self._world.at(self._leap.end, self._over, self._leap, first=True)
 
-    def _boundary(self, plan: object) -> None:
-        if plan is not self._plan:
+    def _first_step(self, run: Run) -> int:
+        """Picoseconds of the run's first step; as emulated engines count, one token of a chunk is as any other."""
+        ones = [chunk.start + 1 for chunk in run.chunks if chunk.count == 1]
+        context = self.core.planner.batch.context + sum(ones)
+        speeds = self._config.profile.speeds
+        again = sum(
+            prefill_seconds(speeds, chunk.count, chunk.start, steps=0, begins=False)
+            for chunk in run.chunks
+            if chunk.count > 1
+        )
+        return self._times.step(len(run.batch) + len(ones), context) + ps(again)
+
+    def _cut(self) -> None:
+        if self._leap.steps > self._told + 1:
+            self._leap = replace(self._leap, steps=self._told + 1)
+            self._world.at(self._leap.end, self._over, self._leap, first=True)
+
+    def _over(self, leap: Leap) -> None:
+        run = self._run
+        if leap is not self._leap or run is None:
             return
-        self._finish_leap()
-        inbox, self._inbox = self._inbox, []
-        for what, seat in inbox:
-            what(seat)
-        self._promise()
-        self._let_in()
-        preempted = self.use.preempted
-        self._find_blocks()
-        if self.running.seats and self.running.needy(self._step + 1) is None:
-            self._begin_leap(1 if self.use.preempted > preempted else self._longest)  # who waits may fit now
-
-    def _finish_leap(self) -> None:
-        leap, self._leap = self._leap, None
-        if leap is None:
-            return
-        blocks = self._blocks()
-        if leap.steps:
-            self._leaps.append(leap)
-        self._step += leap.steps
-        self.running.advance(leap.steps)
-        while (seat := self.running.needy(self._step)) is not None:
-            self.running.grow(seat)
-        self._note_use(leap, (blocks + self._blocks()) / 2)
-        for seat in list(self.running.ended(self._step)):
-            self._note_tokens(seat)
+        steps = leap.steps - self._told
+        seconds = self._advance(run, steps)
+        chunks = [self._seats[chunk.id] for chunk in run.chunks if chunk.sample]
+        for seat in chunks:
+            self._token(seat)
+        sampled = [*(self._seats[number] for number in run.batch), *chunks]
+        self._run = None
+        ended = [seat for seat in sampled if not seat.left]
+        for seat in ended:
             self._end(seat)
-        self._trim()
+        filled = tuple((seat.number, key) for seat in sampled if (key := self._filled(seat)) is not None)
+        done = StepDone(run.step, False, seconds, tuple((seat.number, STOPPED) for seat in ended), filled, steps)
+        self.host.post(done)
+        self._note_keys()
 
-    def _begin_leap(self, longest: int) -> None:
-        running, quiet = self.running, self.running.quiet_steps(self._step)
-        steps = min(quiet, longest or quiet)
-        first = self._times.step(running.sequences, running.context)
-        more = self._times.per_context_token * running.sequences
-        self._leap = Leap(self._world.now + self._pause, steps, first, more)
-        self._pause = 0
-        self._schedule(self._leap.end)
+    def _advance(self, run: Run, steps: int) -> float:
+        """Counts steps of the run; returns their seconds."""
+        leap, begin, end = self._leap, self._told, self._told + steps
+        first, gaps, last = leap.time_of(begin + 1), leap.durations(begin + 1, end), leap.time_of(end)
+        blocks = tokens = 0
+        for number in run.batch:
+            seat = self._seats[number]
+            seat.tokens += steps
+            seat.left -= steps
+            blocks += seat.blocks
+            tokens += seat.tokens
+            if not seat.attempt.over:
+                _add_tokens(seat.attempt.request, first, gaps, last)
+        self._told = end
+        elapsed = last - leap.time_of(begin)
+        use, batch = self.use, len(run.batch)
+        use.steps += steps
+        use.sequence_steps += steps * batch
+        use.busy += elapsed
+        use.sequences_time += elapsed * batch
+        use.most_sequences = max(use.most_sequences, batch)
+        use.tokens_time += elapsed * (tokens - batch * (steps + 1) / 2)
+        use.slots_time += elapsed * blocks * self._config.block_tokens
+        return elapsed / PS
 
-    # Room
+    def _token(self, seat: Seat) -> None:
+        """A sequence that comes back has its next token."""
+        seat.tokens += 1
+        seat.left -= 1
+        if not seat.attempt.over:
+            _add_tokens(seat.attempt.request, self._world.now, (), self._world.now)
 
-    def _promise(self) -> None:
-        """Gives room in the order of coming: first to those who had it before, then to those who ask."""
-        self._parked.sort(key=lambda seat: seat.number)
-        while self._parked and self._has_room(self._parked[0]):
-            seat = self._parked.pop(0)
-            self.room.take(seat, self.room.wanted(seat))
-            self._restore(seat)
-        while self._asking and not self._parked and self._has_room(self._asking[0]):
-            seat = self._asking.popleft()
-            self.room.take(seat, self.room.wanted(seat))
-            self._on_promise(seat.attempt)
-
-    def _has_room(self, seat: Seat) -> bool:
-        return self.room.fits(seat, alone=self.room.free == self.room.total)
-
-    def _find_blocks(self) -> None:
-        """Blocks for all that need some before the next step; preempts until there are enough."""
-        while (seat := self.running.needy(self._step + 1)) is not None:
-            if self.room.free >= seat.samples:
-                self.running.grow(seat)
-            elif not self._preempt():
-                return  # those that were promised room hold the rest: they come, and can be preempted then
-
-    def _preempt(self) -> bool:
-        victim = last_come([*self._whole, *self.running.seats.values()])
-        if victim is None:
-            return False
-        victim.preempted += 1
-        self.use.preempted += 1
-        self._drop(victim)
-        self._parked.append(victim)
-        return True
-
-    def _restore(self, seat: Seat) -> None:
-        """A preempted seat has room again: its KV is swapped in, or computed when it joins."""
-        nbytes = self._own_tokens(seat) * self._config.profile.token_bytes
-        kind = self._config.memory.restore
-        if kind == "cheaper":
-            kind = "swap" if nbytes / self._bus.bytes_per_s < self._recompute_s(seat) else "recompute"
-        if kind == "swap":
-            self.use.swapped += 1
-            self._network.send([self._bus], nbytes, lambda: self._swapped(seat))
-        else:
-            self.use.recomputed += 1
-            seat.restored = False
-            self._whole.append(seat)
-
-    def _swapped(self, seat: Seat) -> None:
-        if self._seats.get(seat.attempt) is seat:
-            self._tell(self._whole.append, seat)
-
-    def _own_tokens(self, seat: Seat) -> int:
-        shared = self.room.shared_blocks(seat) * self._config.block_tokens
-        return shared + seat.samples * (seat.context - shared)
-
-    def _recompute_s(self, seat: Seat) -> float:
-        return prefill_seconds(self._config.profile.speeds, self._own_tokens(seat), 0)
-
-    # Seats
-
-    def _let_in(self) -> None:
-        while self._whole and self._has_seat(self._whole[0]):
-            seat = self._whole.popleft()
-            if not seat.left:  # the first token was the last one
-                self._end(seat)
-                continue
-            if not seat.restored:
-                seat.restored = True
-                self._pause += ps(self._recompute_s(seat))
-            seat.first_leap = self._trimmed + len(self._leaps)
-            self.running.join(seat, self._step)
-
-    def _has_seat(self, seat: Seat) -> bool:
-        running, config = self.running, self._config
-        if not running.seats:
-            return True
-        sequences = running.sequences + seat.samples
-        step = self._times.step(sequences, running.context + seat.samples * seat.context)
-        return sequences <= config.max_batch and not (config.keep_tbt and step > config.slo.tbt_s * PS)
-
-    def _drop(self, seat: Seat) -> None:
-        for queue in (self._asking, self._whole, self._parked):
-            if seat in queue:
-                queue.remove(seat)
-        if seat.number in self.running.seats:
-            self.running.leave(seat, self._step)
-            self._note_tokens(seat)
-        self.room.give_back(seat)
+    def _filled(self, seat: Seat) -> BlockKey | None:
+        """Key of the block that became full with the last step; None when none did."""
+        index, rest = divmod(seat.tokens - 1, self._config.block_tokens)
+        if rest or index <= seat.keys:
+            return None
+        seat.keys = index
+        return answer_key(seat.attempt.request, index - 1)
 
     def _end(self, seat: Seat) -> None:
-        self.room.give_back(seat)
-        if self._seats.pop(seat.attempt, None) is seat:
-            self._on_end(seat.attempt)
+        self._numbers.pop(seat.attempt, None)
+        self._on_end(seat.attempt)
 
-    # What is noted
+    # The core's actions
 
-    def _note_tokens(self, seat: Seat) -> None:
-        """Adds the times between the tokens of the stay that ends; what comes after an attempt is over is no token."""
-        if not seat.attempt.over:
-            _add_tokens(seat.attempt.request, self._leaps[seat.first_leap - self._trimmed :])
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Run():
+                self._begin(action)
+            case Cut():
+                self._cut()
+            case Promised(number, held):
+                self._promised(self._seats[number].attempt, held)
+            case Refused(number):
+                self._refused(number)
+            case Table(number, blocks):
+                self._seats[number].blocks = len(blocks)
+            case Grew(number):
+                self._seats[number].blocks += 1
+            case Finish(number):
+                self._end(self._seats[number])
+            case Ending(number):
+                self._ending(self._seats[number].attempt)
+            case Gone(number):
+                del self._seats[number]
+                self._on_room()
+            case SwapOut() | SwapIn() | Store() | Load():
+                self._io(action)
 
-    def _blocks(self) -> int:
-        return sum(seat.blocks for seat in self.running.seats.values())
+    def _promised(self, attempt: Attempt, held: int) -> None:
+        attempt.held = held
+        self._on_answer(attempt, True)
 
-    def _note_use(self, leap: Leap, blocks: float) -> None:
-        """Counts a leap that is over; `blocks` were held by those who took part, on the average."""
-        use, running, elapsed = self.use, self.running, leap.end - leap.start
-        use.steps += leap.steps
-        use.sequence_steps += leap.steps * running.sequences
-        use.busy += elapsed
-        use.most_sequences = max(use.most_sequences, running.sequences)
-        use.tokens_time += elapsed * (running.context - running.saved - running.sequences * (leap.steps + 1) / 2)
-        use.slots_time += elapsed * blocks * self._config.block_tokens
+    def _refused(self, number: int) -> None:
+        attempt = self._seats.pop(number).attempt
+        del self._numbers[attempt]
+        self._on_answer(attempt, False)
 
-    def _trim(self) -> None:
-        """Forgets leaps in which no seat took part."""
-        if len(self._leaps) >= _TRIM:
-            end = self._trimmed + len(self._leaps)
-            needed = min((seat.first_leap for seat in self.running.seats.values()), default=end)
-            del self._leaps[: needed - self._trimmed]
-            self._trimmed = needed
+    def _ending(self, attempt: Attempt) -> None:
+        self._numbers.pop(attempt, None)
+        if not attempt.over:
+            self._on_fail(attempt)
+
+    def _io(self, action: SwapOut | SwapIn | Store | Load) -> None:
+        if isinstance(action, SwapOut | SwapIn):
+            self._copies.swap(action.io, len(action.blocks))
+            return
+        attempt, size = self._seats[action.id].attempt, self._config.block_tokens
+        store = self._stores[attempt.write_to]
+        if isinstance(action, Store):
+            self._copies.write(action.io, store, keys_of_chain(attempt, size, action.index + 1))
+        else:
+            chain = keys_of_chain(attempt, size, action.first + len(action.blocks))
+            self._copies.read(action.io, store, chain, action.first, action.timeout_s)
+
+    def _note_keys(self) -> None:
+        events = self.core.blocks.take_events()
+        if events.stored or events.removed:
+            self._on_keys(events.stored, events.removed)
 
 
-def _add_tokens(request: Request, leaps: Sequence[Leap]) -> None:
-    last = request.last_at
-    for leap in leaps:
-        if leap.steps:
-            request.intervals.append(leap.time_of(1) - last)
-            request.intervals.extend(leap.durations(1, leap.steps))
-            request.made += leap.steps
-            last = leap.end
+def core_config(config: ClusterConfig, run_steps: int) -> CoreConfig:
+    """What the core of a decode instance is told."""
+    memory = config.memory
+    return CoreConfig(
+        num_blocks=config.blocks,
+        block_tokens=config.block_tokens,
+        block_bytes=config.block_bytes,
+        max_batch=config.max_batch,
+        lease_s=memory.lease_s,
+        speeds=config.profile.speeds,
+        preemption=memory.preemption,
+        watermark_blocks=int(memory.watermark * config.blocks),
+        step_tokens=memory.step_tokens,
+        swap_blocks=memory.swap_bytes // config.block_bytes,
+        assumed_answer_tokens=memory.assumed_answer_tokens,
+        run_steps=run_steps,
+    )
+
+
+def _add_tokens(request: Request, first: int, gaps: Sequence[int], last: int) -> None:
+    """Tokens at `first` and after the `gaps` behind it, until `last`."""
+    request.intervals.append(first - request.last_at)
+    request.intervals.extend(gaps)
+    request.made += 1 + len(gaps)
     request.last_at = last

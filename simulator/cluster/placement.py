@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 from moonpool.core.draws import draw_below
+from services.conductor.core.decodes import Answer
 from services.conductor.core.facts import InstanceFacts, Kind, Shape
+from services.conductor.core.lengths import Stratum, stratum_of
 from services.conductor.core.picture import Picture
 from services.conductor.core.plan import Plan
 from simulator.cluster.config import ClusterConfig
@@ -17,6 +19,10 @@ POLICIES = {
 }
 """How prefill instances are chosen, the worst first."""
 _KINDS = {"p": Kind.PREFILL, "d": Kind.DECODE, "s": Kind.KVSTORE}
+
+
+def _stratum(request: Request) -> Stratum:
+    return stratum_of("", request.tokens)
 
 
 class Placement:
@@ -105,9 +111,27 @@ class Placement:
             plan.prefill.id, plan.prefill.busy_s, now, plan.prefill.kvstore
         )
         if plan.decodes:
+            choice, stratum = plan.decodes[0], _stratum(attempt.request)
             attempt.decode_claim = self.picture.claim_decode(
-                plan.decodes[0].id, attempt.tokens, plan.demand.total_blocks
+                choice.id,
+                Answer(attempt.tokens, choice.blocks, stratum=stratum, told_at=now + plan.prefill.ttft_s),
             )
+
+    def started(self, attempt: Attempt, now: float) -> None:
+        """An answer has its first token."""
+        self.picture.grew(attempt.decode_claim, 1, now)
+        self.picture.forecasts.lengths.begin(attempt.request.number, _stratum(attempt.request))
+
+    def over(self, request: Request, *, done: bool) -> None:
+        """A request has ended, by itself (`done`) or not."""
+        lengths = self.picture.forecasts.lengths
+        if done:
+            lengths.ended(request.number, request.answer)
+        lengths.gone(request.number)
+
+    def queued_s(self, prefill: str) -> float:
+        """Seconds of prompts that were placed on a prefill instance and are not computed."""
+        return max(self._queued_s[prefill], 0.0)
 
     def prompt_done(self, attempt: Attempt, now: float) -> None:
         """The prompt keeps its instance busy no longer; a second time is fine."""

@@ -1,64 +1,44 @@
-"""A prefill instance in virtual time: a queue, a pool of blocks that are reused, loads, steps and sends."""
+"""A prefill instance in virtual time: the service's own core decides, this does what it says.
 
-from collections import deque
+Steps take the time of the profile, spread evenly over the layers; loads, slices and write-back that of their links.
+"""
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from moonpool.core.kernel import Cancel, Ended, Tick
 from moonpool.cost import prefill_seconds
 from moonpool.kv.keys import BlockKey
-from moonpool.sched.block_manager import BlockManager
+from services.prefill.core import actions, events
+from services.prefill.core.core import PrefillCore
+from services.prefill.core.state import Settings
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.requests import Attempt
+from simulator.cluster.host import Host
+from simulator.cluster.loading import Loading
+from simulator.cluster.requests import Attempt, keys_of_chain
 from simulator.cluster.store import Store
-from simulator.kernel.clock import World, ps
+from simulator.kernel.calls import Calls
+from simulator.kernel.clock import PS, World, ps
 from simulator.kernel.links import Flow, Link, Network
 
-LOOKAHEAD = 4
-"""Jobs that hold blocks at once: those that are computed, and the next ones, whose prefixes are loaded meanwhile."""
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """An attempt's prompt at its prefill instance. Times are picoseconds."""
-
-    attempt: Attempt
-    blocks: list[int] = field(default_factory=list)
-    cached: int = 0
-    """Leading tokens whose KV is not computed."""
-    computed: int = 0
-    """Tokens whose KV is there, cached ones included."""
-    held: int = 0
-    """Leading blocks that were in the pool."""
-    store: int = -1
-    """The store that it loads from; -1 = nothing is loading."""
-    load: Flow | None = None
-    has_layer: bool = False
-    """The first layer of what is loading has come."""
-    begun_at: int | None = None
-    """When its first step began."""
-    token_at: int | None = None
-    """When its first token was there."""
-    early: Flow | None = None
-    """The KV of all layers but the last."""
-    early_sent: bool = False
-    sending: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return self.attempt.tokens
+Event = events.Event | Ended[events.Result] | Tick
 
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A step that is being computed."""
+    """A step that is being computed, layer by layer. Times are picoseconds."""
 
-    chunks: list[tuple[Job, int]]
-    """Jobs, and how many tokens of each are computed."""
+    order: actions.RunStep
     duration: int
-    not_before: int = 0
-    """When it may end at the earliest."""
-    computed: bool = False
-    """Its time is over; it waits for the last layer of a prefix that is still loading."""
+    layers: int
+    gate: int
+    """Layers up to this one may be computed."""
+    done: int = 0
+    """Layers that are computed."""
+    begun: int = 0
+    """When the current layer began."""
+    computing: bool = False
+    aborted: bool = False
 
 
 @dataclass(slots=True)
@@ -71,14 +51,46 @@ class PrefillUse:
     reused_tokens: int = 0
 
 
+@dataclass(slots=True, frozen=True)
+class Peers:
+    """Whom an instance tells what. `receives`: the link over which decode gets KV; None when it is not there.
+
+    Attributes:
+        on_token: an attempt's first token is there.
+        on_fail: the core has ended an attempt that was still wanted.
+        on_keys: keys came into the pool, and left it.
+        open: a transfer begins; returns the link to send it over, None when decode does not know it.
+        heard: some of a transfer has come.
+        whole: all of a transfer has come; returns whether decode wants it.
+    """
+
+    on_token: Callable[[Attempt], None]
+    on_fail: Callable[[Attempt], None]
+    on_keys: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None]
+    open: Callable[[Attempt], Link | None]
+    heard: Callable[[Attempt], None]
+    whole: Callable[[Attempt], bool]
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """An attempt's prompt at its prefill instance."""
+
+    attempt: Attempt
+    keys: tuple[BlockKey, ...]
+    begun: bool = False
+    """Some of it is computed, or is being."""
+    to: Link | None = None
+    flows: dict[int, Flow] = field(default_factory=dict)
+
+
 class PrefillInstance:
     """One instance.
 
     Args:
         stores: of the cluster.
-        on_token: called when an attempt's first token is there.
-        on_sent: called when an attempt's KV is whole at decode.
-        on_keys: called with the keys that came into the pool and those that left it.
+        calls: to decode.
+        peers: are told what happens.
     """
 
     def __init__(
@@ -88,270 +100,223 @@ class PrefillInstance:
         config: ClusterConfig,
         name: str,
         stores: Sequence[Store],
-        on_token: Callable[[Attempt], None],
-        on_sent: Callable[[Attempt], None],
-        on_keys: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None],
+        calls: Calls,
+        peers: Peers,
     ) -> None:
         self.name = name
-        self.loads = Link(f"{name} in", config.load_bytes_per_s)
         self.sends = Link(f"{name} out", config.transfer_bytes_per_s)
         self._world, self._network, self._config, self._stores = world, network, config, stores
-        self._on_token, self._on_sent, self._on_keys = on_token, on_sent, on_keys
-        self._layers = config.profile.layers
+        self._calls, self._peers = calls, peers
+        self._settings = core_settings(config)
+        self._receives = Link(f"{name} in", config.load_bytes_per_s)
+        self._came = 0
         self.up = True
+        self.use = PrefillUse()
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """An empty instance, as after a crash; what was planned before has no effect."""
-        self.use = PrefillUse()
-        self.pool = BlockManager(self._config.blocks)
-        self._jobs: dict[Attempt, Job] = {}
-        self._queue: deque[Job] = deque()
-        self._active: list[Job] = []
+        """An empty instance, as after a crash; what was under way has no effect."""
+        self.core = PrefillCore(self._settings, self._config.profile.speeds)
+        self.host: Host[Event, actions.Action] = Host(self._world, self.core, self._perform)
+        self._prompts: dict[int, Prompt] = {}
+        self._numbers: dict[Attempt, int] = {}
         self._step: Step | None = None
+        self._loading = Loading(
+            self._world, self._network, self._stores, self._receives, self._settings.slice_bytes,
+            self._settings.layers, self._tell,
+        )  # fmt: skip
+
+    def crash(self) -> None:
+        """Loses everything."""
+        self.host.close()
+        self._loading.stop()
+        for prompt in self._prompts.values():
+            for flow in prompt.flows.values():
+                self._network.cancel(flow)
+        self.begin_anew()
 
     # What others tell it
 
     def submit(self, attempt: Attempt) -> None:
         """An attempt's prompt is to be computed."""
-        job = Job(attempt)
-        self._jobs[attempt] = job
-        self._queue.append(job)
-        self._go_on()
-
-    def promised(self, attempt: Attempt, to: Link) -> None:
-        """Decode has room for an attempt: its KV may be sent."""
-        attempt.to = to
-        job = self._jobs.get(attempt)
-        if job is not None:
-            self._send(job)
+        self._came += 1
+        keys = keys_of_chain(attempt, self._config.block_tokens)
+        self._prompts[self._came] = Prompt(attempt, keys)
+        self._numbers[attempt] = self._came
+        held = None if attempt.decode < 0 else attempt.held
+        sources = (events.Source(f"s{attempt.store}", attempt.loaded_blocks),) if attempt.store >= 0 else ()
+        copies = (events.Copy(f"s{attempt.write_to}", None),) if attempt.write_to >= 0 else ()
+        self._tell(events.Arrive(self._came, attempt.tokens, keys, held, sources, copies))
 
     def cancel(self, attempt: Attempt) -> None:
         """An attempt is over; unknown ones are fine."""
-        job = self._jobs.get(attempt)
-        if job is not None:
-            self._drop(job)
-            self._go_on()
+        number = self._numbers.get(attempt)
+        if number is not None:
+            self._tell(events.Leave(number))
 
-    def crash(self) -> None:
-        """Loses everything."""
-        jobs = list(self._jobs.values())
-        self.begin_anew()
-        for job in jobs:
-            self._stop_flows(job)
-
-    @property
-    def jobs(self) -> int:
-        """Attempts that are here."""
-        return len(self._jobs)
+    def lose_store(self, store: int) -> None:
+        """A store is gone, and what is being loaded from it."""
+        self._loading.lose(f"s{store}")
 
     def check_at_rest(self) -> None:
         """Asserts that nothing is held."""
-        assert not self._jobs
-        assert not self._queue
-        assert not self._active
-        assert self.pool.num_used == 0
-        self.pool.check_invariants()
+        self.core.check_invariants()
+        assert not self._prompts
+        assert not self._numbers
+        assert not len(self.core.state.ios)
+        assert self.core.state.manager.num_used == 0
 
-    # Jobs
+    def _tell(self, event: Event) -> None:
+        self.host.post(event)
+        keys = self.core.state.manager.take_events()
+        if keys.stored or keys.removed:
+            self._peers.on_keys(keys.stored, keys.removed)
 
-    def _go_on(self) -> None:
-        while self._queue and len(self._active) < LOOKAHEAD and self._admit(self._queue[0]):
-            self._active.append(self._queue.popleft())
-        if self._step is None:
-            self._begin_step()
-
-    def _admit(self, job: Job) -> bool:
-        """Takes blocks for the whole prompt, those that are held already first; False when there are too few."""
-        keys, pool = job.attempt.request.keys, self.pool
-        found = pool.match(keys)
-        pool.acquire(found)
-        wanted = self._config.blocks_for(job.tokens) - len(found)
-        if not pool.can_allocate(wanted):
-            pool.release(found)
-            return False
-        job.blocks, job.held = found + pool.allocate(wanted), len(found)
-        self._note_keys()
-        job.cached = job.computed = self._usable(job.held, job.tokens)
-        self._load(job)
-        return True
-
-    def _usable(self, blocks: int, tokens: int) -> int:
-        """Tokens of so many leading blocks; the last one of a prompt is always computed."""
-        return min(blocks * self._config.block_tokens, tokens - 1)
-
-    # Loading: a prompt whose prefix is on its way lets others pass; when there are none, layer by layer ahead of it
-
-    def _load(self, job: Job) -> None:
-        attempt = job.attempt
-        if attempt.store < 0 or attempt.loaded_blocks <= job.held:
-            return
-        keys, store = attempt.request.keys[: attempt.loaded_blocks], self._stores[attempt.store]
-        blocks = store.holds(keys)
-        if blocks <= job.held:
-            return
-        job.store = attempt.store
-        job.cached = job.computed = self._usable(blocks, job.tokens)
-        nbytes = max(0, job.cached * self._config.profile.token_bytes - job.held * self._config.block_bytes)
-        store.read(keys, job.held, blocks, lambda: self._fetch(job, store.sends, nbytes))
-
-    def _fetch(self, job: Job, source: Link, nbytes: int) -> None:
-        """The store has the bytes in DRAM: they cross the network."""
-        if self._jobs.get(job.attempt) is job and job.store >= 0:
-            first, path = nbytes // self._layers, (source, self.loads)
-            job.load = self._network.send(path, first, lambda: self._first_layer(job, path, nbytes - first))
-
-    def _first_layer(self, job: Job, path: Sequence[Link], rest: int) -> None:
-        """The computation may begin."""
-        job.has_layer = True
-        job.load = self._network.send(path, rest, lambda: self._loaded(job))
-        self._unblock()
-
-    def _loaded(self, job: Job) -> None:
-        job.store, job.load = -1, None
-        step = self._step
-        if step is not None and any(other is job for other, _ in step.chunks):  # the last layer is still to be computed
-            step.not_before = self._world.now + step.duration // self._layers
-        self._unblock()
-
-    def lose_store(self, store: int) -> None:
-        """What is loading from a store does not come: it is computed."""
-        for job in self._active:
-            if job.store == store:
-                self._stop_loading(job)
-                job.cached = job.computed = self._usable(job.held, job.tokens)
-                if self._step is not None:  # what it has computed of this prompt was on top of what is missing
-                    self._step.chunks = [chunk for chunk in self._step.chunks if chunk[0] is not job]
-        self._unblock()
-
-    def _stop_loading(self, job: Job) -> None:
-        job.store, job.has_layer = -1, False
-        if job.load is not None:
-            self._network.cancel(job.load)
-            job.load = None
-
-    def _stop_flows(self, job: Job) -> None:
-        self._stop_loading(job)
-        if job.early is not None:
-            self._network.cancel(job.early)
-
-    def _unblock(self) -> None:
-        """Something has loaded, or will not: the step that waited for it ends, or a step begins."""
-        step = self._step
-        if step is None:
-            self._begin_step()
-        elif step.computed:
-            step.computed = False
-            self._world.at(max(self._world.now, step.not_before), self._step_done, step)
-
-    def _drop(self, job: Job) -> None:
-        del self._jobs[job.attempt]
-        self._stop_flows(job)
-        if job in self._queue:
-            self._queue.remove(job)
-        if job in self._active:
-            self._active.remove(job)
-        if self._step is not None:
-            self._step.chunks = [chunk for chunk in self._step.chunks if chunk[0] is not job]
-        self.pool.release(job.blocks)
-        self._unblock()
+    def _tell_if(self, host: "Host[Event, actions.Action]", event: Event) -> None:
+        """Tells the core that has begun some I/O, unless it was lost."""
+        if not host.closed:
+            self._tell(event)
 
     # Steps
 
-    def _begin_step(self) -> None:
-        chunks = self._plan()
-        if not chunks:
-            return
-        seconds = self._config.profile.speeds.prefill_base_s
-        for job, tokens in chunks:
-            begins = job.begun_at is None
-            seconds += prefill_seconds(self._config.profile.speeds, tokens, job.computed, steps=0, begins=begins)
-            if begins:
-                job.begun_at = self._world.now
-        self._step = step = Step(chunks, ps(seconds))
+    def _begin(self, order: actions.RunStep) -> None:
+        speeds = self._config.profile.speeds
+        seconds = speeds.prefill_base_s
+        for chunk in order.chunks:
+            prompt = self._prompts[chunk.job]
+            seconds += prefill_seconds(speeds, chunk.end - chunk.start, chunk.start, steps=0, begins=not prompt.begun)
+            prompt.begun = True
+            self.use.computed_tokens += chunk.end - chunk.start
+        layers = self._settings.layers
+        self._step = Step(order, ps(seconds), layers, -1 if order.gated else layers)
         self.use.steps += 1
-        self.use.busy += step.duration
-        self._world.after(step.duration, self._step_done, step)
-        for job, _ in chunks:
-            self._send(job)
+        self.use.busy += self._step.duration
+        self._go_on(self._step)
 
-    def _plan(self) -> list[tuple[Job, int]]:
-        """Chunks of the next step, in the order of coming."""
-        waiting = [job for job in self._active if job.token_at is None]
-        ready = [job for job in waiting if job.store < 0] or [job for job in waiting if job.has_layer][:1]
-        left, chunks = self._config.step_tokens, list[tuple[Job, int]]()
-        for job in ready:
-            tokens = min(left, job.tokens - job.computed)
-            if tokens <= 0:
-                break
-            chunks.append((job, tokens))
-            left -= tokens
-        return chunks
+    def _go_on(self, step: Step) -> None:
+        """Computes the next layer when its gate is open; the gates of a step are opened after it was ordered."""
+        if not step.computing and step.gate >= step.done and not step.aborted:
+            step.computing, step.begun = True, self._world.now
+            each = step.duration * (step.done + 1) // step.layers - step.duration * step.done // step.layers
+            self._world.after(each, self._layer_done, step)
 
-    def _step_done(self, step: Step) -> None:
+    def _layer_done(self, step: Step) -> None:
         if step is not self._step:
             return
-        if any(job.store >= 0 for job, _ in step.chunks):
-            step.computed = True
-            return
-        if self._world.now < step.not_before:
-            self._world.at(step.not_before, self._step_done, step)
-            return
-        for job, tokens in step.chunks:
-            self.use.computed_tokens += tokens
-            job.computed += tokens
-            if job.computed == job.tokens:
-                self._complete(job)
-        self._step = None
-        self._go_on()
-
-    def _complete(self, job: Job) -> None:
-        job.token_at = self._world.now
-        self._active.remove(job)
-        job.attempt.request.reused = job.cached
-        self.use.reused_tokens += job.cached
-        keys = job.attempt.request.keys
-        for block, key in zip(job.blocks, keys, strict=False):
-            self.pool.register(block, key)
-        self._note_keys()
-        if job.attempt.write_to >= 0:
-            self._stores[job.attempt.write_to].write(keys, self.sends)
-        self._on_token(job.attempt)
-        if job.attempt.decode < 0:
-            self._finish(job.attempt)
+        step.computing = False
+        if not step.aborted:
+            step.done += 1
+            self._tell(events.LayerComputed(step.order.io, step.done - 1))
+        if step.aborted or step.done == step.layers:
+            self._over(step)
         else:
-            self._send(job)
+            self._go_on(step)
 
-    def _note_keys(self) -> None:
-        events = self.pool.take_events()
-        if events.stored or events.removed:
-            self._on_keys(events.stored, events.removed)
+    def _over(self, step: Step) -> None:
+        self._step = None
+        self._tell(Ended(step.order.io, events.StepEnded(step.done < step.layers, step.duration / PS)))
 
-    # Sending: all layers but the last while the prompt is computed, the last one after it
+    def _abort(self, io: int) -> None:
+        step = self._step
+        if step is not None and step.order.io == io and not step.aborted:
+            step.aborted = True
+            if not step.computing:
+                self._over(step)
 
-    def _send(self, job: Job) -> None:
-        to = job.attempt.to
-        if self._jobs.get(job.attempt) is not job or to is None or job.begun_at is None:
+    def _open_gate(self, io: int, layer: int) -> None:
+        step = self._step
+        if step is not None and step.order.io == io:
+            step.gate = max(step.gate, layer)
+            self._go_on(step)
+
+    # The core's actions
+
+    def _perform(self, action: actions.Action) -> None:
+        match action:
+            case actions.RunStep():
+                self._begin(action)
+            case actions.OpenGate(step, layer):
+                self._open_gate(step, layer)
+            case actions.AbortStep(step) | Cancel(step):
+                self._abort(step)
+                self._loading.cancel(step)
+            case actions.LoadBlocks():
+                self._load(action)
+            case actions.PutBlocks():
+                self._put(action)
+            case actions.TellToken() | actions.EndJob() | actions.Refuse():
+                self._say(action)
+            case actions.OpenTransfer() | actions.SendSlices() | actions.AwaitVerdict():
+                self._transfer(action)
+
+    def _say(self, action: actions.TellToken | actions.EndJob | actions.Refuse) -> None:
+        attempt = self._prompts[action.job].attempt
+        if isinstance(action, actions.TellToken):
+            attempt.request.reused = action.cached_tokens + action.loaded_tokens
+            self.use.reused_tokens += attempt.request.reused
+            self._peers.on_token(attempt)
             return
-        nbytes = job.tokens * self._config.profile.token_bytes
-        last = nbytes // self._layers
-        if job.early is None and not job.early_sent:
-            job.early = self._network.send([self.sends, to], nbytes - last, lambda: self._early_sent(job))
-        elif job.early_sent and job.token_at is not None and not job.sending:
-            job.sending = True
-            job.early = self._network.send([self.sends, to], last, lambda: self._sent(job))
+        done = isinstance(action, actions.EndJob) and action.outcome is actions.Outcome.DONE
+        del self._prompts[action.job]
+        self._numbers.pop(attempt, None)
+        if not done and not attempt.over:
+            self._peers.on_fail(attempt)
 
-    def _early_sent(self, job: Job) -> None:
-        job.early, job.early_sent = None, True
-        self._send(job)
+    def _load(self, action: actions.LoadBlocks) -> None:
+        prompt = self._prompts[action.job]
+        keys = prompt.keys[: action.first + len(action.blocks)]
+        self._loading.begin(action.io, f"s{prompt.attempt.store}", keys, action.first, action.timeout_s)
 
-    def _sent(self, job: Job) -> None:
-        job.early = None
-        self._finish(job.attempt)
-        self._on_sent(job.attempt)
+    def _put(self, action: actions.PutBlocks) -> None:
+        prompt, host = self._prompts[action.job], self.host
+        store = self._stores[prompt.attempt.write_to]
 
-    def _finish(self, attempt: Attempt) -> None:
-        """Nothing of an attempt is needed here any more."""
-        job = self._jobs.pop(attempt)
-        self.pool.release(job.blocks)
-        self._go_on()
+        chain = prompt.keys[: action.first + len(action.blocks)]
+        store.write(chain, self.sends, lambda: self._tell_if(host, Ended(action.io, events.Done())))
+
+    # Transfers
+
+    def _transfer(self, action: actions.OpenTransfer | actions.SendSlices | actions.AwaitVerdict) -> None:
+        prompt, host = self._prompts[action.job], self.host
+        match action:
+            case actions.OpenTransfer(io):
+                self._calls.send(lambda: self._open(host, io, prompt), reliable=True)
+            case actions.SendSlices():
+                self._send(action, prompt)
+            case actions.AwaitVerdict(io):
+                result = events.Done() if self._peers.whole(prompt.attempt) else events.Failed()
+                self._calls.send(lambda: self._tell_if(host, Ended(io, result)), reliable=True)
+
+    def _open(self, host: "Host[Event, actions.Action]", io: int, prompt: Prompt) -> None:
+        if not host.closed:
+            prompt.to = self._peers.open(prompt.attempt)
+            self._tell(Ended(io, events.Failed() if prompt.to is None else events.Done()))
+
+    def _send(self, action: actions.SendSlices, prompt: Prompt) -> None:
+        nbytes, begun = sum(self._bytes(piece, prompt) for piece in action.pieces), self._world.now
+        assert prompt.to is not None
+
+        def sent() -> None:
+            del prompt.flows[action.io]
+            self._peers.heard(prompt.attempt)
+            self._tell(Ended(action.io, events.SlicesSent(nbytes, (self._world.now - begun) / PS)))
+
+        prompt.flows[action.io] = self._network.send([self.sends, prompt.to], nbytes, sent)
+
+    def _bytes(self, piece: actions.Piece, prompt: Prompt) -> int:
+        """Of the tokens in the blocks; the last block of a prompt may be part-filled."""
+        size = self._config.block_tokens
+        tokens = min(prompt.attempt.tokens, (piece.first + len(piece.blocks)) * size) - piece.first * size
+        return tokens * self._settings.slice_bytes // size
+
+
+def core_settings(config: ClusterConfig) -> Settings:
+    """What the core of a prefill instance is told."""
+    return Settings(
+        blocks=config.blocks,
+        block_tokens=config.block_tokens,
+        layers=config.profile.layers,
+        slice_bytes=config.block_bytes // config.profile.layers,
+        step_tokens=max(config.step_tokens, config.block_tokens),
+        max_queue=config.max_queue,
+    )

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 
 from moonpool.kv.keys import BlockKey
-from simulator.kernel.links import Link
 from simulator.traces.mooncake import TraceRequest
 
 
@@ -21,10 +20,10 @@ class Request:
     """Tokens wanted."""
     keys: tuple[BlockKey, ...]
     """Of the prompt's full blocks."""
-    samples: int = 1
-    """Answers wanted, each of `answer` tokens."""
+    max_tokens: int = 0
+    """Longest answer that was asked for; 0 = the answer's own length."""
     made: int = 0
-    """Tokens that the client has of each answer."""
+    """Tokens that the client has of the answer."""
     attempts: int = 0
     reused: int = 0
     """Prompt tokens that the last attempt did not compute."""
@@ -64,8 +63,10 @@ class Attempt:
     """Where the conductor counts it; 0 = nowhere."""
     busy_s: float = 0.0
     """Seconds that it is predicted to keep its prefill instance busy; 0 once it has its first token."""
-    to: Link | None = None
-    """Where its KV goes; None before decode has promised room. The promise may come before the prompt does."""
+    held: int = 0
+    """Leading blocks that decode has already."""
+    prefill_s: float = 0.0
+    """That computing what is not loaded is predicted to take."""
     whole: bool = False
     """Decode has all KV: the prefill instance does not matter any more."""
     over: bool = False
@@ -75,3 +76,15 @@ def keys_of(request: TraceRequest, block_tokens: int) -> tuple[BlockKey, ...]:
     """The block keys of a trace's request: of its full blocks, uniform bytes as real keys are."""
     full = request.hash_ids[: request.input_length // block_tokens]
     return tuple(BlockKey(blake3(hash_id.to_bytes(16, "little")).digest()) for hash_id in full)
+
+
+def answer_key(request: Request, index: int) -> BlockKey:
+    """Of a full block with tokens of the answer: a trace does not name it, and nobody else has it."""
+    return BlockKey(b"answer".ljust(16, b"\0") + (request.number << 32 | index).to_bytes(16, "little"))
+
+
+def keys_of_chain(attempt: Attempt, block_tokens: int, blocks: int = -1) -> tuple[BlockKey, ...]:
+    """Of the leading full blocks; by default of those whose KV comes from prefill."""
+    keys = attempt.request.keys
+    full = attempt.tokens // block_tokens if blocks < 0 else blocks
+    return (*keys[:full], *(answer_key(attempt.request, index) for index in range(len(keys), full)))

@@ -4,7 +4,8 @@ A step's time grows by a fixed amount with each step, as every sequence's contex
 whole picoseconds, so k steps at once take exactly as long as k steps one by one.
 """
 
-from dataclasses import dataclass, replace
+from bisect import bisect_right
+from dataclasses import dataclass
 
 from moonpool.cost import Speeds
 from simulator.kernel.clock import ps
@@ -46,21 +47,9 @@ class Leap:
         """When all are over."""
         return self.time_of(self.steps)
 
-    def boundary(self, now: int) -> int:
-        """The number of steps after which the first boundary not before `now` comes; all of them at most."""
-        low, high = 0, self.steps
-        while low < high:
-            middle = (low + high) // 2
-            if self.time_of(middle) >= now:
-                high = middle
-            else:
-                low = middle + 1
-        return low
-
-    def until(self, now: int) -> "Leap":
-        """Only the steps that are over by a time."""
-        steps = self.boundary(now)
-        return replace(self, steps=steps - (steps > 0 and self.time_of(steps) > now))
+    def over_by(self, now: int) -> int:
+        """Steps that are over by a time."""
+        return bisect_right(range(1, self.steps + 1), now, key=self.time_of)
 
     def durations(self, begin: int, end: int) -> range | list[int]:
         """The times of steps `begin` to `end` of this leap."""

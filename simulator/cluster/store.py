@@ -67,11 +67,15 @@ class Store:
         else:
             ready()
 
-    def write(self, keys: Sequence[BlockKey], source: Link) -> None:
-        """Writes the blocks of a chain that are not here, over the network, when there is nothing more urgent."""
+    def write(self, keys: Sequence[BlockKey], source: Link, done: Callable[[], None]) -> None:
+        """Writes the blocks of a chain that are not here, over the network, when there is nothing more urgent.
+
+        `done` is called when that has ended, whether it was of use or not.
+        """
         missing = sum(not self._has(key) for key in keys)
         if not missing:
             self._keep(keys)
+            self._world.after(0, _call, done)
             return
         nbytes, life = missing * self._config.block_bytes, self._life
 
@@ -79,6 +83,7 @@ class Store:
             if self._life is life:
                 self.written_blocks += missing
                 self._keep(keys)
+            done()
 
         self._network.send([source, self._receives], nbytes, written, Priority.BACKGROUND)
 
@@ -100,3 +105,7 @@ class Store:
         self._ssd.move_to_end(key)
         if len(self._ssd) > most:
             self._gone.append(self._ssd.popitem(last=False)[0])
+
+
+def _call(done: Callable[[], None]) -> None:
+    done()

@@ -1,13 +1,16 @@
 """How a decode pool is filled: room for the longest answer at once, growing tables, shared prompts, preemption."""
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from moonpool.core.draws import draw_unit
 from moonpool.engine.emulated.profile import Profile
+from moonpool.kv.keys import BlockKey
+from services.decode.core.config import Preemption
 from simulator.cluster.config import ClusterConfig, DecodeMemory
-from simulator.cluster.decode import DecodeInstance, DecodeUse
+from simulator.cluster.decode import DecodeInstance
 from simulator.cluster.requests import Attempt, Request
 from simulator.experiments.frame import Progress, Result
 from simulator.kernel.clock import PS, World
@@ -49,71 +52,149 @@ class MemoryLoad:
         return max(2, min(self.max_tokens, round(drawn)))
 
 
-def run_pool(profile: Profile, load: MemoryLoad, memory: DecodeMemory) -> tuple[DecodeUse, float, int]:
-    """Serves the load on one decode instance; returns its use, the seconds, and the tokens made."""
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way of filling the pool.
+
+    Attributes:
+        memory: of the instance.
+        longest_life: only as many come as fit when each has its longest life, whose blocks count as taken; decode
+            instances no longer do this.
+        sharing: samples of a request have its prompt's blocks in common.
+    """
+
+    memory: DecodeMemory = field(default_factory=DecodeMemory)
+    longest_life: bool = False
+    sharing: bool = True
+
+
+class Crowd:
+    """Requests that all want room on one decode instance, first come first; their KV is there at once.
+
+    Args:
+        at_once: sequences that may be there at most; 0 = as many as the core lets in.
+    """
+
+    def __init__(self, config: ClusterConfig, requests: Sequence[Request], at_once: int) -> None:
+        self.world = World()
+        self.instance = DecodeInstance(
+            self.world, Network(self.world), config, "d0", (), self._answered, self._room, self._ended, _failed, _ignore
+        )
+        self._waiting, self._at_once = deque(requests), at_once
+        self._there = 0
+        self._full = False
+        self.tokens = self.ended_at = 0
+
+    def run(self) -> None:
+        """Until all answers are complete."""
+        self._go_on()
+        self.world.run()
+        self.instance.check_at_rest()
+        assert not self._waiting
+
+    def _room(self) -> None:
+        self.world.after(0, lambda _: self._go_on())
+
+    def _go_on(self) -> None:
+        self._full = False
+        while self._waiting and not self._full and not 0 < self._at_once <= self._there:
+            request = self._waiting[0]
+            self.instance.ask(Attempt(request, 1, 0, 0, -1, 0, -1, tokens=request.tokens, left=request.answer))
+
+    def _answered(self, attempt: Attempt, promised: bool) -> None:
+        self._full = not promised
+        if promised:
+            self._waiting.popleft()
+            self._there += 1
+            attempt.request.made, attempt.request.last_at = 1, self.world.now  # the first token comes from prefill
+            self.instance.open(attempt)
+            self.instance.kv_whole(attempt)
+            self.instance.start(attempt)
+
+    def _ended(self, attempt: Attempt) -> None:
+        self._there -= 1
+        self.ended_at = self.world.now
+        self.tokens += attempt.request.made
+
+
+def _failed(attempt: Attempt) -> None:
+    raise AssertionError(f"request {attempt.request.number} was given up")
+
+
+def _ignore(stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+    """Nobody asks what the instance holds."""
+
+
+def requests_of(load: MemoryLoad, *, sharing: bool) -> list[Request]:
+    """All samples of all requests; those of one request have its prompt's blocks in common if they share."""
+    found: list[Request] = []
+    for number in range(load.requests):
+        for sample in range(load.samples):
+            prompt = number * load.samples + (0 if sharing else sample)
+            blocks = range(load.prompt_tokens // load.block_tokens)
+            keys = tuple(BlockKey((prompt << 32 | block).to_bytes(32, "little")) for block in blocks)
+            one = Request(len(found), 0, load.prompt_tokens, load.answer(number), keys, max_tokens=load.max_tokens)
+            found.append(one)
+    return found
+
+
+def run_pool(profile: Profile, load: MemoryLoad, way: Way) -> Crowd:
+    """Serves the load on one decode instance."""
     config = ClusterConfig(
-        profile=profile, prefill=1, decode=1, kvstore=0, block_tokens=load.block_tokens, memory=memory,
+        profile=profile, prefill=1, decode=1, kvstore=0, block_tokens=load.block_tokens, memory=way.memory,
         pool_blocks=load.pool_blocks, max_batch=1_000_000,
     )  # fmt: skip
-    world, made = World(), list[int]()
-
-    def promised(attempt: Attempt) -> None:
-        instance.kv_whole(attempt)
-        instance.start(attempt)
-
-    def ended(attempt: Attempt) -> None:
-        made.append(attempt.request.made * attempt.request.samples)
-
-    instance = DecodeInstance(world, Network(world), config, "d0", promised, ended, load.block_tokens // 4)
-    for number in range(load.requests):
-        request = Request(number, 0, load.prompt_tokens, load.answer(number), (), load.samples)
-        attempt = Attempt(request, 1, 0, 0, -1, 0, -1, tokens=load.prompt_tokens, left=request.answer)
-        instance.ask(attempt)
-        request.made = 1  # the first token comes from prefill
-    world.run()
-    instance.check_at_rest()
-    assert len(made) == load.requests
-    return instance.use, world.now / PS, sum(made)
+    longest = config.blocks_for(load.prompt_tokens + load.max_tokens)
+    crowd = Crowd(
+        config, requests_of(load, sharing=way.sharing), load.pool_blocks // longest if way.longest_life else 0
+    )
+    crowd.run()
+    return crowd
 
 
-def _row(name: str, load: MemoryLoad, found: tuple[DecodeUse, float, int]) -> dict[str, object]:
-    use, seconds, tokens = found
+def _row(name: str, load: MemoryLoad, way: Way, crowd: Crowd) -> dict[str, object]:
+    use, core, seconds = crowd.instance.use, crowd.instance.core, crowd.ended_at / PS
+    longest = -(-(load.prompt_tokens + load.max_tokens) // load.block_tokens) * load.block_tokens
+    slots = use.sequences_time * longest if way.longest_life else use.slots_time
     return {
         "mode": name,
         "samples": load.samples,
         "most_sequences": use.most_sequences,
         "mean_sequences": digits(use.sequence_steps / max(1, use.steps)),
-        "slots_without_token": digits(1 - use.tokens_time / use.slots_time),
-        "tokens_per_s": digits(tokens / seconds),
-        "preempted": use.preempted,
-        "swapped": use.swapped,
-        "recomputed": use.recomputed,
+        "slots_without_token": digits(1 - use.tokens_time / slots),
+        "tokens_per_s": digits(crowd.tokens / seconds),
+        "preempted": core.parking.preemptions,
+        "swapped": core.parking.swaps,
+        "recomputed_tokens": core.planner.recomputed_tokens,
     }
 
 
-def modes(load: MemoryLoad) -> Mapping[str, tuple[MemoryLoad, DecodeMemory]]:
-    """What is compared."""
-    several, tight = replace(load, samples=8, requests=max(1, load.requests // 8)), DecodeMemory(watermark=0.0)
+def ways(load: MemoryLoad) -> Mapping[str, tuple[MemoryLoad, Way]]:
+    """What is compared. "tight" ones expect short answers, so that too many come and some are preempted."""
+    several = replace(load, samples=8, requests=max(1, load.requests // 8))
+    tight = DecodeMemory(watermark=0.0, assumed_answer_tokens=1)
     return {
-        "preallocation": (load, DecodeMemory(growing=False, max_tokens=load.max_tokens)),
-        "on demand": (load, DecodeMemory()),
-        "on demand, swap": (load, replace(tight, restore="swap")),
-        "on demand, recompute": (load, replace(tight, restore="recompute")),
-        "n = 8, each its own prompt": (several, DecodeMemory(sharing=False)),
-        "n = 8, prompt shared": (several, DecodeMemory()),
-        "uncrowded": (replace(load, pool_blocks=load.pool_blocks * 1000), DecodeMemory()),
+        "preallocation": (load, Way(longest_life=True)),
+        "on demand": (load, Way()),
+        "tight, auto": (load, Way(tight)),
+        "tight, cache": (load, Way(replace(tight, preemption=Preemption.CACHE))),
+        "tight, swap": (load, Way(replace(tight, preemption=Preemption.SWAP))),
+        "tight, recompute": (load, Way(replace(tight, preemption=Preemption.RECOMPUTE))),
+        "n = 8, each its own prompt": (several, Way(sharing=False)),
+        "n = 8, prompt shared": (several, Way()),
+        "uncrowded": (replace(load, pool_blocks=load.pool_blocks * 1000), Way()),
     }
 
 
 def memory(profile: Profile, load: MemoryLoad, progress: Progress) -> Result:
     """A row per way of filling the pool."""
     rows: Sequence[dict[str, object]] = []
-    for name, (wanted, rules) in modes(load).items():
-        rows = [*rows, _row(name, wanted, run_pool(profile, wanted, rules))]
+    for name, (wanted, way) in ways(load).items():
+        rows = [*rows, _row(name, wanted, way, run_pool(profile, wanted, way))]
         progress(f"{name}: {rows[-1]['most_sequences']} sequences at most")
     names = tuple(str(row["mode"]) for row in rows[:-1])
     points = [(place, float(str(row["mean_sequences"]))) for place, row in enumerate(rows[:-1])]
-    short = tuple(name.replace("on demand, ", "").replace("n = 8, ", "8: ") for name in names)
+    short = tuple(name.replace("n = 8, ", "8: ") for name in names)
     chart = Chart("Sequences at once in a fixed pool, mean", "", "sequences", {"sequences": points}, names=short)
     facts: dict[str, object] = {
         "profile": profile.name,

@@ -11,10 +11,11 @@ from dataclasses import replace
 from moonpool.engine.emulated.profile import Profile
 from moonpool.kv.keys import BlockKey
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.prefill import PrefillInstance
+from simulator.cluster.prefill import Peers, PrefillInstance
 from simulator.cluster.requests import Attempt, Request
 from simulator.cluster.store import Store
 from simulator.experiments.frame import Progress, Result
+from simulator.kernel.calls import CallDelays, Calls
 from simulator.kernel.clock import World
 from simulator.kernel.links import Link, Network
 from simulator.report.charts import Chart
@@ -24,6 +25,7 @@ PREFIXES = (2048, 4096, 8192, 16384, 32768, 65536)
 REST = 512
 """Tokens after the prefix."""
 _STEPS = 40
+_EQUAL = 1e-9
 
 
 def ttft_s(profile: Profile, prefix: int, bytes_per_s: float) -> float:
@@ -33,18 +35,22 @@ def ttft_s(profile: Profile, prefix: int, bytes_per_s: float) -> float:
     world, ends = World(), list[float]()
     network = Network(world)
     store = Store(world, network, config, "s0", _ignore)
-    instance = PrefillInstance(
-        world, network, config, "p0", [store], lambda _: ends.append(world.seconds), lambda _: None, _ignore
-    )
+    calls = Calls(world, CallDelays(0.0, 0.0), seed=0)
+    peers = Peers(lambda _: ends.append(world.seconds), _alone, _ignore, lambda _: None, _alone, lambda _: False)
+    instance = PrefillInstance(world, network, config, "p0", [store], calls, peers)
     keys = tuple(BlockKey(number.to_bytes(32, "little")) for number in range(prefix // config.block_tokens))
     if bytes_per_s:
-        store.write(keys, Link("elsewhere", 1e18))
+        store.write(keys, Link("elsewhere", 1e18), lambda: None)
         world.run()
     begun = world.seconds
     request = Request(1, world.now, prefix + REST, 1, keys)
     instance.submit(Attempt(request, 1, 0, -1, 0 if bytes_per_s else -1, len(keys), -1, world.now, prefix + REST))
     world.run()
     return ends[0] - begun
+
+
+def _alone(attempt: Attempt) -> None:
+    raise AssertionError("nobody else is there")
 
 
 def _ignore(stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
@@ -57,7 +63,7 @@ def break_even(profile: Profile, prefix: int) -> float:
     low, high = 1.0, 1e15
     for _ in range(_STEPS):
         middle = (low * high) ** 0.5
-        if ttft_s(profile, prefix, middle) > computed:
+        if ttft_s(profile, prefix, middle) > computed * (1 - _EQUAL):  # equal: the core did not even try
             low = middle
         else:
             high = middle

@@ -30,7 +30,7 @@ class World:
     def __init__(self) -> None:
         self.now = 0
         self.events = 0
-        self._heap: list[tuple[int, int, Target, Any]] = []
+        self._heap: list[tuple[int, bool, int, Target, Any]] = []
         self._made = 0
 
     def __len__(self) -> int:
@@ -42,11 +42,11 @@ class World:
         """The time in seconds; never goes back."""
         return self.now / PS
 
-    def at(self, when: int, target: Target, event: Any = None) -> None:
-        """Hands `event` to `target` at a time that is not over."""
+    def at(self, when: int, target: Target, event: Any = None, *, first: bool = False) -> None:
+        """Hands `event` to `target` at a time that is not over; `first`: before what else happens at that time."""
         assert when >= self.now, "an event lies in the past"
         self._made += 1
-        heappush(self._heap, (when, self._made, target, event))
+        heappush(self._heap, (when, not first, self._made, target, event))
 
     def after(self, delay: int, target: Target, event: Any = None) -> None:
         """Hands `event` to `target` after a number of picoseconds."""
@@ -56,7 +56,7 @@ class World:
         """Lets events happen until there are none, or none before or at `until`."""
         heap = self._heap
         while heap and (until is None or heap[0][0] <= until):
-            self.now, _, target, event = heappop(heap)
+            self.now, _, _, target, event = heappop(heap)
             self.events += 1
             target(event)
         if until is not None:

@@ -6,7 +6,7 @@ those of flows that share links with it, directly or through others.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from math import ceil
@@ -119,10 +119,15 @@ class Network:
             self._world.after(ceil(flow.left / rate * PS), self._ended, (flow, flow.version))
 
 
-def _connected(path: Iterable[Link]) -> list[Flow]:
+def _connected(path: Sequence[Link]) -> list[Flow]:
     """All flows that share links with these links, directly or through others, in the order of their beginnings."""
     found: dict[int, Flow] = {}
+    for link in path:
+        found.update(link.flows)
+    if all(len(link.flows) == len(found) for link in path) and all(flow.path == path for flow in found.values()):
+        return [found[number] for number in sorted(found)]  # nobody else is concerned
     links, seen = list(path), set[Link]()
+    found = {}
     while links:
         link = links.pop()
         if link in seen:
@@ -137,6 +142,8 @@ def _connected(path: Iterable[Link]) -> list[Flow]:
 
 def fair_rates(flows: Sequence[Flow]) -> dict[int, float]:
     """The rate of each flow by number, bytes per second: max-min fair, urgent ones first."""
+    if len(flows) == 1:
+        return {flows[0].number: min(link.bytes_per_s for link in flows[0].path)}
     spare = {link: link.bytes_per_s for flow in flows for link in flow.path}
     rates: dict[int, float] = {}
     for priority in Priority:

@@ -57,7 +57,7 @@ class Collector:
         self._end = max(self._end, request.ended_at)
         if request.outcome != DONE:
             return
-        self._tokens += request.made * request.samples
+        self._tokens += request.made
         self._prompt_tokens += request.tokens
         self._reused_tokens += request.reused
         ttft, tbt = (request.first_at - request.arrived) / PS, longest_mean(request.intervals) / PS

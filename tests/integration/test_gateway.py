@@ -82,6 +82,22 @@ async def test_asyncio_client(aio: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in aio.models.list()] == [MODEL]
 
 
+def test_several_answers(client: openai.OpenAI) -> None:
+    """Each is that of its own request with the next seed, whole and streamed."""
+
+    def ask(seed: int, n: int) -> list[str]:
+        whole = client.completions.create(model=MODEL, prompt="the sea", max_tokens=6, seed=seed, n=n)
+        return [choice.text for choice in whole.choices]
+
+    expected = ask(5, 1) + ask(6, 1)
+    assert ask(5, 2) == expected
+    texts = ["", ""]
+    for chunk in client.completions.create(model=MODEL, prompt="the sea", max_tokens=6, seed=5, n=2, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == expected
+
+
 def test_anthropics_client(address: str, client: openai.OpenAI) -> None:
     """The same answer in Anthropic's form, whole and streamed."""
     chat = client.chat.completions.create(model=MODEL, messages=TURNS, max_tokens=8, temperature=0)

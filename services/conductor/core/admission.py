@@ -3,16 +3,32 @@
 The Mooncake paper refuses with HTTP 429 when the predicted time to first token or between tokens exceeds its SLO.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+from operator import itemgetter
 
+from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
+from services.conductor.core.outlook import Forecasts, Outlook
 from services.conductor.core.plan import Plan
 
 HOPELESS_RETRY_S = 60.0
-"""Retry time told when even an idle instance would be too slow."""
+"""Retry time told when even an idle instance would be too slow, or when load is not expected to fall before."""
 MIN_RETRY_S = 0.1
 TOO_SLOW_RETRY_S = 1.0
 NO_ROOM_RETRY_S = 1.0
+
+
+class Admission(Enum):
+    """Which requests are refused before anything is computed for them (docs/overload.md)."""
+
+    NONE = "none"
+    """None: a decode instance alone refuses, when it is asked for room and could not keep the time between tokens."""
+    EARLY = "early"
+    """Those that miss a limit by the load of now."""
+    PREDICTIVE = "predictive"
+    """Those that miss a limit by the load that decode is expected to have when their prompt is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +39,79 @@ class Slo:
     tbt_s: float | None = None
 
 
-def check_plan(slo: Slo, plan: Plan, elapsed_s: float) -> Failure | None:
-    """The refusal of a request whose limits are predicted to be missed even at the best placement.
+class Gate:
+    """Decides who is let in.
 
     Args:
-        slo: what is expected.
-        plan: predictions, best first.
-        elapsed_s: seconds since the request arrived.
+        admission: how.
+        forecasts: of the decode instances.
     """
-    late = check_ttft(slo, plan.prefill.ttft_s, plan.prefill.alone_s, elapsed_s)
-    if late is not None or not plan.decodes:
-        return late
-    return check_tbt(slo, min(option.tbt_s for option in plan.decodes))
+
+    def __init__(self, admission: Admission, forecasts: Forecasts) -> None:
+        self.admission = admission
+        self._forecasts = forecasts
+
+    def check(self, slo: Slo, plan: Plan, now: float, elapsed_s: float) -> Failure | Sequence[DecodeChoice]:
+        """The decode instances that may serve a request, best first; or its refusal.
+
+        Args:
+            slo: what is expected.
+            plan: where it could go.
+            now: seconds.
+            elapsed_s: seconds since the request arrived.
+        """
+        if self.admission is Admission.NONE:
+            return plan.decodes
+        late = check_ttft(slo, plan.prefill.ttft_s, plan.prefill.alone_s, elapsed_s)
+        if late is not None:
+            return late
+        if slo.tbt_s is None or not plan.decodes:
+            return plan.decodes
+        at = now + plan.prefill.ttft_s
+        predicted = [(self._tbt_s(option, plan, slo.tbt_s, now, at), option) for option in plan.decodes]
+        if self.admission is Admission.PREDICTIVE and any(option.tbt_s > slo.tbt_s for option in plan.decodes):
+            predicted.sort(key=itemgetter(0))
+        kept = [option for tbt_s, option in predicted if tbt_s <= slo.tbt_s]
+        return kept or self._too_slow(slo.tbt_s, plan, now, min([tbt_s for tbt_s, _ in predicted]))
+
+    def starts_in_s(self, plan: Plan) -> float:
+        """When the decode instance shall expect the sequence, for its own check; 0 = count it now."""
+        return plan.prefill.ttft_s if self.admission is Admission.PREDICTIVE else 0.0
+
+    def _tbt_s(self, option: DecodeChoice, plan: Plan, limit_s: float, now: float, at: float) -> float:
+        if self.admission is Admission.EARLY:
+            return self._forecasts.tbt_now(option.id, _joining(plan))
+        if option.tbt_s <= limit_s:  # even if all that is there and on its way stayed
+            return option.tbt_s
+        return self._forecasts.tbt_at(option.id, _joining(plan), now, at)
+
+    def _too_slow(self, limit_s: float, plan: Plan, now: float, best_tbt_s: float) -> Failure:
+        foreseen = self.admission is Admission.PREDICTIVE
+        when = f" in {plan.prefill.ttft_s:.3f} s, when the prompt is computed," if foreseen else ""
+        return Failure(
+            Kind.OVERLOADED,
+            f"predicted time between tokens {best_tbt_s:.4f} s{when} exceeds the limit of {limit_s:.4f} s",
+            reason="tbt_slo",
+            predicted_ttft_s=plan.prefill.ttft_s,
+            predicted_tbt_s=best_tbt_s,
+            slo_s=limit_s,
+            retry_after_s=self._relief_s(limit_s, plan, now) if foreseen else TOO_SLOW_RETRY_S,
+        )
+
+    def _relief_s(self, limit_s: float, plan: Plan, now: float) -> float:
+        """Seconds until some decode instance is expected to be quick enough."""
+        later_s, joining = MIN_RETRY_S, _joining(plan)
+        while later_s < HOPELESS_RETRY_S:
+            at = now + plan.prefill.ttft_s + later_s
+            if any(self._forecasts.tbt_at(option.id, joining, now, at) <= limit_s for option in plan.decodes):
+                return later_s
+            later_s *= 2
+        return HOPELESS_RETRY_S
+
+
+def _joining(plan: Plan) -> Outlook:
+    demand = plan.demand
+    return Outlook(demand.choices, demand.choices * demand.prompt_tokens)
 
 
 def check_ttft(slo: Slo, ttft_s: float, alone_s: float, elapsed_s: float = 0.0) -> Failure | None:
@@ -57,20 +134,6 @@ def check_ttft(slo: Slo, ttft_s: float, alone_s: float, elapsed_s: float = 0.0) 
         predicted_ttft_s=predicted,
         slo_s=slo.ttft_s,
         retry_after_s=max(excess, MIN_RETRY_S) if alone_s <= slo.ttft_s else HOPELESS_RETRY_S,
-    )
-
-
-def check_tbt(slo: Slo, best_tbt_s: float) -> Failure | None:
-    """The refusal when tokens would come too slowly at every decode instance."""
-    if slo.tbt_s is None or best_tbt_s <= slo.tbt_s:
-        return None
-    return Failure(
-        Kind.OVERLOADED,
-        f"predicted time between tokens {best_tbt_s:.4f} s exceeds the limit of {slo.tbt_s:.4f} s",
-        reason="tbt_slo",
-        predicted_tbt_s=best_tbt_s,
-        slo_s=slo.tbt_s,
-        retry_after_s=TOO_SLOW_RETRY_S,
     )
 
 

@@ -4,6 +4,7 @@ from moonpool.core.timers import Timers
 from services.conductor.core.cost import PrefillChoice
 from services.conductor.core.failures import Failure
 from services.conductor.core.legs import Legs
+from services.conductor.core.lengths import Lengths
 from services.conductor.core.life import Request
 from services.conductor.core.messages import Action, Ask, Complete, Drop, Fail, Finish
 from services.conductor.core.room import RoomQueue
@@ -15,11 +16,14 @@ TIMERS = ("deadline", "wait", "pause", "renew", "word")
 class Book:
     """All requests, by number."""
 
-    def __init__(self, legs: Legs, rooms: RoomQueue, timers: Timers[tuple[str, int]]) -> None:
+    def __init__(self, legs: Legs, rooms: RoomQueue, timers: Timers[tuple[str, int]], lengths: Lengths) -> None:
         self.requests: dict[int, Request] = {}
+        self.memberless: dict[int, None] = {}
+        """Those that wait for an instance to join."""
         self._legs = legs
         self._rooms = rooms
         self._timers = timers
+        self._lengths = lengths
 
     def open(self, ask: Ask, keys: tuple[bytes, ...]) -> Request:
         """Takes a request in."""
@@ -31,6 +35,8 @@ class Book:
     def complete(self, now: float, request: Request, finish: Finish, out: list[Action], *, known: bool = False) -> None:
         """The answer is whole; `known` when decode knows it."""
         self._legs.end(request, now, out, complete=finish is not Finish.CANCELLED, known=known)
+        if finish is Finish.STOP:
+            self._lengths.ended(request.ask.number, request.tokens)
         self._remove(request)
         out.append(Complete(request.ask.number, finish))
 
@@ -58,6 +64,8 @@ class Book:
     def _remove(self, request: Request) -> None:
         number = request.ask.number
         del self.requests[number]
+        self.memberless.pop(number, None)
         self._rooms.remove(number)
+        self._lengths.gone(number)
         for kind in TIMERS:
             self._timers.clear((kind, number))

@@ -4,24 +4,24 @@ As in Algorithm 1 a prefix in a kvstore is considered only when it is longer tha
 (`threshold`); unlike there it is used only when loading it is predicted to be quicker than recomputing it.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from moonpool.cost import (
+    PrefillWork,
     Speeds,
+    attention_pairs,
     decode_step_seconds,
     load_seconds,
     overlapped_seconds,
     pipelined_seconds,
-    prefill_seconds,
     transfer_seconds,
+    work_seconds,
 )
 from services.conductor.core.facts import Demand, Shape
 from services.conductor.core.stores import StoreView
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillChoice:
+class PrefillChoice(NamedTuple):
     """The prediction for one prefill instance, seconds; `excluded` says why it cannot be used.
 
     `load_s` is what computing does not hide of loading. `busy_s` is how much later the next prompt begins for this
@@ -49,13 +49,17 @@ class PrefillChoice:
         return self.queue_s + self.alone_s
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeChoice:
-    """The prediction for one decode instance: seconds between tokens, and seconds until the request is done there."""
+class DecodeChoice(NamedTuple):
+    """The prediction for one decode instance.
+
+    `tbt_s`: seconds between tokens. `finish_s`: seconds until the request is done there. `blocks`: room that it is
+    expected to need there.
+    """
 
     id: str
     tbt_s: float
     finish_s: float
+    blocks: int = 0
 
 
 class PrefillCost(NamedTuple):
@@ -88,33 +92,38 @@ class PrefillModel:
         self._shape = shape
         self._store = store
         self._threshold = threshold
+        self._works: dict[tuple[int, int], PrefillWork] = {}
+        self._rest: tuple[Speeds | None, int, PrefillWork, float] = None, 0, PrefillWork(0, 0, 0, 0), 0.0
 
     def cost(self, speeds: Speeds, stages: int, step_tokens: int, local_blocks: int) -> PrefillCost:
         """The prediction for an instance of these speeds that holds `local_blocks` leading blocks itself."""
-        shape, store = self._shape, self._store
-        # The last token is always computed: its logits are wanted.
-        local = min(local_blocks * shape.block_tokens, self._tokens - 1)
-        compute_s = self._compute_s(speeds, step_tokens, local)
+        local = self._works.get((local_blocks, step_tokens)) or self._work(local_blocks, step_tokens)
+        compute_s = work_seconds(speeds, local)
+        store = self._store
         if store is not None and store.blocks > local_blocks and store.blocks > self._threshold * local_blocks:
-            stored = min(store.blocks * shape.block_tokens, self._tokens - 1)
-            rest_s = self._compute_s(speeds, step_tokens, stored)
-            load_s = load_seconds(speeds, (stored - local) * shape.token_bytes)
-            both_s = overlapped_seconds(load_s, rest_s, shape.layers)
-            if stored > local and both_s < compute_s:
-                own_s = self._pipelined(rest_s, stages, step_tokens, stored)
-                hidden_s = overlapped_seconds(load_s, own_s, shape.layers) - own_s
-                return PrefillCost(hidden_s, own_s, max(rest_s / stages, load_s), store.blocks, store.id)
-        own_s = self._pipelined(compute_s, stages, step_tokens, local)
+            if self._rest[0] is not speeds or self._rest[1] != step_tokens:  # instances of a class are asked in a row
+                stored = self._work(store.blocks, step_tokens)
+                self._rest = speeds, step_tokens, stored, work_seconds(speeds, stored)
+            _, _, stored, rest_s = self._rest
+            load_s = load_seconds(speeds, (local.new_tokens - stored.new_tokens) * self._shape.token_bytes)
+            both_s = overlapped_seconds(load_s, rest_s, self._shape.layers)
+            if load_s and both_s < compute_s:
+                own_s = rest_s
+                if stages > 1:
+                    own_s = pipelined_seconds(rest_s, steps=stored.steps, stages=stages)
+                    both_s = overlapped_seconds(load_s, own_s, self._shape.layers)
+                return PrefillCost(both_s - own_s, own_s, max(rest_s / stages, load_s), store.blocks, store.id)
+        own_s = compute_s if stages == 1 else pipelined_seconds(compute_s, steps=local.steps, stages=stages)
         return PrefillCost(0.0, own_s, compute_s / stages, local_blocks, "")
 
-    def _compute_s(self, speeds: Speeds, step_tokens: int, prefix: int) -> float:
+    def _work(self, blocks: int, step_tokens: int) -> PrefillWork:
+        """What is to be computed behind so many leading blocks. The last token always is: its logits are wanted."""
+        prefix = min(blocks * self._shape.block_tokens, self._tokens - 1)
         new = self._tokens - prefix
-        return prefill_seconds(speeds, new, prefix, steps=steps_of(new, step_tokens))
-
-    def _pipelined(self, compute_s: float, stages: int, step_tokens: int, prefix: int) -> float:
-        if stages == 1:
-            return compute_s
-        return pipelined_seconds(compute_s, steps=steps_of(self._tokens - prefix, step_tokens), stages=stages)
+        work = self._works[blocks, step_tokens] = PrefillWork(
+            steps_of(new, step_tokens), new, attention_pairs(new, prefix), prefix
+        )
+        return work
 
 
 def steps_of(tokens: int, step_tokens: int) -> int:
@@ -126,30 +135,68 @@ class DecodeModel:
     """Predicts one request's answer on any decode instance."""
 
     def __init__(self, demand: Demand, shape: Shape) -> None:
-        self._demand = demand
+        self._prompt_tokens = demand.prompt_tokens
+        self._tokens = demand.decode_tokens
+        self._choices = demand.choices
+        self._context_tokens = demand.prompt_tokens * demand.choices
+        self._total_blocks = demand.total_blocks
         self._shape = shape
+        self._lacking: dict[int, int] = {}
+        self._needs: dict[int, int] = {}
+
+    def blocks(self, answer_tokens: int) -> int:
+        """Room that the request is expected to need where answers are expected to have so many tokens."""
+        blocks = self._needs.get(answer_tokens)
+        if blocks is None:
+            need = Need(self._prompt_tokens, self._total_blocks, self._choices)
+            blocks = expected_blocks(self._shape, need, answer_tokens)
+            self._needs[answer_tokens] = blocks
+        return blocks
 
     def fixed_s(self, speeds: Speeds, held_blocks: int) -> float:
         """Seconds of the request on an idle instance: receiving the KV it lacks, and its own share of steps."""
-        demand, shape = self._demand, self._shape
-        held = min(held_blocks * shape.block_tokens, demand.prompt_tokens)
-        receive_s = transfer_seconds(speeds, (demand.prompt_tokens - held) * shape.token_bytes)
-        return receive_s + demand.decode_tokens * self._step_s(speeds)
-
-    def _step_s(self, speeds: Speeds) -> float:
-        """Seconds of a step of this request alone."""
-        demand = self._demand
-        return decode_step_seconds(speeds, demand.choices, demand.prompt_tokens * demand.choices)
+        receive_s = transfer_seconds(speeds, self._lacking_bytes(held_blocks))
+        return receive_s + self._tokens * decode_step_seconds(speeds, self._choices, self._context_tokens)
 
     def load_s(self, step_load_s: float) -> float:
         """Seconds added by what runs there already, which makes each step longer by `step_load_s`."""
-        return self._demand.decode_tokens * step_load_s
+        return self._tokens * step_load_s
 
-    def choice(self, name: str, speeds: Speeds, sequences: int, context_tokens: int, held_blocks: int) -> DecodeChoice:
-        """The prediction for an instance with this load."""
-        load_s = step_load_s(speeds, sequences, context_tokens)
-        tbt_s = load_s + self._step_s(speeds)
-        return DecodeChoice(name, tbt_s, self.fixed_s(speeds, held_blocks) + self.load_s(load_s))
+    def choice(
+        self, name: str, speeds: Speeds, sequences: int, context_tokens: int, held_blocks: int, blocks: int
+    ) -> DecodeChoice:
+        """The prediction for an instance with this load, where the request is expected to need so many blocks."""
+        tbt_s = decode_step_seconds(speeds, sequences + self._choices, context_tokens + self._context_tokens)
+        receive_s = transfer_seconds(speeds, self._lacking_bytes(held_blocks))
+        return DecodeChoice(name, tbt_s, receive_s + self._tokens * tbt_s, blocks)
+
+    def _lacking_bytes(self, held_blocks: int) -> int:
+        nbytes = self._lacking.get(held_blocks)
+        if nbytes is None:
+            held = min(held_blocks * self._shape.block_tokens, self._prompt_tokens)
+            nbytes = self._lacking[held_blocks] = (self._prompt_tokens - held) * self._shape.token_bytes
+        return nbytes
+
+
+class Need(NamedTuple):
+    """What room depends on: tokens of the request now, blocks with its longest answers, and how many these are."""
+
+    tokens: int
+    longest: int
+    choices: int = 1
+
+
+def expected_blocks(shape: Shape, need: Need, answer_tokens: int) -> int:
+    """Blocks that a request is expected to need.
+
+    Args:
+        shape: of the KV.
+        need: of the request.
+        answer_tokens: that the decode instance expects an answer to have; 0 = not told: the longest is assumed.
+    """
+    if not answer_tokens:
+        return need.longest
+    return min(shape.blocks_for_choices(need.tokens, answer_tokens, need.choices), need.longest)
 
 
 def step_load_s(speeds: Speeds, sequences: int, context_tokens: int) -> float:

@@ -8,6 +8,7 @@ from moonpool.core.digest import digest_of
 from moonpool.cost import Speeds, SpeedTracker, decode_step_seconds
 from services.conductor.core.cost import DecodeChoice, DecodeModel, step_load_s
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
+from services.conductor.core.lengths import Stratum
 from services.conductor.core.pool import Pool
 from services.conductor.core.ranks import SHORTLIST, RankClass, Ranks
 
@@ -22,8 +23,10 @@ TRANSFER_BYTES = 1 << 28
 
 @dataclass(slots=True)
 class Answer:
-    """An answer that we have placed, or several to one prompt: context and blocks.
+    """An answer that we have placed, or several to one prompt: context when it was placed, and blocks.
 
+    `made` are its tokens at `told_at`; as long as they are 0, that is when it is expected to begin. `stratum` says how
+    long it may become.
     `number` is the instance's own of the promise, 0 if it gives none, None while we have not heard of one. `covered`:
     the last report includes it, so its blocks are not counted any more.
     """
@@ -31,13 +34,21 @@ class Answer:
     context_tokens: int
     blocks: int
     sequences: int = 1
+    stratum: Stratum = ()
+    told_at: float = 0.0
+    made: int = 0
     number: int | None = None
     covered: bool = False
 
 
 @dataclass(slots=True)
 class Decode:
-    """One instance; `told` are the speeds as it reported them."""
+    """One instance; `told` are the speeds as it reported them.
+
+    `sequences` are what the last report says and what it did not include, at least our own; `context_tokens` the
+    context of all of them, where what our own generated since they were placed shows in reports only; `room_blocks`
+    the blocks that could be promised.
+    """
 
     facts: InstanceFacts
     slot: int
@@ -50,30 +61,28 @@ class Decode:
     unreported: int = 0  # of these, those that no report includes
     unreported_blocks: int = 0
     own_context_tokens: int = 0
+    sequences: int = field(init=False)
+    context_tokens: int = field(init=False)
+    room_blocks: int = field(init=False)
 
-    @property
-    def sequences(self) -> int:
-        """Sequences there: what the last report says and what it did not include, at least our own."""
-        return max(self.load.running + self.load.waiting + self.unreported, self.own_sequences)
+    def __post_init__(self) -> None:
+        self.count()
 
-    @property
-    def context_tokens(self) -> int:
-        """Context of all of them; what our own generated since they were placed shows in reports only."""
-        return max(self.load.context_tokens, self.own_context_tokens)
-
-    @property
-    def room_blocks(self) -> int:
-        """Blocks that could be promised."""
+    def count(self) -> None:
+        """Counts what is there anew: by the last report, and what it did not include."""
         load = self.load
-        return load.free_blocks + load.cached_blocks - load.promised_blocks - self.unreported_blocks
+        self.sequences = max(load.running + load.waiting + self.unreported, self.own_sequences)
+        self.context_tokens = max(load.context_tokens, self.own_context_tokens)
+        self.room_blocks = load.free_blocks + load.cached_blocks - load.promised_blocks - self.unreported_blocks
 
-    def claim(self, number: int, context_tokens: int, blocks: int, sequences: int) -> None:
+    def claim(self, number: int, answer: Answer) -> None:
         """Counts an answer, or several together, from now on."""
-        self.answers[number] = Answer(context_tokens, blocks, sequences)
-        self.own_sequences += sequences
-        self.unreported += sequences
-        self.unreported_blocks += blocks
-        self.own_context_tokens += context_tokens
+        self.answers[number] = answer
+        self.own_sequences += answer.sequences
+        self.unreported += answer.sequences
+        self.unreported_blocks += answer.blocks
+        self.own_context_tokens += answer.context_tokens
+        self.count()
 
     def known(self, claim: int, number: int) -> None:
         """Notes that the instance has promised room, as its how many-th; the last report may include it already."""
@@ -81,6 +90,7 @@ class Decode:
         answer.number = number
         if 0 < number <= self.load.taken and not answer.covered:
             self._cover(answer)
+            self.count()
 
     def release(self, number: int) -> None:
         """Stops counting an answer."""
@@ -89,6 +99,7 @@ class Decode:
         self.own_context_tokens -= answer.context_tokens
         if not answer.covered:
             self._cover(answer)
+        self.count()
 
     def report(self, load: LoadFacts) -> None:
         """Takes a report, which includes the answers that the instance has promised room for."""
@@ -97,6 +108,7 @@ class Decode:
             for answer in self.answers.values():
                 if not answer.covered and answer.number is not None and answer.number <= load.taken:
                     self._cover(answer)
+        self.count()
 
     def _cover(self, answer: Answer) -> None:
         answer.covered = True
@@ -109,6 +121,9 @@ class Decode:
 
     def check_invariants(self) -> None:
         """Asserts that the sums are those of the answers."""
+        counted = self.sequences, self.context_tokens, self.room_blocks
+        self.count()
+        assert counted == (self.sequences, self.context_tokens, self.room_blocks)
         open_ones = [answer for answer in self.answers.values() if not answer.covered]
         assert self.own_sequences == sum(answer.sequences for answer in self.answers.values())
         assert self.unreported == sum(answer.sequences for answer in open_ones)
@@ -133,21 +148,35 @@ class Decodes(Pool[Decode]):
             instance.facts.id,
         )
 
+    def room_of(self, decode: str) -> tuple[int, int]:
+        """Blocks that an instance could promise now, and all its blocks; (0, 0) when it takes no requests."""
+        instance = self.get(decode)
+        if instance is None or instance.load.draining:
+            return 0, 0
+        return instance.room_blocks, instance.facts.total_blocks
+
+    def answer_tokens(self, decode: str) -> int:
+        """Tokens that an instance expects a new answer to have; 0 = not told."""
+        instance = self.get(decode)
+        return instance.load.answer_tokens if instance is not None else 0
+
     def choose(
         self, demand: Demand, model: DecodeModel, prefixes: Sequence[tuple[int, int]], suspects: int
     ) -> list[DecodeChoice]:
         """The instances that could take the request, best first, a few only; none when none is large enough.
 
         Those without room by their last report come after the others: the report may be stale, and Reserve decides.
+        Room is for what each expects an answer to need, as it is admitted there, and not for the longest.
         Those of the mask `suspects`, which failed this request before, come last.
         """
-        able, need = self.able(demand.total_blocks), demand.total_blocks
+        able = self.able(demand.total_blocks)
 
         def roomy(slot: int) -> bool:
-            return self.by_slot[slot].room_blocks >= need
+            one = self.by_slot[slot]
+            return one.room_blocks >= model.blocks(one.load.answer_tokens)
 
         def crowded(slot: int) -> bool:
-            return self.by_slot[slot].room_blocks < need
+            return not roomy(slot)
 
         choices: list[DecodeChoice] = []
         for allowed in (able & ~suspects, able & suspects):
@@ -172,17 +201,18 @@ class Decodes(Pool[Decode]):
         choices = []
         for slot, blocks in found:
             one = self.by_slot[slot]
-            speeds = one.tracker.speeds
-            choices.append((one, model.choice(one.facts.id, speeds, one.sequences, one.context_tokens, blocks)))
-        best_s = min((choice.finish_s for _, choice in choices), default=0.0)
+            sequences = one.sequences
+            need = model.blocks(one.load.answer_tokens)
+            choice = model.choice(one.facts.id, one.tracker.speeds, sequences, one.context_tokens, blocks, need)
+            choices.append((sequences, choice.finish_s, one.turn, choice))
+        best_s = min([finish_s for _, finish_s, _, _ in choices], default=0.0)
 
-        def order(pair: tuple[Decode, DecodeChoice]) -> tuple[int, float, int, str]:
-            one, choice = pair
-            noise = SPEED_NOISE if one.turn else UNPROVEN_NOISE
-            near = choice.finish_s <= noise * best_s
-            return one.sequences if near else sys.maxsize, choice.finish_s, one.turn, one.facts.id
+        def order(one: tuple[int, float, int, DecodeChoice]) -> tuple[int, float, int, str]:
+            sequences, finish_s, turn, choice = one
+            near = finish_s <= (SPEED_NOISE if turn else UNPROVEN_NOISE) * best_s
+            return sequences if near else sys.maxsize, finish_s, turn, choice.id
 
-        return [choice for _, choice in sorted(choices, key=order)]
+        return [choice for _, _, _, choice in sorted(choices, key=order)]
 
 
 def _cost(model: DecodeModel, found: RankClass, blocks: int) -> float:

@@ -72,6 +72,7 @@ class LoadFacts:
         speeds: measured; None = as before.
         draining: takes no new requests.
         taken: prompts or promises so far: those numbered up to it are included (`Picture.known`).
+        answer_tokens: that a new answer is expected to have, for which room is kept (decode); 0 = not told.
     """
 
     running: int = 0
@@ -84,14 +85,15 @@ class LoadFacts:
     speeds: Speeds | None = None
     draining: bool = False
     taken: int = 0
+    answer_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What a request needs.
 
-    `prompt_blocks` is room for the prompt at prefill, `total_blocks` for prompt and answers at decode; `decode_tokens`
-    are the tokens that decode is expected to make, in each of `choices` answers.
+    `prompt_blocks` is room for the prompt at prefill, `total_blocks` for prompt and longest answers at decode;
+    `decode_tokens` are the tokens that decode is expected to make, in each of `choices` answers.
     """
 
     prompt_tokens: int

@@ -139,38 +139,35 @@ class Forest:
         if self._child[end] == NONE:
             self._leaves.renew(end)
         alive, masks, found = ~self._lost, self._sets.masks, []
-        last = closed[end]
-        low = 0
-        while low < linked:
-            number = closed[nodes[keys[low]]]
-            if number == EMPTY:
-                break
-            high = linked if number == last else self._end_of(keys, low, linked, number)
+        # Samples to the right of `low`, the nearest last: bisecting for one stretch's end also narrows the next ones'.
+        samples = [(linked, EMPTY), (linked - 1, closed[end])]
+        low, number = 0, closed[nodes[keys[0]]]
+        while number != EMPTY:
+            high, there = samples[-1]
+            if there == number:
+                low = high
+                samples.pop()
+                continue
+            while high - low > 1:
+                middle = (low + high) // 2
+                there = closed[nodes[keys[middle]]]
+                if there == number:
+                    low = middle
+                else:
+                    high = middle
+                    samples.append((middle, there))
             if mask := masks[number] & alive:
                 found.append((high, mask))
-            low = high
+            low, number = samples.pop()
         return found
-
-    def _end_of(self, keys: Sequence[bytes], low: int, high: int, number: int) -> int:
-        """End of the stretch from `low` whose blocks have this closed set; it ends before `high`."""
-        nodes, closed = self._nodes, self._closed
-        step = 1
-        while low + step < high and closed[nodes[keys[low + step]]] == number:
-            low += step
-            step *= 2
-        high = min(high, low + step)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if closed[nodes[keys[middle]]] == number:
-                low = middle
-            else:
-                high = middle
-        return high
 
     def _link(self, keys: Sequence[bytes]) -> int:
         """Links the chain as far as its blocks are known; returns how many are linked."""
         find, parents = self._nodes.get, self._parent
         low, high = 0, len(keys)
+        last = find(keys[-1]) if keys else None
+        if last is not None and parents[last] != UNLINKED:
+            return high
         while low < high:  # the linked blocks are the chain's first ones
             middle = (low + high) // 2
             node = find(keys[middle])

@@ -10,7 +10,9 @@ from enum import Enum
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Cancel, Outstanding
 from moonpool.core.timers import Timers
+from services.conductor.core.admission import Gate
 from services.conductor.core.cost import DecodeChoice
+from services.conductor.core.decodes import Answer
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.life import Attempt, DecodeLeg, Phase, PrefillLeg, Request
 from services.conductor.core.messages import ATTEMPT_MARK, Action, Prefill, Promised, Renew, Reserve, Start, Undo
@@ -48,11 +50,33 @@ class Hold:
 class Legs:
     """Carries out attempts: starts calls, and gives back what they hold. What to do next is for `Requests`."""
 
-    def __init__(self, picture: Picture, timers: Timers[tuple[str, int]], reserve_timeout_s: float) -> None:
+    def __init__(self, picture: Picture, timers: Timers[tuple[str, int]], reserve_timeout_s: float, gate: Gate) -> None:
         self.calls: Outstanding[Hold] = Outstanding()
         self._picture = picture
         self._timers = timers
         self._reserve_timeout_s = reserve_timeout_s
+        self._gate = gate
+        self._at: dict[str, dict[int, None]] = {}  # requests whose attempts have a part at an instance
+
+    def at(self, instance: str) -> list[int]:
+        """Requests whose attempts have, or had, a part at an instance; first come first."""
+        return sorted(self._at.get(instance, ()))
+
+    def _take_part(self, request: Request, attempt: Attempt, instance: str) -> None:
+        attempt.places.append(instance)
+        self._at.setdefault(instance, {})[request.ask.number] = None
+
+    def _leave(self, request: Request, attempt: Attempt) -> None:
+        for instance in dict.fromkeys(attempt.places):
+            there = self._at[instance]
+            del there[request.ask.number]
+            if not there:
+                del self._at[instance]
+
+    def check_places(self, requests: Iterable[Request]) -> None:
+        """Asserts that an instance's requests are those whose attempts name it."""
+        named = [(place, r.ask.number) for r in requests if r.attempt is not None for place in r.attempt.places]
+        assert {(place, number) for place, there in self._at.items() for number in there} == set(named)
 
     def begin(self, request: Request, plan: Plan, options: Sequence[DecodeChoice], now: float) -> Attempt:
         """Begins an attempt: the prompt counts at prefill from now on."""
@@ -62,6 +86,7 @@ class Legs:
         claim = self._picture.claim_prefill(best.id, best.busy_s, now, best.kvstore)
         attempt = request.attempt = Attempt(sequence, plan, incarnation, list(options), claim)
         request.phase = Phase.PLACED
+        self._take_part(request, attempt, best.id)
         return attempt
 
     def ask(self, request: Request, attempt: Attempt, now: float, out: list[Action]) -> bool:
@@ -180,6 +205,7 @@ class Legs:
             self._timers.clear((kind, number))
         if attempt is None:
             return
+        self._leave(request, attempt)
         self._release_claim(attempt, now)
         if attempt.prefill is PrefillLeg.TOKEN and complete:
             self._timers.set(("linger", attempt.prefill_io), now + LINGER_S)
@@ -205,17 +231,23 @@ class Legs:
         return digest_of(self.calls)
 
     def _reserve(self, request: Request, attempt: Attempt, option: DecodeChoice, now: float, out: list[Action]) -> None:
-        number, demand = request.ask.number, attempt.plan.demand
+        number = request.ask.number
         incarnation = self._picture.incarnation(option.id)
+        plan = attempt.plan
+        demand, begins_at = plan.demand, now + plan.prefill.ttft_s
         context = demand.prompt_tokens * demand.choices
-        claim = self._picture.claim_decode(option.id, context, demand.total_blocks, demand.choices)
+        claim = self._picture.claim_decode(
+            option.id, Answer(context, option.blocks, demand.choices, request.ask.stratum, begins_at)
+        )
         hold = Hold(Call.RESERVE, number, attempt.sequence, option.id, incarnation, claim)
         attempt.asked = io = self.calls.begin(hold)
+        self._take_part(request, attempt, option.id)
         request.reserves += 1
         self._timers.set(("reserve", io), now + self._reserve_timeout_s)
-        stores = tuple(store.id for store in attempt.plan.write_back)
+        stores = tuple(store.id for store in plan.write_back)
         tbt_slo_s = None if request.recovering else request.ask.slo.tbt_s
-        out.append(Reserve(io, number, attempt.sequence, option.id, incarnation, tbt_slo_s, stores))
+        starts_in_s = self._gate.starts_in_s(plan)
+        out.append(Reserve(io, number, attempt.sequence, option.id, incarnation, tbt_slo_s, starts_in_s, stores))
 
     def _release_claim(self, attempt: Attempt, now: float) -> None:
         if attempt.claim:

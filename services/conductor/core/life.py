@@ -46,6 +46,7 @@ class Attempt:
         lease_s: how long decode keeps it without news.
         promise: claim of the promised room, until the sequence's call holds it.
         delivered: decode has everything.
+        places: instances that have, or had, a part in it.
     """
 
     sequence: str
@@ -65,6 +66,7 @@ class Attempt:
     lease_s: float = 0.0
     promise: int = 0
     delivered: bool = False
+    places: list[str] = field(default_factory=list)
 
     @property
     def torn(self) -> bool:

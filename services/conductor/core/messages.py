@@ -8,6 +8,7 @@ from services.conductor.core.admission import Slo
 from services.conductor.core.cost import PrefillChoice
 from services.conductor.core.facts import InstanceFacts, LoadFacts
 from services.conductor.core.failures import Failure
+from services.conductor.core.lengths import Stratum, stratum_of
 from services.conductor.core.plan import Plan
 
 ATTEMPT_MARK = "~"
@@ -36,6 +37,7 @@ class Ask:
         arrived: when it came; `deadline` when it fails. Seconds of the core's clock.
         choices: sequences that run together, answers or beams; several begin again when the request is placed anew.
         beams: they are beams: tokens come when all are known, and what is placed anew begins again.
+        tenant: whose it is.
     """
 
     number: int
@@ -48,6 +50,12 @@ class Ask:
     deadline: float
     choices: int = 1
     beams: bool = False
+    tenant: str = ""
+
+    @property
+    def stratum(self) -> Stratum:
+        """For forecasts of the answer's length."""
+        return stratum_of(self.tenant, self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +224,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Ask a decode instance for room. Ends with `Promised` or a failure; it is never cancelled."""
+    """Ask a decode instance for room. Ends with `Promised` or a failure; it is never cancelled.
+
+    `tbt_slo_s` is to be kept from `starts_in_s` seconds on.
+    """
 
     io: int
     request: int
@@ -224,6 +235,7 @@ class Reserve:
     decode: str
     incarnation: int
     tbt_slo_s: float | None
+    starts_in_s: float
     stores: tuple[str, ...]
 
 

@@ -9,13 +9,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from moonpool.core.digest import digest_of
 from moonpool.errors import InvalidRequest, Unavailable
 from services.conductor.core.cost import DecodeChoice, DecodeModel, PrefillChoice, PrefillModel
-from services.conductor.core.decodes import Decode, Decodes
+from services.conductor.core.decodes import Answer, Decode, Decodes
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts, Shape
 from services.conductor.core.index import Applied, PrefixIndex
 from services.conductor.core.instances import Instance, instance_of
+from services.conductor.core.outlook import Forecasts
 from services.conductor.core.plan import Plan
 from services.conductor.core.prefills import Prefill, Prefills
-from services.conductor.core.stores import Store, Stores, StoreView, by_reading, sources
+from services.conductor.core.stores import Store, Stores, StoreView, first_by_reading, sources
 
 EXPECTED_ANSWER_TOKENS = 256
 """Answers are mostly shorter than their limit; decode instances are compared for at most so many tokens."""
@@ -39,7 +40,10 @@ class Picture:
         self._threshold = balancing_threshold
         self._instances: dict[str, Instance] = {}
         self._prefills = Prefills()
-        self._decodes = Decodes()
+        self.decodes = Decodes()
+        """The decode instances, to be asked about."""
+        self.forecasts = Forecasts(self.decodes, EXPECTED_ANSWER_TOKENS)
+        """What will run on them."""
         self._stores = Stores(kvstore_replicas)
         self._claims: dict[int, list[Instance]] = {}
         self._next_claim = 1
@@ -54,23 +58,16 @@ class Picture:
     @property
     def ready(self) -> bool:
         """Whether at least one prefill and one decode instance take requests."""
-        return all(pool.mask & ~pool.draining for pool in (self._prefills, self._decodes))
+        return all(pool.mask & ~pool.draining for pool in (self._prefills, self.decodes))
 
     def incarnation(self, instance_id: str) -> int:
         """Which life of an instance is here; 0 = it is not here."""
         instance = self._instances.get(instance_id)
         return instance.facts.incarnation if instance is not None else 0
 
-    def room_of(self, decode: str) -> tuple[int, int]:
-        """Blocks that a decode instance could promise now, and all its blocks; (0, 0) when it takes no requests."""
-        instance = self._decodes.get(decode)
-        if instance is None or instance.load.draining:
-            return 0, 0
-        return instance.room_blocks, instance.facts.total_blocks
-
     def only(self, suspects: Collection[str]) -> bool:
         """Whether all prefill instances, or all decode instances, are among the suspects."""
-        pools = [one.facts.id for one in self._prefills], [one.facts.id for one in self._decodes]
+        pools = [one.facts.id for one in self._prefills], [one.facts.id for one in self.decodes]
         return any(all(name in suspects for name in pool) for pool in pools)
 
     def join(self, facts: InstanceFacts, now: float) -> None:
@@ -139,7 +136,7 @@ class Picture:
                 case Prefill():
                     self._prefills.move(instance, slot)
                 case Decode():
-                    self._decodes.move(instance, slot)
+                    self.decodes.move(instance, slot)
                 case Store():
                     instance.slot = slot
         return applied is Applied.RESYNC
@@ -175,14 +172,14 @@ class Picture:
             instances.append(store)
         return number
 
-    def claim_decode(self, instance_id: str, context_tokens: int, blocks: int, choices: int = 1) -> int:
+    def claim_decode(self, instance_id: str, answer: Answer) -> int:
         """Counts an answer, or several together, on an instance until `release`; returns the claim's number."""
         number, instances = self._new_claim()
-        instance = self._decodes.get(instance_id)
+        instance = self.decodes.get(instance_id)
         if instance is not None:
-            instance.claim(number, context_tokens, blocks, choices)
+            instance.claim(number, answer)
             instance.turn = self._next_turn()
-            self._decodes.rank(instance)
+            self.decodes.rank(instance)
             instances.append(instance)
         return number
 
@@ -200,6 +197,13 @@ class Picture:
             instance.known(claim, number)
             if self._instances.get(instance.facts.id) is instance:
                 self._changed(instance)
+
+    def grew(self, claim: int, tokens: int, now: float) -> None:
+        """Notes that the answer of a claim has so many tokens now; unknown claims are fine."""
+        for instance in self._claims.get(claim, ()):
+            if isinstance(instance, Decode):
+                answer = instance.answers[claim]
+                answer.made, answer.told_at = tokens, now
 
     def release(self, claim: int, now: float) -> None:
         """Stops counting a claim: its prompt has its first token, its answer has ended, or neither will be.
@@ -231,7 +235,7 @@ class Picture:
     @property
     def answers_in_flight(self) -> int:
         """Claims on decode instances."""
-        return sum([len(instance.answers) for instance in self._decodes])
+        return sum([len(instance.answers) for instance in self.decodes])
 
     @property
     def reads_in_flight(self) -> int:
@@ -241,7 +245,7 @@ class Picture:
     @property
     def blocks_unreported(self) -> int:
         """Blocks of our answers that no report includes."""
-        return sum([instance.unreported_blocks for instance in self._decodes])
+        return sum([instance.unreported_blocks for instance in self.decodes])
 
     # --- plans -----------------------------------------------------------------------------------------------------
 
@@ -290,7 +294,7 @@ class Picture:
             prefill=best,
             decodes=tuple(decodes),
             sources=sources(views, best.kvstore, best.local_blocks),
-            write_back=self._stores.write_back(keys, views),
+            write_back=self._stores.write_back(keys, prompt_key, views),
             candidates=tuple(candidates),
             demand=demand,
             index_version=self.index.version,
@@ -306,7 +310,7 @@ class Picture:
         now: float,
         suspects: Collection[str],
     ) -> list[PrefillChoice]:
-        model = PrefillModel(demand, shape, next(iter(by_reading(views)), None), self._threshold)
+        model = PrefillModel(demand, shape, first_by_reading(views), self._threshold)
         choices = self._prefills.choose(demand, model, prefixes, now, self._prefills.mask_of(suspects))
         if choices[0].excluded:
             if demand.prompt_blocks <= self._prefills.largest_blocks:
@@ -317,7 +321,7 @@ class Picture:
     def _choose_decode(
         self, demand: Demand, shape: Shape, prefixes: Sequence[tuple[int, int]], suspects: Collection[str]
     ) -> list[DecodeChoice]:
-        pool = self._decodes
+        pool = self.decodes
         choices = pool.choose(demand, DecodeModel(demand, shape), prefixes, pool.mask_of(suspects))
         if not choices:
             need = f"prompt and answer need {demand.total_blocks} KV blocks, no decode instance"
@@ -327,7 +331,7 @@ class Picture:
         return choices
 
     def _missing(self) -> str:
-        pools = (("prefill", self._prefills), ("decode", self._decodes))
+        pools = (("prefill", self._prefills), ("decode", self.decodes))
         return f" (missing: {', '.join(name for name, pool in pools if not pool.mask & ~pool.draining)})"
 
     # --- upkeep ----------------------------------------------------------------------------------------------------
@@ -338,7 +342,7 @@ class Picture:
             case Prefill():
                 self._prefills.add(instance)
             case Decode():
-                self._decodes.add(instance)
+                self.decodes.add(instance)
             case Store():
                 self._stores.add(instance)
         self.shape = self.shape or instance.facts.shape
@@ -349,18 +353,18 @@ class Picture:
             case Prefill():
                 self._prefills.remove(instance)
             case Decode():
-                self._decodes.remove(instance)
+                self.decodes.remove(instance)
             case Store():
                 self._stores.remove(instance)
-        if not len(self._prefills) and not len(self._decodes):
+        if not len(self._prefills) and not len(self.decodes):
             self.shape = None
-            self._prefills.largest_blocks = self._decodes.largest_blocks = 0
+            self._prefills.largest_blocks = self.decodes.largest_blocks = 0
 
     def _changed(self, instance: Prefill | Decode) -> None:
         if isinstance(instance, Prefill):
             self._prefills.changed(instance)
         else:
-            self._decodes.changed(instance)
+            self.decodes.changed(instance)
 
     def _new_claim(self) -> tuple[int, list[Instance]]:
         number, self._next_claim = self._next_claim, self._next_claim + 1
@@ -373,20 +377,20 @@ class Picture:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        parts = (self.index, self._prefills, self._decodes, self._stores)
+        parts = (self.index, self._prefills, self.decodes, self._stores, self.forecasts)
         return digest_of(*parts, self.shape, sorted(self._claims), self._next_claim, self._turn)
 
     def check_invariants(self) -> None:
         """Asserts that instances, pools, index and claims agree."""
-        for part in (self.index, self._prefills, self._decodes, self._stores):
+        for part in (self.index, self._prefills, self.decodes, self._stores, self.forecasts):
             part.check_invariants()
-        pools: Iterator[Instance] = iter([*self._prefills, *self._decodes, *self._stores])
+        pools: Iterator[Instance] = iter([*self._prefills, *self.decodes, *self._stores])
         assert {instance.facts.id: instance for instance in pools} == self._instances
         for name, instance in self._instances.items():
             assert instance.slot == self.index.slot(name)
-        for decode in self._decodes:
+        for decode in self.decodes:
             decode.check_invariants()
         held = [number for one in self._prefills for number in one.prompts]
-        held += [number for one in self._decodes for number in one.answers]
+        held += [number for one in self.decodes for number in one.answers]
         assert len(set(held)) == len(held)
         assert set(held) <= set(self._claims)

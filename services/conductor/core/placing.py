@@ -1,19 +1,21 @@
 """Finds places for requests: plans, asks decode for room, and lets those wait that find none now."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moonpool.core.timers import Timers
 from moonpool.errors import InvalidRequest, Unavailable
 from services.conductor.core import admission
+from services.conductor.core.admission import Admission, Gate
 from services.conductor.core.book import Book
-from services.conductor.core.cost import DecodeChoice
+from services.conductor.core.cost import DecodeChoice, Need, expected_blocks
 from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
 from services.conductor.core.legs import Hold, Legs
 from services.conductor.core.life import Attempt, Phase, Request
 from services.conductor.core.messages import Action, Announce, Rehash, Result
 from services.conductor.core.picture import Picture
 from services.conductor.core.plan import Plan
-from services.conductor.core.room import RoomQueue
+from services.conductor.core.room import RoomQueue, Waiter
 
 MAX_ASKED = 4
 """Decode instances asked for one placement."""
@@ -30,6 +32,7 @@ class Limits:
     recovery_s: float
     room_wait_s: float
     reserve_timeout_s: float
+    admission: Admission = Admission.PREDICTIVE
 
 
 class Placing:
@@ -42,6 +45,7 @@ class Placing:
         legs: carries attempts out.
         rooms: who waits for room.
         timers: shared by the whole core.
+        gate: refuses.
     """
 
     def __init__(
@@ -52,8 +56,10 @@ class Placing:
         legs: Legs,
         rooms: RoomQueue,
         timers: Timers[tuple[str, int]],
+        gate: Gate,
     ) -> None:
         self._limits = limits
+        self._gate = gate
         self._picture = picture
         self._book = book
         self._legs = legs
@@ -62,16 +68,17 @@ class Placing:
 
     def place(self, now: float, request: Request, out: list[Action]) -> None:
         """Plans a request and begins an attempt, or lets it wait, or refuses it."""
+        self._book.memberless.pop(request.ask.number, None)
         plan = self._plan(now, request)
         if isinstance(plan, Failure):
             self._nowhere(now, request, plan, out)
             return
         ask = request.ask
-        refusal = None if request.recovering else admission.check_plan(ask.slo, plan, now - ask.arrived)
-        if refusal is not None:
-            self._book.fail(now, request, refusal, out, refused=True, candidates=plan.candidates)
+        able = plan.decodes if request.recovering else self._gate.check(ask.slo, plan, now, now - ask.arrived)
+        if isinstance(able, Failure):
+            self._book.fail(now, request, able, out, refused=True, candidates=plan.candidates)
             return
-        attempt = self._legs.begin(request, plan, self._options(request, plan), now)
+        attempt = self._legs.begin(request, plan, self._options(request, able), now)
         if plan.decodes:
             self.ask(now, request, attempt, out)
         else:
@@ -94,7 +101,7 @@ class Placing:
         """Notes why an instance gave no promise: it is full, or too slow, or could not be asked."""
         if isinstance(result, Failure) and result.kind is Kind.OVERLOADED:
             attempt.full = result
-            room, total = self._picture.room_of(hold.instance)
+            room, total = self._picture.decodes.room_of(hold.instance)
             if result.reason == NO_DECODE_ROOM and total:  # it is there still
                 self._rooms.refused(hold.instance, room)
             return
@@ -116,15 +123,20 @@ class Placing:
         """A decode instance has reported or joined: those who fit there look for a place again."""
         if not len(self._rooms):
             return
-        room, total = self._picture.room_of(decode)
-        for number in self._rooms.woken(decode, room, total, now):
+        room, total = self._picture.decodes.room_of(decode)
+        for number in self._rooms.woken(decode, room, total, self._needs_at(decode), now):
             self._rooms.remove(number)
             self.place(now, self._book.requests[number], out)
 
+    def _needs_at(self, decode: str) -> Callable[[Need], int]:
+        """Tells how many blocks a request is expected to need at a decode instance."""
+        shape, answer = self._picture.shape, self._picture.decodes.answer_tokens(decode)
+        return lambda need: expected_blocks(shape, need, answer) if shape is not None else need.longest
+
     def member_news(self, now: float, out: list[Action]) -> None:
         """An instance has joined: those for whom one was missing look for a place again."""
-        for request in [it for it in self._book.requests.values() if it.phase is Phase.MEMBER]:
-            self.place(now, request, out)
+        for number in sorted(self._book.memberless):
+            self.place(now, self._book.requests[number], out)
 
     def anew(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:
         """Places a request again after its attempt has failed: at once if it is the first and others can take over."""
@@ -157,22 +169,26 @@ class Placing:
         except InvalidRequest as error:
             return Failure(Kind.INVALID, error.message, field=error.field)
 
-    def _options(self, request: Request, plan: Plan) -> list[DecodeChoice]:
+    def _options(self, request: Request, able: Sequence[DecodeChoice]) -> list[DecodeChoice]:
         """The instances to ask. A report may be stale, so at first also those that seem to be full are asked."""
-        first, need = request.waits_since is None, plan.demand.total_blocks
-        free = [option for option in plan.decodes if self._rooms.free_to(option.id, request.ask.number)]
-        return [option for option in free if first or self._picture.room_of(option.id)[0] >= need][:MAX_ASKED]
+        first = request.waits_since is None
+        free = [option for option in able if self._rooms.free_to(option.id, request.ask.number)]
+        room_of = self._picture.decodes.room_of
+        return [option for option in free if first or room_of(option.id)[0] >= option.blocks][:MAX_ASKED]
 
     def _no_room(self, now: float, request: Request, refusal: Failure, plan: Plan, out: list[Action]) -> None:
         if refusal.reason != NO_DECODE_ROOM and not request.recovering:
             self._book.fail(now, request, refusal, out, refused=True, candidates=plan.candidates)
         elif self._may_wait(now, request, Phase.ROOM, refusal, out):
             assert request.waits_since is not None
-            self._rooms.add(request.ask.number, plan.demand.total_blocks, request.waits_since)
+            demand = plan.demand
+            need = Need(demand.prompt_tokens, demand.total_blocks, demand.choices)
+            self._rooms.add(Waiter(request.ask.number, need, request.waits_since))
 
     def _nowhere(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:
         if failure.kind is Kind.UNAVAILABLE and request.recovering:
-            self._may_wait(now, request, Phase.MEMBER, failure, out)
+            if self._may_wait(now, request, Phase.MEMBER, failure, out):
+                self._book.memberless[request.ask.number] = None
         else:
             self._book.fail(now, request, failure, out, refused=True)
 

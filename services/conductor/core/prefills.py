@@ -139,28 +139,25 @@ class Prefills(Pool[Prefill]):
         self, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, allowed: int, limit: int
     ) -> list[PrefillChoice]:
         def cost(found: RankClass, blocks: int) -> float:
-            return model.cost(found.speeds, found.key.stages, found.key.step_tokens, blocks).alone_s
+            key = found.key
+            cost = model.cost(found.speeds, key.stages, key.step_tokens, blocks)
+            return cost.load_s + cost.prefill_s
 
         found = self.ranks.search(allowed, prefixes, cost, lambda free_at: max(free_at - now, 0.0), limit)
-        rescored = [(self._choice(model, one.place.slot, one.blocks, now), one.place) for one in found]
-        rescored.sort(key=lambda pair: (pair[0].ttft_s, pair[1]))
-        return [choice for choice, _ in rescored]
+        rescored = []
+        for _, place, blocks in found:
+            choice = self._choice(model, place.slot, blocks, now)
+            rescored.append((choice.ttft_s, place, choice))
+        rescored.sort()
+        return [choice for _, _, choice in rescored]
 
     def _choice(self, model: PrefillModel, slot: int, blocks: int, now: float, excluded: str = "") -> PrefillChoice:
         instance = self.by_slot[slot]
-        facts, queue_s = instance.facts, max(instance.free_at - now, 0.0)
+        facts, free_at = instance.facts, instance.free_at
         cost = model.cost(instance.tracker.speeds, facts.stages, facts.step_tokens, blocks)
-        return PrefillChoice(
-            facts.id,
-            blocks,
-            cost.used_blocks,
-            queue_s,
-            cost.load_s,
-            cost.prefill_s,
-            cost.busy_s,
-            cost.kvstore,
-            excluded,
-        )
+        load_s, prefill_s, busy_s, used, store = cost
+        queue_s = free_at - now if free_at > now else 0.0
+        return PrefillChoice(facts.id, blocks, used, queue_s, load_s, prefill_s, busy_s, store, excluded)
 
     def _excluded(
         self, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, slot: int, demand: Demand

@@ -8,7 +8,8 @@ together are no better than the eighth best found.
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import log
+from math import inf, log
+from operator import itemgetter
 from typing import NamedTuple
 
 from moonpool.cost import Speeds
@@ -16,27 +17,37 @@ from services.conductor.core.sets import members
 
 SHORTLIST = 8
 """Instances that a search finds; they are then compared by their own speeds."""
-MARGIN = 0.75
-"""An instance leaves its class when a speed is so many class widths from the class's middle; half a width has it join.
-In between it stays, so that a speed at a border does not move it with every report."""
+JOIN, LEAVE = 0.5, 0.75
+"""An instance joins a class whose middle is at most half a class width from each of its speeds, and leaves it at three
+quarters. In between it stays, so that a speed at a border does not move it with every report."""
 FEW = 24
 """A set of so few instances is enumerated instead of walking its class in order."""
 
-Levels = tuple[int | None, ...]
+Levels = tuple[float | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ClassKey:
-    """What members of a class have in common. `levels`: logarithms of typical times, rounded; None for 0."""
+    """What members of a class have in common. `levels`: its middle, in logarithms of typical times; None for 0."""
 
     levels: Levels
     stages: int = 1
     step_tokens: int = 0
 
+    @property
+    def kind(self) -> tuple[int, int]:
+        """What must be equal."""
+        return self.stages, self.step_tokens
+
+    def distance(self, levels: Levels) -> float:
+        """The largest distance from the middle, in class widths."""
+        pairs = zip(self.levels, levels, strict=True)
+        return max([0.0 if a is b else inf if a is None or b is None else abs(a - b) for a, b in pairs])
+
 
 @dataclass(slots=True)
 class RankClass:
-    """Instances of about equal speed; `speeds` are those of the first, and stand for all in a search."""
+    """Instances of about equal speed; `speeds` are those of the first, its middle, and stand for all in a search."""
 
     key: ClassKey
     speeds: Speeds
@@ -96,21 +107,28 @@ class Ranks:
         if before is not None and self._speeds[slot] is speeds:
             self.move(slot, load, turn)
             return
-        key = ClassKey(self._levels(speeds, before[0].key.levels if before else ()), stages, step_tokens)
-        if before is None or before[0].key != key:
+        levels = self._levels(speeds)
+        key = ClassKey(levels, stages, step_tokens)
+        if before is not None and before[0].key.kind == key.kind and before[0].key.distance(levels) <= LEAVE:
+            self.move(slot, load, turn)
+        else:
             if before is not None:
                 self.remove(slot)
-            found = self._classes.get(key)
-            if found is None:
-                found = self._classes[key] = RankClass(key, speeds)
+            found = self._class_for(key, speeds)
             found.mask |= 1 << slot
             self.mask |= 1 << slot
             place = Place(load(found.speeds), turn, name, slot)
             insort(found.order, place)
             self._of[slot] = found, place
-        else:
-            self.move(slot, load, turn)
         self._speeds[slot] = speeds
+
+    def _class_for(self, key: ClassKey, speeds: Speeds) -> RankClass:
+        """The nearest class that an instance may join, or a new one."""
+        alike = [one for one in self._classes.values() if one.key.kind == key.kind]
+        nearest = min(alike, key=lambda one: one.key.distance(key.levels), default=None)
+        if nearest is None or nearest.key.distance(key.levels) > JOIN:
+            nearest = self._classes[key] = RankClass(key, speeds)
+        return nearest
 
     def move(self, slot: int, load: Callable[[Speeds], float], turn: int) -> None:
         """Ranks an instance anew after its load has changed."""
@@ -151,35 +169,23 @@ class Ranks:
             fits: tells of a slot whether it may be chosen; None = all allowed ones.
         """
         best: list[Found] = []
+        worst_s = inf
         for seconds, blocks, found, mask in self._groups(allowed & self.mask, prefixes, cost):
-            if len(best) == limit and seconds + wait(found.order[0].load) > best[-1].seconds:
+            if seconds + wait(found.order[0].load) > worst_s:
                 continue
-            if mask.bit_count() <= FEW:
-                for slot in members(mask):
-                    if fits is None or fits(slot):
-                        place = self._of[slot][1]
-                        _keep(best, Found(seconds + wait(place.load), place, blocks), limit)
-            else:
-                self._walk(best, found, mask, seconds, blocks, wait, limit, fits)
+            # A few slots are looked at each. In a class's order the rest cannot be better once one is not.
+            few = mask.bit_count() <= FEW
+            for place in [self._of[slot][1] for slot in members(mask)] if few else found.order:
+                if not (few or mask >> place.slot & 1) or not (fits is None or fits(place.slot)):
+                    continue
+                one = Found(seconds + wait(place.load), place, blocks)
+                if one.seconds <= worst_s and (len(best) < limit or one < best[-1]):
+                    insort(best, one)
+                    del best[limit:]
+                    worst_s = best[-1].seconds if len(best) == limit else inf
+                elif not few:
+                    break
         return best
-
-    def _walk(
-        self,
-        best: list[Found],
-        found: RankClass,
-        mask: int,
-        seconds: float,
-        blocks: int,
-        wait: Callable[[float], float],
-        limit: int,
-        fits: Callable[[int], bool] | None,
-    ) -> None:
-        """Tries a class's members in order until they cannot be better any more."""
-        for place in found.order:
-            if not mask >> place.slot & 1 or (fits is not None and not fits(place.slot)):
-                continue
-            if not _keep(best, Found(seconds + wait(place.load), place, blocks), limit):
-                return
 
     def _groups(
         self, allowed: int, prefixes: Sequence[tuple[int, int]], cost: Callable[[RankClass, int], float]
@@ -198,7 +204,7 @@ class Ranks:
             for blocks, mask in exact
             if (here := mask & found.mask)
         ]
-        groups.sort(key=lambda group: group[0])
+        groups.sort(key=itemgetter(0))
         return groups
 
     def levels(self, slot: int) -> Levels:
@@ -213,17 +219,8 @@ class Ranks:
         """The speeds that stand for an instance's class."""
         return self._of[slot][0].speeds
 
-    def _levels(self, speeds: Speeds, before: Levels) -> Levels:
-        return tuple(
-            self._level(seconds, before[at] if at < len(before) else None)
-            for at, seconds in enumerate(self._typical(speeds))
-        )
-
-    def _level(self, seconds: float, before: int | None) -> int | None:
-        if seconds <= 0.0:
-            return None
-        exact = log(seconds) / self._log_width
-        return before if before is not None and abs(exact - before) <= MARGIN else round(exact)
+    def _levels(self, speeds: Speeds) -> Levels:
+        return tuple([log(seconds) / self._log_width if seconds > 0.0 else None for seconds in self._typical(speeds)])
 
     def check_invariants(self) -> None:
         """Asserts that classes, orders and masks agree."""
@@ -239,15 +236,3 @@ class Ranks:
         assert seen == self.mask
         assert len(self._of) == seen.bit_count()
         assert self._speeds.keys() == self._of.keys()
-
-
-def _keep(best: list[Found], found: Found, limit: int) -> bool:
-    """Puts an instance among the best, if it is one of them; False when it is not."""
-    if len(best) < limit:
-        insort(best, found)
-        return True
-    if found >= best[-1]:
-        return False
-    insort(best, found)
-    best.pop()
-    return True

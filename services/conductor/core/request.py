@@ -7,6 +7,7 @@ the stream continues where it stopped. docs/adr/0006-the-life-of-a-request.md ha
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Cancel, Ended, Tick
 from moonpool.core.timers import Timers
+from services.conductor.core.admission import Gate
 from services.conductor.core.book import TIMERS, Book
 from services.conductor.core.failures import FINAL, INNER, Failure, Kind
 from services.conductor.core.legs import MAX_RESERVES, Call, Hold, Legs
@@ -47,9 +48,11 @@ class Requests:
         self._limits = limits
         self._rooms = RoomQueue()
         self._timers: Timers[tuple[str, int]] = Timers()
-        self._legs = Legs(picture, self._timers, limits.reserve_timeout_s)
-        self._book = Book(self._legs, self._rooms, self._timers)
-        self._placing = Placing(limits, picture, self._book, self._legs, self._rooms, self._timers)
+        self._lengths = picture.forecasts.lengths
+        gate = Gate(limits.admission, picture.forecasts)
+        self._legs = Legs(picture, self._timers, limits.reserve_timeout_s, gate)
+        self._book = Book(self._legs, self._rooms, self._timers, self._lengths)
+        self._placing = Placing(limits, picture, self._book, self._legs, self._rooms, self._timers, gate)
 
     def __len__(self) -> int:
         return len(self._book.requests)
@@ -131,6 +134,8 @@ class Requests:
             case FirstToken():
                 self._first_token(now, request, attempt, event, out)
             case Tokens():
+                if request.ask.choices == 1:  # of several, none tells the length of all
+                    self.picture.grew(hold.claim, request.tokens + event.count, now)
                 self._tokens(now, request, attempt, event, out)
 
     def _first_token(
@@ -140,6 +145,9 @@ class Requests:
         if attempt is not None:
             self._legs.token(attempt, now)
             self._learn(attempt.plan, event.how)
+            self.picture.grew(attempt.promise, max(request.tokens, 1), now)
+        if request.ask.choices == 1:
+            self._lengths.begin(request.ask.number, request.ask.stratum)
         if event.finish is not None:
             self._book.complete(now, request, event.finish, out)
         elif attempt is not None and attempt.decode is DecodeLeg.PROMISED:
@@ -153,6 +161,7 @@ class Requests:
 
     def _tokens(self, now: float, request: Request, attempt: Attempt | None, event: Tokens, out: list[Action]) -> None:
         request.grow(event.count)
+        self._lengths.grew(request.ask.number, request.tokens)
         if attempt is not None and event.count:  # decode begins only when it has everything
             attempt.decode = DecodeLeg.STREAMING
             self._timers.clear(("word", request.ask.number))
@@ -256,7 +265,8 @@ class Requests:
                 self._placing.room_news(now, instance, out)
             case Left(instance, incarnation, lost):
                 self._rooms.forget(instance)
-                for request in list(self._book.requests.values()) if lost else ():
+                for number in self._legs.at(instance) if lost else ():
+                    request = self._book.requests[number]
                     if request.attempt is not None:
                         self._lost(now, request, request.attempt, (instance, incarnation), lost, out)
 
@@ -333,12 +343,14 @@ class Requests:
     def check_invariants(self) -> None:
         """Asserts what must hold between any two events."""
         self._rooms.check_invariants()
+        self._legs.check_places(self._book.requests.values())
         reserves = [hold.request for _, hold in self._legs.calls if hold.call is Call.RESERVE]
         for number, request in self._book.requests.items():
             assert number == request.ask.number
             assert request.reserves == reserves.count(number) <= MAX_RESERVES
             assert (request.phase is Phase.ROOM) == (number in self._rooms)
             assert (request.phase is Phase.PLACED) == (request.attempt is not None)
+            assert (request.phase is Phase.MEMBER) == (number in self._book.memberless)
             assert (request.phase is Phase.PAUSE) == (self._timers.at(("pause", number)) is not None)
             assert self._timers.at(("deadline", number)) is not None
             if request.phase in (Phase.ROOM, Phase.MEMBER):

@@ -5,17 +5,20 @@ Not for ever the other way round: for one that has waited for `HOLD_AFTER_S`, an
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from services.conductor.core.cost import Need
 
 HOLD_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Waiter:
-    """A request that needs `blocks` of room; lower numbers came first."""
+    """A request and what room it needs; lower numbers came first."""
 
     number: int
-    blocks: int
+    need: Need
     since: float
 
 
@@ -34,10 +37,10 @@ class RoomQueue:
         at = self._at(number)
         return at < len(self._waiters) and self._waiters[at].number == number
 
-    def add(self, number: int, blocks: int, since: float) -> None:
+    def add(self, waiter: Waiter) -> None:
         """Lets a request wait at its place, which is that of its number."""
-        assert number not in self, f"{number} waits already"
-        insort(self._waiters, Waiter(number, blocks, since))
+        assert waiter.number not in self, f"{waiter.number} waits already"
+        insort(self._waiters, waiter)
 
     def remove(self, number: int) -> None:
         """The request waits no more; unknown numbers are fine."""
@@ -63,8 +66,15 @@ class RoomQueue:
         """Whether the instance is not held for a request that came earlier."""
         return self._holds.get(decode, number) >= number
 
-    def woken(self, decode: str, room: int, total: int, now: float) -> list[int]:
+    def woken(self, decode: str, room: int, total: int, needs: Callable[[Need], int], now: float) -> list[int]:
         """Those who fit into the room of one instance, first come first; to be called when it has reported.
+
+        Args:
+            decode: the instance.
+            room: blocks that it could promise.
+            total: blocks of its pool.
+            needs: blocks that a request is expected to need there.
+            now: seconds.
 
         Where room that seemed to be there was refused, and nothing has changed since, one at a time finds out.
         """
@@ -73,9 +83,10 @@ class RoomQueue:
         for waiter in self._waiters:
             if len(found) >= most:
                 break
-            if waiter.blocks <= room and self.free_to(decode, waiter.number):
+            blocks = needs(waiter.need)
+            if blocks <= room and waiter.need.longest <= total and self.free_to(decode, waiter.number):
                 found.append(waiter.number)
-                room -= waiter.blocks
+                room -= blocks
             elif self._holds_now(waiter, decode, total, now):
                 break
         return found
@@ -96,6 +107,10 @@ class RoomQueue:
 
     def _holds_now(self, waiter: Waiter, decode: str, total: int, now: float) -> bool:
         """Whether the instance is held for this one, who has waited for long and is too big for its room of now."""
-        if waiter.blocks <= total and now - waiter.since >= HOLD_AFTER_S and waiter.number not in self._holds.values():
+        if (
+            waiter.need.longest <= total
+            and now - waiter.since >= HOLD_AFTER_S
+            and waiter.number not in self._holds.values()
+        ):
             self._holds.setdefault(decode, waiter.number)
         return self._holds.get(decode) == waiter.number

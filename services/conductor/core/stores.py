@@ -8,10 +8,12 @@ chains share, goes to the stores that rendezvous hashing picks by its first own 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moonpool.core.digest import digest_of
 from moonpool.kv import rendezvous
 from services.conductor.core.facts import InstanceFacts, LoadFacts
+from services.conductor.core.sets import members
 
 SHARED_BY = 4
 """A prefix that so many different chains continue is shared; fewer may be one turn asked again."""
@@ -22,8 +24,7 @@ MAX_OTHER_SOURCES = 2
 """Further stores to load a prefix from if the chosen one fails."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreView:
+class StoreView(NamedTuple):
     """A kvstore as a request sees it.
 
     `blocks` are the leading blocks of the request's chain it holds, `busy` the sessions it serves, `score` that of
@@ -38,7 +39,16 @@ class StoreView:
 
 def by_reading(stores: Sequence[StoreView]) -> list[StoreView]:
     """Return the stores in the order to read the chain from: longest prefix, least busy, highest score."""
-    return sorted(stores, key=lambda store: (-store.blocks, store.busy, -store.score, store.id))
+    return sorted(stores, key=_reading_order)
+
+
+def first_by_reading(stores: Sequence[StoreView]) -> StoreView | None:
+    """Return the store to read the chain from, if there is any."""
+    return min(stores, key=_reading_order, default=None)
+
+
+def _reading_order(store: StoreView) -> tuple[int, int, float, str]:
+    return -store.blocks, store.busy, -store.score, store.id
 
 
 def choose_write_back(stores: Sequence[StoreView], copies: int, *, shared: bool = False) -> list[StoreView]:
@@ -153,28 +163,32 @@ class Stores:
 
     def views(self, keys: Sequence[bytes], prompt_key: bytes, prefixes: Sequence[tuple[int, int]]) -> list[StoreView]:
         """The stores as a request sees them; `prefixes` are what `Forest.match` gives for its keys."""
-        stores = [self._by_id[name] for name in self._weights]
-        held = dict.fromkeys([store.slot for store in stores], 0)
+        stores = {self._by_id[name].slot: self._by_id[name] for name in self._weights}
+        held: dict[int, int] = {}
+        everyone = sum([1 << slot for slot in stores])
         for blocks, mask in prefixes:
-            held = {slot: blocks if mask >> slot & 1 else before for slot, before in held.items()}
-        # The first block that no store holds decides, which is the first that may be the chain's own.
-        key = keys[min(max(held.values(), default=0), len(keys) - 1)] if keys else prompt_key
-        return [
-            StoreView(
-                id=store.facts.id,
-                blocks=held[store.slot],
-                busy=max(store.load.running, len(store.reads)),
-                score=rendezvous.score(key, store.facts.id, self._weights[store.facts.id]),
-            )
-            for store in stores
+            if here := mask & everyone:
+                held.update(dict.fromkeys(members(here), blocks))
+        views = [
+            StoreView(store.facts.id, held.get(slot, 0), max(store.load.running, len(store.reads)))
+            for slot, store in stores.items()
         ]
+        # Scores decide among equals. Where one store alone holds something, it is read from and keeps the chain.
+        return views if len(held) == 1 == self._replicas else self._scored(keys, prompt_key, views)
 
-    def write_back(self, keys: Sequence[bytes], views: Sequence[StoreView]) -> tuple[StoreView, ...]:
+    def _scored(self, keys: Sequence[bytes], prompt_key: bytes, views: Sequence[StoreView]) -> list[StoreView]:
+        """The views with scores for the first block that no store holds: the first that may be the chain's own."""
+        longest = max([view.blocks for view in views], default=0)
+        key = keys[min(longest, len(keys) - 1)] if keys else prompt_key
+        return [view._replace(score=rendezvous.score(key, view.id, self._weights[view.id])) for view in views]
+
+    def write_back(self, keys: Sequence[bytes], prompt_key: bytes, views: Sequence[StoreView]) -> tuple[StoreView, ...]:
         """The stores that shall hold the chain, also for a prompt without a full block: its answer may fill some."""
-        longest = max((view.blocks for view in views), default=0)
+        longest = max([view.blocks for view in views], default=0)
         parts = len(views) > self._replicas and 0 < longest < len(keys)  # else there is nothing to decide
         shared = parts and self._forks.shared(keys[longest - 1], keys[longest])
-        return tuple(choose_write_back(views, self._replicas, shared=shared))
+        rated = self._scored(keys, prompt_key, views) if shared else views
+        return tuple(choose_write_back(rated, self._replicas, shared=shared))
 
     def digest(self) -> bytes:
         """Hash of the state."""

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from moonpool.cost import SpeedTracker, decode_step_seconds
 from services.decode.core.config import CoreConfig
+from services.decode.core.lengths import AnswerLengths
 from services.decode.core.messages import Reserve
 from services.decode.core.planner import Planner
 from services.decode.core.request import Request, State
@@ -18,16 +19,20 @@ class Admission:
         room: counts blocks.
         planner: knows the batch and those who wait.
         tracker: predicts the engine's times.
+        lengths: says how long answers become.
     """
 
-    def __init__(self, config: CoreConfig, room: Room, planner: Planner, tracker: SpeedTracker) -> None:
+    def __init__(
+        self, config: CoreConfig, room: Room, planner: Planner, tracker: SpeedTracker, lengths: AnswerLengths
+    ) -> None:
         self._config = config
         self._room = room
         self._planner = planner
         self._tracker = tracker
+        self._lengths = lengths
 
     def predicted_tbt_s(self, event: Reserve, others: Collection[Request]) -> float:
-        """Seconds per step with all requests that are here, and this one, in the batch."""
+        """Seconds per step with this request in the batch when it starts, and all that are expected to be here then."""
         batch, running = (
             self._planner.batch,
             State.RUNNING,
@@ -35,7 +40,23 @@ class Admission:
         apart = [request for request in others if request.state is not running and request not in batch]
         context = batch.context + event.tokens * event.width + sum(map(batch.context_of, apart))
         sequences = len(batch) + event.width + sum(request.places for request in apart)
+        step_s = self._step_s(sequences, context)
+        if not event.starts_in_s or not step_s:
+            return step_s
+        steps = event.starts_in_s / step_s
+        ended = [request for request in others if self._is_over(request, steps)]
+        return self._step_s(sequences - len(ended), context - sum(map(batch.context_of, ended)))
+
+    def _step_s(self, sequences: int, context: int) -> float:
         return decode_step_seconds(self._tracker.speeds, min(sequences, self._config.max_batch), context)
+
+    def _is_over(self, request: Request, steps: float) -> bool:
+        """Whether a request's only sequence is expected to have ended after so many steps."""
+        if not request.is_started or request.width > 1:
+            return False
+        tokens = self._planner.batch.context_of(request)
+        made = max(0, tokens - request.prompt_tokens)
+        return min(request.total_tokens - tokens, self._lengths.expected(made) - made) <= steps
 
     def refuse(
         self, event: Reserve, request: Request, tbt_s: float, others: Collection[Request]

@@ -88,10 +88,10 @@ class Batch:
         member.tokens += self.ticks
         self.context -= member.tokens
 
-    def advance(self) -> None:
-        """Each sequence has got a token."""
-        self.ticks += 1
-        self.context += len(self._members)
+    def advance(self, steps: int = 1) -> None:
+        """Each sequence has got a token in each of these steps."""
+        self.ticks += steps
+        self.context += steps * len(self._members)
 
     def grew(self, member: Member) -> None:
         """Notes when a sequence needs its next block; call it when it has got one."""
@@ -110,6 +110,21 @@ class Batch:
             if member is not None and request is not None and self._need(member) == tick:
                 found[request.id] = request
         return [found[number] for number in sorted(found)]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nobody in it may have several sequences, or is a beam."""
+        return not any(request.is_group for request in self._requests.values())
+
+    def covered(self, most: int) -> int:
+        """Steps from now on for which the blocks of all members are enough; `most` at most."""
+        while self._needs:
+            tick, number = self._needs[0]
+            member, _ = self._members.get(number, (None, None))
+            if member is not None and self._need(member) == tick:
+                return min(most, tick - self.ticks)
+            heappop(self._needs)
+        return most
 
     def _need(self, member: Member) -> int:
         """The tick from which on the blocks do not hold all tokens."""

@@ -39,6 +39,7 @@ class CoreConfig:
         step_tokens: tokens computed again in one step at most.
         swap_blocks: blocks that may be swapped out.
         assumed_answer_tokens: length that answers are expected to have until some have ended.
+        run_steps: steps that the engine may take in one run at most (see `Run`).
         preempt_every: a diagnosis: a member of the batch is preempted in every so many steps; 0 = never.
     """
 
@@ -55,6 +56,7 @@ class CoreConfig:
     step_tokens: int = 256
     swap_blocks: int = 0
     assumed_answer_tokens: int = 256
+    run_steps: int = 1
     preempt_every: int = 0
 
     def blocks_for(self, tokens: int) -> int:

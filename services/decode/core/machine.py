@@ -13,7 +13,6 @@ from services.decode.core.lengths import AnswerLengths
 from services.decode.core.messages import (
     Action,
     Arrived,
-    Candidates,
     Died,
     Ending,
     Event,
@@ -29,6 +28,7 @@ from services.decode.core.messages import (
     Run,
     Start,
     StepDone,
+    Stepped,
     Stop,
     StreamClosed,
     StreamOpened,
@@ -37,9 +37,9 @@ from services.decode.core.messages import (
 )
 from services.decode.core.planner import Planner
 from services.decode.core.preemption import Parking
-from services.decode.core.request import TRANSFERRING, Member, Request, State
+from services.decode.core.request import TRANSFERRING, Request, State
 from services.decode.core.room import Room
-from services.decode.core.search import Search
+from services.decode.core.runs import Flight
 from services.decode.core.shelf import Shelf
 
 _IN_USE = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
@@ -68,7 +68,7 @@ class DecodeCore:
         self.parking = Parking(config, self.room, self.tracker, self._ios, self.shelf)
         self._lengths = AnswerLengths(config.assumed_answer_tokens)
         self.planner = Planner(config, self.room, self.parking, self._lengths, self.tracker)
-        self._admission = Admission(config, self.room, self.planner, self.tracker)
+        self._admission = Admission(config, self.room, self.planner, self.tracker, self._lengths)
         self.requests: dict[int, Request] = {}
         self._leases: Timers[int] = Timers()
         self._streams: dict[int, str] = {}
@@ -88,6 +88,11 @@ class DecodeCore:
         """Sequences of all requests, also of those that have not begun."""
         return sum(request.places for request in self.requests.values())
 
+    @property
+    def expected_answer_tokens(self) -> int:
+        """Tokens that a new answer is expected to have, and for which room is kept."""
+        return self._lengths.expected(0)
+
     def count(self, *states: State) -> int:
         """Requests in one of these states."""
         return sum(request.state in states for request in self.requests.values())
@@ -101,6 +106,8 @@ class DecodeCore:
         match event:
             case StepDone():
                 self._step_done(event, out)
+            case Stepped():
+                self._stepped(event)
             case Heard(number):
                 self._heard(now, number)
             case Reserve():
@@ -117,24 +124,14 @@ class DecodeCore:
                 self._progress(now, event, out)
         if not self._dead:
             self.planner.plan(out)
+            if not isinstance(event, Stepped | StepDone):
+                self.planner.cut(out, leaving=bool(self._leaving))
 
     # --- promises --------------------------------------------------------------------------------------------------
 
     def _reserve(self, now: float, event: Reserve, out: list[Action]) -> None:
         tbt_s = self._admission.predicted_tbt_s(event, self.requests.values())
-        request = Request(
-            event.id,
-            [Member(event.id, list(event.keys), event.tokens, stored=[len(event.keys)] * event.stores)],
-            event.width,
-            event.prompt_tokens,
-            event.total_tokens,
-            event.tbt_slo_s,
-            event.conductor,
-            event.stores,
-            until=now + self.config.promise_s,
-        )
-        if event.beams is not None:
-            request.search = Search(event.width, event.total_tokens - event.prompt_tokens, event.beams)
+        request = Request.of(event, now + self.config.promise_s)
         refused = self._admission.refuse(event, request, tbt_s, self.requests.values())
         if refused is not None:
             reason, why = refused
@@ -282,24 +279,21 @@ class DecodeCore:
         flight = self.planner.flight
         if flight is None or flight.run.step != event.step:
             return  # of an engine that has died
-        self.planner.flight = None
-        if not event.aborted:
-            self._computed(flight.run, flight.context, event, out)
-        else:
+        if event.aborted:
             self.planner.not_computed(flight, out)
+        else:
+            self._observe(flight, event)
+            self.planner.advance(event.steps, over=True)
+            self._computed(flight.run, event, out)
         self._step_over(out)
         for number, _ in event.ended:
             self._ended_itself(number, out)
         for request, candidates in beams.searches(event.candidates, self._of):
-            self._search(request, candidates, out)
-
-    def _search(self, request: Request, candidates: list[Candidates], out: list[Action]) -> None:
-        """A step has told what may follow each beam."""
-        if beams.advance(request, candidates, self.blocks, out):
-            self._lengths.observe(self.planner.batch.tokens_of(request.members[0]) - request.prompt_tokens)
-            self._leave(request, out)
-        else:
-            self.planner.batch.forked(request)
+            if beams.advance(request, candidates, self.blocks, out):
+                self._lengths.observe(self.planner.batch.tokens_of(request.members[0]) - request.prompt_tokens)
+                self._leave(request, out)
+            else:
+                self.planner.batch.forked(request)
 
     def _ended_itself(self, number: int, out: list[Action]) -> None:
         """A sequence has ended with the step's token; its request when it was the last."""
@@ -313,10 +307,19 @@ class DecodeCore:
         else:
             self._leave(request, out)
 
-    def _computed(self, run: Run, context: int, event: StepDone, out: list[Action]) -> None:
-        if not run.chunks:
-            self.tracker.observe_decode(len(run.batch), context, event.seconds)
-        self.planner.batch.advance()
+    def _stepped(self, event: Stepped) -> None:
+        flight = self.planner.flight
+        if flight is not None and flight.run.step == event.step and event.steps:
+            self._observe(flight, event)
+            self.planner.advance(event.steps, over=False)
+
+    def _observe(self, flight: Flight, event: Stepped | StepDone) -> None:
+        if not flight.run.chunks:
+            batch = len(flight.run.batch)
+            context = flight.context + batch * (event.steps - 1) / 2
+            self.tracker.observe_decode(batch, context, event.seconds / event.steps, steps=event.steps)
+
+    def _computed(self, run: Run, event: StepDone, out: list[Action]) -> None:
         for chunk in run.chunks:
             request = self._of[chunk.id]
             if request.state is not State.LEAVING:

@@ -45,6 +45,8 @@ class Reserve:
     """Copies of each full block of the answer that are to be written back."""
     width: int = 1
     """Sequences that begin with these tokens and run together."""
+    starts_in_s: float = 0.0
+    """Seconds until it is expected to start: the time between tokens is to be kept from then on."""
     beams: Beams | None = None
     """The sequences are beams; None = each goes its own way."""
 
@@ -109,10 +111,22 @@ class StreamClosed:
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
-    """The running step is over, and nothing writes to its blocks any more."""
+class Stepped:
+    """Some steps of the run are over, which goes on. Nobody ended in them, and no block became full."""
 
     step: int
+    """The run's number."""
+    steps: int
+    seconds: float
+    """Of all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The run is over, and nothing writes to its blocks any more."""
+
+    step: int
+    """The run's number."""
     aborted: bool
     """Nothing was computed."""
     seconds: float
@@ -120,6 +134,8 @@ class StepDone:
     """Sequences that ended with the token of this step, with the reason."""
     filled: tuple[tuple[int, BlockKey], ...] = ()
     """Sequences whose last block became full, with its key."""
+    steps: int = 1
+    """Steps that took these seconds: those of the run that were not told by `Stepped`."""
     candidates: tuple[tuple[int, Candidates], ...] = ()
     """What may follow each beam of the step."""
 
@@ -171,6 +187,7 @@ Event = (
     | Stop
     | StreamOpened
     | StreamClosed
+    | Stepped
     | StepDone
     | Died
     | Ended[IoEnd]
@@ -231,13 +248,26 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a step: one token for each sequence of the batch, and some chunks. Answered by `StepDone`."""
+    """Run a step: one token for each sequence of the batch, and some chunks. Answered by one `StepDone`.
+
+    The same batch may go on for `steps` steps without asking: until then nobody needs a block, and nobody who waits
+    could join. The run ends early with the first step in which a sequence ends, and after a `Cut`. Before the core is
+    told anything else, it is told by `Stepped` how many steps are over.
+    """
 
     step: int
     batch: tuple[int, ...]
     chunks: tuple[Chunk, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     """Blocks that are copied before the step writes anything: from, to."""
+    steps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """End the run with the step that is being computed: there is something to decide."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +375,7 @@ Action = (
     | Table
     | Grew
     | Run
+    | Cut
     | Finish
     | Select
     | Ranked

@@ -4,7 +4,6 @@ The members of a request do all of this together.
 """
 
 from bisect import insort
-from dataclasses import dataclass, field
 
 from moonpool.cost import SpeedTracker, decode_step_seconds, prefill_seconds
 from services.decode.core import groups
@@ -16,17 +15,7 @@ from services.decode.core.messages import Action, Chunk, Grew, Run
 from services.decode.core.preemption import Parking, choose_victim
 from services.decode.core.request import Member, Request, State
 from services.decode.core.room import Room
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """The step that is running."""
-
-    run: Run
-    context: int
-    """Tokens attended to by the batch."""
-    copies: list[Copied] = field(default_factory=list)
-    """Made before it."""
+from services.decode.core.runs import Flight, quiet_steps
 
 
 class Planner:
@@ -61,6 +50,7 @@ class Planner:
         self._waiting = 0  # blocks of those being copied that somebody waits for
         self.steps = 0
         self.recomputed_tokens = 0
+        self._upset = False  # by this plan: who waits may fit into the next step
 
     # --- who is here -----------------------------------------------------------------------------------------------
 
@@ -107,23 +97,42 @@ class Planner:
         """Starts the next step if none is running and there is something to compute."""
         if self.flight is not None:
             return
-        self._waiting = 0
+        self._waiting, self._upset = 0, False
         self._diagnose(out)
         self._keep_tbt(out)
         self._seat(out)
         self._grow(out)
-        if self._bring_back(out):
+        gave_way = self._upset and not len(self.batch) and not self._waiting
+        if self._bring_back(out) or gave_way:
             self._seat(out)
         chunks = self._chunks()
         if not len(self.batch) and not chunks:
             return
         self.steps += 1
-        run = Run(self.steps, self.batch.ids, chunks, tuple((it.source, it.block) for it in self.copies))
-        self.flight, self.copies = Flight(run, self.batch.context, self.copies), []
+        steps = 1 if chunks or self._unquiet else quiet_steps(self.batch, self._config.run_steps, self._tbt_s)
+        run = Run(self.steps, self.batch.ids, chunks, tuple((it.source, it.block) for it in self.copies), steps)
+        self.flight, self.copies = Flight(run, self.batch.context, self.copies, steps), []
         out.append(run)
+
+    @property
+    def _unquiet(self) -> bool:
+        return bool(self._upset or self.copies or self.catching or self._config.preempt_every)
+
+    def advance(self, steps: int, *, over: bool) -> None:
+        """So many steps of the run are over, or all of it."""
+        assert self.flight is not None
+        assert steps <= self.flight.left, "the engine went on without asking"
+        self.batch.advance(steps)
+        self.flight = None if over else self.flight.advanced(steps, self.batch.context)
+
+    def cut(self, out: list[Action], *, leaving: bool) -> None:
+        """Something has happened: a run ends with this step if somebody waits for its end."""
+        if self.flight is not None and (leaving or self.ready or self.catching or self._parking.parked):
+            self.flight = self.flight.cut(out)
 
     def not_computed(self, flight: Flight, out: list[Action]) -> None:
         """A step was given up, so its copies were not made."""
+        self.flight = None
         for copied in flight.copies:
             groups.undo_copy(copied, self._room.blocks, out)
             if copied.request in self.batch:
@@ -197,6 +206,7 @@ class Planner:
             if request.state is State.READY and self._may_join(request) and self._equip(request, out):
                 self.ready.remove(request)
                 self.join(request)
+                self._upset |= bool(self._parking.parked)
 
     def join(self, request: Request) -> None:
         """Takes a request into the batch."""
@@ -226,6 +236,7 @@ class Planner:
 
     def _unready(self, request: Request, out: list[Action]) -> None:
         """Back among those who wait."""
+        self._upset = True
         self._undo_copies(request, out)
         self._unseat(request)
         self.add(request)
@@ -267,6 +278,7 @@ class Planner:
         return True
 
     def _preempt(self, victim: Request, out: list[Action]) -> None:
+        self._upset = True
         self._undo_copies(victim, out)
         self.take_out(victim)
         self._parking.preempt(victim, out)

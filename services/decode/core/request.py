@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Self
 
 from moonpool.kv.keys import BlockKey
-from services.decode.core.messages import Candidates
+from services.decode.core.messages import Candidates, Reserve
 from services.decode.core.search import Search
 
 
@@ -113,6 +114,24 @@ class Request:
     """Which blocks it had when it was preempted."""
     saved: int = 0
     """Blocks of `shape` that are swapped out, from the first on."""
+
+    @classmethod
+    def of(cls, event: Reserve, until: float) -> Self:
+        """One that asks for room."""
+        first = Member(event.id, list(event.keys), event.tokens, stored=[len(event.keys)] * event.stores)
+        longest = event.total_tokens - event.prompt_tokens
+        return cls(
+            event.id,
+            [first],
+            event.width,
+            event.prompt_tokens,
+            event.total_tokens,
+            event.tbt_slo_s,
+            event.conductor,
+            event.stores,
+            until,
+            search=Search(event.width, longest, event.beams) if event.beams is not None else None,
+        )
 
     @property
     def is_started(self) -> bool:

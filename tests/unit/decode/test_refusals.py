@@ -1,5 +1,7 @@
 """Requests that are refused."""
 
+import math
+
 import pytest
 
 from moonpool.errors import InvalidRequest, Overloaded
@@ -29,6 +31,14 @@ async def test_refuses_what_generates_nothing_or_never_fits(max_tokens: int) -> 
         with pytest.raises(InvalidRequest) as refused:
             await reserve(it, spec("a", prompt(20), max_tokens=max_tokens))
         assert refused.value.field == "sequence.sampling.max_tokens"
+
+
+@pytest.mark.parametrize("starts_in_s", [-1.0, math.inf, math.nan])
+async def test_refuses_a_start_that_is_no_time(starts_in_s: float) -> None:
+    async with decoding() as it:
+        with pytest.raises(InvalidRequest) as refused:
+            await reserve(it, spec("a", prompt(4)), starts_in_s=starts_in_s)
+        assert refused.value.field == "starts_in_s"
 
 
 async def test_refuses_by_predicted_tbt() -> None:

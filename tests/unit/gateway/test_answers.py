@@ -100,6 +100,44 @@ async def test_an_answer_without_tokens_is_whole() -> None:
     assert {event["id"] for event in found} == {"chatcmpl-r1"}
 
 
+def two_answers() -> FakeConductor:
+    """Answers with "5 " and, twice as long, "6 7 ", mixed."""
+    placed, first, second, third, finished = answer([5, 6, 7], request_id="r1")
+    second.delta.choice = third.delta.choice = 1
+    second.delta.position, third.delta.position = 0, 1
+    for reason in (kv_pb2.FINISH_REASON_STOP, kv_pb2.FINISH_REASON_LENGTH):
+        finished.finished.choices.add(reason=reason)
+    return FakeConductor(lambda _: [placed, second, first, third, finished])
+
+
+async def test_several_answers() -> None:
+    async with answering(two_answers()) as gateway:
+        choices = (await gateway.chat(n=2)).json()["choices"]
+        assert gateway.asked.sampling.n == 2
+        assert [(choice["index"], choice["message"]["content"], choice["finish_reason"]) for choice in choices] == [
+            (0, "5 ", "stop"),
+            (1, "6 7 ", "length"),
+        ]
+        found = [event["choices"][0] for event in events((await gateway.chat(n=2, stream=True)).text)]
+        plain = [event["choices"][0] for event in events((await gateway.plain(prompt="x", n=2, stream=True)).text)]
+    assert [(choice["index"], choice["delta"].get("content"), choice["finish_reason"]) for choice in found] == [
+        (0, "", None),
+        (1, "", None),
+        (1, "6 ", None),
+        (0, "5 ", None),
+        (1, "7 ", None),
+        (0, None, "stop"),
+        (1, None, "length"),
+    ]
+    assert [(choice["index"], choice["text"]) for choice in plain] == [
+        (1, "6 "),
+        (0, "5 "),
+        (1, "7 "),
+        (0, ""),
+        (1, ""),
+    ]
+
+
 async def test_emulated_answers_say_so() -> None:
     messages = answer()
     messages[0].placed.placement.emulated = messages[-1].finished.placement.emulated = True
@@ -212,8 +250,8 @@ async def test_openai_client(gateway: Answers) -> None:
     assert whole.choices[0].message.content == "1 2 3 "
     stream = await client.completions.create(model="tiny", prompt="x", stream=True)
     assert "".join([chunk.choices[0].text async for chunk in stream]) == "1 2 3 "
-    with pytest.raises(openai.BadRequestError, match="n: is not supported yet"):
-        await client.completions.create(model="tiny", prompt="x", n=2)
+    with pytest.raises(openai.BadRequestError, match="echo: is not supported yet"):
+        await client.completions.create(model="tiny", prompt="x", echo=True)
 
 
 async def test_both_paths_are_for_posts(gateway: Answers) -> None:

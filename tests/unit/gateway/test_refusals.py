@@ -34,8 +34,7 @@ def error(answered: httpx2.Response, status: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("n", True),
+        ("best_of", True),
         ("logprobs", True),
         ("top_logprobs", 3),
         ("prompt_logprobs", 0),
@@ -85,6 +84,7 @@ async def test_asking_for_nothing_is_fine(gateway: Answers) -> None:
         ({"messages": TURNS, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
         ({"messages": TURNS, "stream_options": {"include_usage": True}}, "stream_options"),
         ({"messages": TURNS, "stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"messages": TURNS, "n": True}, "n"),
         ({"messages": TURNS, "seed": -1}, "seed"),
         ({"messages": TURNS, "seed": 2**64}, "seed"),
         ({"messages": TURNS, "max_tokens": 2**40}, "max_tokens"),

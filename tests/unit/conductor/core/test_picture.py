@@ -7,6 +7,7 @@ import pytest
 
 from moonpool.cost import Speeds
 from moonpool.errors import InvalidRequest, Unavailable
+from services.conductor.core.decodes import Answer
 from services.conductor.core.picture import Picture
 
 from .worlds import BLOCK_TOKENS, SECOND_PER_TOKEN, World, facts
@@ -165,7 +166,7 @@ class TestClaims:
     def test_a_report_says_how_many_promises_it_includes(self) -> None:
         world = World(facts("prefill-0"), facts("decode-0"))
         picture = world.picture
-        first, second = (picture.claim_decode("decode-0", 16, 1) for _ in range(2))
+        first, second = (picture.claim_decode("decode-0", Answer(16, 1)) for _ in range(2))
         world.report("decode-0", free_blocks=9, promised_blocks=1, taken=8, waiting=1)
         picture.known(first, 8)
         picture.known(second, 9)
@@ -199,7 +200,7 @@ class TestClaims:
         world = World(facts("prefill-0"), facts("decode-0"), facts("decode-1"))
         picture = world.picture
         world.report("decode-0", free_blocks=10)
-        claim = picture.claim_decode("decode-0", 64, 8)
+        claim = picture.claim_decode("decode-0", Answer(64, 8))
         assert [c.id for c in world.plan(64).decodes] == ["decode-1", "decode-0"]
         assert picture.blocks_unreported == 8
         world.report("decode-0", free_blocks=10)  # made before it was promised
@@ -213,7 +214,10 @@ class TestClaims:
 
     def test_an_instance_that_is_gone_takes_its_claims_along(self) -> None:
         world = prefills("prefill-0")
-        claims = [world.picture.claim_prefill("prefill-0", 10.0, 0.0), world.picture.claim_decode("decode-0", 1, 1)]
+        claims = [
+            world.picture.claim_prefill("prefill-0", 10.0, 0.0),
+            world.picture.claim_decode("decode-0", Answer(1, 1)),
+        ]
         world.picture.leave("prefill-0")
         world.join(facts("prefill-0", incarnation=2, speeds=SECOND_PER_TOKEN))
         assert world.plan().prefill.queue_s == 0.0
@@ -255,13 +259,34 @@ class TestDecode:
         world.report("decode-1", running=9, free_blocks=50)
         assert [choice.id for choice in world.plan(64).decodes] == ["decode-1", "decode-0"]
 
+    def test_room_is_what_an_answer_is_expected_to_need_there(self) -> None:
+        world = self.world("decode-0", "decode-1", "decode-2")
+        world.report("decode-0", running=9, free_blocks=10, answer_tokens=16)
+        world.report("decode-1", running=8, free_blocks=10, answer_tokens=100)
+        world.report("decode-2", free_blocks=10)  # does not tell: the longest is expected
+        plan = world.plan(64, answer_tokens=320)
+        assert [(choice.id, choice.blocks) for choice in plan.decodes] == [
+            ("decode-0", 5),
+            ("decode-2", 24),
+            ("decode-1", 11),
+        ]
+        for _ in range(2):
+            world.picture.claim_decode("decode-0", Answer(64, plan.decodes[0].blocks))
+        assert world.picture.decodes.room_of("decode-0") == (0, 50)
+        assert world.plan(64, answer_tokens=320).decodes[0].id == "decode-2"
+
+    def test_an_answer_is_not_expected_to_be_longer_than_asked_for(self) -> None:
+        world = self.world("decode-0")
+        world.report("decode-0", free_blocks=50, answer_tokens=1000)
+        assert world.plan(64, answer_tokens=32).decodes[0].blocks == 6
+
     @pytest.mark.parametrize(("slower", "busy", "first"), [(1.4, 1, "slow"), (2.0, 1, "fast"), (10.0, 1, "fast")])
     def test_within_noise_fewer_sequences_beyond_it_the_speed(self, slower: float, busy: int, first: str) -> None:
         step = Speeds(decode_base_s=0.01, transfer_bytes_per_s=1e12)
         world = World(facts("prefill-0"), facts("decode-0", speeds=step))
         world.join(facts("decode-1", speeds=replace(step, decode_base_s=0.01 * slower)))
         for name in ("decode-0", "decode-1"):  # both have served, so both are known
-            world.picture.release(world.picture.claim_decode(name, 1, 1), 0.0)
+            world.picture.release(world.picture.claim_decode(name, Answer(1, 1)), 0.0)
         world.report("decode-0", running=busy, free_blocks=100)
         assert world.plan().decodes[0].id == {"fast": "decode-0", "slow": "decode-1"}[first]
 
@@ -275,7 +300,7 @@ class TestDecode:
         chosen = []
         for _ in range(1000):
             chosen.append(world.plan().decodes[0].id)
-            world.picture.release(world.picture.claim_decode(chosen[-1], 1, 1), 0.0)
+            world.picture.release(world.picture.claim_decode(chosen[-1], Answer(1, 1)), 0.0)
         assert chosen.count("decode-1") == tried
 
 
@@ -358,5 +383,5 @@ def test_it_goes_through_a_pickle() -> None:
     again: Picture = pickle.loads(pickle.dumps(world.picture))
     again.check_invariants()
     assert again.digest() == world.picture.digest()
-    world.picture.claim_decode("decode-0", 5, 1)
+    world.picture.claim_decode("decode-0", Answer(5, 1))
     assert again.digest() != world.picture.digest()

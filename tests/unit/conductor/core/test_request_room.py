@@ -38,6 +38,17 @@ def test_freed_room_wakes_only_those_that_fit_in_order_of_arrival() -> None:
     assert world.picture.plans == plans + 2
 
 
+def test_room_for_what_answers_are_expected_to_need_wakes() -> None:
+    world = World(decodes=1)
+    world.report("decode-0", 0)
+    world.arrive(prompt=BLOCK, answer=20 * BLOCK)
+    world.end(world.one(Reserve), NO_ROOM)
+    world.report("decode-0", 2)
+    assert world.open(Reserve) == []
+    world.report("decode-0", 2, answer_tokens=BLOCK)
+    assert [call.request for call in world.open(Reserve)] == [1]
+
+
 def test_where_seeming_room_was_refused_one_finds_out_for_all() -> None:
     world = waiting(SMALL, SMALL, SMALL, room=20)
     world.report("decode-0", 20)

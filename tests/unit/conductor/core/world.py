@@ -152,8 +152,8 @@ class World:
                 del self.promises[number]
         return self.post(Left(name, incarnation, lost))
 
-    def report(self, name: str, free: int) -> list[Action]:
-        return self.post(Reported(name, LoadFacts(free_blocks=free)))
+    def report(self, name: str, free: int, answer_tokens: int = 0) -> list[Action]:
+        return self.post(Reported(name, LoadFacts(free_blocks=free, answer_tokens=answer_tokens)))
 
     def sleep(self, seconds: float) -> list[Action]:
         """Time passes; the core gets its ticks when they are due."""

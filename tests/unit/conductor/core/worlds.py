@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moonpool.cost import Speeds, SpeedTracker
-from services.conductor.core.decodes import Decode
+from services.conductor.core.decodes import Answer, Decode
 from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts, Shape
 from services.conductor.core.picture import Picture
 from services.conductor.core.plan import Plan
@@ -54,7 +54,7 @@ class World:
         """Places a request; returns where."""
         plan = self.plan(now=now, **changes)
         self.picture.claim_prefill(plan.prefill.id, plan.prefill.busy_s, now)
-        self.picture.claim_decode(plan.decodes[0].id, plan.demand.prompt_tokens, plan.demand.total_blocks)
+        self.picture.claim_decode(plan.decodes[0].id, Answer(plan.demand.prompt_tokens, plan.decodes[0].blocks))
         return plan.prefill.id, plan.decodes[0].id
 
 

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 
 from moonpool.core.digest import digest_of
@@ -27,7 +27,14 @@ def _following(tokens: tuple[int, ...]) -> list[tuple[int, float]]:
     return sorted(((token, logit - total) for token, logit in enumerate(logits)), key=lambda it: -it[1])
 
 
-def plain_search(prompt: list[int], width: int, longest: int, rules: Beams) -> list[tuple[list[int], float]]:
+def plain_search(
+    prompt: list[int],
+    width: int,
+    longest: int,
+    rules: Beams,
+    following: Callable[[list[int]], list[tuple[int, float]]] = following,
+    ends: Collection[int] = range(ENDS),
+) -> list[tuple[list[int], float]]:
     """Answers and scores, the best first."""
     running: list[tuple[list[int], float]] = [([], 0.0)]
     finished: list[tuple[list[int], float]] = []
@@ -37,8 +44,8 @@ def plain_search(prompt: list[int], width: int, longest: int, rules: Beams) -> l
             for answer, score in running
             for token, log_probability in following(prompt + answer)
         ]
-        top = sorted(everything, key=lambda it: -it[1])[: max(2, 1 + ENDS) * width]
-        stops = [answer[-1] < ENDS or length == longest for answer, _ in top]
+        top = sorted(everything, key=lambda it: -it[1])[: max(2, 1 + len(ends)) * width]
+        stops = [answer[-1] in ends or length == longest for answer, _ in top]
         running = [it for it, stop in zip(top, stops, strict=True) if not stop][:width]
         ended = [it for it, stop in list(zip(top, stops, strict=True))[:width] if stop]
         finished += [(answer, score / length**rules.length_penalty) for answer, score in ended]

@@ -124,3 +124,13 @@ def test_catching_up_leaves_the_others_their_promised_time() -> None:
     assert shared
     assert all(sum(chunk.count for chunk in run.chunks) <= 10 for run in shared)
     world.assert_at_rest()
+
+
+def test_who_was_swapped_out_leaves_the_block_that_an_older_one_waits_for() -> None:
+    """Two that fill the pool: the second one would take the first one's next block and be preempted for it for ever."""
+    world = World(config(22, preemption=Preemption.SWAP, swap_blocks=40, assumed_answer_tokens=2, max_batch=2))
+    first, second = (world.go(prompt(10 * BT - 1, seed), 5 * BT, total=20 * BT) for seed in (1, 2))
+    world.work(limit=1000)
+    assert (len(world.answers[first]), len(world.answers[second])) == (5 * BT, 5 * BT)
+    assert 0 < world.core.parking.swaps < 5
+    world.assert_at_rest()

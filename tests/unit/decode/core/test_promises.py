@@ -125,6 +125,18 @@ def test_a_batch_stays_as_small_as_the_promised_time_asks() -> None:
     world.assert_at_rest()
 
 
+@pytest.mark.parametrize(("starts_in_s", "promised"), [(0.0, False), (0.02, False), (0.1, True)])
+def test_a_time_is_promised_for_when_the_sequence_starts(starts_in_s: float, promised: bool) -> None:
+    """Two answers of 20 tokens, 5 ms a step with four: in 100 ms both are expected to be over, in 20 ms neither."""
+    world = World(config(40, assumed_answer_tokens=20))
+    for seed in (1, 2):
+        world.go(prompt(4, seed), 20)
+    waits = world.reserve(prompt(4, 3))  # not started: it stays, however late
+    assert waits is not None
+    limit = SPEEDS.decode_base_s + 2.5 * SPEEDS.decode_per_sequence_s
+    assert (world.reserve(prompt(4, 4), slo=limit, starts_in_s=starts_in_s) is not None) == promised
+
+
 @pytest.mark.parametrize("answer", [1, 2])
 def test_a_sequence_that_ends_with_its_first_token_never_runs(answer: int) -> None:
     world = World(config(12))

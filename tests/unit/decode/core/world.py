@@ -125,6 +125,7 @@ class World:
         slo: float = 0.0,
         conductor: str = "",
         stores: int = 0,
+        starts_in_s: float = 0.0,
         beams: Beams | None = None,
     ) -> int | None:
         """Asks for room for one answer or several; the request's id, None when it was refused."""
@@ -135,7 +136,17 @@ class World:
             self.sequences[number + index] = Sequence(array("i", prompt), length, len(prompt), number, index)
         keys = tuple(self.sequences[number].keys())
         asked = Reserve(
-            number, keys, len(prompt), len(prompt), total_tokens, slo, conductor, stores, len(answers), beams
+            number,
+            keys,
+            len(prompt),
+            len(prompt),
+            total_tokens,
+            slo,
+            conductor,
+            stores,
+            len(answers),
+            starts_in_s,
+            beams,
         )
         self.asked[number] = asked
         self.post(asked)
@@ -212,7 +223,7 @@ class World:
             if len(self.answers[number]) >= it.answer:
                 ended.append((number, STOP))
         seconds = decode_step_seconds(self.core.config.speeds, len(run.batch), 0)
-        self.post(StepDone(run.step, False, seconds, tuple(ended), tuple(filled), tuple(candidates)))
+        self.post(StepDone(run.step, False, seconds, tuple(ended), tuple(filled), candidates=tuple(candidates)))
 
     def abort(self) -> None:
         """The running step is given up: nothing was copied or computed."""

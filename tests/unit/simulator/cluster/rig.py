@@ -44,11 +44,11 @@ def request(at_s: float, tokens: int, answer: int, first_id: int) -> TraceReques
 
 
 def run(
-    wanted: ClusterConfig, trace: Sequence[TraceRequest], *, longest_leap: int = 0, samples: int = 1
+    wanted: ClusterConfig, trace: Sequence[TraceRequest], *, longest_run: int = 1 << 40
 ) -> tuple[list[Request], Cluster]:
     """All requests in the order of coming; everything must have come back."""
     ended: list[Request] = []
-    cluster = Cluster(wanted, ended.append, longest_leap=longest_leap, samples=samples)
+    cluster = Cluster(wanted, ended.append, longest_run=longest_run)
     cluster.feed(trace)
     cluster.run()
     cluster.check_at_rest()

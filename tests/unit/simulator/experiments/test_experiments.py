@@ -119,8 +119,8 @@ def test_ways_of_filling_the_pool() -> None:
     assert growing["mean_sequences"] > 3 * before["mean_sequences"]
     assert before["slots_without_token"] > 0.85
     assert growing["slots_without_token"] < 0.15
-    assert found["on demand, swap"]["swapped"] > 0 == found["on demand, swap"]["recomputed"]
-    assert found["on demand, recompute"]["recomputed"] > 0 == found["on demand, recompute"]["swapped"]
+    assert found["tight, swap"]["swapped"] > 0 == found["tight, swap"]["recomputed_tokens"]
+    assert found["tight, recompute"]["recomputed_tokens"] > 0 == found["tight, recompute"]["swapped"]
     assert found["n = 8, prompt shared"]["mean_sequences"] > found["n = 8, each its own prompt"]["mean_sequences"]
     assert found["uncrowded"]["preempted"] == 0
 

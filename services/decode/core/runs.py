@@ -1,0 +1,55 @@
+"""Runs: steps that the engine takes one after the other without asking."""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from services.decode.core.batch import Batch
+from services.decode.core.groups import Copied
+from services.decode.core.messages import Action, Cut, Run
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """The run that the engine has."""
+
+    run: Run
+    context: int
+    """Tokens attended to by the batch in the step that is being computed."""
+    copies: list[Copied] = field(default_factory=list)
+    """Made before it."""
+    left: int = 1
+    """Steps of the run that are not over."""
+    is_cut: bool = False
+    """It was told to end with this step."""
+
+    def advanced(self, steps: int, context: int) -> "Flight":
+        """So many steps are over, and it goes on."""
+        return replace(self, context=context, left=self.left - steps)
+
+    def cut(self, out: list[Action]) -> "Flight":
+        """Ends with the step that is being computed."""
+        if self.left == 1 or self.is_cut:
+            return self
+        out.append(Cut(self.run.step))
+        return replace(self, is_cut=True)
+
+
+def quiet_steps(batch: Batch, most: int, tbt_s: Callable[[int, int], float]) -> int:
+    """Steps that the batch can take before there is anything to decide, unless something happens.
+
+    Until a member needs a block, and until the batch becomes too slow for a promise, when somebody would have to leave
+    it. Groups are asked about after each step.
+
+    Args:
+        batch: as the first step takes it.
+        most: steps at most.
+        tbt_s: seconds of a step over so many sequences with so much context.
+    """
+    if most == 1 or not batch.is_plain:
+        return 1
+    most, limit = batch.covered(most), batch.tbt_slo_s
+    if not limit or all(request.tbt_slo_s for request in batch.requests):
+        return most
+    count, context = len(batch), batch.context
+    return 1 + bisect_left(range(1, most), True, key=lambda n: tbt_s(count, context + n * count) > limit)

@@ -1,0 +1,112 @@
+"""Prefixes that a simulated prefill instance loads from stores, layer by layer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moonpool.core.kernel import Ended
+from moonpool.kv.keys import BlockKey
+from services.prefill.core.events import LayerLoaded, LoadEnded, Result
+from simulator.cluster.store import Store
+from simulator.kernel.clock import PS, World, ps
+from simulator.kernel.links import Flow, Link, Network
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Blocks on their way."""
+
+    io: int
+    store: str
+    blocks: int
+    """That the store has."""
+    missing: int | None
+    """The first block that it has not."""
+    begun: int
+    layers: int = 0
+    flow: Flow | None = None
+
+
+class Loading:
+    """Loads of one instance.
+
+    Args:
+        receives: the instance's link.
+        slice_bytes: one layer of one block.
+        layers: of the KV.
+        tell: takes what happens.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        stores: Sequence[Store],
+        receives: Link,
+        slice_bytes: int,
+        layers: int,
+        tell: Callable[[LayerLoaded | Ended[Result]], None],
+    ) -> None:
+        self._world, self._network, self._receives = world, network, receives
+        self._stores = {store.name: store for store in stores}
+        self._slice_bytes, self._layers, self._tell = slice_bytes, layers, tell
+        self._loads: dict[int, Load] = {}
+
+    def begin(self, io: int, store: str, keys: Sequence[BlockKey], first: int, timeout_s: float) -> None:
+        """Loads the blocks of a chain from `first` on, as far as the store holds it."""
+        source, wanted = self._stores[store], len(keys) - first
+        blocks = min(wanted, max(0, source.holds(keys) - first))
+        load = Load(io, store, blocks, blocks if blocks < wanted else None, self._world.now)
+        self._loads[io] = load
+        self._world.after(ps(timeout_s), lambda _: self._end(load, failed=True))
+        if blocks:
+            source.read(keys, first, first + blocks, lambda: self._next(load))
+        else:
+            self._world.after(0, lambda _: self._end(load))
+
+    def cancel(self, io: int) -> None:
+        """A load is not wanted any more; others are fine."""
+        load = self._loads.get(io)
+        if load is not None:
+            self._world.after(0, lambda _: self._end(load, failed=False, cancelled=True))
+
+    def lose(self, store: str) -> None:
+        """A store is gone."""
+        for load in [load for load in self._loads.values() if load.store == store]:
+            self._end(load, failed=True)
+
+    def stop(self) -> None:
+        """The instance is gone: nobody hears of its loads."""
+        for load in self._loads.values():
+            self._drop(load)
+        self._loads.clear()
+
+    def _next(self, load: Load) -> None:
+        """The next layer crosses the network."""
+        if self._loads.get(load.io) is load:
+            path = self._stores[load.store].sends, self._receives
+            load.flow = self._network.send(path, load.blocks * self._slice_bytes, lambda: self._came(load))
+
+    def _came(self, load: Load) -> None:
+        load.flow = None
+        load.layers += 1
+        if load.missing is None:
+            self._tell(LayerLoaded(load.io, load.layers - 1))
+        if load.layers == self._layers:
+            self._end(load)
+        else:
+            self._next(load)
+
+    def _end(self, load: Load, *, failed: bool = False, cancelled: bool = False) -> None:
+        if self._loads.get(load.io) is not load:
+            return
+        del self._loads[load.io]
+        self._drop(load)
+        whole = load.layers == self._layers
+        missing = None if failed or cancelled else load.missing
+        blocks = load.blocks if whole else 0
+        result: Result = LoadEnded(blocks, missing, failed, (self._world.now - load.begun) / PS)
+        self._tell(Ended(load.io, result))
+
+    def _drop(self, load: Load) -> None:
+        if load.flow is not None:
+            self._network.cancel(load.flow)

@@ -1,0 +1,77 @@
+"""What requests teach of answers' lengths, and what they tell decode when they ask for room."""
+
+from dataclasses import replace
+
+import pytest
+
+from services.conductor.core.admission import Admission, Slo
+from services.conductor.core.lengths import Lengths, stratum_of
+from services.conductor.core.messages import ClientGone, Fail, Finish, Reserve
+
+from .world import GONE, LIMITS, World
+
+ONE = stratum_of("", 40)
+
+
+def lengths_of(world: World) -> Lengths:
+    return world.picture.forecasts.lengths
+
+
+def test_an_answer_that_ends_by_itself_is_learnt_from_and_one_that_was_cut_off_is_censored() -> None:
+    chances = []
+    for finish in (Finish.STOP, Finish.LENGTH):
+        world = World()
+        for _ in range(20):
+            _, prefill, start = world.decoding()
+            assert len(lengths_of(world)) == 1
+            world.more(start, 3, finish, known=True)
+            world.end(start)
+            world.end(prefill)
+        assert len(lengths_of(world)) == 0
+        chances.append(lengths_of(world).outlives(ONE, 4, so_far=3))
+    assert chances[0] < 0.4
+    assert chances[1] > 0.9
+
+
+def test_refused_work_teaches_nothing() -> None:
+    world = World()
+    before = lengths_of(world).digest()
+    world.arrive(slo=Slo(ttft_s=0.01))
+    assert isinstance(world.ends[1], Fail)
+    assert lengths_of(world).digest() == before
+
+
+@pytest.mark.parametrize("end", ["client", "failure"])
+def test_an_answer_without_its_end_is_followed_no_longer(end: str) -> None:
+    world = World(limits=replace(LIMITS, retries=0))
+    number, _, start = world.decoding()
+    world.post(ClientGone(number)) if end == "client" else world.end(start, GONE)
+    assert len(lengths_of(world)) == 0
+    world.finish_all()
+
+
+def test_an_answer_that_is_placed_again_is_followed_as_one() -> None:
+    world = World()
+    number, _, start = world.decoding()
+    world.more(start, 5)
+    world.end(start, GONE)
+    world.rehash(number)
+    assert len(lengths_of(world)) == 1
+    world.finish_all()
+
+
+@pytest.mark.parametrize(("admission", "starts_in_s"), [(Admission.PREDICTIVE, 0.04), (Admission.EARLY, 0.0)])
+def test_decode_is_told_when_the_prompt_will_be_computed(admission: Admission, starts_in_s: float) -> None:
+    world = World(limits=replace(LIMITS, admission=admission))
+    world.arrive(prompt=40, slo=Slo(tbt_s=1.0))
+    call = world.one(Reserve)
+    assert call.tbt_slo_s == 1.0
+    assert call.starts_in_s == pytest.approx(starts_in_s)
+
+
+@pytest.mark.parametrize("admission", list(Admission))
+def test_without_admission_nobody_is_refused_before_decode_was_asked(admission: Admission) -> None:
+    world = World(limits=replace(LIMITS, admission=admission))
+    world.arrive(prompt=40, slo=Slo(ttft_s=0.01))
+    assert bool(world.ends) == (admission is not Admission.NONE)
+    world.finish_all()

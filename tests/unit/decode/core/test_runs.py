@@ -1,0 +1,240 @@
+"""Runs of several steps: k steps at once lead to the same decisions at the same times as k steps one by one."""
+
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moonpool.core.kernel import Ended
+from moonpool.cost import Speeds
+from moonpool.kv.keys import BlockKey
+from services.decode.core.config import CoreConfig, Preemption
+from services.decode.core.machine import DecodeCore
+from services.decode.core.messages import (
+    Action,
+    Arrived,
+    Cut,
+    Event,
+    Open,
+    Promised,
+    Refused,
+    Reserve,
+    Run,
+    Start,
+    StepDone,
+    Stepped,
+    Stop,
+    StreamOpened,
+    SwapEnd,
+    SwapIn,
+    SwapOut,
+)
+
+BT = 4
+LONGEST = 60
+SPEEDS = Speeds(prefill_per_token_s=1e-3, decode_per_sequence_s=1e-3, decode_per_context_token_s=1e-4)
+
+
+@dataclass
+class Ask:
+    """A request: when it comes, what it wants, and when it is cancelled."""
+
+    at: int
+    prompt: int
+    answer: int
+    tbt_slo_s: float
+    left_at: int
+
+
+@dataclass
+class Clock:
+    """A core whose steps each take 10 units of time, and what it decided.
+
+    Attributes:
+        story: actions but those of runs, with their times, and each step's batch.
+    """
+
+    core: DecodeCore
+    asks: list[Ask]
+    now: int = 0
+    story: list[tuple[int, object]] = field(default_factory=list)
+    made: dict[int, int] = field(default_factory=dict)
+    runs: int = 0
+    arrival: tuple[int, int, int] = (3, 14, 15)
+    """After which the first one's KV begins to come, has come, and its first token is known."""
+    _asked: list[Ask] = field(default_factory=list)
+    _run: Run | None = None
+    _begun: int = 0
+    _told: int = 0
+    _ends: int = 0
+    _heap: list[tuple[int, int, Event | Ask]] = field(default_factory=list)
+    _count: int = 0
+
+    def play(self) -> None:
+        """Lets everything happen. A step that ends at a time is before what else happens then."""
+        self._post(StreamOpened(1, "c"))
+        for ask in self.asks:
+            self._at(ask.at, ask)
+        while self._run is not None or self._heap:
+            if self._run is not None and (not self._heap or self._ends <= self._heap[0][0]):
+                self.now = self._ends
+                self._post(self._done())
+            else:
+                self.now, _, event = heappop(self._heap)
+                self._progress()
+                if isinstance(event, Ask):
+                    self._reserve(event)
+                else:
+                    self._post(event)
+
+    def _reserve(self, ask: Ask) -> None:
+        """Asks for room under the next number."""
+        self._asked.append(ask)
+        number, total = len(self._asked), ask.prompt + LONGEST
+        self._at(max(self.now, ask.left_at), Stop(number, "cancelled"))
+        self._post(Reserve(number, keys(number, ask.prompt), ask.prompt, ask.prompt, total, ask.tbt_slo_s))
+
+    def _at(self, when: int, event: Event | Ask) -> None:
+        self._count += 1
+        heappush(self._heap, (when, self._count, event))
+
+    def _progress(self) -> None:
+        """Tells of the steps that are over."""
+        if self._run is not None and (steps := (self.now - self._begun) // 10 - self._told):
+            self._take(steps)
+            self.core.handle(self.now, Stepped(self._run.step, steps, 0.0), [])
+            self._told += steps
+
+    def _take(self, steps: int) -> None:
+        assert self._run is not None
+        for step in range(self._told, self._told + steps):
+            self.story.append((self._begun + 10 * (step + 1), self._run.batch))
+        for number in self._run.batch:
+            self.made[number] += steps
+
+    def _done(self) -> StepDone:
+        run, steps = self._run, (self._ends - self._begun) // 10 - self._told
+        assert run is not None
+        self._take(steps)
+        sampled = [*run.batch]
+        for chunk in run.chunks:
+            if chunk.sample:
+                sampled.append(chunk.id)
+                self.made[chunk.id] += 1
+        self._run = None
+        ended = tuple((number, 1) for number in sampled if self.made[number] >= self._asked[number - 1].answer)
+        computed = ((number, self._asked[number - 1].prompt + self.made[number] - 1) for number in sampled)
+        filled = tuple(
+            (number, key(number, tokens))
+            for number, tokens in computed
+            if tokens % BT == 0 and len(self.core.requests[number].members[0].keys) < tokens // BT
+        )
+        return StepDone(run.step, False, 0.0, ended, filled, steps)
+
+    def _post(self, event: Event) -> None:
+        out: list[Action] = []
+        self.core.handle(self.now, event, out)
+        self.core.check_invariants()
+        for action in out:
+            if not isinstance(action, Run | Cut):
+                self.story.append((self.now, action))
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Run():
+                self.runs += 1
+                self._run, self._begun, self._told = action, self.now, 0
+                left = [self._asked[number - 1].answer - self.made[number] for number in action.batch]
+                self._ends = self.now + 10 * min([action.steps, *left])
+            case Cut():
+                self._ends = min(self._ends, self._begun + 10 * (self._told + 1))
+            case Promised(number):
+                self.made[number] = 1
+                events: tuple[Event, ...] = Open(number), Arrived(number), Start(number, 1, 0)
+                for delay, next_one in zip(self.arrival if number == 1 else (3, 14, 15), events, strict=True):
+                    self._at(self.now + delay, next_one)
+            case Refused(number):
+                ask = self._asked[number - 1]
+                if self.now < ask.left_at - 17:
+                    self._at(self.now + 17, replace(ask, tbt_slo_s=0.0))
+            case SwapOut(io) | SwapIn(io):
+                self._at(self.now + 25, Ended(io, SwapEnd(True, 0.0)))
+
+
+def key(number: int, tokens: int) -> BlockKey:
+    return BlockKey(number.to_bytes(16, "little") + tokens.to_bytes(16, "little"))
+
+
+def keys(number: int, tokens: int) -> tuple[BlockKey, ...]:
+    return tuple(key(number, end) for end in range(BT, tokens + 1, BT))
+
+
+def play(asks: list[Ask], blocks: int, batch: int, way: Preemption, run_steps: int) -> Clock:
+    config = CoreConfig(
+        num_blocks=blocks, block_tokens=BT, block_bytes=1 << 10, max_batch=batch, lease_s=1e9, speeds=SPEEDS,
+        preemption=way, step_tokens=8, swap_blocks=40, assumed_answer_tokens=2, run_steps=run_steps,
+    )  # fmt: skip
+    clock = Clock(DecodeCore(config), asks)
+    clock.play()
+    assert clock.core.blocks.num_available == blocks
+    assert not clock.core.requests
+    return clock
+
+
+ASKS = st.lists(
+    st.builds(Ask, st.integers(0, 400), st.integers(1, 20), st.integers(2, LONGEST),
+              st.sampled_from([0.0, 0.0, 0.006, 0.009]), st.one_of(st.just(100_000), st.integers(50, 1500))),
+    min_size=1, max_size=10,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", Preemption)
+@given(asks=ASKS, blocks=st.integers(20, 40), batch=st.integers(1, 6), most=st.sampled_from([2, 3, 1000]))
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=40)
+def test_steps_at_once_are_as_steps_one_by_one(
+    way: Preemption, asks: list[Ask], blocks: int, batch: int, most: int
+) -> None:
+    """Also with preemption, full pools, cancelling, promised times and places that are waited for."""
+    single, several = (play(asks, blocks, batch, way, steps) for steps in (1, most))
+    assert several.story == single.story
+    assert several.made == single.made
+    assert several.runs <= single.runs
+
+
+def test_a_batch_that_gives_way_is_followed_by_who_waits() -> None:
+    """The second one starts first, has the only place, and needs the first one's blocks: then that one runs."""
+    first, second = Ask(0, 17, 40, 0.0, 100_000), Ask(1, 2, 60, 0.0, 100_000)
+    config = CoreConfig(num_blocks=20, block_tokens=BT, block_bytes=1, max_batch=1, lease_s=1e9, speeds=SPEEDS,
+                        preemption=Preemption.CACHE, assumed_answer_tokens=2)  # fmt: skip
+    clock = Clock(DecodeCore(config), [first, second], arrival=(3, 14, 150))
+    clock.play()
+    assert clock.made == {1: 40, 2: 60}
+    assert clock.core.parking.preemptions > 0
+
+
+def test_a_quiet_batch_is_asked_about_once_a_block() -> None:
+    """41 steps: up to the first token of each further block, and to the answer's end."""
+    one = Ask(0, 8, 42, 0.0, 100_000)
+    assert play([one], 40, 4, Preemption.AUTO, 1).runs == 41
+    assert play([one], 40, 4, Preemption.AUTO, 1000).runs == 11
+    assert play([one], 40, 4, Preemption.AUTO, 3).runs == 10 * 2 + 1
+
+
+def test_a_run_is_cut_for_who_waits_and_for_nobody_else() -> None:
+    core = DecodeCore(CoreConfig(num_blocks=40, block_tokens=64, block_bytes=1, max_batch=4, lease_s=1.0, run_steps=9))
+    out: list[Action] = []
+    events: list[Event] = [StreamOpened(1, "c"), Reserve(1, (), 5, 5, 50), Open(1), Arrived(1), Start(1, 1, 0)]
+    for event in events:
+        core.handle(0.0, event, out)
+    assert out[-1] == Run(1, (1,), steps=9)
+    out.clear()
+    events = [Stepped(1, 2, 0.0), Reserve(2, (), 5, 5, 50), Open(2), Arrived(2), Start(2, 1, 0), Stop(1, "")]
+    for event in events:
+        core.handle(0.0, event, out)
+    assert [action for action in out if isinstance(action, Run | Cut)] == [Cut(1)]
+    core.handle(0.0, StepDone(1, False, 0.0), out)
+    assert out[-1] == Run(2, (2,), steps=9)
+    assert core.requests[2].members[0].tokens + core.planner.batch.ticks == 6

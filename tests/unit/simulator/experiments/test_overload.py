@@ -1,0 +1,57 @@
+"""Experiment `overload`: what refusing early saves, and how swinging is measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from moonpool.engine.emulated.profile import load_profile
+from moonpool.errors import ConfigError
+from simulator.cluster.config import ClusterConfig, Slo
+from simulator.experiments.frame import Source, simulate
+from simulator.experiments.overload import COMPARED, SMOOTH, correlation, overload, swing, swings
+
+CROWDED = ClusterConfig(
+    profile=load_profile("llama-70b-a800"), prefill=2, decode=1, kvstore=1, rate=20.0, slo=Slo(10.0, 0.03)
+)
+SOURCE = Source(requests=150)
+
+
+def silent(line: str) -> None:
+    """Takes progress."""
+
+
+def test_prompts_computed_for_nothing_by_how_requests_are_let_in() -> None:
+    result = overload(CROWDED, SOURCE, silent)
+    assert [row["admission"] for row in result.rows] == list(COMPARED) == ["baseline", "early", "predictive"]
+    for column in ("after_prefill", "wasted_prefill_s"):
+        baseline, early, predictive = (float(str(row[column])) for row in result.rows)
+        assert baseline > early > 5 * predictive, column
+    assert all(0 < int(str(row["refused"])) < 150 for row in result.rows)
+    assert result.chart.series.keys() == {f"{name}: {pool}" for name in COMPARED for pool in ("prefill", "decode")}
+    assert "polyline" in result.chart.svg()
+
+
+def test_whoever_is_let_in_by_all_is_refused_by_nobody() -> None:
+    summary, cluster = simulate(CROWDED, SOURCE.read())
+    assert summary.outcomes == {"done": 150}
+    assert cluster.conductor.entrance.refused_late == 0
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="admission: is one of all, baseline, early, predictive, not 'some'"):
+        simulate(replace(CROWDED, admission="some"), [])
+
+
+def test_a_slow_course_is_no_swinging() -> None:
+    ramp = [float(place) for place in range(10 * SMOOTH)]
+    inner = swings(ramp)[SMOOTH:-SMOOTH]
+    assert inner == [pytest.approx(0.0, abs=1e-9)] * len(inner)
+    assert swing([1.0, 3.0] * 100) == pytest.approx(1.0, rel=0.05)
+    assert swing([]) == 0.0
+
+
+def test_pools_that_swing_against_each_other() -> None:
+    wave = [0.0, 1.0, 0.0, -1.0] * 5
+    assert correlation(wave, wave) == pytest.approx(1.0)
+    assert correlation(wave, [-value for value in wave]) == pytest.approx(-1.0)
+    assert correlation(wave, [2.0] * 20) == 0.0
