@@ -56,12 +56,12 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
         typer.echo(json.dumps({"request_id": request_id, **dataclasses.asdict(found)}))
         return
     chosen = found.placement.prefill if found.placement is not None else ""
-    table = Table("prefill", "own prefix", "used prefix", "queue s", "load s", "compute s", "TTFT s", "")
-    for column in table.columns[1:7]:
+    table = Table("prefill", "own prefix", "used prefix", "queue s", "load s", "compute s", "calls s", "TTFT s", "")
+    for column in table.columns[1:8]:
         column.justify = "right"
     for each in sorted(found.candidates, key=lambda candidate: (bool(candidate.excluded), _ttft_s(candidate))):
-        parts = [each.queue_s, each.load_s, each.prefill_s, _ttft_s(each)]
-        times = ["-"] * 4 if each.excluded else [f"{part:.4f}" for part in parts]
+        parts = [each.queue_s, each.load_s, each.prefill_s, each.overhead_s, _ttft_s(each)]
+        times = ["-"] * 5 if each.excluded else [f"{part:.4f}" for part in parts]
         remark = each.excluded or ("chosen" if each.instance == chosen else "")
         table.add_row(each.instance, str(each.local_blocks), str(each.used_blocks), *times, remark)
     Console().print(table)
@@ -69,7 +69,7 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
 
 
 def _ttft_s(candidate: Candidate) -> float:
-    return candidate.queue_s + candidate.load_s + candidate.prefill_s
+    return candidate.queue_s + candidate.load_s + candidate.prefill_s + candidate.overhead_s
 
 
 def _outcome(found: Explanation) -> str:

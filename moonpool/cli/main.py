@@ -240,10 +240,11 @@ def replay(
     output_tokens: Annotated[int, typer.Option(min=0, help="Of each answer at most; 0 = all.")] = 0,
     ttft_slo_s: Annotated[float, typer.Option(min=0.0, help="TTFT limit of goodput, seconds.")] = 30.0,
     tbt_slo_s: Annotated[float, typer.Option(min=0.0, help="TBT limit of goodput, seconds.")] = 0.1,
-    simulate: Annotated[str, typer.Option(help="Also simulate, with this profile; empty = do not.")] = "",
-    prefill: Annotated[int, typer.Option(min=1, help="Prefill instances of the simulation.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, help="Decode instances of the simulation.")] = 1,
-    kvstore: Annotated[int, typer.Option(min=0, help="kvstores of the simulation.")] = 1,
+    simulate: Annotated[str, typer.Option(help="Also simulate such a stack, with this profile; empty = do not.")] = "",
+    step_tokens: Annotated[int, typer.Option(min=1, help="--step-tokens of the prefill instances.")] = 512,
+    calibrate_on: Annotated[
+        int, typer.Option(min=0, help="Fit the simulation to so many first requests, compare the others.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Send a trace to a running stack; report latencies and predictions as the simulator does, and beside it.
@@ -256,7 +257,7 @@ def replay(
     status = run_replay(
         trace, address, model=model or bundled_model(), requests=requests, time_scale=time_scale,
         prompt_tokens=prompt_tokens, output_tokens=output_tokens, slo=Slo(ttft_slo_s, tbt_slo_s), profile=simulate,
-        instances=(prefill, decode, kvstore), as_json=as_json,
+        step_tokens=step_tokens, calibrate_on=calibrate_on, as_json=as_json,
     )  # fmt: skip
     raise typer.Exit(status)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from moonpool.errors import ConfigError, MoonpoolError
 from simulator.cluster.conductor import DONE
 from simulator.cluster.config import ClusterConfig, Slo
 from simulator.cluster.requests import Request
-from simulator.experiments.frame import simulate
+from simulator.experiments.calibration import SIMULATIONS, Extras, Times, fit, serve
+from simulator.experiments.comparison import Line, compare
 from simulator.kernel.clock import PS
 from simulator.report.collector import Collector, Summary
 from simulator.traces.mooncake import Trace, TraceRequest
@@ -48,15 +50,43 @@ def cut(request: TraceRequest, prompt_tokens: int, output_tokens: int, block_tok
     return replace(request, input_length=tokens, output_length=answer, hash_ids=ids)
 
 
-async def drive(address: str, replay: Replay) -> Summary:
-    """Sends each request when it is due, whatever the others do."""
-    collector, loop = Collector(replay.slo), asyncio.get_running_loop()
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """A simulation that was fitted to the first requests of a replay, beside the other ones.
+
+    Attributes:
+        extras: what was fitted; `near` how near the fit is, as a mean of |ln ratio|.
+        measured, simulated: the requests that were left out of the fit.
+    """
+
+    extras: Extras
+    near: float
+    measured: Sequence[Request]
+    simulated: Sequence[Request]
+
+    @property
+    def lines(self) -> list[Line]:
+        """Quantile by quantile."""
+        return compare(Times.of(self.measured), Times.of(self.simulated))
+
+    def to_json(self) -> dict[str, object]:
+        """What was fitted, and the lines."""
+        return {
+            "extras": self.extras.to_json(),
+            "near": self.near,
+            "lines": [line.to_json() for line in self.lines],
+        }
+
+
+async def drive(address: str, replay: Replay) -> list[Request]:
+    """Sends each request when it is due, whatever the others do; returns them in order of their coming."""
+    loop = asyncio.get_running_loop()
     begin = loop.time()
 
     def now() -> int:
         return round((loop.time() - begin) * replay.time_scale * PS)
 
-    async def one(client: AsyncClient, number: int, wanted: TraceRequest) -> None:
+    async def one(client: AsyncClient, number: int, wanted: TraceRequest) -> Request:
         due_s = wanted.timestamp / 1000
         await asyncio.sleep(max(0.0, due_s / replay.time_scale + begin - loop.time()))
         request = Request(number, round(due_s * PS), wanted.input_length, wanted.output_length, ())
@@ -74,12 +104,43 @@ async def drive(address: str, replay: Replay) -> Summary:
             request.outcome, request.reused = DONE, result.usage.cached_tokens
             request.predicted_ttft_s = result.placement.predicted_ttft_s * replay.time_scale
         request.ended_at = now()
-        collector.add(request)
+        return request
 
-    async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
-        for number, wanted in enumerate(replay.requests):
-            group.create_task(one(client, number, wanted))
+    async with AsyncClient(address) as client:
+        return await asyncio.gather(*(one(client, number, wanted) for number, wanted in enumerate(replay.requests)))
+
+
+def summary_of(requests: Sequence[Request], slo: Slo) -> Summary:
+    """The report of some requests that have ended."""
+    collector = Collector(slo)
+    for request in requests:
+        collector.add(request)
     return collector.summary()
+
+
+async def served(address: str, config: ClusterConfig) -> ClusterConfig:
+    """The cluster with as many instances and as large pools as the one that runs there."""
+    async with AsyncClient(address) as client:
+        state = await client.cluster_state()
+    count = Counter(instance.kind for instance in state.instances)
+    tokens = min(it.total_blocks for it in state.instances if it.total_blocks) * state.block_tokens
+    return replace(
+        config, prefill=count["prefill"], decode=count["decode"], kvstore=count["kvstore"],
+        pool_blocks=max(1, tokens // config.block_tokens),
+    )  # fmt: skip
+
+
+def side_by_side(
+    config: ClusterConfig,
+    requests: Sequence[TraceRequest],
+    measured: Sequence[Request],
+    first: int,
+    simulations: int = SIMULATIONS,
+) -> Foreseen:
+    """Fits the cluster to the first of some measured requests, and simulates all: the others tell how good it is."""
+    extras, near = fit(config, requests[:first], Times.of(measured[:first]), simulations=simulations)
+    simulated = serve(extras.applied(config), requests)
+    return Foreseen(extras, near, measured[first:], simulated[first:])
 
 
 def note_tokens(request: Request, tokens: int, now: int) -> None:
@@ -102,6 +163,24 @@ def show(columns: dict[str, Summary]) -> None:
         for point in ("mean", "p50", "p90", "p99"):
             values = (getattr(summary, figure).get(point) for summary in columns.values())
             lines.append((f"{figure} {point}", *("-" if value is None else f"{value:g}" for value in values)))
+    _print_table(lines)
+
+
+def show_fit(found: Foreseen) -> None:
+    """What was fitted, and how far the simulation is from what was measured after that."""
+    print(
+        "\nfitted to the first requests:",
+        ", ".join(f"{name} {value:.4g}" for name, value in found.extras.to_json().items()),
+    )
+    lines = [("the other requests", "measured", "simulated", "ratio", "wanted")]
+    for line in found.lines:
+        met = "met" if line.error <= line.wanted else "missed"
+        seconds = f"{line.measured_s:.4g}", f"{line.simulated_s:.4g}"
+        lines.append((line.figure, *seconds, f"{line.ratio:.3f}", f"within {line.wanted:.0%}: {met}"))
+    _print_table(lines)
+
+
+def _print_table(lines: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
@@ -118,30 +197,43 @@ def run_replay(
     output_tokens: int,
     slo: Slo,
     profile: str,
-    instances: tuple[int, int, int],
+    step_tokens: int,
+    calibrate_on: int,
     as_json: bool,
 ) -> int:
     """Replays, and simulates the same when a profile is given. Returns 1 when a request failed.
 
     Raises:
         TraceError: the trace is wrong.
-        ConfigError: there is no such profile, or the time scale is not positive.
+        ConfigError: there is no such profile, the time scale is not positive, or nothing is left to compare.
     """
     if time_scale <= 0:
         raise ConfigError("time_scale", f"must be positive, is {time_scale:g}")
     source = Trace(trace, requests)
     wanted = [cut(request, prompt_tokens, output_tokens, source.block_tokens) for request in source]
-    columns: dict[str, Summary] = {}
+    if calibrate_on and not profile:
+        raise ConfigError("calibrate_on", "needs a profile to simulate with")
+    if calibrate_on >= len(wanted):
+        raise ConfigError("calibrate_on", f"must be less than the {len(wanted)} requests, is {calibrate_on}")
+    config = None
     if profile:
-        prefill, decode, kvstore = instances
-        config = ClusterConfig(profile=load_profile(profile), prefill=prefill, decode=decode, kvstore=kvstore, slo=slo,
-                               block_tokens=source.block_tokens)  # fmt: skip
-        columns["simulated"] = simulate(config, wanted)[0]
-    vocab_size = load_config(Path(model)).vocab_size
-    replay = Replay(wanted, source.block_tokens, time_scale, vocab_size, slo)
-    columns = {"measured": asyncio.run(drive(address, replay)), **columns}
+        config = ClusterConfig(profile=load_profile(profile), slo=slo, block_tokens=source.block_tokens,
+                               step_tokens=step_tokens)  # fmt: skip
+        config = asyncio.run(served(address, config))
+    replay = Replay(wanted, source.block_tokens, time_scale, load_config(Path(model)).vocab_size, slo)
+    measured = asyncio.run(drive(address, replay))
+    columns = {"measured": summary_of(measured[calibrate_on:], slo)}
+    found = None
+    if config is not None and calibrate_on:
+        found = side_by_side(config, wanted, measured, calibrate_on)
+        columns["simulated"] = summary_of(found.simulated, slo)
+    elif config is not None:
+        columns["simulated"] = summary_of(serve(config, wanted), slo)
     if as_json:
-        print(json.dumps({name: summary.to_json() for name, summary in columns.items()}, indent=1))
+        report = {name: summary.to_json() for name, summary in columns.items()}
+        print(json.dumps(report if found is None else report | found.to_json(), indent=1))
     else:
         show(columns)
-    return int(set(columns["measured"].outcomes) != {DONE})
+        if found is not None:
+            show_fit(found)
+    return int(any(request.outcome != DONE for request in measured))

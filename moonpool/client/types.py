@@ -171,7 +171,10 @@ class ClusterState:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Predicted seconds of one prefill instance; `excluded` says why it was left out."""
+    """Predicted seconds of one prefill instance; their sum is the time to first token. `excluded`: why it was left out.
+
+    `overhead_s` are calls and all else that does not grow with the prompt.
+    """
 
     instance: str
     local_blocks: int
@@ -180,6 +183,7 @@ class Candidate:
     load_s: float
     prefill_s: float
     excluded: str
+    overhead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,14 @@ from moonpool.cost.predict import (
     transfer_seconds,
     work_seconds,
 )
+from moonpool.cost.regression import Regression
 from moonpool.cost.speeds import DEFAULT_BYTES_PER_S, Speeds
 from moonpool.cost.tracker import SpeedTracker
 
 __all__ = [
     "DEFAULT_BYTES_PER_S",
     "PrefillWork",
+    "Regression",
     "SpeedTracker",
     "Speeds",
     "attention_pairs",

@@ -1,79 +1,103 @@
-"""Corrects an instance's speeds by measured durations, with running ratios of measured to predicted seconds."""
+"""Corrects an instance's speeds by measured durations: each coefficient by itself, and robustly."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from moonpool.cost.predict import decode_step_seconds, prefill_seconds
+from moonpool.cost.predict import attention_pairs, decode_step_seconds, prefill_seconds
+from moonpool.cost.regression import Regression
 from moonpool.cost.speeds import DEFAULT_BYTES_PER_S, Speeds
 
 MAX_RATIO = 20.0
-"""One observation moves a factor as if it were at most this many times slower or faster than predicted."""
+"""One observation moves a rate as if it were at most this many times slower or faster than known."""
+COMMON = 0.7
+"""Uncertainty of the factor by which a machine is slower or quicker than its base says, for all sizes alike."""
+OWN = 0.15
+"""Uncertainty of each coefficient beside that, as a share of itself."""
+FIXED = 0.25
+"""The fixed part of a step is less certain, as work around the engine is not in the base: as a share of a typical
+step."""
+DRIFT = 5e-3
+"""A machine that others use is slower and quicker within seconds: about the last five steps count."""
+TYPICAL_CHUNK = 256
+TYPICAL_BATCH, TYPICAL_CONTEXT = 4, 2048
 
 
 class SpeedTracker:
-    """Speeds that follow measurements: an exponentially weighted mean of measured over predicted.
+    """Speeds that follow measurements.
 
-    Prefill and decode keep one factor each over all their coefficients, so that their shape (fixed, per token, per
-    pair) stays the one measured at start; rates of loading and sending are followed directly.
+    Prefill and decode steps have a regression each (`Regression`), which begins with the base: fixed part, parts that
+    grow with tokens, and what a prompt costs once. So what the machine does beside the engine's work goes to the fixed
+    part. Rates of loading and sending are followed directly.
     """
 
     def __init__(self, base: Speeds, *, weight: float = 0.2) -> None:
-        """Start from `base`; each observation has `weight` in (0, 1]."""
+        """Start from `base`; each observation of a rate has `weight` in (0, 1]."""
         if not 0.0 < weight <= 1.0:
             raise ValueError("weight must be in (0, 1]")
         self._weight = weight
         self._base = base
-        self._prefill_factor = 1.0
-        self._decode_factor = 1.0
-        self._speeds: Speeds | None = None  # computed when they are asked for
-
-    @property
-    def base(self) -> Speeds:
-        """The speeds without correction of prefill and decode, with the rates measured so far."""
-        return self._base
+        chunk_s = prefill_seconds(base, TYPICAL_CHUNK, 0)
+        grows = base.prefill_per_token_s, base.prefill_per_pair_s
+        self._prefill = Regression(
+            (base.prefill_base_s, *grows, 1.0), (FIXED * chunk_s, *(OWN * one for one in grows), OWN), common=COMMON
+        )
+        batch_s = decode_step_seconds(base, TYPICAL_BATCH, TYPICAL_CONTEXT)
+        grows = base.decode_per_sequence_s, base.decode_per_context_token_s
+        self._decode = Regression(
+            (base.decode_base_s, *grows), (FIXED * batch_s, *(OWN * one for one in grows)), common=COMMON
+        )
+        self._speeds: Speeds | None = base  # None: computed when they are asked for
 
     @property
     def speeds(self) -> Speeds:
         """The corrected speeds."""
         if self._speeds is None:
-            self._speeds = self._base.slowed_prefill(self._prefill_factor).slowed_decode(self._decode_factor)
+            base_s, per_token_s, per_pair_s, once = self._prefill.coefficients
+            step_s, per_sequence_s, per_context_token_s = self._decode.coefficients
+            self._speeds = replace(
+                self._base,
+                prefill_base_s=base_s,
+                prefill_per_token_s=per_token_s,
+                prefill_per_pair_s=per_pair_s,
+                prefill_per_prompt_s=self._base.prefill_per_prompt_s * once,
+                prefill_per_cached_token_s=self._base.prefill_per_cached_token_s * once,
+                decode_base_s=step_s,
+                decode_per_sequence_s=per_sequence_s,
+                decode_per_context_token_s=per_context_token_s,
+            )
         return self._speeds
 
-    def rebase(self, base: Speeds) -> None:
-        """Replace the base. The factors stay: what was learnt over the old base is true until it is measured anew."""
-        self._base, self._speeds = base, None
+    def observe_prefill(self, chunks: Iterable[tuple[int, int, bool]], seconds: float) -> None:
+        """Learn that one prefill step took `seconds`.
 
-    def observe_prefill(
-        self, new_tokens: int, prefix_tokens: int, seconds: float, *, steps: int = 1, begins: bool = True
-    ) -> None:
-        """Learn that computing took `seconds`; arguments as in `prefill_seconds`."""
-        predicted = prefill_seconds(self._base, new_tokens, prefix_tokens, steps=steps, begins=begins)
-        self._prefill_factor = self._corrected(self._prefill_factor, predicted, seconds, self._weight)
+        Args:
+            chunks: of the step: tokens computed, tokens before them, and whether the prompt begins with it.
+            seconds: measured.
+        """
+        base, tokens, pairs, once_s = self._base, 0, 0, 0.0
+        for new, prefix, begins in chunks:
+            tokens += new
+            pairs += attention_pairs(new, prefix)
+            once_s += base.prefill_per_prompt_s + base.prefill_per_cached_token_s * prefix if begins else 0.0
+        self._prefill.observe((1.0, tokens, pairs, once_s), seconds)
         self._speeds = None
 
-    def observe_decode(self, sequences: int, context_tokens: float, seconds: float, *, steps: int = 1) -> None:
-        """Learn that decode steps took `seconds` each on the average, over so much context on the average."""
-        predicted = decode_step_seconds(self._base, sequences, context_tokens)
-        weight = 1.0 - (1.0 - self._weight) ** steps
-        self._decode_factor = self._corrected(self._decode_factor, predicted, seconds, weight)
+    def observe_decode(self, sequences: int, context_tokens: int, seconds: float) -> None:
+        """Learn that one decode step took `seconds`."""
+        self._decode.observe((1.0, sequences, context_tokens), seconds)
         self._speeds = None
 
     def observe_load(self, nbytes: int, seconds: float) -> None:
         """Learn that reading `nbytes` from the store took `seconds`."""
         rate = self._rate(self._base.load_bytes_per_s, nbytes, seconds)
-        self.rebase(replace(self._base, load_bytes_per_s=rate))
+        self._base, self._speeds = replace(self._base, load_bytes_per_s=rate), None
 
     def observe_transfer(self, nbytes: int, seconds: float) -> None:
         """Learn that sending `nbytes` to decode took `seconds`."""
         rate = self._rate(self._base.transfer_bytes_per_s, nbytes, seconds)
-        self.rebase(replace(self._base, transfer_bytes_per_s=rate))
-
-    def _corrected(self, factor: float, predicted: float, measured: float, weight: float) -> float:
-        if predicted <= 0.0 or measured <= 0.0:
-            return factor
-        ratio = min(max(measured / predicted, factor / MAX_RATIO), factor * MAX_RATIO)
-        return factor + weight * (ratio - factor)
+        self._base, self._speeds = replace(self._base, transfer_bytes_per_s=rate), None
 
     def _rate(self, rate: float, nbytes: int, seconds: float) -> float:
         """Mean of seconds per byte, not of bytes per second: one very quick sample must not hide slow ones."""

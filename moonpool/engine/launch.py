@@ -95,7 +95,9 @@ async def start_processes(
                 if rendezvous:
                     shutil.rmtree(rendezvous, ignore_errors=True)  # they have met
                 if spec.measure:
-                    engine.speeds = await measure(engine, max_tokens=spec.max_tokens)
+                    engine.speeds = await measure(engine, max_tokens=spec.max_tokens)  # this warms it up, too
+                if spec.speeds is not None:
+                    engine.speeds = spec.speeds
         except TimeoutError:
             engine.kill()
             raise DeadlineExceeded(f"the engine was not ready after {start_timeout_s:g} s") from None

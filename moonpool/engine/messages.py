@@ -9,6 +9,7 @@ even before the step has begun, and are ignored once it is done. Step ids grow f
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from moonpool.cost import Speeds
 from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.kv.layout import KVLayout
 from moonpool.sched.steps import Several
@@ -42,6 +43,8 @@ class EngineSpec:
     """A step that is not done after so long means a hung worker: the engine fails, seconds."""
     measure: bool = True
     """Time a few steps at start to learn `Engine.speeds`; off, the speeds are all defaults (tests)."""
+    speeds: Speeds | None = None
+    """Told as `Engine.speeds` in place of what was timed at start: those of a calibration."""
     emulated: EmulatedCompute | None = None
     """Set when compute is emulated: then there is no engine process, and nothing is read of the checkpoint."""
 

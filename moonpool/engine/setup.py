@@ -20,9 +20,10 @@ from moonpool.checkpoint import (
 )
 from moonpool.config import PeerAddress
 from moonpool.core.draws import draw_bits
+from moonpool.cost import Speeds
 from moonpool.drive.config import CoreServiceConfig
 from moonpool.engine.emulated.noise import Noise
-from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, emulated_profile
+from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, emulated_profile, load_profile
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.engine.messages import EngineSpec
 from moonpool.errors import ConfigError, InvalidRequest
@@ -62,6 +63,11 @@ class EngineConfig(CoreServiceConfig):
         "the conductor is not told",
     )
     emulated_seed: int = Field(0, ge=0, description="seed of these draws; instances with other ids draw differently")
+    profile: str = Field(
+        "",
+        description="profile that `moonpool calibrate` wrote for this machine and model: its speeds are told at join "
+        "in place of those of a few steps timed at start; then they follow what is measured",
+    )
     model: str = Field(description="folder of the checkpoint, or its id on the Hugging Face hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="element type of weights and KV; auto = the checkpoint's own"
@@ -176,8 +182,26 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         device=config.device,
         deterministic=config.deterministic,
         max_tokens=longest,
+        speeds=_calibrated(config.profile, layout),
     )
     return _setup(config, model, spec, weights_fingerprint(folder))
+
+
+def _calibrated(profile: str, layout: KVLayout) -> Speeds | None:
+    """The speeds of a calibration; None without one.
+
+    Raises:
+        ConfigError: there is no such profile, or it is of another model.
+    """
+    if not profile:
+        return None
+    found = load_profile(profile)
+    if found.token_bytes != layout.token_bytes:
+        theirs, ours = found.token_bytes, layout.token_bytes
+        raise ConfigError(
+            "profile", f"{found.name} is of a model with {theirs} bytes of KV per token, this one has {ours}"
+        )
+    return found.speeds
 
 
 def _emulated_setup(
@@ -185,6 +209,8 @@ def _emulated_setup(
 ) -> EngineSetup:
     """The checkpoint lends its name and its tokens; KV and lengths are the profile's."""
     profile = emulated.profile
+    if config.profile:
+        raise ConfigError("profile", f"emulated compute has its own, {profile.name}; leave it out")
     if config.dtype != "auto":
         raise ConfigError("dtype", f"emulated compute has none of its own; leave it 'auto', not {config.dtype!r}")
     if config.deterministic:

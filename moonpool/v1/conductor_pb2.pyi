@@ -913,6 +913,7 @@ class CandidateExplanation(_message.Message):
     LOAD_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
     EXCLUDED_FIELD_NUMBER: _builtins.int
+    OVERHEAD_S_FIELD_NUMBER: _builtins.int
     instance: _builtins.str
     """Id of the instance."""
     local_blocks: _builtins.int
@@ -927,6 +928,8 @@ class CandidateExplanation(_message.Message):
     """Predicted computing, seconds."""
     excluded: _builtins.str
     """Why it was left out; empty when it was not."""
+    overhead_s: _builtins.float
+    """Predicted calls and all else that does not grow with the prompt, seconds."""
     def __init__(
         self,
         *,
@@ -937,10 +940,11 @@ class CandidateExplanation(_message.Message):
         load_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
         excluded: _builtins.str = ...,
+        overhead_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded", b"excluded", "instance", b"instance", "load_s", b"load_s", "local_blocks", b"local_blocks", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "used_blocks", b"used_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded", b"excluded", "instance", b"instance", "load_s", b"load_s", "local_blocks", b"local_blocks", "overhead_s", b"overhead_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "used_blocks", b"used_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -273,4 +273,4 @@ def _prefilled(first: prefill_pb2.FirstToken, spec: kv_pb2.SequenceSpec) -> Pref
     misses = [
         (miss.store.id, spec.block_keys[miss.block * KEY_BYTES : (miss.block + 1) * KEY_BYTES]) for miss in first.misses
     ]
-    return Prefilled(first.computed_tokens, first.local_tokens, first.loaded_tokens, first.prefill_s, tuple(misses))
+    return Prefilled(first.computed_tokens, first.queue_s + first.prefill_s, tuple(misses))

@@ -128,8 +128,8 @@ class Desk:
 
     def _tell(self, action: Announce | Rehash | Complete | Fail | Drop, serving: Serving) -> None:
         match action:
-            case Announce(_, plan, decode):
-                placed = placement(plan, decode, serving.promised_tbt_s.get(decode, 0.0))
+            case Announce(_, plan, decode, waited_s):
+                placed = placement(plan, decode, waited_s, serving.promised_tbt_s.get(decode, 0.0))
                 self._decisions.placed(serving.ask.id, placed, plan.candidates)
                 serving.placed(placed)
                 return

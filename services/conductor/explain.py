@@ -67,14 +67,17 @@ class Decisions:
             self._records.popitem(last=False)
 
 
-def placement(plan: Plan, decode: str, tbt_s: float) -> conductor_pb2.Placement:
-    """The contract's form of a plan, with the decode instance that gave its promise and the time that it predicts."""
+def placement(plan: Plan, decode: str, waited_s: float, tbt_s: float) -> conductor_pb2.Placement:
+    """The contract's form of a plan that was made so many seconds after the request arrived.
+
+    `decode` is the instance that gave its promise, `tbt_s` the time between tokens that it predicts.
+    """
     return conductor_pb2.Placement(
         prefill=plan.prefill.id,
         decode=decode,
         kvstore=plan.prefill.kvstore,
         predicted_cached_blocks=plan.prefill.used_blocks,
-        predicted_ttft_s=plan.prefill.ttft_s,
+        predicted_ttft_s=waited_s + plan.prefill.ttft_s,
         emulated=plan.emulated,
         predicted_tbt_s=tbt_s,
     )
@@ -89,4 +92,5 @@ def _explain(choice: PrefillChoice) -> conductor_pb2.CandidateExplanation:
         load_s=choice.load_s,
         prefill_s=choice.prefill_s,
         excluded=choice.excluded,
+        overhead_s=choice.overhead_s,
     )

@@ -121,7 +121,7 @@ class PrefillInstance:
             cached_blocks=state.manager.num_cached,
             speed=speeds_to_proto(state.tracker.speeds),
             draining=self.core.draining,
-            drain_s=self.core.drain_seconds(),
+            drain_s=self.core.drain_seconds(time.monotonic()),
             taken=self.core.taken,
         )
 

@@ -95,7 +95,8 @@ class Conductor:
     def _begin(self, attempt: Attempt, plan: Plan) -> None:
         self._attempts[attempt.request] = attempt
         self.placement.claim(attempt, plan, self._world.seconds)
-        self._calls.send(lambda: self._ask(attempt) if attempt.decode >= 0 else self._submit(attempt))
+        first = self._ask if attempt.decode >= 0 else self._submit
+        self._calls.send(partial(first, attempt), longer_s=self._config.delays.prompt_s)
         if self._config.deadline_s:
             self._world.after(ps(self._config.deadline_s), self.failed, attempt)
 

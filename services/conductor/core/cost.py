@@ -25,7 +25,8 @@ class PrefillChoice(NamedTuple):
     """The prediction for one prefill instance, seconds; `excluded` says why it cannot be used.
 
     `load_s` is what computing does not hide of loading. `busy_s` is how much later the next prompt begins for this
-    one: less than its own time where stages overlap.
+    one: less than its own time where stages overlap. `overhead_s` is what calls take; `factors` are those by which
+    queue, load and prefill are corrected.
     """
 
     id: str
@@ -37,11 +38,13 @@ class PrefillChoice(NamedTuple):
     busy_s: float
     kvstore: str = ""
     excluded: str = ""
+    overhead_s: float = 0.0
+    factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     @property
     def alone_s(self) -> float:
         """Predicted time to first token on an idle instance."""
-        return self.load_s + self.prefill_s
+        return self.overhead_s + self.load_s + self.prefill_s
 
     @property
     def ttft_s(self) -> float:

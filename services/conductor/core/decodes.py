@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moonpool.core.digest import digest_of
-from moonpool.cost import Speeds, SpeedTracker, decode_step_seconds
+from moonpool.cost import Speeds, decode_step_seconds
 from services.conductor.core.cost import DecodeChoice, DecodeModel, step_load_s
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
 from services.conductor.core.lengths import Stratum
@@ -43,7 +43,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Decode:
-    """One instance; `told` are the speeds as it reported them.
+    """One instance; `speeds` are as it tells them: it learns from its steps.
 
     `sequences` are what the last report says and what it did not include, at least our own; `context_tokens` the
     context of all of them, where what our own generated since they were placed shows in reports only; `room_blocks`
@@ -52,8 +52,7 @@ class Decode:
 
     facts: InstanceFacts
     slot: int
-    tracker: SpeedTracker
-    told: Speeds
+    speeds: Speeds
     load: LoadFacts
     turn: int = 0
     answers: dict[int, Answer] = field(default_factory=dict)
@@ -117,7 +116,7 @@ class Decode:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(self.facts, self.slot, self.tracker.speeds, self.told, self.load, self.turn, self.answers)
+        return digest_of(self.facts, self.slot, self.speeds, self.load, self.turn, self.answers)
 
     def check_invariants(self) -> None:
         """Asserts that the sums are those of the answers."""
@@ -142,7 +141,7 @@ class Decodes(Pool[Decode]):
         sequences, context = instance.sequences, instance.context_tokens
         self.ranks.put(
             instance.slot,
-            instance.tracker.speeds,
+            instance.speeds,
             lambda speeds: step_load_s(speeds, sequences, context),
             instance.turn,
             instance.facts.id,
@@ -203,7 +202,7 @@ class Decodes(Pool[Decode]):
             one = self.by_slot[slot]
             sequences = one.sequences
             need = model.blocks(one.load.answer_tokens)
-            choice = model.choice(one.facts.id, one.tracker.speeds, sequences, one.context_tokens, blocks, need)
+            choice = model.choice(one.facts.id, one.speeds, sequences, one.context_tokens, blocks, need)
             choices.append((sequences, choice.finish_s, one.turn, choice))
         best_s = min([finish_s for _, finish_s, _, _ in choices], default=0.0)
 

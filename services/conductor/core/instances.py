@@ -1,6 +1,6 @@
 """An instance of any kind, as it is when it joins."""
 
-from moonpool.cost import SpeedTracker
+from services.conductor.core.corrections import Corrections
 from services.conductor.core.decodes import Decode
 from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts
 from services.conductor.core.prefills import Prefill
@@ -13,9 +13,9 @@ def instance_of(facts: InstanceFacts, now: float) -> Instance:
     """The instance, idle since `now`, not in any pool yet."""
     match facts.kind:
         case Kind.PREFILL:
-            return Prefill(facts, -1, SpeedTracker(facts.speeds), facts.speeds, now)
+            return Prefill(facts, -1, Corrections(facts.speeds), now)
         case Kind.DECODE:
             load = LoadFacts(free_blocks=facts.total_blocks)
-            return Decode(facts, -1, SpeedTracker(facts.speeds), facts.speeds, load)
+            return Decode(facts, -1, facts.speeds, load)
         case Kind.KVSTORE:
             return Store(facts, -1)

@@ -84,7 +84,7 @@ class Legs:
         sequence = f"{request.ask.id}{ATTEMPT_MARK}{number}" if number else request.ask.id
         best, incarnation = plan.prefill, self._picture.incarnation(plan.prefill.id)
         claim = self._picture.claim_prefill(best.id, best.busy_s, now, best.kvstore)
-        attempt = request.attempt = Attempt(sequence, plan, incarnation, list(options), claim)
+        attempt = request.attempt = Attempt(sequence, plan, incarnation, list(options), claim, begun=now)
         request.phase = Phase.PLACED
         self._take_part(request, attempt, best.id)
         return attempt

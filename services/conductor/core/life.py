@@ -47,6 +47,7 @@ class Attempt:
         promise: claim of the promised room, until the sequence's call holds it.
         delivered: decode has everything.
         places: instances that have, or had, a part in it.
+        begun: when it was planned.
     """
 
     sequence: str
@@ -67,6 +68,7 @@ class Attempt:
     promise: int = 0
     delivered: bool = False
     places: list[str] = field(default_factory=list)
+    begun: float = 0.0
 
     @property
     def torn(self) -> bool:

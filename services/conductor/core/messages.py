@@ -117,12 +117,13 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """How a prompt was prefilled; `misses` are (kvstore, key) that the index believed to be there."""
+    """How a prompt was prefilled; `misses` are (kvstore, key) that the index believed to be there.
+
+    `there_s` are seconds from its coming to its first token, as the instance measured them.
+    """
 
     computed_tokens: int
-    local_tokens: int
-    loaded_tokens: int
-    prefill_s: float
+    there_s: float
     misses: tuple[tuple[str, bytes], ...] = ()
 
 
@@ -278,11 +279,12 @@ class Undo:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """The request is placed: tell the client, and keep it for `Explain`."""
+    """The request is placed, `waited_s` after it arrived: tell the client, and keep it for `Explain`."""
 
     request: int
     plan: Plan
     decode: str
+    waited_s: float
 
 
 @dataclass(frozen=True, slots=True)

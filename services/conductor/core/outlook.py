@@ -64,7 +64,7 @@ def _then(answer: Answer, lengths: Lengths, now: float, at: float, step_s: float
 def step_seconds(instance: Decode, outlook: Outlook, joining: Outlook = NOTHING) -> float:
     """Seconds of a step over what is expected and what joins it."""
     return decode_step_seconds(
-        instance.tracker.speeds,
+        instance.speeds,
         outlook.sequences + joining.sequences,
         outlook.context_tokens + joining.context_tokens,
     )

@@ -40,10 +40,8 @@ class Picture:
         self._threshold = balancing_threshold
         self._instances: dict[str, Instance] = {}
         self._prefills = Prefills()
-        self.decodes = Decodes()
-        """The decode instances, to be asked about."""
+        self.decodes = Decodes()  # to be asked about
         self.forecasts = Forecasts(self.decodes, EXPECTED_ANSWER_TOKENS)
-        """What will run on them."""
         self._stores = Stores(kvstore_replicas)
         self._claims: dict[int, list[Instance]] = {}
         self._next_claim = 1
@@ -99,16 +97,16 @@ class Picture:
         match instance:
             case Prefill():
                 instance.report(load, now)
+                if load.speeds is not None:
+                    instance.learnt.told(load.speeds)
             case Decode():
                 instance.report(load)
+                instance.speeds = instance.speeds if load.speeds in (None, instance.speeds) else load.speeds
             case Store():
                 self._stores.report(instance, load)
                 return
             case None:
                 return
-        if load.speeds is not None and load.speeds != instance.told:
-            instance.told = load.speeds
-            instance.tracker.rebase(load.speeds)
         self._changed(instance)
 
     def events(
@@ -145,12 +143,18 @@ class Picture:
         """Drops blocks that an instance was found not to hold, unless they were reported after `version`."""
         self.index.forget(instance_id, keys, version)
 
-    def observe_prefill(self, instance_id: str, computed: int, cached: int, seconds: float) -> None:
-        """Learns that a prompt took so long, of which `cached` tokens were there already."""
-        instance = self._prefills.get(instance_id)
-        if instance is not None:
-            instance.observe(computed, cached, seconds)
-            self._prefills.rank(instance)
+    def first_token(self, plan: Plan, computed: int, there_s: float, overhead_s: float, now: float) -> None:
+        """A prompt has its first token; it took `there_s` at its instance, `overhead_s` beside since it was placed."""
+        instance, demand = self._prefills.get(plan.prefill.id), plan.demand
+        if instance is None or self.shape is None:
+            return
+        size = self.shape.block_tokens
+        foreseen = demand.prompt_tokens - min(plan.prefill.used_blocks * size, demand.prompt_tokens - 1)
+        instance.learnt.observe_overhead(overhead_s)
+        if abs(computed - foreseen) < size:  # else it was another prompt that was predicted
+            instance.observe(plan.prefill, there_s)
+        instance.computed(now)
+        self._prefills.rank(instance)
 
     # --- claims ----------------------------------------------------------------------------------------------------
 

@@ -116,7 +116,8 @@ class Placing:
             self._timers.clear((kind, number))
         request.waits_since = request.refusal = None
         request.unasked = 0
-        out.append(Announce(number, attempt.plan, attempt.target.decode if attempt.target else ""))
+        decode, waited_s = attempt.target.decode if attempt.target else "", attempt.begun - request.ask.arrived
+        out.append(Announce(number, attempt.plan, decode, waited_s))
         self._legs.prefill(request, attempt, out)
 
     def room_news(self, now: float, decode: str, out: list[Action]) -> None:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from moonpool.core.digest import digest_of
-from moonpool.cost import Speeds, SpeedTracker, pipelined_seconds, prefill_seconds
-from services.conductor.core.cost import PrefillChoice, PrefillModel, steps_of
+from moonpool.cost import Speeds, prefill_seconds
+from services.conductor.core.corrections import Corrections
+from services.conductor.core.cost import PrefillChoice, PrefillModel
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
 from services.conductor.core.pool import Pool, blocks_at
 from services.conductor.core.ranks import SHORTLIST, RankClass, Ranks
@@ -35,14 +36,14 @@ class Prefill:
     """One instance.
 
     `free_at` is when all prompts that we know of are computed, on the clock of `now`: the last report's, and those of
-    our own that it did not include. `told` are the speeds as it reported them.
+    our own that it did not include. `others_at` is when those would be that are not ours. `learnt` has the speeds.
     """
 
     facts: InstanceFacts
     slot: int
-    tracker: SpeedTracker
-    told: Speeds
+    learnt: Corrections
     free_at: float
+    others_at: float = 0.0
     load: LoadFacts = field(default_factory=LoadFacts)
     turn: int = 0
     prompts: dict[int, Prompt] = field(default_factory=dict)
@@ -75,23 +76,27 @@ class Prefill:
             return
         for prompt in self.prompts.values():
             prompt.covered = prompt.covered or (prompt.number is not None and prompt.number <= load.taken)
-        ahead_s = load.drain_s + self._uncovered_s()
+        drain_s = load.drain_s * self.learnt.factors[2]
+        ahead_s = drain_s + self._uncovered_s()
+        self.others_at = now + max(0.0, drain_s - sum([it.busy_s for it in self.prompts.values() if it.covered]))
         # An idle one keeps the time since when it is: the one that was idle longest is chosen first.
         self.free_at = now + ahead_s if ahead_s > 0 else min(self.free_at, now)
 
-    def observe(self, computed: int, cached: int, seconds: float) -> None:
-        """Learns from a prompt's measured seconds."""
-        steps = steps_of(computed, self.facts.step_tokens)
-        overlap = pipelined_seconds(1.0, steps=steps, stages=self.facts.stages)
-        self.tracker.observe_prefill(computed, cached, seconds / overlap, steps=steps)
+    def observe(self, choice: PrefillChoice, there_s: float) -> None:
+        """Learns from what a prompt took here that was predicted so."""
+        self.learnt.observe((choice.queue_s, choice.load_s, choice.prefill_s), choice.factors, there_s)
+
+    def computed(self, now: float) -> None:
+        """A prompt of ours has its token and is not counted any more: what is left of the others begins now."""
+        self.free_at = max(now, self.others_at) + sum([prompt.busy_s for prompt in self.prompts.values()])
 
     def _uncovered_s(self) -> float:
         return sum([prompt.busy_s for prompt in self.prompts.values() if not prompt.covered])
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        learnt = self.tracker.base, self.tracker.speeds
-        return digest_of(self.facts, self.slot, *learnt, self.told, self.free_at, self.load, self.turn, self.prompts)
+        times = self.free_at, self.others_at
+        return digest_of(self.facts, self.slot, self.learnt.state, times, self.load, self.turn, self.prompts)
 
 
 class Prefills(Pool[Prefill]):
@@ -105,7 +110,7 @@ class Prefills(Pool[Prefill]):
         facts, free_at = instance.facts, instance.free_at
         self.ranks.put(
             instance.slot,
-            instance.tracker.speeds,
+            instance.learnt.speeds,
             lambda _: free_at,
             instance.turn,
             facts.id,
@@ -153,11 +158,14 @@ class Prefills(Pool[Prefill]):
 
     def _choice(self, model: PrefillModel, slot: int, blocks: int, now: float, excluded: str = "") -> PrefillChoice:
         instance = self.by_slot[slot]
-        facts, free_at = instance.facts, instance.free_at
-        cost = model.cost(instance.tracker.speeds, facts.stages, facts.step_tokens, blocks)
+        facts, learnt, free_at = instance.facts, instance.learnt, instance.free_at
+        cost = model.cost(learnt.speeds, facts.stages, facts.step_tokens, blocks)
         load_s, prefill_s, busy_s, used, store = cost
-        queue_s = free_at - now if free_at > now else 0.0
-        return PrefillChoice(facts.id, blocks, used, queue_s, load_s, prefill_s, busy_s, store, excluded)
+        factors = learnt.factors
+        queue_s = (free_at - now) * factors[0] if free_at > now else 0.0
+        return PrefillChoice(
+            facts.id, blocks, used, queue_s, load_s, prefill_s, busy_s, store, excluded, learnt.overhead_s, factors
+        )
 
     def _excluded(
         self, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, slot: int, demand: Demand

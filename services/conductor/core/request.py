@@ -33,7 +33,6 @@ from services.conductor.core.messages import (
 )
 from services.conductor.core.picture import Picture
 from services.conductor.core.placing import Limits, Placing
-from services.conductor.core.plan import Plan
 from services.conductor.core.room import RoomQueue
 
 WORD_S = 2.0
@@ -144,7 +143,7 @@ class Requests:
         request.grow(1)  # also one of an attempt that is over: the answer has it
         if attempt is not None:
             self._legs.token(attempt, now)
-            self._learn(attempt.plan, event.how)
+            self._learn(now, attempt, event.how)
             self.picture.grew(attempt.promise, max(request.tokens, 1), now)
         if request.ask.choices == 1:
             self._lengths.begin(request.ask.number, request.ask.stratum)
@@ -153,11 +152,11 @@ class Requests:
         elif attempt is not None and attempt.decode is DecodeLeg.PROMISED:
             self._legs.start(request, attempt, out)
 
-    def _learn(self, plan: Plan, how: Prefilled) -> None:
-        if not how.loaded_tokens:
-            self.picture.observe_prefill(plan.prefill.id, how.computed_tokens, how.local_tokens, how.prefill_s)
+    def _learn(self, now: float, attempt: Attempt, how: Prefilled) -> None:
+        overhead_s = now - attempt.begun - how.there_s
+        self.picture.first_token(attempt.plan, how.computed_tokens, how.there_s, overhead_s, now)
         for store, key in how.misses:
-            self.picture.forget(store, [key], plan.index_version)
+            self.picture.forget(store, [key], attempt.plan.index_version)
 
     def _tokens(self, now: float, request: Request, attempt: Attempt | None, event: Tokens, out: list[Action]) -> None:
         request.grow(event.count)

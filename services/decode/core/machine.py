@@ -105,9 +105,9 @@ class DecodeCore:
         """Takes an event."""
         match event:
             case StepDone():
-                self._step_done(event, out)
+                self._step_done(now, event, out)
             case Stepped():
-                self._stepped(event)
+                self._stepped(now, event)
             case Heard(number):
                 self._heard(now, number)
             case Reserve():
@@ -123,7 +123,7 @@ class DecodeCore:
             case _:
                 self._progress(now, event, out)
         if not self._dead:
-            self.planner.plan(out)
+            self.planner.plan(now, out)
             if not isinstance(event, Stepped | StepDone):
                 self.planner.cut(out, leaving=bool(self._leaving))
 
@@ -275,14 +275,14 @@ class DecodeCore:
 
     # --- steps and copies ------------------------------------------------------------------------------------------
 
-    def _step_done(self, event: StepDone, out: list[Action]) -> None:
+    def _step_done(self, now: float, event: StepDone, out: list[Action]) -> None:
         flight = self.planner.flight
         if flight is None or flight.run.step != event.step:
             return  # of an engine that has died
         if event.aborted:
             self.planner.not_computed(flight, out)
         else:
-            self._observe(flight, event)
+            self._observe(now, flight, event)
             self.planner.advance(event.steps, over=True)
             self._computed(flight.run, event, out)
         self._step_over(out)
@@ -307,17 +307,20 @@ class DecodeCore:
         else:
             self._leave(request, out)
 
-    def _stepped(self, event: Stepped) -> None:
+    def _stepped(self, now: float, event: Stepped) -> None:
         flight = self.planner.flight
         if flight is not None and flight.run.step == event.step and event.steps:
-            self._observe(flight, event)
+            self._observe(now, flight, event)
             self.planner.advance(event.steps, over=False)
 
-    def _observe(self, flight: Flight, event: Stepped | StepDone) -> None:
-        if not flight.run.chunks:
-            batch = len(flight.run.batch)
-            context = flight.context + batch * (event.steps - 1) / 2
-            self.tracker.observe_decode(batch, context, event.seconds / event.steps, steps=event.steps)
+    def _observe(self, now: float, flight: Flight, event: Stepped | StepDone) -> None:
+        if flight.run.chunks or not event.seconds:
+            return
+        batch, seconds = len(flight.run.batch), event.seconds / event.steps
+        if flight.run.steps == 1:  # tokens wait for the whole way to the engine and back, not just for its computing
+            seconds = max(seconds, now - flight.began)
+        for step in range(event.steps):
+            self.tracker.observe_decode(batch, flight.context + batch * step, seconds)
 
     def _computed(self, run: Run, event: StepDone, out: list[Action]) -> None:
         for chunk in run.chunks:

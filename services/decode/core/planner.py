@@ -93,7 +93,7 @@ class Planner:
 
     # --- the next step ---------------------------------------------------------------------------------------------
 
-    def plan(self, out: list[Action]) -> None:
+    def plan(self, now: float, out: list[Action]) -> None:
         """Starts the next step if none is running and there is something to compute."""
         if self.flight is not None:
             return
@@ -111,7 +111,7 @@ class Planner:
         self.steps += 1
         steps = 1 if chunks or self._unquiet else quiet_steps(self.batch, self._config.run_steps, self._tbt_s)
         run = Run(self.steps, self.batch.ids, chunks, tuple((it.source, it.block) for it in self.copies), steps)
-        self.flight, self.copies = Flight(run, self.batch.context, self.copies, steps), []
+        self.flight, self.copies = Flight(run, self.batch.context, now, self.copies, steps), []
         out.append(run)
 
     @property

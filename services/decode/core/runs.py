@@ -16,6 +16,8 @@ class Flight:
     run: Run
     context: int
     """Tokens attended to by the batch in the step that is being computed."""
+    began: float
+    """When the run was ordered."""
     copies: list[Copied] = field(default_factory=list)
     """Made before it."""
     left: int = 1

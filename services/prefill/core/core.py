@@ -129,9 +129,13 @@ class PrefillCore:
         """Prompt tokens that are not in the pool yet."""
         return sum(job.num_tokens - job.computed for job in self.state.jobs.values())
 
-    def drain_seconds(self) -> float:
-        """Predicted seconds until everything that is queued now is computed."""
-        return queue_seconds(self.state)
+    def drain_seconds(self, now: float | None = None) -> float:
+        """Predicted seconds until everything that is queued now is computed.
+
+        Args:
+            now: seconds; None = as at the last event.
+        """
+        return queue_seconds(self.state, self.state.now if now is None else now)
 
     def started(self, job: int) -> bool:
         """Whether a job has blocks, or had them."""
@@ -144,12 +148,12 @@ class PrefillCore:
         state = self.state
         why = self._refusal(event)
         if why is not None:
-            retry_s = max(MIN_RETRY_S, queue_seconds(state)) if why is Refusal.QUEUE_FULL else 0.0
+            retry_s = max(MIN_RETRY_S, self.drain_seconds()) if why is Refusal.QUEUE_FULL else 0.0
             state.do(Refuse(event.job, why, retry_s))
             return
         assert event.job not in state.jobs, "a job's number is never used twice"
         assert len(event.keys) == event.num_tokens // state.settings.block_tokens, "one key per full block"
-        state.do(Accept(event.job, queue_seconds(state)))
+        state.do(Accept(event.job, self.drain_seconds()))
         job = Job.of(event, state.settings, state.now)
         cached = len(state.manager.match(job.keys[: state.reusable_blocks(job)])) * state.settings.block_tokens
         job.expected_tokens = max(job.expected_tokens, cached)

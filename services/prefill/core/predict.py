@@ -1,14 +1,14 @@
 """Predicted seconds of what is queued. Pure."""
 
 from moonpool.cost import prefill_seconds
-from services.prefill.core.state import Job, State
+from services.prefill.core.state import Job, State, StepFlight
 
 
-def queue_seconds(state: State) -> float:
+def queue_seconds(state: State, now: float) -> float:
     """Seconds until everything that is queued now is computed: when a prompt that comes now would begin.
 
     Each prompt counts by itself, so that its tokens attend to its own context only. Short prompts share steps. Stages
-    work on several steps at once: the time of all steps is divided among them.
+    work on several steps at once: the time of all steps is divided among them. The step in front is partly done.
     """
     speeds, settings = state.tracker.speeds, state.settings
     work, tokens = 0.0, 0
@@ -19,7 +19,18 @@ def queue_seconds(state: State) -> float:
             work += prefill_seconds(speeds, left, done, steps=0, begins=job.first_step_at is None)
             tokens += left
     work += speeds.prefill_base_s * -(-tokens // settings.step_tokens)
-    return work / settings.stages
+    return max(0.0, work - _done_seconds(state, now)) / settings.stages
+
+
+def _done_seconds(state: State, now: float) -> float:
+    """Of the step that is being computed, as far as its prediction holds; 0 in a pipeline, where steps overlap."""
+    front = next((flight for _, flight in state.ios if isinstance(flight, StepFlight)), None)
+    if front is None or state.settings.stages > 1:
+        return 0.0
+    speeds = state.tracker.speeds
+    chunks = [(share.end - share.start, share.start, share.first) for share in front.shares]
+    whole_s = sum([prefill_seconds(speeds, new, start, steps=0, begins=first) for new, start, first in chunks])
+    return min(now - front.began_at, speeds.prefill_base_s + whole_s)
 
 
 def _done_tokens(job: Job) -> int:

@@ -149,6 +149,7 @@ class StepFlight:
     gated: bool
     moved_at: float
     """When its last layer was done, or it came to the front of the engine."""
+    began_at: float
     opened: int = -1
     """Highest layer whose gate is open."""
     layers: int = 0

@@ -57,7 +57,7 @@ class Steps:
         if not shares:
             return False
         tables = tuple(table for share in shares if (table := self._state.jobs[share.job].table) is not None)
-        flight = StepFlight(shares, tables, any(share.loading for share in shares), self._state.now)
+        flight = StepFlight(shares, tables, any(share.loading for share in shares), self._state.now, self._state.now)
         io = self._state.begin(flight)
         self._order.append(io)
         chunks = tuple(self._order_of(share, table) for share, table in zip(shares, tables, strict=True))
@@ -225,11 +225,13 @@ class Steps:
         job.gated = False
 
     def _learn(self, flight: StepFlight, result: StepEnded) -> None:
-        if len(flight.shares) == 1 and not flight.gated and not result.aborted:
-            share = flight.shares[0]
-            self._state.tracker.observe_prefill(
-                share.end - share.start, share.start, result.seconds, begins=share.first
-            )
+        """A step that is alone in the engine takes as long as until its end is heard of, not just as it computes."""
+        if flight.gated or result.aborted:
+            return
+        alone = self._state.settings.stages == 1
+        seconds = max(result.seconds, self._state.now - flight.began_at) if alone else result.seconds
+        chunks = [(share.end - share.start, share.start, share.first) for share in flight.shares]
+        self._state.tracker.observe_prefill(chunks, seconds)
 
     # --- gates -----------------------------------------------------------------------------------------------------
 

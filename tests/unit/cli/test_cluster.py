@@ -70,9 +70,9 @@ def test_explain_lists_candidates_best_first_and_marks_the_choice(capsys: pytest
     lines = capsys.readouterr().out.splitlines()
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
     assert rows == [
-        ["prefill-1", "3", "5", "0.0000", "0.0500", "0.2000", "0.2500", "chosen"],
-        ["prefill-0", "0", "0", "1.0000", "0.0000", "0.5000", "1.5000", ""],
-        ["prefill-2", "0", "0", "-", "-", "-", "-", "draining"],
+        ["prefill-1", "3", "5", "0.0000", "0.0500", "0.2000", "0.0000", "0.2500", "chosen"],
+        ["prefill-0", "0", "0", "1.0000", "0.0000", "0.5000", "0.0000", "1.5000", ""],
+        ["prefill-2", "0", "0", "-", "-", "-", "-", "-", "draining"],
     ]
     assert lines[-3:] == [
         "placed on prefill-1, then decode-0",

@@ -74,44 +74,70 @@ def test_what_is_local_is_not_loaded() -> None:
     assert not load_is_cheaper(speeds, total_tokens=10, local_tokens=8, stored_tokens=8, token_bytes=1)
 
 
-def test_tracker_moves_towards_what_was_measured() -> None:
+def test_rates_follow_what_was_measured() -> None:
     tracker = SpeedTracker(SPEEDS, weight=0.5)
-    predicted = prefill_seconds(SPEEDS, 4, 0)
-    tracker.observe_prefill(4, 0, predicted * 3)
-    assert prefill_seconds(tracker.speeds, 4, 0) == pytest.approx(predicted * 2)
-    tracker.observe_decode(1, 4, 2 * decode_step_seconds(SPEEDS, 1, 4))
-    assert tracker.speeds.decode_base_s == pytest.approx(1.5)
     tracker.observe_load(100, 2.0)  # 50 B/s against 100: the mean of seconds per byte
     assert tracker.speeds.load_bytes_per_s == pytest.approx(1 / (0.5 / 100 + 0.5 / 50))
     tracker.observe_transfer(50, 1.0)
     assert tracker.speeds.transfer_bytes_per_s == pytest.approx(50.0)
 
 
+CHUNKS = ((16, 0), (300, 0), (512, 512), (100, 900), (512, 0), (64, 1300))
+ENGINE = Speeds(
+    prefill_base_s=0.002,
+    prefill_per_token_s=1e-4,
+    prefill_per_pair_s=5e-8,
+    decode_base_s=0.002,
+    decode_per_sequence_s=3e-4,
+    decode_per_context_token_s=2e-7,
+)
+
+
+def test_a_slower_machine_is_slower_at_all_sizes() -> None:
+    """A few prompts of one size teach what others take."""
+    tracker = SpeedTracker(replace(ENGINE, prefill_per_prompt_s=0.01))
+    slow = replace(ENGINE, prefill_per_prompt_s=0.01).slowed_prefill(1.8)
+    for _ in range(8):
+        tracker.observe_prefill([(300, 0, True)], prefill_seconds(slow, 300, 0))
+    for new, prefix in CHUNKS:
+        assert prefill_seconds(tracker.speeds, new, prefix) == pytest.approx(
+            prefill_seconds(slow, new, prefix), rel=0.2
+        )
+
+
+def test_the_fixed_part_of_a_step_is_learnt_apart() -> None:
+    """Six milliseconds around the engine make the base longer, not each token; steps that prompts share teach too."""
+    tracker = SpeedTracker(ENGINE)
+    for _ in range(20):
+        for new, prefix in CHUNKS:
+            both_s = prefill_seconds(ENGINE, new, prefix) + prefill_seconds(ENGINE, 40, 0, steps=0)
+            tracker.observe_prefill([(new, prefix, True), (40, 0, True)], both_s + 0.006)
+        tracker.observe_decode(4, 2000, decode_step_seconds(ENGINE, 4, 2000) + 0.003)
+        tracker.observe_decode(1, 200, decode_step_seconds(ENGINE, 1, 200) + 0.003)
+    learnt = tracker.speeds
+    assert learnt.prefill_base_s == pytest.approx(0.008, rel=0.1)
+    assert learnt.prefill_per_token_s == pytest.approx(1e-4, rel=0.1)
+    assert learnt.decode_base_s == pytest.approx(0.005, rel=0.1)
+
+
 def test_a_later_chunk_of_a_prompt_is_compared_with_its_own_prediction() -> None:
     """What a prompt costs once does not make its later chunks look quick."""
-    tracker = SpeedTracker(replace(SPEEDS, prefill_per_prompt_s=100.0), weight=1.0)
-    tracker.observe_prefill(4, 8, prefill_seconds(SPEEDS, 4, 8), begins=False)
-    assert tracker.speeds == tracker.base
-    tracker.observe_prefill(4, 0, 2 * (100.0 + prefill_seconds(SPEEDS, 4, 0)))
-    assert tracker.speeds.prefill_per_prompt_s == pytest.approx(200.0)
+    base = replace(SPEEDS, prefill_per_prompt_s=100.0)
+    tracker = SpeedTracker(base)
+    tracker.observe_prefill([(4, 8, False)], prefill_seconds(base, 4, 8, begins=False))
+    assert tracker.speeds == base
 
 
-def test_tracker_bounds_outliers_and_ignores_the_unmeasurable() -> None:
-    tracker = SpeedTracker(SPEEDS, weight=0.5)
-    tracker.observe_prefill(4, 0, 1e9)
-    assert tracker.speeds.prefill_base_s == pytest.approx(0.5 * (1 + 0.5 * 19))
+def test_outliers_are_bounded_and_the_unmeasurable_is_ignored() -> None:
+    tracker = SpeedTracker(ENGINE)
+    for _ in range(10):
+        tracker.observe_prefill([(300, 0, True)], prefill_seconds(ENGINE, 300, 0))
+    tracker.observe_prefill([(300, 0, True)], 1e9)
+    assert prefill_seconds(tracker.speeds, 300, 0) < 1.1 * prefill_seconds(ENGINE, 300, 0)
     again = SpeedTracker(Speeds())
-    again.observe_prefill(4, 0, 1.0)
+    again.observe_prefill([(4, 0, True)], 1.0)
     again.observe_load(0, 0.0)
     assert again.speeds == Speeds()
-
-
-def test_a_new_base_keeps_what_was_learnt() -> None:
-    tracker = SpeedTracker(Speeds(prefill_per_token_s=1.0))
-    for _ in range(40):
-        tracker.observe_prefill(4, 0, 8.0)
-    tracker.rebase(Speeds(prefill_per_token_s=1.1))
-    assert tracker.speeds.prefill_per_token_s == pytest.approx(2.2, rel=1e-3)
 
 
 def test_steps_overlap_in_a_pipeline() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from moonpool.engine.emulated import profile as profile_module
+from moonpool.engine.emulated.profile import load_profile
 from moonpool.engine.instance import EngineConfig, InstanceContext, engine_setup, run_instance
 from moonpool.engine.messages import EngineSpec
 from moonpool.errors import ConfigError, Unavailable
@@ -56,6 +58,20 @@ def test_plan(folder: Path) -> None:
     assert engine_setup(config(folder, max_tokens=99)).max_tokens == 99
     with pytest.raises(ConfigError, match="kv_bytes"):
         engine_setup(config(folder, kv_bytes=100))
+
+
+def test_a_calibration_of_this_model_is_told_in_place_of_what_is_timed_at_start(folder: Path, tmp_path: Path) -> None:
+    bundled = Path(profile_module.__file__).parent / "profiles" / "tiny-cpu-2-cores.yaml"
+    profile = tmp_path / "profile.yaml"
+    layout = engine_setup(config(folder)).layout
+    profile.write_text(bundled.read_text().replace("2560", str(layout.token_bytes)))
+    assert engine_setup(config(folder)).spec.speeds is None
+    assert engine_setup(config(folder, profile=str(profile))).spec.speeds == load_profile(str(profile)).speeds
+    with pytest.raises(ConfigError, match="2560 bytes of KV per token") as wrong:
+        engine_setup(config(folder, profile="tiny-cpu-2-cores"))
+    assert wrong.value.field == "profile"
+    with pytest.raises(ConfigError, match="leave it out"):
+        engine_setup(config(folder, engine="emulated:llama-70b-a800", profile=str(profile)))
 
 
 def test_other_weights_are_another_namespace(folder: Path) -> None:

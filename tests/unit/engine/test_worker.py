@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moonpool.checkpoint import kv_layout, load_config
+from moonpool.cost import Speeds
 from moonpool.engine.handle import Engine
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.process import ProcessEngine
@@ -23,10 +24,21 @@ from moonpool.sched.steps import LayerDone, SequenceStep, Step
 BLOCKS = 16
 
 
-def spec(path: Path, *, stages: int, measure: bool = False) -> EngineSpec:
+TOLD = Speeds(prefill_per_token_s=0.25)
+
+
+def spec(path: Path, *, stages: int, measure: bool = False, speeds: Speeds | None = None) -> EngineSpec:
     layout = kv_layout(load_config(path), "float32", 16)
     return EngineSpec(
-        str(path), "float32", layout, BLOCKS, stages=stages, threads=1, gate_timeout_s=20, measure=measure
+        str(path),
+        "float32",
+        layout,
+        BLOCKS,
+        stages=stages,
+        threads=1,
+        gate_timeout_s=20,
+        measure=measure,
+        speeds=speeds,
     )
 
 
@@ -75,10 +87,13 @@ async def test_an_engine_of_processes(checkpoint: Path, stages: int) -> None:
     prompt = list(range(7, 47))
     expected = greedy(checkpoint, prompt, 6)
     layers = load_config(checkpoint).num_layers
-    async with start_engine(spec(checkpoint, stages=stages, measure=True), start_timeout_s=90) as engine:
+    told = TOLD if stages == 2 else None
+    asked = spec(checkpoint, stages=stages, measure=True, speeds=told)
+    async with start_engine(asked, start_timeout_s=90) as engine:
         assert isinstance(engine, ProcessEngine)
+        assert told is None or engine.speeds == told
+        assert told is not None or engine.speeds.decode_base_s + engine.speeds.decode_per_sequence_s > 0
         assert engine.speeds.prefill_per_token_s + engine.speeds.prefill_base_s > 0
-        assert engine.speeds.decode_base_s + engine.speeds.decode_per_sequence_s > 0
         assert await generate(engine, 10, prompt, (9, 2, 5, 11), 6) == expected
 
         # The prefix's KV is taken out of the pool and comes back layer by layer, behind gates.

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from moonpool.cost import Speeds, attention_pairs
+from moonpool.cost import Speeds, SpeedTracker, attention_pairs
 from moonpool.errors import InvalidRequest, Overloaded, Unavailable
 from tests.unit.instances import BLOCK, WAIT_S, prefilling, prompt, spec
 from tests.unit.prefill.calls import begin
@@ -31,7 +31,7 @@ async def test_queue_is_bounded_and_drains() -> None:
         assert refused.value.reason == "queue_full"
         load = it.service.load()
         assert (load.running, load.waiting, load.queued_tokens) == (1, 0, BLOCK)
-        assert load.drain_s == pytest.approx(0.001 * BLOCK)  # the engine's milliseconds per token
+        assert 0.0 <= load.drain_s <= 0.001 * BLOCK  # the engine's milliseconds per token, but for what has passed
         it.service.drain()
         assert it.service.load().draining
         with pytest.raises(Unavailable, match="draining"):
@@ -47,16 +47,15 @@ async def test_the_time_until_it_is_free_counts_each_prompt_for_itself_and_overl
     """Three prompts queue; pairs of tokens are counted within a prompt only, and what is cached is not computed."""
     async with prefilling(stages=stages) as it:
         await (await begin(it, spec("known", prompt(4 * BLOCK, seed=9), max_tokens=1))).to_the_end()
-        it.service.core.state.tracker.rebase(Speeds(prefill_per_pair_s=1.0))
+        it.service.core.state.tracker = SpeedTracker(Speeds(prefill_per_pair_s=1.0))
         assert it.service.load().drain_s == 0.0
         reached, go = it.engine.hold()
         stories = [await begin(it, spec(name, prompt(2 * BLOCK, seed=n), max_tokens=1)) for n, name in enumerate("ab")]
         stories.append(await begin(it, spec("c", prompt(4 * BLOCK, seed=9), max_tokens=1)))
         await reached.wait()
-        factor = it.service.core.state.tracker.speeds.prefill_per_pair_s
         cached = attention_pairs(BLOCK, 3 * BLOCK)  # the last block is always computed
         alone = 2 * attention_pairs(2 * BLOCK, 0) + cached
-        assert it.service.load().drain_s == pytest.approx(factor * alone / stages)
+        assert it.service.load().drain_s == pytest.approx(alone / stages, abs=1.0)  # less what has passed
         go.set()
         for story in stories:
             await story.to_the_end()

@@ -180,7 +180,7 @@ def test_the_best_prefills_equal_a_full_scan(
 
     large = [slot for slot, one in pool.by_slot.items() if one.facts.total_blocks >= need]
     first = sorted((seconds(pool.ranks.class_speeds(slot), slot), pool.ranks.place(slot)) for slot in large)[:SHORTLIST]
-    best = sorted((seconds(pool.by_slot[p.slot].tracker.speeds, p.slot), p) for _, p in first)
+    best = sorted((seconds(pool.by_slot[p.slot].learnt.speeds, p.slot), p) for _, p in first)
     choices = [choice for choice in pool.choose(demand, model, prefixes, now, 0) if not choice.excluded]
     assert [choice.id for choice in choices] == [pool.by_slot[place.slot].facts.id for _, place in best]
     assert [choice.ttft_s for choice in choices] == [total for total, _ in best]

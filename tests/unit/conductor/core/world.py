@@ -48,7 +48,7 @@ LIMITS = Limits(retries=3, recovery_s=15.0, room_wait_s=30.0, reserve_timeout_s=
 LEASE_S = 60.0
 NO_ROOM = Failure(Kind.OVERLOADED, "full", reason=NO_DECODE_ROOM, retry_after_s=1.0)
 GONE = Failure(Kind.UNAVAILABLE, "gone")
-HOW = Prefilled(computed_tokens=16, local_tokens=0, loaded_tokens=0, prefill_s=0.1)
+HOW = Prefilled(computed_tokens=16, there_s=0.1)
 
 A = TypeVar("A", bound=Action)
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from moonpool.cost import Speeds, SpeedTracker
+from moonpool.cost import Speeds
+from services.conductor.core.corrections import Corrections
 from services.conductor.core.decodes import Answer, Decode
 from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts, Shape
 from services.conductor.core.picture import Picture
@@ -62,9 +63,9 @@ SECOND_PER_TOKEN = Speeds(prefill_per_token_s=1.0, load_bytes_per_s=100.0, trans
 
 
 def prefill_at(slot: int, one: InstanceFacts, free_at: float) -> Prefill:
-    return Prefill(one, slot, SpeedTracker(one.speeds), one.speeds, free_at)
+    return Prefill(one, slot, Corrections(one.speeds), free_at)
 
 
 def decode_at(slot: int, one: InstanceFacts, sequences: int, *, room: int) -> Decode:
     load = LoadFacts(running=sequences, context_tokens=100 * sequences, free_blocks=room)
-    return Decode(one, slot, SpeedTracker(one.speeds), one.speeds, load)
+    return Decode(one, slot, one.speeds, load)

@@ -187,7 +187,7 @@ def test_a_table_and_a_picture(tmp_path: Path) -> None:
         (("scale", "--profile", "abacus"), "no profile 'abacus'"),
         (("scale", "--policy", "nice"), "no policy 'nice'"),
         (("cache", "--capacities", "0"), "positive whole number or inf"),
-        (("overload",), "No such command"),
+        (("roles",), "No such command"),
     ],
 )
 def test_wrong_flags_are_refused(args: tuple[str, ...], message: str) -> None:

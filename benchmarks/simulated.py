@@ -1,0 +1,175 @@
+"""How far the simulator is from a real stack, calibrated on one slice of a trace and compared on the next one.
+
+A stack of emulated instances (8 + 8) and one of the bundled model (1 + 1) get two slices of a trace each. The
+simulator's extras (`simulator.experiments.calibration`) are fitted to the first slice, the second is compared: TTFT and
+TPOT at p50 within 15 %, at p90 within 25 %. The bundled model's profile is measured first, by `moonpool calibrate`.
+`--picture FILE.svg` has the quantiles of the last run of each stack.
+"""
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.frame import Progress, Row, Skipped, bounded, run
+from moonpool.bundled import model_dir
+from moonpool.checkpoint import load_config
+from moonpool.cli.calibrate import run_calibrate
+from moonpool.cli.replay import Foreseen, Replay, cut, drive, served, side_by_side
+from moonpool.cli.stack import LocalStack, StackPlan
+from moonpool.engine.emulated.profile import load_profile
+from simulator.cluster.config import ClusterConfig, Slo
+from simulator.experiments.calibration import SIMULATIONS, Times
+from simulator.experiments.comparison import charts
+from simulator.report.charts import Chart
+from simulator.traces.mooncake import BLOCK_TOKENS, Trace, TraceRequest, trace_path
+
+GENERATED = Path(__file__).parent / "traces" / "generated.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One of the stacks.
+
+    Attributes:
+        name: in rows.
+        engine: of `StackPlan`; the profile that is simulated is the engine's, or measured for "real".
+        prefill, decode: instances.
+        shrink: lengths and blocks of the trace are so many times shorter.
+        most_tokens: a prompt is cut to so many.
+        step_tokens: of a prefill step.
+        requests: of a slice.
+        rate: requests per second.
+    """
+
+    name: str
+    engine: str
+    prefill: int
+    decode: int
+    shrink: int
+    most_tokens: int
+    step_tokens: int
+    requests: int
+    rate: float
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the stack, and of the shrunk trace."""
+        return BLOCK_TOKENS // self.shrink
+
+
+KINDS = {
+    "emulated": Kind("emulated 8 + 8", "emulated:llama-70b-a800", 8, 8, 1, 32_000, 4096, 150, 4.0),
+    "real": Kind("bundled model 1 + 1", "real", 1, 1, 16, 1400, 512, 120, 5.0),
+}
+
+
+def slices(trace: Sequence[TraceRequest], kind: Kind, number: int) -> list[TraceRequest]:
+    """The `number`-th two slices of the trace, shrunk, from its start again after its end; times begin at 0.
+
+    Raises:
+        Skipped: the trace is too short.
+    """
+    count = 2 * kind.requests
+    if len(trace) < count:
+        raise Skipped(f"the trace has {len(trace)} requests, two slices are {count}")
+    first = number % (len(trace) // count) * count
+    found = [shrunk(one, kind) for one in trace[first : first + count]]
+    begin, span = found[0].timestamp, found[-1].timestamp - found[0].timestamp
+    faster = span / 1000 * kind.rate / (count - 1)
+    return [replace(one, timestamp=(one.timestamp - begin) / faster) for one in found]
+
+
+def shrunk(request: TraceRequest, kind: Kind) -> TraceRequest:
+    """A request with shorter prompt and answer; blocks that were equal stay so."""
+    tokens, answer = max(1, request.input_length // kind.shrink), max(2, request.output_length // kind.shrink)
+    return cut(replace(request, input_length=tokens, output_length=answer), min(tokens, kind.most_tokens), 0,
+               kind.block_tokens)  # fmt: skip
+
+
+def foreseen(kind: Kind, wanted: Sequence[TraceRequest], profile: str, folder: Path, simulations: int) -> Foreseen:
+    """Starts a stack, sends both slices, and simulates the second."""
+    plan = StackPlan(
+        str(model_dir()), folder, engine=kind.engine, time_scale=0.0 if kind.engine == "real" else 1.0,
+        prefill=kind.prefill, decode=kind.decode, block_tokens=kind.block_tokens, log_level="warning",
+        extra={"prefill": ["--step-tokens", str(kind.step_tokens)]},
+    )  # fmt: skip
+    config = ClusterConfig(profile=load_profile(profile), block_tokens=kind.block_tokens, step_tokens=kind.step_tokens)
+    vocab_size = load_config(model_dir()).vocab_size
+    with LocalStack(plan) as stack:
+        config = asyncio.run(served(stack.address, config))
+        measured = asyncio.run(drive(stack.address, Replay(wanted, kind.block_tokens, 1.0, vocab_size, Slo())))
+    return side_by_side(config, wanted, measured, kind.requests, simulations)
+
+
+def measured_kind(
+    kind: Kind, trace: Sequence[TraceRequest], options: argparse.Namespace, progress: Progress
+) -> tuple[list[Row], list[Chart]]:
+    """Rows and charts of one stack: the rows are the medians over the runs."""
+    found: list[Foreseen] = []
+    with tempfile.TemporaryDirectory() as folder:
+        profile = kind.engine.removeprefix("emulated:")
+        if kind.engine == "real":
+            profile = options.profile or str(_calibrated(Path(folder)))
+        for number in range(options.runs):
+            wanted = slices(trace, kind, number)
+            found.append(foreseen(kind, wanted, profile, Path(folder) / str(number), options.simulations))
+            lines = ", ".join(f"{line.figure} {line.ratio:.2f}" for line in found[-1].lines)
+            extras = ", ".join(f"{name} {value:.3g}" for name, value in found[-1].extras.to_json().items())
+            progress(f"{kind.name}, run {number + 1}: simulated / measured {lines}; fit {found[-1].near:.3f}, {extras}")
+    last = found[-1]
+    return list(_rows(kind, found)), charts(Times.of(last.measured), Times.of(last.simulated))
+
+
+def _calibrated(folder: Path) -> Path:
+    """The bundled model's profile with one compute thread, as an engine of the stack has on two cores."""
+    out = folder / "profile.yaml"
+    run_calibrate(str(model_dir()), out, name="bundled", hardware="this machine", dtype="auto", threads=1, repeats=3)
+    return out
+
+
+def _rows(kind: Kind, found: Sequence[Foreseen]) -> Iterator[Row]:
+    for lines in zip(*(one.lines for one in found), strict=True):
+        errors = [100 * line.error for line in lines]
+        yield bounded(f"{kind.name}: {lines[0].figure}, simulation off by", "%", errors, "wanted at most",
+                      100 * lines[0].wanted)  # fmt: skip
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
+    """All rows; writes the picture."""
+    trace = list(Trace(options.trace or trace_path("") or GENERATED))
+    rows: list[Row] = []
+    pictures: list[Chart] = []
+    for name in options.only.split(","):
+        kind = replace(KINDS[name], requests=options.requests or KINDS[name].requests)
+        found, drawn = measured_kind(kind, trace, options, progress)
+        rows += found
+        pictures += [replace(chart, title=f"{kind.name}: {chart.title}") for chart in drawn]
+    path = options.picture or (options.out.with_suffix(".svg") if options.out else None)
+    if path is not None:
+        path.write_text(stacked(pictures), encoding="utf-8")
+    return rows
+
+
+def stacked(pictures: Sequence[Chart]) -> str:
+    """One picture below the other."""
+    heights = "".join(f'<g transform="translate(0 {360 * at})">{it.svg()}</g>' for at, it in enumerate(pictures))
+    size = f'width="720" height="{360 * len(pictures)}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{heights}</svg>\n'
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this benchmark."""
+    add = parser.add_argument
+    add("--only", default=",".join(KINDS), help=f"some of {','.join(KINDS)} (default: all)")
+    add("--trace", type=Path, help="Mooncake's form (default: $MOONPOOL_TRACE, or the generated one)")
+    add("--requests", type=int, default=0, help="of each slice; 0 = as many as the stack's kind has")
+    add("--simulations", type=int, default=SIMULATIONS, help=f"that a fit may take (default {SIMULATIONS})")
+    add("--profile", default="", help="of the bundled model; default: it is measured")
+    add("--picture", type=Path, help="SVG file (default: beside --out)")
+
+
+if __name__ == "__main__":
+    run("simulated", measure, flags=flags)

@@ -1,0 +1,138 @@
+"""A linear model of seconds that follows measurements: a Kalman filter that neither outliers nor noise mislead."""
+
+from collections.abc import Sequence
+from operator import mul
+
+FIRST_NOISE = 0.2
+"""Relative noise of a measurement that is assumed at first; then it is measured."""
+LEAST_NOISE = 0.03
+NOISE_WEIGHT = 0.05
+GATE = 1.5
+"""A measurement counts as if it were at most so many standard deviations from its prediction."""
+LEAST_SHARE = 0.05
+"""No coefficient falls below this share of its first value."""
+
+
+class Regression:
+    """Coefficients of `seconds = sum(coefficient * size)`, none negative, by measurements one after the other.
+
+    Errors count relative to the prediction, and beyond a gate they count as if they were at the gate, so that the
+    coefficients are about those of a median (Huber's estimator). Several in a row beyond the gate make the filter as
+    uncertain as at its start. A size that does not vary leaves its coefficient where it was.
+
+    Args:
+        coefficients: first ones.
+        spreads: how uncertain each is by itself, as a standard deviation.
+        common: how uncertain the factor is that all of them have in common. Without either a coefficient stays.
+        change: so many measurements in a row beyond the gate, on one side, are no outliers: what was learnt before is
+            not true any more.
+        drift: variance of a coefficient that each measurement adds, as a share of its first: old measurements fade.
+        least_s: shorter predictions count as so many seconds when an error is taken relative to them.
+    """
+
+    __slots__ = (
+        "_change",
+        "_common",
+        "_covariance",
+        "_drift_share",
+        "_firsts",
+        "_least_s",
+        "_noise",
+        "_spreads",
+        "_streak",
+        "coefficients",
+    )
+
+    def __init__(
+        self,
+        coefficients: Sequence[float],
+        spreads: Sequence[float],
+        *,
+        common: float = 0.0,
+        change: int = 4,
+        drift: float = 5e-4,
+        least_s: float = 1e-6,
+    ) -> None:
+        self.coefficients = self._firsts = tuple(coefficients)
+        self._spreads = tuple(spreads)
+        self._common = common * common
+        self._change, self._drift_share = change, drift
+        self._least_s = least_s
+        self._noise = FIRST_NOISE
+        self._streak = 0
+        self._covariance = self._fresh()
+
+    def seconds(self, sizes: Sequence[float]) -> float:
+        """The prediction."""
+        total: float = sum(map(mul, self.coefficients, sizes))
+        return total
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Everything that later predictions depend on."""
+        return self.coefficients, self._noise, self._streak, self._covariance
+
+    def observe(self, sizes: Sequence[float], seconds: float, known_s: float = 0.0) -> None:
+        """Learns that something of these sizes took so long; times that are not positive are left out.
+
+        `known_s` of the seconds are foreseen by something else.
+        """
+        if seconds <= 0.0:
+            return
+        predicted = known_s + self.seconds(sizes)
+        scale = max(predicted, self._least_s)
+        shares = [size / scale for size in sizes]
+        error = (seconds - predicted) / scale
+        along, variance = self._along(shares)
+        limit = GATE * variance**0.5
+        if self._changed(error, limit):
+            self._covariance = self._fresh()
+            along, variance = self._along(shares)
+        else:
+            error = min(max(error, -limit), limit)
+        self._noise += NOISE_WEIGHT * (1.25 * min(abs(error), 3.0 * self._noise) - self._noise)
+        self._noise = max(self._noise, LEAST_NOISE)
+        self._correct(along, variance, error)
+
+    def _along(self, shares: list[float]) -> tuple[list[float], float]:
+        """Covariance of the coefficients with the prediction, and the variance of an error."""
+        along = [sum(map(mul, row, shares)) for row in self._covariance]
+        return along, sum(map(mul, along, shares)) + self._noise * self._noise
+
+    def _changed(self, error: float, limit: float) -> bool:
+        """Whether this error is one of too many on one side."""
+        side = 0 if abs(error) <= limit else 1 if error > 0 else -1
+        self._streak = self._streak + side if side * self._streak >= 0 and side else side
+        if abs(self._streak) < self._change:
+            return False
+        self._streak = 0
+        return True
+
+    def _correct(self, along: list[float], variance: float, error: float) -> None:
+        gain = [one / variance for one in along]
+        moved = zip(self.coefficients, gain, self._firsts, strict=True)
+        self.coefficients = tuple([max(LEAST_SHARE * first, one + by * error) for one, by, first in moved])
+        for row, by in zip(self._covariance, gain, strict=True):
+            row[:] = [one - by * other for one, other in zip(row, along, strict=True)]
+        self._drift()
+
+    def _drift(self) -> None:
+        """Old measurements fade. What no measurement tells of does not become more uncertain than it was at first."""
+        shared = self._drift_share * self._common
+        for at, (row, one, most) in enumerate(zip(self._covariance, self.coefficients, self._most(), strict=True)):
+            if shared:
+                row[:] = [value + shared * one * other for value, other in zip(row, self.coefficients, strict=True)]
+            if row[at] < most:
+                row[at] += self._drift_share * most
+
+    def _most(self) -> list[float]:
+        """The largest variance of each coefficient by itself: as at the start, more where it has grown."""
+        known = zip(self._spreads, self.coefficients, self._firsts, strict=True)
+        return [(spread * max(1.0, one / first if first else 1.0)) ** 2 for spread, one, first in known]
+
+    def _fresh(self) -> list[list[float]]:
+        most, known = self._most(), self.coefficients
+        return [
+            [self._common * one * other + (most[row] if at == row else 0.0) for at, other in enumerate(known)]
+            for row, one in enumerate(known)
+        ]

@@ -1,0 +1,198 @@
+"""Fits a simulated cluster to what a real one was measured to do: what services and links add to a profile.
+
+The profile says what computing takes. What else a stack takes (calls, its event loops, steps on a shared machine) is in
+a few named numbers (`Extras`), found by simulating the measured requests again and again. They are then used to foresee
+other requests; how well that works, only those tell.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+
+from simulator.cluster.cluster import Cluster
+from simulator.cluster.conductor import DONE
+from simulator.cluster.config import ClusterConfig
+from simulator.cluster.requests import Request
+from simulator.kernel.clock import PS
+from simulator.traces.mooncake import TraceRequest
+
+SHARES = tuple(tenth / 10 for tenth in range(1, 10))
+"""Quantiles that are compared."""
+SIMULATIONS = 200
+"""That a fit may take."""
+FIRST_STEP, LEAST_STEP = 1.2, 0.03
+"""Steps of the search, in natural logarithms."""
+WORTH = 0.999
+"""A try must be better by a thousandth: what hardly matters stays where it is."""
+FACTORS = {"prefill", "decode", "links"}
+"""Extras that multiply: their steps are a quarter of those of seconds, which can be of any size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a stack adds to its profile; seconds and factors, the profile alone is (1, 0, 1, 0, 1, 0, ...).
+
+    Attributes:
+        prefill, decode: times as long as the profile says steps of prefill and decode take.
+        prefill_step_s, decode_step_s: what each step takes on top.
+        links: times as slow as the profile says KV is loaded and sent.
+        prompt_s: until a prompt is at its prefill instance: tokenising, hashing, planning, a promise of room.
+        call_s: mean of what chance adds to each message.
+    """
+
+    prefill: float = 1.0
+    prefill_step_s: float = 0.002
+    decode: float = 1.0
+    decode_step_s: float = 0.002
+    links: float = 1.0
+    prompt_s: float = 0.005
+    call_s: float = 0.001
+
+    def applied(self, config: ClusterConfig) -> ClusterConfig:
+        """The cluster with these extras."""
+        slowed = config.profile.speeds.slowed_prefill(self.prefill).slowed_decode(self.decode)
+        speeds = replace(
+            slowed,
+            prefill_base_s=slowed.prefill_base_s + self.prefill_step_s,
+            decode_base_s=slowed.decode_base_s + self.decode_step_s,
+            load_bytes_per_s=config.load_bytes_per_s / self.links,
+            transfer_bytes_per_s=config.transfer_bytes_per_s / self.links,
+        )
+        delays = replace(config.delays, prompt_s=self.prompt_s, more_s=self.call_s)
+        return replace(config, profile=replace(config.profile, speeds=speeds), delays=delays)
+
+    def to_json(self) -> dict[str, float]:
+        """By name."""
+        return asdict(self)
+
+
+STARTS = tuple(
+    Extras(prefill=prefill, decode=decode, prompt_s=prompt_s)
+    for prefill in (0.7, 1.0, 1.5, 2.5)
+    for decode in (1.0, 1.5, 2.5)
+    for prompt_s in (0.005, 0.05)
+)
+"""Where the search may begin: at the best of these."""
+_NAMES = tuple(field.name for field in fields(Extras))
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of requests that were answered, in their order: to the first token, and the mean from one to the next.
+
+    The second is 0 for an answer of one token.
+    """
+
+    ttft_s: Sequence[float]
+    tpot_s: Sequence[float]
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> "Times":
+        """Those of some requests."""
+        done = [request for request in requests if request.outcome == DONE]
+        first = [(request.first_at - request.arrived) / PS for request in done]
+        return cls(first, [sum(one.intervals) / len(one.intervals) / PS if one.intervals else 0.0 for one in done])
+
+    @property
+    def figures(self) -> dict[str, list[float]]:
+        """Sorted values by name."""
+        return {"TTFT": sorted(self.ttft_s), "TPOT": sorted(filter(None, self.tpot_s))}
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Of sorted values, between neighbours in proportion; 0 for none."""
+    if not values:
+        return 0.0
+    at = share * (len(values) - 1)
+    low = math.floor(at)
+    return values[low] + (at - low) * (values[min(low + 1, len(values) - 1)] - values[low])
+
+
+def serve(config: ClusterConfig, requests: Sequence[TraceRequest]) -> list[Request]:
+    """Simulates a cluster; the requests as they ended, in order of their coming."""
+    ended: list[Request] = []
+    cluster = Cluster(config, ended.append)
+    cluster.feed(requests)
+    cluster.run()
+    return sorted(ended, key=lambda request: request.number)
+
+
+def distance(one: Times, other: Times) -> float:
+    """Mean of |ln ratio| over all requests and over the quantiles, of both figures; infinite for other requests.
+
+    Requests tell what depends on their lengths, quantiles how much chance adds to each.
+    """
+    if len(one.ttft_s) != len(other.ttft_s):
+        return math.inf
+    each = [*_logs(one.ttft_s, other.ttft_s), *_logs(one.tpot_s, other.tpot_s)]
+    ours, theirs = one.figures, other.figures
+    points = [quantile(ours[name], share) for name in ours for share in SHARES]
+    shape = list(_logs(points, [quantile(theirs[name], share) for name in theirs for share in SHARES]))
+    return sum(sum(logs) / len(logs) for logs in (each, shape) if logs)
+
+
+def _logs(ours: Sequence[float], theirs: Sequence[float]) -> Iterator[float]:
+    return (abs(math.log(a / b)) for a, b in zip(ours, theirs, strict=True) if a > 0 and b > 0)
+
+
+def fit(
+    config: ClusterConfig, requests: Sequence[TraceRequest], measured: Times, *, simulations: int = SIMULATIONS
+) -> tuple[Extras, float]:
+    """The extras with which a simulation comes nearest to what was measured, and their `distance`.
+
+    A pattern search (Hooke and Jeeves, 1961): each number in turn is made larger or smaller by a factor as often as
+    that helps, then all move on the way that they went together; the factor is reduced when nothing helps. Equal
+    arguments give equal results.
+
+    Args:
+        config: the cluster without extras.
+        requests: what was sent.
+        measured: what came.
+        simulations: at most.
+    """
+    search = _Search(lambda extras: distance(Times.of(serve(extras.applied(config), requests)), measured), simulations)
+    for start in STARTS:
+        search.better(start)
+    step = FIRST_STEP
+    while search.left > 0 and step > LEAST_STEP:
+        before, least = search.best, search.least
+        for name in _NAMES:
+            for factor in _factors(name, step):
+                while search.better(_moved(search.best, {name: factor})):
+                    pass
+        on = {name: getattr(search.best, name) / getattr(before, name) for name in _NAMES}
+        while search.best != before and search.better(_moved(search.best, on)):
+            pass
+        if search.least > 0.95 * least:
+            step /= 2
+    return search.best, search.least
+
+
+class _Search:
+    """The best so far, of so many that may be tried."""
+
+    def __init__(self, off: Callable[[Extras], float], left: int) -> None:
+        self._off = off
+        self.left = left - 1
+        self.best = Extras()
+        self.least = off(self.best)
+
+    def better(self, other: Extras) -> bool:
+        """Tries one; whether it is the best now."""
+        if self.left <= 0:
+            return False
+        self.left -= 1
+        found = self._off(other)
+        if found > WORTH * self.least:
+            return False
+        self.best, self.least = other, found
+        return True
+
+
+def _factors(name: str, step: float) -> tuple[float, float]:
+    step = step / 4 if name in FACTORS else step
+    return math.exp(step), math.exp(-step)
+
+
+def _moved(extras: Extras, factors: Mapping[str, float]) -> Extras:
+    return replace(extras, **{name: getattr(extras, name) * factor for name, factor in factors.items()})

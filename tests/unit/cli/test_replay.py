@@ -1,0 +1,59 @@
+"""What `moonpool replay` refuses before it sends anything, and how it notes tokens and shows a fit."""
+
+from pathlib import Path
+
+import pytest
+
+from moonpool.bundled import model_dir
+from moonpool.cli.replay import Foreseen, note_tokens, run_replay, show_fit
+from moonpool.errors import ConfigError
+from simulator.cluster.config import Slo
+from simulator.cluster.requests import Request
+from simulator.experiments.calibration import Extras
+from simulator.kernel.clock import PS
+from simulator.traces.mooncake import TraceRequest, write_trace
+
+NOBODY = "127.0.0.1:1"
+
+
+def ended(number: int, ttft_s: int, tpot_s: int) -> Request:
+    return Request(number, 0, 10, 2, (), first_at=ttft_s * PS, outcome="done", intervals=[tpot_s * PS])
+
+
+@pytest.mark.parametrize(
+    ("field", "profile", "calibrate_on", "time_scale"),
+    [
+        ("calibrate_on", "", 1, 1.0),
+        ("calibrate_on", "llama-70b-a800", 2, 1.0),
+        ("time_scale", "llama-70b-a800", 1, 0.0),
+    ],
+)
+def test_bad_flags_are_named(tmp_path: Path, field: str, profile: str, calibrate_on: int, time_scale: float) -> None:
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, [TraceRequest(0.0, 10, 2, (1,)), TraceRequest(5.0, 10, 2, (2,))])
+    with pytest.raises(ConfigError) as wrong:
+        run_replay(
+            trace, NOBODY, model=str(model_dir()), requests=0, time_scale=time_scale, prompt_tokens=0, output_tokens=0,
+            slo=Slo(), profile=profile, step_tokens=512, calibrate_on=calibrate_on, as_json=True,
+        )  # fmt: skip
+    assert wrong.value.field == field
+
+
+def test_tokens_that_come_together_share_the_time() -> None:
+    request = Request(1, 0, 10, 4, ())
+    note_tokens(request, 2, 100)
+    note_tokens(request, 2, 160)
+    assert (request.first_at, request.made, request.intervals) == (100, 4, [0, 30, 30])
+
+
+def test_a_fit_is_shown_with_what_was_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    found = Foreseen(Extras(), 0.1, [ended(1, 2, 10)], [ended(1, 3, 11)])
+    show_fit(found)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("fitted to the first requests: prefill 1, prefill_step_s 0.002, decode 1,")
+    assert [line.split() for line in lines[3:5]] == [
+        ["TTFT", "p50", "2", "3", "1.500", "within", "15%:", "missed"],
+        ["TTFT", "p90", "2", "3", "1.500", "within", "25%:", "missed"],
+    ]
+    assert lines[5].endswith("within 15%: met")
+    assert found.to_json()["near"] == 0.1

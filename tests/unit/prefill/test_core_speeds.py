@@ -1,0 +1,38 @@
+"""What a prefill core learns from its steps, and what it says of its queue while one runs."""
+
+import pytest
+
+from moonpool.cost import Speeds, prefill_seconds
+from tests.unit.prefill.world import BT, World, staged
+
+TOLD = Speeds(prefill_base_s=0.001, prefill_per_token_s=1e-3)
+
+
+def served(seconds: float) -> World:
+    """Twenty rounds of two prompts that share a step, which takes so long."""
+    it = World(staged(1, blocks=1000, step_tokens=4 * BT), TOLD)
+    for family in range(0, 40, 2):
+        it.arrive(BT + 3, family)
+        it.arrive(BT + 5, family + 1)
+        while it.steps:
+            it.now += seconds
+            it.run_step(min(it.steps))
+        it.settle()
+    return it
+
+
+def test_steps_that_prompts_share_teach_and_last_until_they_are_heard_of() -> None:
+    """The first prompt is alone in its step, the second follows: each takes 0.1 s, not as the engine says 0.01 s."""
+    learnt = served(0.1).core.state.tracker.speeds
+    assert prefill_seconds(learnt, BT + 4, 0) == pytest.approx(0.1, rel=0.1)
+
+
+def test_a_step_that_runs_is_partly_done() -> None:
+    it = World(staged(1, blocks=1000, step_tokens=4 * BT), TOLD)
+    it.arrive(2 * BT)
+    it.arrive(2 * BT, 1)
+    one_s = prefill_seconds(TOLD, 2 * BT, 0)
+    both_s = one_s + 2 * BT * TOLD.prefill_per_token_s
+    assert it.core.drain_seconds() == pytest.approx(both_s)
+    assert it.core.drain_seconds(it.now + 0.5 * one_s) == pytest.approx(both_s - 0.5 * one_s)
+    assert it.core.drain_seconds(it.now + 100.0) == pytest.approx(both_s - one_s), "it is overdue, not done"
