@@ -16,28 +16,21 @@ from moonpool.core.kernel import Ended
 from moonpool.cost import decode_step_seconds, prefill_seconds
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.kv.keys import BlockKey
+from services.decode.core.actions import Action, Gone, Load, Promised, Run, Store, SwapIn, SwapOut
 from services.decode.core.config import CoreConfig, Preemption
-from services.decode.core.machine import DecodeCore
-from services.decode.core.messages import (
-    Action,
+from services.decode.core.events import (
     Arrived,
     Event,
-    Gone,
-    Load,
     LoadEnd,
     Open,
-    Promised,
     Reserve,
-    Run,
     Start,
     StepDone,
-    Store,
     StoreEnd,
     StreamOpened,
     SwapEnd,
-    SwapIn,
-    SwapOut,
 )
+from services.decode.core.machine import DecodeCore
 
 BLOCK_TOKENS = 64
 POOL_BLOCKS = 2_000

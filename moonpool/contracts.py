@@ -9,6 +9,12 @@ from moonpool.errors import InvalidRequest
 from moonpool.sampling import ITEM_LIMITS, SamplingParams
 from moonpool.v1 import kv_pb2
 
+_EARLY_STOPPING: dict[object, int] = {
+    True: kv_pb2.EARLY_STOPPING_WHEN_FULL,
+    "never": kv_pb2.EARLY_STOPPING_NEVER,
+}
+_OF_EARLY_STOPPING = {number: value for value, number in _EARLY_STOPPING.items()}
+
 
 def sampling_to_proto(params: SamplingParams, field_prefix: str = "sampling") -> kv_pb2.Sampling:
     """The contract's form of sampling parameters; what equals its default stays unset.
@@ -19,6 +25,8 @@ def sampling_to_proto(params: SamplingParams, field_prefix: str = "sampling") ->
     message = kv_pb2.Sampling()
     for parameter in fields(params):
         value = getattr(params, parameter.name)
+        if parameter.name == "early_stopping":
+            value = _EARLY_STOPPING.get(value, value)
         if value is not None:
             assign(f"{field_prefix}.{parameter.name}", partial(_set, message, parameter.name, value, parameter.default))
     return message
@@ -33,7 +41,10 @@ def sampling_from_proto(message: kv_pb2.Sampling, field_prefix: str = "sampling"
     for name, limit in ITEM_LIMITS.items():
         if len(getattr(message, name)) > limit:
             raise InvalidRequest(f"{field_prefix}.{name}", f"at most {limit}")
-    return SamplingParams(**{field.name: _plain(value) for field, value in message.ListFields()})
+    given = {field.name: _plain(value) for field, value in message.ListFields()}
+    if (early := given.get("early_stopping")) is not None:
+        given["early_stopping"] = _OF_EARLY_STOPPING.get(early, "unknown")
+    return SamplingParams(**given)
 
 
 def assign(field: str, set_value: Callable[[], object]) -> None:

@@ -11,11 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 from moonpool.errors import InvalidRequest
 
 MAX_CHOICES = 64
+MAX_BEAMS = 16
+MAX_CANDIDATES = 4096
+MAX_LENGTH_PENALTY = 10.0
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
@@ -68,6 +71,15 @@ class SamplingParams:
     Answer i is that of a request of its own with seed `seed` + i (`stream_seed`)."""
     response_format: str = ""
     """Not supported yet."""
+    beam_width: int = 0
+    """Beams of a beam search, at most 16; 0 = none. Its `n` best hypotheses are the answers, the best first, and come
+    at its end. Nothing is drawn, and nothing but bans changes the model's distribution."""
+    length_penalty: float = 1.0
+    """A hypothesis' score is the sum of its tokens' log probabilities over (their number ^ length_penalty)."""
+    early_stopping: bool | Literal["never"] = False
+    """When a search that has as many hypotheses as beams ends: True = at once; False = when the best beam's score at
+    its length is not better than the worst hypothesis'; "never" = when no beam can become better. As in
+    `transformers`."""
 
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():
@@ -85,6 +97,11 @@ class SamplingParams:
         """Whether a token's logit depends on the tokens before it."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
+    @property
+    def width(self) -> int:
+        """Sequences that run together for the request: its beams, or its answers."""
+        return self.beam_width or self.n
+
     def check(self, vocab_size: int, field_prefix: str = "sampling") -> None:
         """Checks that an engine can sample with these parameters.
 
@@ -100,6 +117,7 @@ class SamplingParams:
         require("n", 1 <= self.n <= MAX_CHOICES, f"must be in [1, {MAX_CHOICES}]")
         require("logprobs", self.logprobs is None, "log-probabilities are not supported yet")
         require("response_format", not self.response_format, "answer formats are not supported yet")
+        self._check_beams(require)
 
     def _check_lengths(self, require: partial[None]) -> None:
         require("max_tokens", self.max_tokens >= 1, "must be at least 1")
@@ -118,6 +136,18 @@ class SamplingParams:
         # Beyond these a logit overflows, and what is left of the distribution is no longer the model's.
         bounds = f"must be in [{MIN_REPETITION:g}, {MAX_REPETITION:g}]"
         require("repetition_penalty", MIN_REPETITION <= round(self.repetition_penalty, 6) <= MAX_REPETITION, bounds)
+
+    def _check_beams(self, require: partial[None]) -> None:
+        require("beam_width", 0 <= self.beam_width <= MAX_BEAMS, f"must be in [0, {MAX_BEAMS}]")
+        bounds = f"must be in [-{MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]"
+        require("length_penalty", abs(self.length_penalty) <= MAX_LENGTH_PENALTY, bounds)
+        require("early_stopping", self.early_stopping in (False, True, "never"), "must be False, True or 'never'")
+        for name in _OF_BEAMS if not self.beam_width else _NOT_WITH_BEAMS:
+            unset = getattr(self, name) == _DEFAULTS[name]
+            require(name, unset, f"has no meaning with{'' if self.beam_width else 'out'} beam_width")
+        if self.beam_width:
+            require("temperature", self.temperature in (0, 1), "must be 0 or 1 with beam_width: nothing is drawn")
+            require("n", self.n <= self.beam_width, "must not exceed beam_width")
 
     def _check_tokens(self, require: partial[None], vocab_size: int) -> None:
         known = f"token ids must be in [0, {vocab_size})"
@@ -140,6 +170,19 @@ def check_end_tokens(end_token_ids: frozenset[int], min_tokens: int, vocab_size:
         raise InvalidRequest(field, "no token is left that does not end the answer before min_tokens")
 
 
+def check_beams(params: SamplingParams, end_token_ids: frozenset[int], vocab_size: int, field_prefix: str) -> None:
+    """Checks that a beam search has enough tokens to go on with, and not too many to look at.
+
+    Raises:
+        InvalidRequest: names "FIELD_PREFIX.beam_width".
+    """
+    width, ends = params.beam_width, len(end_token_ids)
+    enough = f"{width} beams with {ends} end tokens need as many tokens, of {vocab_size}"
+    _require(field_prefix, "beam_width", not width or width + ends <= vocab_size, enough)
+    many = f"{width} beams with {ends} end tokens are too many: more than {MAX_CANDIDATES} candidates in a step"
+    _require(field_prefix, "beam_width", width * (width + ends) <= MAX_CANDIDATES, many)
+
+
 def _require(prefix: str, name: str, condition: bool, message: str) -> None:
     if not condition:
         raise InvalidRequest(f"{prefix}.{name}", message)
@@ -159,6 +202,18 @@ ITEM_LIMITS: dict[str, int] = {
 _DEFAULTS: dict[str, Any] = {
     f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(SamplingParams)
 }
+_OF_BEAMS = ("length_penalty", "early_stopping")
+_NOT_WITH_BEAMS = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "seed",
+    "logit_bias",
+)
 _VALUES = attrgetter(*_DEFAULTS)
 _SETTERS = [getattr(SamplingParams, name).__set__ for name in _DEFAULTS]
 
@@ -183,6 +238,8 @@ class SampleSpec:
     """Of the counter-based generator, 64 bits unsigned: the request's `stream_seed`."""
     samples: int = 1
     """Tokens that are drawn, each for another sample: the first with `seed`, the others with the seeds after it."""
+    best: int = 0
+    """For beam search: how many of the most likely tokens are wanted, with log probabilities; then none is drawn."""
     position: int = 0
     """Output position of the token to be sampled, 0 for the first."""
     history: bytes | None = None

@@ -23,19 +23,26 @@ def run_generate(
             return
         stream = client.stream(prompt=text, messages=messages, sampling=sampling, slo=slo)
         for event in stream:
-            if sampling.n == 1:
+            if _streamed(sampling):
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
     if (result := stream.result) is not None:
-        sys.stdout.write("\n" if sampling.n == 1 else _listed(result))
+        sys.stdout.write("\n" if _streamed(sampling) else _listed(result))
         typer.echo(_figures(result), err=True)
 
 
+def _streamed(sampling: SamplingParams) -> bool:
+    """Whether the text is printed as it comes: there is one answer, and it has no score."""
+    return sampling.n == 1 and not sampling.beam_width
+
+
 def _listed(result: GenerateResult) -> str:
-    """Several answers come mixed: they are printed whole, each under its number."""
-    return "".join(
-        f"--- {index} [{choice.finish_reason}]\n{choice.text}\n" for index, choice in enumerate(result.choices)
-    )
+    """Several answers come mixed: they are printed whole, each under its number; hypotheses with their scores."""
+    texts = []
+    for index, choice in enumerate(result.choices):
+        score = "" if choice.score is None else f" {choice.score:.4f}"
+        texts.append(f"--- {index} [{choice.finish_reason}]{score}\n{choice.text}\n")
+    return "".join(texts)
 
 
 def _figures(result: GenerateResult) -> str:

@@ -120,6 +120,8 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Answers to generate; printed one after the other.")] = 1,
+    beams: Annotated[int, typer.Option(min=0, help="Beams of a beam search; the --n best are printed. 0 = none.")] = 0,
+    length_penalty: Annotated[float, typer.Option(help="Scores of beams are over tokens ^ this.")] = 1.0,
     ttft_slo_s: Annotated[
         float | None, typer.Option(help="Seconds; refuse when the first token is predicted later.")
     ] = None,
@@ -130,7 +132,14 @@ def generate(
     from moonpool.client import SamplingParams
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, n=n)
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        n=n,
+        beam_width=beams,
+        length_penalty=length_penalty,
+    )
     run_generate(address, text, sampling, chat=chat, ttft_slo_s=ttft_slo_s, as_json=as_json)
 
 

@@ -169,10 +169,15 @@ class Collector:
         return TokenEvent(delta.position, tuple(delta.token_ids), delta.text, delta.choice)
 
     def _choices(self, finished: conductor_pb2.Finished) -> tuple[Choice, ...]:
-        reasons = [choice.reason for choice in finished.choices] or [finished.reason]
+        ends = finished.choices or [conductor_pb2.FinishedChoice(reason=finished.reason)]
         return tuple(
-            Choice(list(self._tokens[index]), "".join(self._text[index]), _FINISH.get(reason, "cancelled"))
-            for index, reason in enumerate(reasons)
+            Choice(
+                list(self._tokens[index]),
+                "".join(self._text[index]),
+                _FINISH.get(end.reason, "cancelled"),
+                end.score if end.HasField("score") else None,
+            )
+            for index, end in enumerate(ends)
         )
 
     def _finished(self, finished: conductor_pb2.Finished) -> GenerateResult:

@@ -108,11 +108,15 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of a request's answers. `finish_reason` is "stop", "length" or "cancelled"."""
+    """One of a request's answers. `finish_reason` is "stop", "length" or "cancelled".
+
+    A hypothesis of a beam search has a `score`: its log probability over (its tokens ^ length penalty).
+    """
 
     token_ids: list[int]
     text: str
     finish_reason: FinishReason
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Self
 from moonpool.contracts import sampling_from_proto
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_from_bytes
-from moonpool.sampling import check_end_tokens
+from moonpool.sampling import check_beams, check_end_tokens
 from moonpool.sched.sampling import SequenceSampling
 from moonpool.sched.steps import History
 from moonpool.v1 import kv_pb2
@@ -61,6 +61,7 @@ class IncomingRequest:
         params.check(vocab_size, "sequence.sampling")
         ends = frozenset(spec.end_token_ids).union(params.stop_token_ids)
         check_end_tokens(ends, params.min_tokens, vocab_size, "sequence.end_token_ids")
+        check_beams(params, ends, vocab_size, "sequence.sampling")
         tokens = tokens_from_bytes(spec.token_ids, "sequence.token_ids")
         if not 0 <= min(tokens) <= max(tokens) < vocab_size:
             raise InvalidRequest("sequence.token_ids", f"must be in [0, {vocab_size})")
@@ -76,9 +77,9 @@ class IncomingRequest:
         return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, sampling)
 
     @property
-    def choices(self) -> int:
-        """Answers that are wanted."""
-        return self.sampling.params.n
+    def width(self) -> int:
+        """Sequences that run together: answers, or beams."""
+        return self.sampling.params.width
 
     def history(self, token_ids: "array[int] | None" = None) -> History:
         """For engines that check what blocks hold; `token_ids` = the array that grows with the answer, if one does."""

@@ -26,7 +26,7 @@ from moonpool.engine.emulated.noise import Noise
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, emulated_profile, load_profile
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.engine.messages import EngineSpec
-from moonpool.errors import ConfigError
+from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import namespace
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -132,6 +132,8 @@ class EngineSetup:
 
     def incoming(self, spec: kv_pb2.SequenceSpec) -> IncomingRequest:
         """A request checked against what is served; raises as `IncomingRequest.from_proto`."""
+        if spec.sampling.beam_width and self.spec.emulated is not None:
+            raise InvalidRequest("sequence.sampling.beam_width", "emulated engines have no probabilities to search by")
         return IncomingRequest.from_proto(
             spec,
             namespace=self.namespace,

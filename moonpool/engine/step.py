@@ -14,8 +14,9 @@ from moonpool.errors import Unsupported
 from moonpool.kv.pool import PoolPart
 from moonpool.model.batch import PackedBatch
 from moonpool.model.load import torch_dtype
-from moonpool.model.sampler import sample
+from moonpool.model.sampler import most_likely, sample
 from moonpool.model.stage import StageModel
+from moonpool.sampling import SampleSpec
 from moonpool.sched.steps import LayerDone, Several, Step, finished_blocks
 
 
@@ -108,8 +109,24 @@ class StageRunner:
         several: dict[int, Several] = {}
         if wanted:
             logits = self.model.logits(hidden[batch.last_rows[[i for i, _ in wanted]]])
-            for (i, _), tokens in zip(wanted, sample(logits, [spec for _, spec in wanted]), strict=True):
-                sampled[i] = tokens[0]
-                if len(tokens) > 1:
-                    several[i] = Several(tuple(tokens))
+            for (i, spec), found in zip(wanted, _choose(logits, [spec for _, spec in wanted]), strict=True):
+                sampled[i] = found.tokens[0]
+                if spec.best or len(found.tokens) > 1:
+                    several[i] = found
         return tuple(sampled), several
+
+
+def _choose(logits: Tensor, specs: list[SampleSpec]) -> list[Several]:
+    """Each row's tokens; for beams the most likely ones, which are not drawn."""
+    beams = {row: _best(logits[row], spec) for row, spec in enumerate(specs) if spec.best}
+    if not beams:
+        return [Several(tuple(tokens)) for tokens in sample(logits, specs)]
+    others = [row for row in range(len(specs)) if row not in beams]
+    drawn = sample(logits[others], [specs[row] for row in others])
+    found = beams | {row: Several(tuple(tokens)) for row, tokens in zip(others, drawn, strict=True)}
+    return [found[row] for row in range(len(specs))]
+
+
+def _best(row: Tensor, spec: SampleSpec) -> Several:
+    tokens, log_probabilities = most_likely(row, spec)
+    return Several(tuple(tokens), tuple(log_probabilities))

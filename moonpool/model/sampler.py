@@ -53,6 +53,25 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec], candidates: int = CANDID
     return tokens
 
 
+@torch.inference_mode()
+def most_likely(logits: Tensor, spec: SampleSpec) -> tuple[list[int], list[float]]:
+    """Return the `spec.best` most likely tokens of one row [vocab] with their log probabilities, the best first.
+
+    Equal ones in order of the token. Banned tokens are left out, and the others are not made likelier for that: so
+    `transformers` does it in beam search.
+
+    Raises:
+        Internal: the logits are not finite.
+    """
+    log_probabilities = torch.log_softmax(logits, dim=-1)
+    if not bool(torch.isfinite(log_probabilities.amax())):
+        raise Internal("the model computed logits that are not finite")
+    log_probabilities[list(spec.banned)] = -torch.inf
+    values, tokens = _most_likely(log_probabilities, min(spec.best, logits.shape[0]))
+    count = int(torch.isfinite(values).sum())
+    return tokens[:count].tolist(), values[:count].tolist()
+
+
 def uniform(seed: int, position: int) -> float:
     """Return the number in [0, 1) that belongs to one output position of a seed.
 

@@ -35,6 +35,15 @@ class SequenceSampling:
             banned_token_ids=tuple(sorted(all_ends)),
         )
 
+    @property
+    def candidates(self) -> int:
+        """Tokens that a beam search looks at after each beam: any end token, and enough others. 0 = no beam search."""
+        return self.params.beam_width and self.params.beam_width + len(self.end_token_ids)
+
+    def ends_with(self, token: int, tokens: int, model_tokens: int) -> bool:
+        """Whether the sequence ends with this token, its `tokens`-th with the prompt's."""
+        return token in self.end_token_ids or tokens >= self.total_tokens(model_tokens)
+
     def total_tokens(self, model_tokens: int) -> int:
         """Longest the sequence can become, prompt and output, where the model takes `model_tokens`."""
         return min(self.prompt_tokens + self.params.max_tokens, model_tokens)
@@ -49,6 +58,7 @@ class SequenceSampling:
             self.params,
             seed=stream_seed(self.params.seed or 0, self.sample_index),
             samples=1 if position else self.params.n,
+            best=self.candidates,
             position=position,
             history=tokens.tobytes() if self.params.penalised else None,
             prompt_tokens=self.prompt_tokens,

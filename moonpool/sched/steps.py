@@ -54,6 +54,9 @@ class Several:
     """What a sequence's `SampleSpec` gets that wants more than one token."""
 
     tokens: tuple[int, ...]
+    """One for each sample; or the `SampleSpec.best` most likely ones that are not banned, the best first."""
+    log_probabilities: tuple[float, ...] = ()
+    """Of each of the most likely tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,4 +116,5 @@ class StepResult:
     end_ns: int
     """Last stage's end."""
     several: Mapping[int, Several] = field(default_factory=dict)
-    """By index, for sequences of the step that wanted more than one token; the first of them is in `sampled`."""
+    """By index, for sequences of the step that wanted more than one token, or log probabilities; the first of the
+    tokens is in `sampled`."""

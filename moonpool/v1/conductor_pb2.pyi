@@ -512,21 +512,27 @@ class FinishedChoice(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     reason: _kv_pb2.FinishReason.ValueType
     """Why."""
     completion_tokens: _builtins.int
     """Tokens generated."""
+    score: _builtins.float
+    """Of a hypothesis of a beam search (`Sampling.length_penalty`)."""
     def __init__(
         self,
         *,
         reason: _kv_pb2.FinishReason.ValueType = ...,
         completion_tokens: _builtins.int = ...,
+        score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "completion_tokens", b"completion_tokens", "reason", b"reason", "score", b"score"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
+    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___FinishedChoice: _TypeAlias = FinishedChoice  # noqa: Y015
 

@@ -383,6 +383,7 @@ class StartSequence(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
     FURTHER_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOG_PROBABILITIES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     transfer_id: _builtins.int
@@ -393,7 +394,13 @@ class StartSequence(_message.Message):
     """The token that prefill sampled, not yet in the KV."""
     @_builtins.property
     def further_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Those of the further answers when several are wanted (`Sampling.n`)."""
+        """Those of the further answers when several are wanted (`Sampling.n`).
+        For a beam search: `first_token_id` and these are the most likely tokens, the best first.
+        """
+
+    @_builtins.property
+    def log_probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """For a beam search: the log probability of `first_token_id` and of each of `further_token_ids`."""
 
     def __init__(
         self,
@@ -403,10 +410,11 @@ class StartSequence(_message.Message):
         generation: _builtins.int = ...,
         first_token_id: _builtins.int = ...,
         further_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        log_probabilities: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_id", b"first_token_id", "further_token_ids", b"further_token_ids", "generation", b"generation", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_id", b"first_token_id", "further_token_ids", b"further_token_ids", "generation", b"generation", "log_probabilities", b"log_probabilities", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -508,6 +516,7 @@ class SequenceTokens(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     position: _builtins.int
@@ -516,6 +525,8 @@ class SequenceTokens(_message.Message):
     """Set with the last of them."""
     choice: _builtins.int
     """Which of the request's answers."""
+    score: _builtins.float
+    """Of a hypothesis of a beam search, which is told whole."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens."""
@@ -528,12 +539,15 @@ class SequenceTokens(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: _kv_pb2.FinishReason.ValueType = ...,
         choice: _builtins.int = ...,
+        score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "position", b"position", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "choice", b"choice", "finish_reason", b"finish_reason", "position", b"position", "request_id", b"request_id", "score", b"score", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
+    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___SequenceTokens: _TypeAlias = SequenceTokens  # noqa: Y015
 

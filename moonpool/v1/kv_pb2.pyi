@@ -86,6 +86,30 @@ ERROR_KIND_INTERNAL: ErrorKind.ValueType  # 7
 """A defect of ours."""
 Global___ErrorKind: _TypeAlias = ErrorKind  # noqa: Y015
 
+class _EarlyStopping:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
+    """When the best beam's score at its length would not be better than the worst hypothesis'."""
+    EARLY_STOPPING_WHEN_FULL: _EarlyStopping.ValueType  # 1
+    """At once."""
+    EARLY_STOPPING_NEVER: _EarlyStopping.ValueType  # 2
+    """When no beam can become better, also not as long as it may grow."""
+
+class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
+    """When a beam search that has as many hypotheses as beams ends; as in `transformers`."""
+
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
+"""When the best beam's score at its length would not be better than the worst hypothesis'."""
+EARLY_STOPPING_WHEN_FULL: EarlyStopping.ValueType  # 1
+"""At once."""
+EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 2
+"""When no beam can become better, also not as long as it may grow."""
+Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -541,6 +565,9 @@ class Sampling(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
+    BEAM_WIDTH_FIELD_NUMBER: _builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Tokens to generate at most; default 128."""
     min_tokens: _builtins.int
@@ -571,6 +598,12 @@ class Sampling(_message.Message):
     """
     response_format: _builtins.str
     """Format of the answer; not supported yet."""
+    beam_width: _builtins.int
+    """Beams of a beam search; 0 = none. The answers (`n` of them, at most so many) come at its end, best first."""
+    length_penalty: _builtins.float
+    """A hypothesis' score is the sum of its tokens' log probabilities over (their number ^ length_penalty); default 1."""
+    early_stopping: Global___EarlyStopping.ValueType
+    """When a beam search that has as many hypotheses as beams ends."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Generation ends before any of these texts."""
@@ -603,11 +636,16 @@ class Sampling(_message.Message):
         logprobs: _builtins.int | None = ...,
         n: _builtins.int | None = ...,
         response_format: _builtins.str = ...,
+        beam_width: _builtins.int = ...,
+        length_penalty: _builtins.float | None = ...,
+        early_stopping: Global___EarlyStopping.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "response_format", b"response_format", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "beam_width", b"beam_width", "early_stopping", b"early_stopping", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "response_format", b"response_format", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
+    _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
@@ -622,6 +660,8 @@ class Sampling(_message.Message):
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload

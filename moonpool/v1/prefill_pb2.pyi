@@ -237,6 +237,7 @@ class FirstToken(_message.Message):
     PREFILL_S_FIELD_NUMBER: _builtins.int
     MISSES_FIELD_NUMBER: _builtins.int
     FURTHER_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOG_PROBABILITIES_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token."""
     local_tokens: _builtins.int
@@ -255,7 +256,13 @@ class FirstToken(_message.Message):
 
     @_builtins.property
     def further_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """First tokens of the further answers when several are wanted (`Sampling.n`); `token_id` is that of the first one."""
+        """First tokens of the further answers when several are wanted (`Sampling.n`); `token_id` is that of the first one.
+        For a beam search: `token_id` and these are the most likely tokens, the best first.
+        """
+
+    @_builtins.property
+    def log_probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """For a beam search: the log probability of `token_id` and of each of `further_token_ids`."""
 
     def __init__(
         self,
@@ -268,10 +275,11 @@ class FirstToken(_message.Message):
         prefill_s: _builtins.float = ...,
         misses: _abc.Iterable[Global___StoreMiss] | None = ...,
         further_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        log_probabilities: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "further_token_ids", b"further_token_ids", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "misses", b"misses", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "further_token_ids", b"further_token_ids", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "log_probabilities", b"log_probabilities", "misses", b"misses", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

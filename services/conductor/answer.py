@@ -31,6 +31,7 @@ class Choice:
     resumed_at: int = 0
     owed: str = ""
     ahead: int = 0
+    score: float | None = None  # of a hypothesis of a beam search
 
     def resume(self, token_ids: Sequence[int], text_chars: int) -> None:
         """Go on from what a client has; it has all text that was certain with its tokens, and maybe the answer's rest.
@@ -108,7 +109,7 @@ class Choice:
 
     def finished(self) -> conductor_pb2.FinishedChoice:
         """Its end."""
-        return conductor_pb2.FinishedChoice(reason=self.finish, completion_tokens=len(self.tokens))
+        return conductor_pb2.FinishedChoice(reason=self.finish, completion_tokens=len(self.tokens), score=self.score)
 
 
 @dataclass(slots=True)
@@ -120,6 +121,8 @@ class Answer:
     arrived: float
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+    opening: prefill_pb2.FirstToken | None = None
+    """What may follow the prompt, where there are beams: they have no first token then."""
     cached_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -160,13 +163,17 @@ class Answer:
     def continued(self) -> array[int]:
         """Tokens that need not be generated again where the request is placed anew.
 
-        Several answers begin again, and what is known of them is dropped: sampling is a function of the position.
+        Several answers begin again, and what is known of them is dropped: sampling is a function of the position. So do
+        beams.
         """
-        return self.choices[0].tokens if len(self.choices) == 1 else array("i")
+        alone = len(self.choices) == 1 and not self.request.has_beams
+        return self.choices[0].tokens if alone else array("i")
 
     @property
     def next_tokens(self) -> list[int]:
-        """With which decode begins: the last token of one answer; of several the first ones."""
+        """With which decode begins: the last token of one answer, the first ones of several, candidates for beams."""
+        if self.opening is not None:
+            return [self.opening.token_id, *self.opening.further_token_ids]
         return [choice.tokens[-1 if len(self.choices) == 1 else 0] for choice in self.choices]
 
     def prefilled(self, first: prefill_pb2.FirstToken) -> None:

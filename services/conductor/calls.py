@@ -178,7 +178,9 @@ class Calls:
     def start(self, order: Start, serving: Serving) -> None:
         """Starts a sequence at decode with the answer's last token, and follows it."""
         steps, following = self._follow(order, serving)
-        steps.start(order.sequence, target_proto(order.target), serving.answer.next_tokens)
+        opening = serving.answer.opening
+        scores = opening.log_probabilities if opening is not None else ()
+        steps.start(order.sequence, target_proto(order.target), serving.answer.next_tokens, scores)
         following.stop_complete()
 
     def adopt(self, order: Adopt, serving: Serving) -> None:
@@ -247,12 +249,17 @@ class _Following:
         self._going = set(range(len(serving.answer.choices)))  # answers that decode has not ended
 
     def tokens(
-        self, choice: int, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType
+        self,
+        choice: int,
+        position: int,
+        token_ids: Sequence[int],
+        reason: kv_pb2.FinishReason.ValueType,
+        score: float | None,
     ) -> bool:
         """See `Follower.tokens`. Tokens known already are dropped, a gap is a failure."""
         answer = self._serving.answer
         try:
-            count = self._serving.tokens(choice, position, token_ids, reason)
+            count = self._serving.tokens(choice, position, token_ids, reason, score)
         except StreamBroken as error:
             self._end(failure_of(error), tell=True)
             return True

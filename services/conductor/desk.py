@@ -81,7 +81,8 @@ class Desk:
             id=request.id,
             prompt_tokens=len(request.prompt),
             max_tokens=request.max_tokens,
-            choices=request.choices,
+            choices=request.sampling.width,
+            beams=request.has_beams,
             prompt_key=request.prompt_key,
             slo=request.slo,
             arrived=answer.arrived,
@@ -159,7 +160,8 @@ class Desk:
 
     def _first_token(self, serving: Serving) -> None:
         self._decisions.first_token(serving.ask.id, serving.answer.ttft_s)
-        self._predictions.first_token(serving)
+        if not serving.ask.beams:  # theirs come with the last ones
+            self._predictions.first_token(serving)
 
     def _complete(self, finish: Finish, serving: Serving) -> None:
         serving.complete(finish)

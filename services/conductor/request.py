@@ -16,7 +16,7 @@ from moonpool.contracts import sampling_from_proto, sampling_to_proto
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.kv.layout import KVLayout
-from moonpool.sampling import SamplingParams, check_end_tokens
+from moonpool.sampling import SamplingParams, check_beams, check_end_tokens
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.core.admission import Slo
 from services.conductor.core.messages import ATTEMPT_MARK
@@ -62,6 +62,11 @@ class Request:
     def choices(self) -> int:
         """Answers that are wanted."""
         return self.sampling.n
+
+    @property
+    def has_beams(self) -> bool:
+        """Whether the answers are a beam search's."""
+        return self.sampling.beam_width > 0
 
     @property
     def prompt_key(self) -> BlockKey:
@@ -116,6 +121,7 @@ def read_request(
     ends = () if sampling.ignore_eos else [token for token in served.config.eos_token_ids if token < vocabulary]
     end_token_ids = tuple(dict.fromkeys((*ends, *sampling.stop_token_ids)))
     check_end_tokens(frozenset(end_token_ids), sampling.min_tokens, vocabulary, "sampling.stop_token_ids")
+    check_beams(sampling, frozenset(end_token_ids), vocabulary, "sampling")
     return Request(
         id=request_id,
         tenant=message.tenant,
@@ -191,13 +197,13 @@ def _check_chars(field: str, chars: int, served: Served) -> None:
 def _read_sampling(
     given: kv_pb2.Sampling, served: Served, prompt_tokens: int, draw_seed: Callable[[], int]
 ) -> SamplingParams:
-    """Return the checked parameters with a seed; `max_tokens` is cut to what the model's length leaves."""
+    """Return the checked parameters; `max_tokens` is cut to what the model's length leaves. Beams have no seed."""
     params = sampling_from_proto(given)
     params.check(served.config.vocab_size)
     max_tokens = min(params.max_tokens, served.max_tokens - prompt_tokens)
     return replace(
         params,
-        seed=draw_seed() if params.seed is None else params.seed,
+        seed=draw_seed() if params.seed is None and not params.beam_width else params.seed,
         max_tokens=max_tokens,
         min_tokens=min(params.min_tokens, max_tokens),
     )

@@ -79,11 +79,19 @@ class Serving:
     def first_token(self, first: prefill_pb2.FirstToken) -> kv_pb2.FinishReason.ValueType:
         """Takes a prefill's token of each answer; returns the reason when they end the request.
 
+        Where there are beams these are candidates, and end nothing.
+
         Raises:
-            StreamBroken: they are not one for each answer, or were others before.
+            StreamBroken: they are not one for each answer, or were others before; or have no log probabilities.
         """
         answer = self.answer
         token_ids = [first.token_id, *first.further_token_ids]
+        if answer.request.has_beams:
+            if len(first.log_probabilities) != len(token_ids):
+                raise StreamBroken(f"{len(first.log_probabilities)} log probabilities came for {len(token_ids)} tokens")
+            answer.prefilled(first)
+            answer.opening = first
+            return kv_pb2.FINISH_REASON_UNSPECIFIED
         if len(token_ids) != len(answer.choices):
             raise StreamBroken(f"{len(token_ids)} first tokens came for {len(answer.choices)} answers")
         answer.prefilled(first)
@@ -93,9 +101,16 @@ class Serving:
         return answer.finish
 
     def tokens(
-        self, choice: int, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType
+        self,
+        choice: int,
+        position: int,
+        token_ids: Sequence[int],
+        reason: kv_pb2.FinishReason.ValueType,
+        score: float | None = None,
     ) -> int:
         """Takes tokens of an answer, and with the last of them decode's reason. Those known already are dropped.
+
+        A hypothesis comes whole, with its score.
 
         Returns:
             How many the answer has taken.
@@ -107,6 +122,7 @@ class Serving:
         if not 0 <= choice < len(answer.choices):
             raise StreamBroken(f"there is no answer {choice}")
         new = answer.choices[choice].unknown(position, token_ids)
+        answer.choices[choice].score = score
         self.outgoing.delta(answer.extend(choice, new, time.monotonic()))
         if reason:
             self.outgoing.delta(answer.choices[choice].end(reason))

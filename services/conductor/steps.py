@@ -28,9 +28,14 @@ class Follower(Protocol):
     """Follows one request's sequences."""
 
     def tokens(
-        self, choice: int, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType
+        self,
+        choice: int,
+        position: int,
+        token_ids: Sequence[int],
+        reason: kv_pb2.FinishReason.ValueType,
+        score: float | None,
     ) -> bool:
-        """Tokens from a position of an answer on; with the last of them the reason of its end.
+        """Tokens from a position of an answer on; with the last of them the reason of its end, and a hypothesis' score.
 
         Returns:
             Whether nothing more is to come.
@@ -111,14 +116,21 @@ class StepsStream:
         """End it; unknown ids are fine."""
         self._followers.pop(sequence_id, None)
 
-    def start(self, sequence_id: str, target: kv_pb2.TransferTarget, first_tokens: Sequence[int]) -> None:
-        """Tell decode each answer's first token, with which they may join the batch."""
+    def start(
+        self,
+        sequence_id: str,
+        target: kv_pb2.TransferTarget,
+        first_tokens: Sequence[int],
+        log_probabilities: Sequence[float] = (),
+    ) -> None:
+        """Tell decode each answer's first token, or for beams the candidates: with them they may join the batch."""
         start = decode_pb2.StartSequence(
             request_id=sequence_id,
             transfer_id=target.transfer_id,
             generation=target.generation,
             first_token_id=first_tokens[0],
             further_token_ids=first_tokens[1:],
+            log_probabilities=log_probabilities,
         )
         self._send(decode_pb2.StepsRequest(start=start))
 
@@ -192,7 +204,8 @@ class StepsStream:
             return
         cancelled = reason == kv_pb2.FINISH_REASON_CANCELLED  # not by us: what we cancel has no follower any more
         told = kv_pb2.FINISH_REASON_UNSPECIFIED if cancelled else reason
-        over = follower.tokens(tokens.choice, tokens.position, tokens.token_ids, told)
+        score = tokens.score if tokens.HasField("score") else None
+        over = follower.tokens(tokens.choice, tokens.position, tokens.token_ids, told, score)
         if over or cancelled:
             self._followers.pop(sequence_id, None)
         if cancelled:

@@ -8,7 +8,8 @@ from moonpool.kv.pool import KVPool
 from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
-from services.decode.core.messages import IoEnd, Store, StoreEnd, SwapDrop, SwapEnd, SwapIn, SwapOut
+from services.decode.core.actions import Store, SwapDrop, SwapIn, SwapOut
+from services.decode.core.events import IoEnd, StoreEnd, SwapEnd
 from services.decode.live import LiveSequence
 from services.decode.loads import Loads
 from services.decode.swap import SwapSpace

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.kv.keys import BlockKey, block_keys, tokens_to_bytes
-from moonpool.kv.layout import KVLayout
+from moonpool.sampling import SamplingParams
 from moonpool.sched.sampling import SequenceSampling
-from moonpool.sched.steps import History, SequenceStep
+from moonpool.sched.steps import History, SequenceStep, Several
 from moonpool.streams.transfer import InboundTransfer, TransferState
-from moonpool.v1 import kv_pb2
+from moonpool.v1 import decode_pb2, kv_pb2
+from services.decode.core.actions import Ranked, Select
+from services.decode.core.events import Beams, Candidates
 from services.decode.subscriber import Subscriber
-
-MAX_GENERATION = (1 << 32) - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -52,10 +52,9 @@ class LiveSequence:
         """Tokens generated so far."""
         return len(self.tokens) - self.sampling.prompt_tokens
 
-    def begin(self, first_token: int) -> None:
-        """Takes the first token."""
-        self.tokens = array("i", self.request.incoming.token_ids)
-        self.tokens.append(first_token)
+    def begin(self, *first_token: int) -> None:
+        """Takes the first token; a beam begins with the prompt alone."""
+        self.tokens = array("i", [*self.request.incoming.token_ids, *first_token])
         self.history = self.request.incoming.history(self.tokens)
 
     def append(self, token: int, max_tokens: int) -> kv_pb2.FinishReason.ValueType:
@@ -102,10 +101,48 @@ class LiveSequence:
 
 
 @dataclass(slots=True, eq=False)
+class LiveBeams:
+    """The tokens of a beam search: what may follow each beam, and what has ended.
+
+    Attributes:
+        sequences: the beams, the best first.
+        hypotheses: prompt and answer of those that the core keeps, by number.
+    """
+
+    sequences: list[LiveSequence]
+    hypotheses: "dict[int, array[int]]" = field(default_factory=dict)
+    _following: list[tuple[int, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._following = [()] * len(self.sequences)
+
+    def propose(self, beam: int, found: Several, max_tokens: int) -> Candidates:
+        """Takes what may follow a beam; returns what the core is told of it."""
+        sequence, self._following[beam] = self.sequences[beam], found.tokens
+        ends = (sequence.sampling.ends_with(it, len(sequence.tokens) + 1, max_tokens) for it in found.tokens)
+        return tuple(zip(found.log_probabilities, ends, strict=True))
+
+    def select(self, chosen: Select) -> None:
+        """Each beam takes the tokens of its parent and one more."""
+        for number, parent, candidate in chosen.ended:
+            self.hypotheses[number] = self._followed(parent, candidate)
+        self.hypotheses = {number: self.hypotheses[number] for number in chosen.kept}
+        tokens = [self._followed(parent, candidate) for parent, candidate in chosen.beams]
+        keys = [list(self.sequences[parent].keys) for parent, _ in chosen.beams]
+        for sequence, its_tokens, its_keys in zip(self.sequences, tokens, keys, strict=False):
+            sequence.tokens, sequence.keys = its_tokens, its_keys
+            sequence.history = sequence.request.incoming.history(its_tokens)
+
+    def _followed(self, parent: int, candidate: int) -> "array[int]":
+        return self.sequences[parent].tokens + array("i", [self._following[parent][candidate]])
+
+
+@dataclass(slots=True, eq=False)
 class LiveRequest:
     """One request.
 
     Attributes:
+        beams: set when its sequences are beams.
         incoming: what was asked for.
         stores: kvstores for the answer's full blocks.
         transfer: the KV that comes.
@@ -124,15 +161,50 @@ class LiveRequest:
     heard_at: float
     secret: bytes = b""
     sequences: list[LiveSequence] = field(default_factory=list)
+    beams: LiveBeams | None = None
     ending: bool = False
     why: str = ""
     subscriber: Subscriber | None = None
     send_verdict: Callable[[InboundTransfer], None] | None = None
 
     def __post_init__(self) -> None:
-        for choice in range(self.incoming.choices):
+        for choice in range(self.incoming.width):
             sampling = replace(self.incoming.sampling, sample_index=choice)
             self.sequences.append(LiveSequence(self, choice, list(self.incoming.keys), sampling))
+        if self.incoming.sampling.params.beam_width:
+            self.beams = LiveBeams(self.sequences)
+
+    def begin(self, message: decode_pb2.StartSequence, max_tokens: int) -> tuple[tuple[int, ...], Candidates]:
+        """Takes the first tokens.
+
+        Returns:
+            Why each answer ends with its first token, 0 when it goes on; for beams, what may follow the prompt.
+        """
+        tokens = [message.first_token_id, *message.further_token_ids]
+        if self.beams is not None:
+            for sequence in self.sequences:
+                sequence.begin()
+            return (0,), self.beams.propose(0, Several(tuple(tokens), tuple(message.log_probabilities)), max_tokens)
+        for sequence, token in zip(self.sequences, tokens, strict=True):
+            sequence.begin(token)
+        return tuple(it.sampling.finish(it.tokens, max_tokens) for it in self.sequences), ()
+
+    def follow(self, action: Select | Ranked, max_tokens: int) -> None:
+        """The core has chosen its beams, or their search is over: the conductor is told the answers, the best first."""
+        assert self.beams is not None
+        if isinstance(action, Select):
+            self.beams.select(action)
+            return
+        for choice, (number, score) in enumerate(action.hypotheses[: self.incoming.sampling.params.n]):
+            tokens = self.beams.hypotheses[number]
+            reason, answer = (
+                self.incoming.sampling.finish(tokens, max_tokens),
+                tokens[self.incoming.sampling.prompt_tokens :],
+            )
+            if self.subscriber is not None:
+                self.subscriber.tokens(self.request_id, 0, answer.tolist(), reason, choice, score)
+        if self.subscriber is not None:
+            self.subscriber.flush()
 
     @property
     def id(self) -> int:
@@ -190,8 +262,15 @@ class LiveRequests:
         return live
 
 
-def promised_transfer(layout: KVLayout, number: int, tokens: int, held: int) -> InboundTransfer:
-    """The transfer of a request's KV, of which `held` leading blocks are there."""
-    blocks = layout.blocks_for(tokens)
-    last = layout.valid_tokens(tokens, blocks - 1)
-    return InboundTransfer(number, number % MAX_GENERATION + 1, layout, blocks, held, last)
+def rules_of(params: SamplingParams) -> Beams | None:
+    """How a request's beams are chosen; None when it has none."""
+    return Beams(params.length_penalty, params.early_stopping) if params.beam_width else None
+
+
+def first_misfit(live: LiveRequest, message: decode_pb2.StartSequence) -> str | None:
+    """Why a request cannot begin with these first tokens; None when it can."""
+    tokens, scores, wanted = 1 + len(message.further_token_ids), len(message.log_probabilities), len(live.sequences)
+    if live.beams is None:
+        return None if tokens == wanted else f"{wanted} answers are wanted, each has a first token"
+    enough = wanted <= tokens == scores
+    return None if enough else f"{wanted} beams are wanted, of at least as many tokens with their log probabilities"

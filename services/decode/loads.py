@@ -14,7 +14,8 @@ from moonpool.streams.peers import Peers
 from moonpool.streams.store_reader import PrefixLost, StoreReader
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
-from services.decode.core.messages import IoEnd, Load, LoadEnd
+from services.decode.core.actions import Load
+from services.decode.core.events import IoEnd, LoadEnd
 from services.decode.live import LiveSequence
 
 log = get_logger(__name__)

@@ -7,6 +7,7 @@ from typing import Any
 import grpc.aio
 
 from moonpool.cluster.instances import check_instance
+from moonpool.engine.incoming import IncomingRequest
 from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.rpc.writing import write_each
@@ -45,7 +46,7 @@ class DecodeServicer:
         if not 0 <= request.starts_in_s < math.inf:
             raise InvalidRequest("starts_in_s", "must be finite and not negative")
         incoming = instance.setup.incoming(request.sequence)
-        _check_secret(request, incoming.choices)
+        _check_secret(request, incoming)
         conductor = request.conductor if request.HasField("conductor") else None
         promised, predicted = instance.reserve(
             incoming,
@@ -102,10 +103,10 @@ def _stores(request: decode_pb2.ReserveRequest) -> list[kv_pb2.Instance]:
     return [*stores, *request.replicas]
 
 
-def _check_secret(request: decode_pb2.ReserveRequest, choices: int) -> None:
+def _check_secret(request: decode_pb2.ReserveRequest, incoming: IncomingRequest) -> None:
     least, most = SECRET_BYTES
-    if request.resume_secret and choices > 1:
-        raise InvalidRequest("resume_secret", "must be empty: several answers (sampling.n) cannot be resumed")
+    if request.resume_secret and (incoming.width > 1 or incoming.sampling.params.beam_width):
+        raise InvalidRequest("resume_secret", "must be empty: several answers (sampling.n) and beams cannot be resumed")
     if request.resume_secret and not least <= len(request.resume_secret) <= most:
         raise InvalidRequest("resume_secret", f"must have {least} to {most} bytes, or none")
 

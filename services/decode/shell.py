@@ -18,42 +18,46 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.copies import Copies
-from services.decode.core.machine import DecodeCore
-from services.decode.core.messages import (
+from services.decode.core.actions import (
     Action,
-    Adopt,
     Adopted,
-    Arrived,
-    Died,
     Ending,
-    Event,
     Fenced,
     Finish,
     Forget,
     Gone,
     Grew,
-    Heard,
     Load,
-    Open,
     Parked,
     Promised,
+    Ranked,
     Refused,
-    Reserve,
     Run,
-    Start,
-    StepDone,
-    Stop,
+    Select,
     Store,
-    StreamClosed,
-    StreamOpened,
     SwapDrop,
     SwapIn,
     SwapOut,
     Table,
 )
-from services.decode.limits import sequence_lengths
-from services.decode.live import LiveRequest, LiveRequests, LiveSequence, promised_transfer
-from services.decode.subscriber import Subscriber
+from services.decode.core.events import (
+    Adopt,
+    Arrived,
+    Died,
+    Event,
+    Heard,
+    Open,
+    Reserve,
+    Start,
+    StepDone,
+    Stop,
+    StreamClosed,
+    StreamOpened,
+)
+from services.decode.core.machine import DecodeCore
+from services.decode.limits import inbound, sequence_lengths
+from services.decode.live import LiveRequest, LiveRequests, LiveSequence, first_misfit, rules_of
+from services.decode.subscriber import Subscriber, identity
 from services.decode.token_log import TokenLog
 
 log = get_logger(__name__)
@@ -150,21 +154,19 @@ class DecodeShell:
             InvalidRequest: it could never fit, or there is nothing to generate.
         """
         tokens, total = sequence_lengths(incoming, self.core.config, self._max_tokens)
-        number, self._next = self._next, self._next + incoming.choices
-        who = "" if conductor is None else _identity(conductor)
+        number, self._next = self._next, self._next + incoming.width
+        who = "" if conductor is None else identity(conductor)
         keys, prompt = tuple(incoming.keys), incoming.sampling.prompt_tokens
-        width, targets = incoming.choices, len(stores)
-        order = Reserve(
-            number, keys, tokens, prompt, total, tbt_slo_s, who, targets, width, starts_in_s, bool(secret), fence
-        )
-        self._post(order)
+        width, targets, beams = incoming.width, len(stores), rules_of(incoming.sampling.params)
+        asked = keys, tokens, prompt, total, tbt_slo_s, who, targets, width, starts_in_s
+        self._post(Reserve(number, *asked, beams=beams, resumable=bool(secret), fence=fence))
         self._driver.settle()
         answer = self._answers.pop(number)
         if isinstance(answer, Refused):
             raise Overloaded(
                 answer.why, reason=answer.reason, predicted_tbt_s=answer.tbt_s, slo_s=tbt_slo_s, retry_after_s=1.0
             )
-        transfer = promised_transfer(self._layout, number, tokens, answer.held)
+        transfer = inbound(number, self._layout, tokens, answer.held)
         live = LiveRequest(incoming, stores, transfer, self._clock(), secret)
         self._live.add(live)
         self.empty.clear()
@@ -210,7 +212,7 @@ class DecodeShell:
     def subscribe(self, subscriber: Subscriber) -> None:
         """A conductor has opened a stream."""
         number = self._streams[subscriber] = next(self._stream_numbers)
-        self._post(StreamOpened(number, _identity(subscriber.conductor)))
+        self._post(StreamOpened(number, identity(subscriber.conductor)))
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """A conductor's stream has ended; may be called again."""
@@ -230,18 +232,12 @@ class DecodeShell:
             subscriber.failed(message.request_id, f"transfer {message.transfer_id} was started before")
         elif any(other.subscriber is subscriber and other.request_id == message.request_id for other in self):
             subscriber.failed(message.request_id, "a sequence of this id is running already")
-        elif 1 + len(message.further_token_ids) != len(live.sequences):
-            subscriber.failed(message.request_id, f"{len(live.sequences)} answers are wanted, each has a first token")
+        elif (misfit := first_misfit(live, message)) is not None:
+            subscriber.failed(message.request_id, misfit)
         else:
-            self._start(subscriber, live, [message.first_token_id, *message.further_token_ids])
-
-    def _start(self, subscriber: Subscriber, live: LiveRequest, first_tokens: list[int]) -> None:
-        live.subscriber = subscriber
-        finishes = []
-        for sequence, token in zip(live.sequences, first_tokens, strict=True):
-            sequence.begin(token)
-            finishes.append(sequence.sampling.finish(sequence.tokens, self._max_tokens))
-        self._post(Start(live.id, self._streams[subscriber], finishes[0], tuple(finishes[1:])))
+            live.subscriber = subscriber
+            finishes, candidates = live.begin(message, self._max_tokens)
+            self._post(Start(live.id, self._streams[subscriber], finishes[0], finishes[1:], candidates))
 
     def stop(self, message: decode_pb2.CancelSequence) -> None:
         """One answer of a request is complete for its conductor; the others go on."""
@@ -314,20 +310,26 @@ class DecodeShell:
         self._done(run, sequences, result)
 
     def _done(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> None:
-        ended, filled = [], []
-        for sequence, token in zip(sequences, result.sampled, strict=not result.aborted):
+        ended, filled, candidates = [], [], []
+        for index, (sequence, token) in enumerate(zip(sequences, result.sampled, strict=not result.aborted)):
             if token is None or sequence.request.ending:
                 continue
             key = sequence.filled(self._layout.block_tokens)
             if key is not None:
                 filled.append((sequence.id, key))
+            beams = sequence.request.beams
+            if beams is not None:
+                candidates.append(
+                    (sequence.id, beams.propose(sequence.choice, result.several[index], self._max_tokens))
+                )
+                continue
             reason = sequence.append(token, self._max_tokens)
             if reason:
                 ended.append((sequence.id, int(reason)))
             sequence.tell(sequence.output_tokens - 1, [token])
         seconds = (result.end_ns - result.start_ns) / 1e9
-        event = StepDone(run.step, result.aborted, seconds, tuple(ended), tuple(filled))
-        self._driver.post(event)
+        told = tuple(ended), tuple(filled)
+        self._driver.post(StepDone(run.step, result.aborted, seconds, *told, candidates=tuple(candidates)))
         if ended or filled:
             self.notify()
 
@@ -342,8 +344,6 @@ class DecodeShell:
                 sequences=len(sequences),
                 computed_again=sum(chunk.count for chunk in run.chunks),
             )
-
-    # --- the core's actions ----------------------------------------------------------------------------------------
 
     def _post(self, event: Event) -> None:
         self._driver.post(event)
@@ -362,14 +362,8 @@ class DecodeShell:
                 self._answers[number] = action
             case Store(_, number):
                 self.copies.store(action, self._live.sequences[number])
-            case Finish(number, reason):
-                sequence = self._live.sequences[number]
-                sequence.finish = kv_pb2.FinishReason.ValueType(reason)
-                sequence.tell(sequence.output_tokens, [])
-            case Ending(number, why):
-                self._live.requests[number].end(why)
-            case Gone(number, logged):
-                self._gone(self._live.take(number), logged=logged)
+            case Finish() | Select() | Ranked() | Ending() | Gone():
+                self._tell(action)
             case Load(_, number):
                 self.copies.loads.start(action, self._live.sequences[number])
             case Adopted() | Fenced() | Parked() | Forget():
@@ -377,6 +371,20 @@ class DecodeShell:
                 self._recount()
             case SwapOut() | SwapIn() | SwapDrop():
                 self.copies.swap(action)
+
+    def _tell(self, action: Finish | Select | Ranked | Ending | Gone) -> None:
+        """An answer, or a request, is over or nearly so."""
+        match action:
+            case Finish(number, reason):
+                sequence = self._live.sequences[number]
+                sequence.finish = kv_pb2.FinishReason.ValueType(reason)
+                sequence.tell(sequence.output_tokens, [])
+            case Select(number) | Ranked(number):
+                self._live.requests[number].follow(action, self._max_tokens)
+            case Ending(number, why):
+                self._live.requests[number].end(why)
+            case Gone(number, logged):
+                self._gone(self._live.take(number), logged=logged)
 
     def _gone(self, live: LiveRequest, *, logged: bool) -> None:
         live.transfer.fail("ended")
@@ -389,8 +397,3 @@ class DecodeShell:
         """The requests are others now."""
         (self.empty.clear if self._live.requests else self.empty.set)()
         self.notify()
-
-
-def _identity(conductor: kv_pb2.Instance) -> str:
-    """A conductor's name for the core; "" when it does not say who it is."""
-    return f"{conductor.id}/{conductor.incarnation}" if conductor.id else ""

@@ -38,11 +38,12 @@ class Subscriber:
         token_ids: list[int],
         reason: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED,
         choice: int = 0,
+        score: float | None = None,
     ) -> None:
-        """New tokens of one of a request's answers; sent at the next `flush`."""
+        """New tokens of one of a request's answers; sent at the next `flush`. A hypothesis comes whole, scored."""
         waiting = self._tokens.get((request_id, choice))
         if waiting is None:
-            waiting = decode_pb2.SequenceTokens(request_id=request_id, position=position, choice=choice)
+            waiting = decode_pb2.SequenceTokens(request_id=request_id, position=position, choice=choice, score=score)
             self._tokens[request_id, choice] = waiting
         assert waiting.position + len(waiting.token_ids) == position, "tokens of a sequence come in order"
         waiting.token_ids.extend(token_ids)
@@ -114,3 +115,8 @@ class Subscriber:
         if self._closed:
             self._wake.set()
         return message
+
+
+def identity(conductor: kv_pb2.Instance) -> str:
+    """A conductor's name for the core; "" when it does not say who it is."""
+    return f"{conductor.id}/{conductor.incarnation}" if conductor.id else ""

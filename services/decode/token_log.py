@@ -7,7 +7,7 @@ from typing import Self
 
 from moonpool.kv.keys import BlockKey, tokens_digest
 from moonpool.v1 import decode_pb2, kv_pb2
-from services.decode.core.messages import Adopted, Fenced, Forget, Parked
+from services.decode.core.actions import Adopted, Fenced, Forget, Parked
 from services.decode.live import LiveRequest, LiveRequests
 from services.decode.subscriber import Subscriber
 

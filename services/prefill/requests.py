@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from moonpool.cluster.instances import check_instance
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.errors import InvalidRequest, MoonpoolError
-from moonpool.sched.steps import History
+from moonpool.sched.steps import History, Several
 from moonpool.v1 import kv_pb2, prefill_pb2
 from services.prefill.core.events import Arrive, Copy, Source
 
@@ -27,7 +27,8 @@ class Request:
         sources: kvstores to load a prefix from, the best first.
         copies: kvstores to write blocks to.
         held: per copy, leading blocks that it is believed to hold; None = unknown.
-        tokens: the token after the prompt, of each answer that is wanted, once they are sampled.
+        first: the token after the prompt, of each answer that is wanted, once they are sampled; for beams the most
+            likely ones.
         error: why its I/O has failed, if it has.
     """
 
@@ -38,7 +39,7 @@ class Request:
     sources: list[prefill_pb2.PrefixSource]
     copies: list[kv_pb2.Instance]
     held: list[int | None]
-    tokens: tuple[int, ...] = ()
+    first: Several | None = None
     error: MoonpoolError | None = None
     _events: "asyncio.Queue[prefill_pb2.PrefillResponse | MoonpoolError | None]" = dataclasses.field(
         default_factory=lambda: asyncio.Queue(MAX_EVENTS)

@@ -11,7 +11,7 @@ from moonpool.drive.journal import JournalWriter
 from moonpool.engine.handle import Engine
 from moonpool.errors import Internal, InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.kv.keys import tokens_to_bytes
-from moonpool.sched.steps import LayerDone, SequenceStep, Step, StepResult
+from moonpool.sched.steps import LayerDone, SequenceStep, Several, Step, StepResult
 from moonpool.streams.transfer_client import DamagedInTransfer
 from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
@@ -258,8 +258,7 @@ class Shell:
             for index, chunk in enumerate(order.chunks):
                 request, token = self._requests.get(chunk.job), result.sampled[index]
                 if request is not None and chunk.last and token is not None:
-                    several = result.several.get(index)
-                    request.tokens = (token,) if several is None else several.tokens
+                    request.first = result.several.get(index, Several((token,)))
         return events.StepEnded(result.aborted, (result.end_ns - result.start_ns) / 1e9)
 
     def _sequence(self, chunk: actions.ChunkOrder) -> SequenceStep:
@@ -300,10 +299,12 @@ class Shell:
 
 
 def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.PrefillResponse:
-    assert request.tokens, "the last chunk samples"
+    found = request.first
+    assert found is not None, "the last chunk samples"
     first = prefill_pb2.FirstToken(
-        token_id=request.tokens[0],
-        further_token_ids=request.tokens[1:],
+        token_id=found.tokens[0],
+        further_token_ids=found.tokens[1:],
+        log_probabilities=found.log_probabilities,
         local_tokens=told.cached_tokens,
         loaded_tokens=told.loaded_tokens,
         computed_tokens=told.computed_tokens,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from moonpool.core.kernel import Ended
 from moonpool.kv.keys import BlockKey
-from services.decode.core.messages import IoEnd, LoadEnd, StoreEnd, SwapEnd
+from services.decode.core.events import IoEnd, LoadEnd, StoreEnd, SwapEnd
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.store import Store
 from simulator.kernel.clock import PS, World, ps

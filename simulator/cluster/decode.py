@@ -9,34 +9,36 @@ from dataclasses import dataclass, replace
 
 from moonpool.cost import prefill_seconds
 from moonpool.kv.keys import BlockKey
-from services.decode.core.config import CoreConfig
-from services.decode.core.machine import DecodeCore
-from services.decode.core.messages import (
+from services.decode.core.actions import (
     Action,
-    Arrived,
     Cut,
     Ending,
-    Event,
     Finish,
     Gone,
     Grew,
-    Heard,
     Load,
-    Open,
     Promised,
     Refused,
-    Reserve,
     Run,
-    Start,
-    StepDone,
-    Stepped,
-    Stop,
     Store,
-    StreamOpened,
     SwapIn,
     SwapOut,
     Table,
 )
+from services.decode.core.config import CoreConfig
+from services.decode.core.events import (
+    Arrived,
+    Event,
+    Heard,
+    Open,
+    Reserve,
+    Start,
+    StepDone,
+    Stepped,
+    Stop,
+    StreamOpened,
+)
+from services.decode.core.machine import DecodeCore
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.copies import Copies
 from simulator.cluster.host import Host

@@ -107,6 +107,11 @@ def test_up_generate_check_interrupt(up: tuple[subprocess.Popen[str], str]) -> N
     assert "TTFT" in text.stderr
     several = moonpool("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5", "--n", "2")
     assert [line.split()[1] for line in several.stdout.splitlines() if line.startswith("---")] == ["0", "1"]
+    how = ("--max-tokens", "5", "--beams", "3", "--n", "2", "--length-penalty", "0")
+    beams = moonpool("generate", "--address", address, "--prompt", "hello", *how)
+    heads = [line.split() for line in beams.stdout.splitlines() if line.startswith("---")]
+    assert [head[1] for head in heads] == ["0", "1"]
+    assert 0 > float(heads[0][3]) >= float(heads[1][3])
     empty = moonpool("generate", "--address", address, "--prompt", "")
     assert empty.returncode == 2
     assert "prompt" in empty.stderr

@@ -64,7 +64,12 @@ class Tokens:
         self._news: asyncio.Queue[tuple[int, bool] | MoonpoolError] = asyncio.Queue()
 
     def tokens(
-        self, choice: int, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType
+        self,
+        choice: int,
+        position: int,
+        token_ids: Sequence[int],
+        reason: kv_pb2.FinishReason.ValueType,
+        score: float | None,
     ) -> bool:
         """New ones."""
         self._news.put_nowait((len(token_ids), bool(reason)))

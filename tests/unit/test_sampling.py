@@ -3,6 +3,7 @@
 import math
 import pickle
 from array import array
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from moonpool.contracts import sampling_from_proto, sampling_to_proto
 from moonpool.errors import InvalidRequest
-from moonpool.sampling import SamplingParams, check_end_tokens
+from moonpool.sampling import SamplingParams, check_beams, check_end_tokens
 from moonpool.v1 import kv_pb2
 
 VOCABULARY = 10
@@ -32,6 +33,9 @@ EVERY_FIELD_SET = SamplingParams(
     logprobs=1,
     n=2,
     response_format="json",
+    beam_width=4,
+    length_penalty=0.5,
+    early_stopping="never",
 )
 
 
@@ -126,12 +130,63 @@ def test_borders() -> None:
         ("stop", ["a"] * 17),
         ("n", 0),
         ("n", 65),
+        ("beam_width", -1),
+        ("beam_width", 17),
+        ("length_penalty", 0.5),
+        ("early_stopping", True),
         ("logprobs", 0),
         ("response_format", "json"),
     ],
 )
 def test_names_what_is_wrong(name: str, value: object) -> None:
     assert fault(**{name: value}) == f"s.{name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("length_penalty", math.nan),
+        ("length_penalty", -10.1),
+        ("early_stopping", "always"),
+        ("temperature", 0.5),
+        ("top_p", 0.5),
+        ("top_k", 1),
+        ("min_p", 0.5),
+        ("presence_penalty", 1.0),
+        ("frequency_penalty", 1.0),
+        ("repetition_penalty", 2.0),
+        ("stop", ["a"]),
+        ("seed", 0),
+        ("logit_bias", {0: 1.0}),
+        ("n", 5),
+    ],
+)
+def test_what_beams_cannot_have_is_named(name: str, value: object) -> None:
+    assert fault(beam_width=4, **{name: value}) == f"s.{name}"
+
+
+def test_what_beams_can_have() -> None:
+    for early in (False, True, "never"):
+        assert not fault(beam_width=4, n=4, early_stopping=early, length_penalty=-10.0, min_tokens=3, temperature=0.0)
+
+
+@pytest.mark.parametrize(("width", "ends", "wrong"), [(4, 6, False), (4, 7, True), (0, 10, False)])
+def test_beams_need_tokens_to_go_on_with(width: int, ends: int, wrong: bool) -> None:
+    params = SamplingParams(beam_width=width)
+    with pytest.raises(InvalidRequest, match=r"s\.beam_width") if wrong else nullcontext():
+        check_beams(params, frozenset(range(ends)), VOCABULARY, "s")
+
+
+def test_beams_with_very_many_end_tokens_are_refused() -> None:
+    check_beams(SamplingParams(beam_width=16), frozenset(range(240)), 100_000, "s")
+    with pytest.raises(InvalidRequest, match=r"s\.beam_width"):
+        check_beams(SamplingParams(beam_width=16), frozenset(range(241)), 100_000, "s")
+
+
+def test_an_unknown_rule_of_stopping_from_the_contract_is_refused() -> None:
+    params = sampling_from_proto(kv_pb2.Sampling(beam_width=2, early_stopping=7))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"s\.early_stopping"):
+        params.check(VOCABULARY, "s")
 
 
 def test_end_tokens_are_known_and_leave_something_to_choose() -> None:

@@ -136,7 +136,7 @@ class Request:
 
     def grow(self, tokens: int) -> None:
         """The answer, or one of them, has so many more tokens."""
-        if self.ask.choices == 1:
+        if self.ask.choices == 1 and not self.ask.beams:
             self.tokens += tokens
 
     def suspect(self, instance: str) -> None:

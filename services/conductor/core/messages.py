@@ -64,7 +64,8 @@ class Ask:
         prompt_key: hash of the prompt.
         slo: what is expected.
         arrived: when it came; `deadline` when it fails. Seconds of the core's clock.
-        choices: answers that are wanted; several begin again when the request is placed anew.
+        choices: sequences that run together, answers or beams; several begin again when the request is placed anew.
+        beams: they are beams: tokens come when all are known, and what is placed anew begins again.
         tenant: whose it is.
         resumed: it is not new; only requests of one answer are resumed.
     """
@@ -78,6 +79,7 @@ class Ask:
     arrived: float
     deadline: float
     choices: int = 1
+    beams: bool = False
     tenant: str = ""
     resumed: Resumed | None = None
 

@@ -159,7 +159,7 @@ class Placing:
         try:
             return self._picture.plan(
                 tokens=ask.prompt_tokens + request.tokens,
-                answer_tokens=ask.max_tokens - request.tokens,
+                answer_tokens=max(ask.max_tokens - request.tokens, 1 + ask.beams),  # decode chooses beams' only token
                 choices=ask.choices,
                 keys=request.keys,
                 prompt_key=ask.prompt_key,

@@ -4,8 +4,8 @@ from collections.abc import Collection
 
 from moonpool.cost import SpeedTracker, decode_step_seconds
 from services.decode.core.config import CoreConfig
+from services.decode.core.events import Reserve
 from services.decode.core.lengths import AnswerLengths
-from services.decode.core.messages import Reserve
 from services.decode.core.planner import Planner
 from services.decode.core.request import Request, State
 from services.decode.core.room import Room

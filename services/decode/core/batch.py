@@ -113,8 +113,8 @@ class Batch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nobody in it may have several sequences."""
-        return all(request.width == 1 for request in self._requests.values())
+        """Whether nobody in it may have several sequences, or is a beam."""
+        return not any(request.is_group for request in self._requests.values())
 
     def covered(self, most: int) -> int:
         """Steps from now on for which the blocks of all members are enough; `most` at most."""

@@ -4,9 +4,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from moonpool.sched.block_manager import BlockManager
+from services.decode.core.actions import Action, Chunk, Table
 from services.decode.core.batch import Batch
 from services.decode.core.config import CoreConfig
-from services.decode.core.messages import Action, Chunk, Table
 from services.decode.core.request import Member, Request, Shape, State
 
 
@@ -175,7 +175,7 @@ def tokens_to_compute(request: Request, config: CoreConfig) -> int:
 
 def goal(request: Request, member: Member) -> int:
     """Leading tokens that a member computes before it runs again: one alone samples its next token with that."""
-    return member.tokens if request.width == 1 else member.tokens - 1
+    return member.tokens - request.is_group
 
 
 def is_whole(request: Request) -> bool:

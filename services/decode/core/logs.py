@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moonpool.core.digest import digest_of
-from services.decode.core.messages import Action, Forget
+from services.decode.core.actions import Action, Forget
 from services.decode.core.request import Request
 
 LOG_BYTES = 512

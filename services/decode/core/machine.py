@@ -5,27 +5,20 @@ from moonpool.core.kernel import Ended, Outstanding, Tick
 from moonpool.core.timers import Timers
 from moonpool.cost import SpeedTracker
 from moonpool.sched.block_manager import BlockManager
-from services.decode.core import groups
+from services.decode.core import beams, groups
+from services.decode.core.actions import Action, Ending, Finish, Promised, Refused, Run, Table
 from services.decode.core.admission import Admission
 from services.decode.core.config import CoreConfig
-from services.decode.core.holds import Copy, Holds, Loading, Writing
-from services.decode.core.lengths import AnswerLengths
-from services.decode.core.messages import (
-    Action,
+from services.decode.core.events import (
     Adopt,
     Arrived,
     Died,
-    Ending,
     Event,
-    Finish,
     Heard,
     IoEnd,
     LoadEnd,
     Open,
-    Promised,
-    Refused,
     Reserve,
-    Run,
     Start,
     StepDone,
     Stepped,
@@ -33,15 +26,16 @@ from services.decode.core.messages import (
     StreamClosed,
     StreamOpened,
     SwapEnd,
-    Table,
 )
+from services.decode.core.holds import Copy, Holds, Loading, Writing
+from services.decode.core.lengths import AnswerLengths
 from services.decode.core.orphans import Orphans
 from services.decode.core.planner import Planner
 from services.decode.core.preemption import Parking
-from services.decode.core.request import TRANSFERRING, Member, Request, State
+from services.decode.core.request import TRANSFERRING, Request, State
 from services.decode.core.room import Room
 from services.decode.core.roster import Roster
-from services.decode.core.runs import Flight
+from services.decode.core.runs import observe
 from services.decode.core.shelf import Shelf
 
 _IN_USE = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
@@ -79,8 +73,6 @@ class DecodeCore:
         self._streams: dict[int, str] = {}
         self._leaving: list[Request] = []  # until the running step is over
         self._dead = False
-
-    # --- what others may know --------------------------------------------------------------------------------------
 
     @property
     def context_tokens(self) -> int:
@@ -136,24 +128,10 @@ class DecodeCore:
             if not isinstance(event, Stepped | StepDone):
                 self.planner.cut(out, leaving=bool(self._leaving))
 
-    # --- promises --------------------------------------------------------------------------------------------------
-
     def _reserve(self, now: float, event: Reserve, out: list[Action]) -> None:
         self._end_all(self.orphans.of(event.conductor), "the conductor's stream ended", out)  # it has placed them anew
         tbt_s = self._admission.predicted_tbt_s(event, self.requests.values())
-        request = Request(
-            event.id,
-            [Member(event.id, list(event.keys), event.tokens, stored=[len(event.keys)] * event.stores)],
-            event.width,
-            event.prompt_tokens,
-            event.total_tokens,
-            event.tbt_slo_s,
-            event.conductor,
-            event.stores,
-            until=now + self.config.promise_s,
-            resumable=event.resumable,
-            fence=event.fence,
-        )
+        request = Request.of(event, now + self.config.promise_s)
         refused = self._admission.refuse(event, request, tbt_s, self.requests.values())
         if refused is not None:
             reason, why = refused
@@ -163,8 +141,6 @@ class DecodeCore:
         self.planner.keep_seat(request)
         self._leases.set(event.id, now + self.config.lease_s)
         out.append(Promised(event.id, len(request.blocks), tbt_s))
-
-    # --- a request's way -------------------------------------------------------------------------------------------
 
     def _progress(self, now: float, event: Event, out: list[Action]) -> None:
         request = self.requests.get(event.id) if isinstance(event, Open | Arrived | Start | Stop) else None
@@ -196,7 +172,8 @@ class DecodeCore:
             self._end(request, "the conductor's stream ended", out)
             return
         request.stream, request.finishes = event.stream, (event.finish, *event.others)
-        assert len(request.finishes) == request.width, "a first token for each sequence"
+        request.opening = event.candidates
+        assert request.search or len(request.finishes) == request.width, "a first token for each sequence"
         request.members[0].tokens += 1
         self._join(request, out)
 
@@ -206,10 +183,11 @@ class DecodeCore:
             return
         self._leases.clear(request.id)
         groups.fork(request, self.blocks)
-        ended = [(member, why) for member, why in zip(request.members, request.finishes, strict=True) if why]
         out += [Table(member.id, tuple(member.table)) for member in request.members[1:]]
+        ended = [(member, why) for member, why in zip(request.members, request.finishes, strict=False) if why]
         out += [Finish(member.id, why) for member, why in ended]
-        if len(ended) == request.width:
+        over = request.search is not None and beams.advance(request, [request.opening], self.blocks, out)
+        if over or len(ended) == request.width:
             self._leave(request, out)
             return
         self.planner.add(request)
@@ -305,12 +283,18 @@ class DecodeCore:
         if event.aborted:
             self.planner.not_computed(flight, out)
         else:
-            self._observe(now, flight, event)
+            observe(self.tracker, now, flight, event)
             self.planner.advance(event.steps, over=True)
             self._computed(flight.run, event, out)
         self._step_over(out)
         for number, _ in event.ended:
             self._ended_itself(number, out)
+        for request, candidates in beams.searches(event.candidates, self._roster.get):
+            if beams.advance(request, candidates, self.blocks, out):
+                self._lengths.observe(self.planner.batch.tokens_of(request.members[0]) - request.prompt_tokens)
+                self._leave(request, out)
+            else:
+                self.planner.batch.forked(request)
 
     def _ended_itself(self, number: int, out: list[Action]) -> None:
         """A sequence has ended with the step's token; its request when it was the last."""
@@ -327,17 +311,8 @@ class DecodeCore:
     def _stepped(self, now: float, event: Stepped) -> None:
         flight = self.planner.flight
         if flight is not None and flight.run.step == event.step and event.steps:
-            self._observe(now, flight, event)
+            observe(self.tracker, now, flight, event)
             self.planner.advance(event.steps, over=False)
-
-    def _observe(self, now: float, flight: Flight, event: Stepped | StepDone) -> None:
-        if flight.run.chunks or not event.seconds:
-            return
-        batch, seconds = len(flight.run.batch), event.seconds / event.steps
-        if flight.run.steps == 1:  # tokens wait for the whole way to the engine and back, not just for its computing
-            seconds = max(seconds, now - flight.began)
-        for step in range(event.steps):
-            self.tracker.observe_decode(batch, flight.context + batch * step, seconds)
 
     def _computed(self, run: Run, event: StepDone, out: list[Action]) -> None:
         for chunk in run.chunks:
@@ -389,6 +364,7 @@ class DecodeCore:
             assert 1 <= len(request.members) <= request.width
             for member in request.members:
                 assert len(set(member.table)) == len(member.table), "a block is twice in a table"
+            beams.check_invariants(request)
             assert (request.promised > 0) <= (request.state is State.PROMISED)
             assert request.state not in _IN_USE or request in copying
             assert request.state is not State.LEAVING or request in copying or request in self._leaving

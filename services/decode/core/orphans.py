@@ -6,9 +6,10 @@ docs/adr/0012-resuming.md has the rules.
 from moonpool.core.digest import digest_of
 from moonpool.core.timers import Timers
 from services.decode.core import groups
+from services.decode.core.actions import Action, Adopted, Fenced, Gone, Parked
 from services.decode.core.config import CoreConfig
+from services.decode.core.events import Adopt
 from services.decode.core.logs import Logs
-from services.decode.core.messages import Action, Adopt, Adopted, Fenced, Gone, Parked
 from services.decode.core.planner import Planner
 from services.decode.core.preemption import Parking
 from services.decode.core.request import ACTIVE, NOBODY, Request, State

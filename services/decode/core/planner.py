@@ -7,11 +7,11 @@ from bisect import insort
 
 from moonpool.cost import SpeedTracker, decode_step_seconds, prefill_seconds
 from services.decode.core import groups
+from services.decode.core.actions import Action, Chunk, Grew, Run
 from services.decode.core.batch import Batch
 from services.decode.core.config import CoreConfig
 from services.decode.core.groups import Copied
 from services.decode.core.lengths import AnswerLengths
-from services.decode.core.messages import Action, Chunk, Grew, Run
 from services.decode.core.preemption import Parking, choose_victim
 from services.decode.core.request import Member, Request, State
 from services.decode.core.room import Room
@@ -325,7 +325,7 @@ class Planner:
             self.catching.remove(request)
             member.tokens += 1
             self.join(request)
-        elif request.width > 1 and groups.is_whole(request):
+        elif request.is_group and groups.is_whole(request):
             self.catching.remove(request)
             self.add(request)
 

@@ -4,9 +4,10 @@ from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Outstanding
 from moonpool.cost import SpeedTracker, prefill_seconds
 from services.decode.core import groups
+from services.decode.core.actions import Action, SwapDrop, SwapIn, SwapOut, Table
 from services.decode.core.config import CoreConfig, Preemption
+from services.decode.core.events import SwapEnd
 from services.decode.core.holds import Copy, Holds
-from services.decode.core.messages import Action, SwapDrop, SwapEnd, SwapIn, SwapOut, Table
 from services.decode.core.request import ACTIVE, Request, State
 from services.decode.core.room import Room, most_needed
 from services.decode.core.shelf import Shelf

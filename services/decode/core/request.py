@@ -3,8 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Self
 
 from moonpool.kv.keys import BlockKey
+from services.decode.core.events import Candidates, Reserve
+from services.decode.core.search import Search
 
 
 class State(Enum):
@@ -108,6 +111,10 @@ class Request:
     fence: int = 0
     finishes: tuple[int, ...] = ()
     """Why its members end with their first token; 0 = they go on."""
+    search: Search | None = None
+    """Set when its sequences are beams."""
+    opening: Candidates = ()
+    """What may follow the prompt, where beams are wanted."""
     preemptions: int = 0
     recompute: bool = False
     """Was parked to be computed anew wholly."""
@@ -116,10 +123,35 @@ class Request:
     saved: int = 0
     """Blocks of `shape` that are swapped out, from the first on."""
 
+    @classmethod
+    def of(cls, event: Reserve, until: float) -> Self:
+        """One that asks for room."""
+        first = Member(event.id, list(event.keys), event.tokens, stored=[len(event.keys)] * event.stores)
+        longest = event.total_tokens - event.prompt_tokens
+        return cls(
+            event.id,
+            [first],
+            event.width,
+            event.prompt_tokens,
+            event.total_tokens,
+            event.tbt_slo_s,
+            event.conductor,
+            event.stores,
+            until,
+            resumable=event.resumable,
+            fence=event.fence,
+            search=Search(event.width, longest, event.beams) if event.beams is not None else None,
+        )
+
     @property
     def is_started(self) -> bool:
         """Whether the first token is known."""
         return self.stream is not None
+
+    @property
+    def is_group(self) -> bool:
+        """Whether what follows is not decided by its one sequence alone."""
+        return self.width > 1 or self.search is not None
 
     @property
     def places(self) -> int:

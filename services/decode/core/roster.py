@@ -25,6 +25,10 @@ class Roster:
         """The request of a sequence, which may have ended."""
         return self._of[number]
 
+    def get(self, number: int) -> Request | None:
+        """The request of a sequence; None when it is not here any more."""
+        return self._of.get(number)
+
     def find(self, number: int) -> Member | None:
         """A sequence; None when it is not here any more."""
         request = self._of.get(number)

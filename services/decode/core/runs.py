@@ -4,9 +4,11 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from moonpool.cost import SpeedTracker
+from services.decode.core.actions import Action, Cut, Run
 from services.decode.core.batch import Batch
+from services.decode.core.events import StepDone, Stepped
 from services.decode.core.groups import Copied
-from services.decode.core.messages import Action, Cut, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +57,14 @@ def quiet_steps(batch: Batch, most: int, tbt_s: Callable[[int, int], float]) -> 
         return most
     count, context = len(batch), batch.context
     return 1 + bisect_left(range(1, most), True, key=lambda n: tbt_s(count, context + n * count) > limit)
+
+
+def observe(tracker: SpeedTracker, now: float, flight: Flight, event: Stepped | StepDone) -> None:
+    """Learns from steps without chunks how long they take."""
+    if flight.run.chunks or not event.seconds:
+        return
+    batch, seconds = len(flight.run.batch), event.seconds / event.steps
+    if flight.run.steps == 1:  # tokens wait for the whole way to the engine and back, not just for its computing
+        seconds = max(seconds, now - flight.began)
+    for step in range(event.steps):
+        tracker.observe_decode(batch, flight.context + batch * step, seconds)

@@ -6,9 +6,10 @@ from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Outstanding
 from moonpool.cost import SpeedTracker, load_seconds, prefill_seconds
 from services.decode.core import groups
+from services.decode.core.actions import Action, Load, Store
 from services.decode.core.config import CoreConfig, Preemption
+from services.decode.core.events import LoadEnd, StoreEnd
 from services.decode.core.holds import Holds, Loading, Writing
-from services.decode.core.messages import Action, Load, LoadEnd, Store, StoreEnd
 from services.decode.core.request import Member, Request, State
 from services.decode.core.room import Room
 

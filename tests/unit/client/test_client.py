@@ -76,6 +76,21 @@ def test_several_answers(dial: Dial) -> None:
     assert fake.requests[0].sampling.n == 2
 
 
+def test_hypotheses_have_scores(dial: Dial) -> None:
+    deltas = [
+        pb.GenerateResponse(delta=pb.TokenDelta(choice=choice, token_ids=[token, 1], text=f"{token} "))
+        for choice, token in enumerate((5, 7))
+    ]
+    stop = kv_pb2.FINISH_REASON_STOP
+    ends = [pb.FinishedChoice(reason=stop, completion_tokens=2, score=score) for score in (0.0, -1.5)]
+    finished = pb.GenerateResponse(finished=pb.Finished(reason=stop, choices=ends))
+    fake = FakeConductor(lambda _: [*deltas, finished])
+    with dial(fake) as client:
+        result = client.generate(prompt="hi", sampling=SamplingParams(n=2, beam_width=4, early_stopping="never"))
+    assert result.choices == (Choice([5, 1], "5 ", "stop", 0.0), Choice([7, 1], "7 ", "stop", -1.5))
+    assert fake.requests[0].sampling == kv_pb2.Sampling(n=2, beam_width=4, early_stopping=kv_pb2.EARLY_STOPPING_NEVER)
+
+
 def test_what_is_asked_reaches_the_conductor(dial: Dial) -> None:
     fake = FakeConductor()
     params = SamplingParams(

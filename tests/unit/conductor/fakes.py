@@ -115,10 +115,11 @@ class ScriptedPrefill(FakeMember):
             await _meet(self.before)
             length = len(tokens_from_bytes(request.sequence.token_ids))
             token = next_token(length) if self.first_token is None else self.first_token
-            n = sampling_from_proto(request.sequence.sampling).n
+            sampling = sampling_from_proto(request.sequence.sampling)
             first = prefill_pb2.FirstToken(
                 token_id=token,
-                further_token_ids=[choice_token(length, choice) for choice in range(1, n)],
+                further_token_ids=[choice_token(length, choice) for choice in range(1, sampling.width)],
+                log_probabilities=[-1.0 - choice for choice in range(sampling.beam_width)],
                 local_tokens=self.cached_tokens,
                 computed_tokens=length - self.cached_tokens,
                 misses=self.misses,
@@ -209,7 +210,11 @@ class ScriptedDecode(FakeMember):
                 assert start.first_token_id == next_token(len(tokens))
                 for choice, token in enumerate(start.further_token_ids, 1):
                     assert token == choice_token(len(tokens), choice)
-                tasks[start.request_id] = self._run(start.request_id, [*tokens, start.first_token_id], outgoing)
+                spec = self.reserved[start.request_id].sequence
+                if spec.sampling.beam_width:
+                    outgoing.put_nowait(self._hypotheses(spec, start))
+                else:
+                    tasks[start.request_id] = self._run(start.request_id, [*tokens, start.first_token_id], outgoing)
             elif request.HasField("resume"):
                 self._resume(request.resume, tasks, outgoing)
             elif request.HasField("cancel"):
@@ -288,6 +293,28 @@ class ScriptedDecode(FakeMember):
             if reason:
                 return
             await asyncio.sleep(0)
+
+    def _hypotheses(self, spec: kv_pb2.SequenceSpec, start: decode_pb2.StartSequence) -> decode_pb2.StepsResponse:
+        """The end of a beam search; hypothesis i has i tokens fewer than the first and i less of a score."""
+        sampling, prompt = sampling_from_proto(spec.sampling), spec.prompt_tokens
+        assert list(start.further_token_ids) == [choice_token(prompt, beam) for beam in range(1, sampling.beam_width)]
+        assert list(start.log_probabilities) == [-1.0 - beam for beam in range(sampling.beam_width)]
+        del self.reserved[start.request_id]
+        if self.fail_at:
+            self.fail_at.clear()
+            failed = decode_pb2.SequenceFailed(request_id=start.request_id, reason="a test says so")
+            return decode_pb2.StepsResponse(failed=[failed])
+        found = [
+            decode_pb2.SequenceTokens(
+                request_id=start.request_id,
+                choice=choice,
+                token_ids=expected(prompt, sampling.max_tokens - choice, choice),
+                finish_reason=kv_pb2.FINISH_REASON_STOP if choice else kv_pb2.FINISH_REASON_LENGTH,
+                score=-0.5 - choice,
+            )
+            for choice in range(sampling.n)
+        ]
+        return decode_pb2.StepsResponse(tokens=found)
 
     def _further(
         self,

@@ -17,7 +17,12 @@ class Reopener:
         self._stream = stream
 
     def tokens(
-        self, choice: int, position: int, token_ids: Sequence[int], reason: kv_pb2.FinishReason.ValueType
+        self,
+        choice: int,
+        position: int,
+        token_ids: Sequence[int],
+        reason: kv_pb2.FinishReason.ValueType,
+        score: float | None,
     ) -> bool:
         raise AssertionError("there are none")
 

@@ -1,7 +1,7 @@
 """Calls of a decode instance: promises, transfers from a prefill instance, and a conductor's Steps stream."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -60,6 +60,7 @@ class Conductor:
         self.call = it.stub.Steps()
         self.tokens: dict[str, list[int]] = {}  # by request, "request/choice" for further answers
         self.reasons: dict[str, int] = {}
+        self.scores: dict[str, float] = {}
         self.failed: dict[str, str] = {}
         self.outcomes: dict[str, int] = {}
         self.fenced: list[str] = []
@@ -70,13 +71,16 @@ class Conductor:
         """The first token that comes is to be at this position."""
         self._first[request_id] = position
 
-    async def start(self, request_id: str, target: kv_pb2.TransferTarget, token: int, *further: int) -> None:
+    async def start(
+        self, request_id: str, target: kv_pb2.TransferTarget, token: int, *further: int, scores: Sequence[float] = ()
+    ) -> None:
         started = decode_pb2.StartSequence(
             request_id=request_id,
             transfer_id=target.transfer_id,
             generation=target.generation,
             first_token_id=token,
             further_token_ids=further,
+            log_probabilities=scores,
         )
         await self.call.write(decode_pb2.StepsRequest(start=started))
 
@@ -95,10 +99,13 @@ class Conductor:
                 for new in message.tokens:
                     name = f"{new.request_id}/{new.choice}" if new.choice else new.request_id
                     have = self.tokens.setdefault(name, [])
-                    assert new.position == len(have) + self._first.get(name, 1), "tokens come in order, none twice"
+                    # the first token comes from prefill, a hypothesis whole
+                    told = 0 if new.HasField("score") else self._first.get(name, 1)
+                    assert new.position == len(have) + told, "tokens come in order, none twice"
                     have.extend(new.token_ids)
                     if new.finish_reason:
                         self.reasons[name] = new.finish_reason
+                        self.scores[name] = new.score
                 self.failed |= {f.request_id: f.reason for f in message.failed}
                 self.fenced += [f.request_id for f in message.fenced]
                 self.outcomes |= {c.request_id: c.outcome for c in message.cancelled}

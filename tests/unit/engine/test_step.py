@@ -137,6 +137,18 @@ def test_several_samples_of_one_position_come_with_the_first(checkpoint: Path) -
         assert (len(done.several[1].tokens), done.several[1].tokens[0]) == (3, done.sampled[1])
 
 
+def test_beams_get_the_most_likely_tokens_and_change_nothing_for_others(checkpoint: Path) -> None:
+    how = SampleSpec(SamplingParams(beam_width=2), best=3)
+    with stages(checkpoint, 2) as two:
+        shares = [SequenceStep(ids(*PROMPT), 0, (4, 1, 6), GREEDY), SequenceStep(ids(*PROMPT), 0, (5, 2, 7), how)]
+        done = two.run(Step(1, tuple(shares)))[-1]
+        assert list(done.several) == [1]
+        found = done.several[1]
+        assert done.sampled == (found.tokens[0], found.tokens[0])
+        assert len(found.tokens) == len(found.log_probabilities) == 3
+        assert list(found.log_probabilities) == sorted(found.log_probabilities, reverse=True)
+
+
 def test_layers_are_reported_in_order_and_before_the_step(checkpoint: Path) -> None:
     with stages(checkpoint, 2) as two:
         two.run(whole(layer_events=True))

@@ -15,7 +15,7 @@ from moonpool.errors import Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.sched.stages import stage_ranges
-from moonpool.sched.steps import LayerDone, SequenceStep, Step, StepResult, finished_blocks
+from moonpool.sched.steps import LayerDone, SequenceStep, Several, Step, StepResult, finished_blocks
 from tests.unit.streams.fakes import LAYOUT
 
 
@@ -49,15 +49,26 @@ def slice_of_tokens(tokens: Sequence[int], block: int, layer: int, layout: KVLay
     return data
 
 
-def next_token(tokens: Sequence[int], layout: KVLayout = LAYOUT) -> int:
-    """What the engine must sample after `tokens`, if all their KV is right."""
+def digest_after(tokens: Sequence[int], layout: KVLayout = LAYOUT) -> int:
+    """Of all KV of `tokens`, if it is right."""
     digest = xxhash.xxh3_64()
     for layer in range(layout.layers):
         for position, token in enumerate(tokens):
             for head in range(layout.kv_heads):
                 for plane in range(2):
                     digest.update(slot(token, position, layer, head, plane, layout))
-    return 8 + digest.intdigest() % 200
+    return digest.intdigest()
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the engine must sample after `tokens`, if all their KV is right."""
+    return 8 + digest_after(tokens) % 200
+
+
+def most_likely(digest: int, count: int = 200) -> Several:
+    """What the engine gives for beams: tokens, each less likely than the one before."""
+    tokens = tuple(8 + (digest + 17 * n) % 200 for n in range(count))
+    return Several(tokens, tuple(-(n + 1) * (1 + digest % 5) / 4 for n in range(count)))
 
 
 def continuation(tokens: Sequence[int], count: int) -> list[int]:
@@ -147,7 +158,12 @@ class FakeEngine:
                 8 + digest.intdigest() % 200 if sequence.sample is not None else None
                 for sequence, digest in zip(step.sequences, digests, strict=True)
             )
-            return StepResult(sampled, False, start_ns, time.monotonic_ns())
+            several = {
+                index: most_likely(digest.intdigest(), sequence.sample.best)
+                for index, (sequence, digest) in enumerate(zip(step.sequences, digests, strict=True))
+                if sequence.sample is not None and sequence.sample.best
+            }
+            return StepResult(sampled, False, start_ns, time.monotonic_ns(), several)
 
     async def _pass(self, step: Step, layer: int) -> bool:
         """Waits at the layer's gate; False when the step is given up."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moonpool.errors import Internal
 from moonpool.model import sample
-from moonpool.model.sampler import uniform
+from moonpool.model.sampler import most_likely, uniform
 from moonpool.sampling import SampleSpec, SamplingParams
 
 
@@ -135,3 +135,21 @@ def test_each_of_several_samples_is_that_of_its_seed(how: dict[str, Any]) -> Non
     alone = [sample(logits.clone(), [replace(spec(**how), seed=seed)]) for seed in seeds]
     assert alone == [[[token]] for token in together]
     assert len(set(together)) == (1 if not how else 5)
+
+
+def test_the_most_likely_tokens_come_with_their_log_probabilities() -> None:
+    tokens, scores = most_likely(LOGITS.clone(), SampleSpec(best=4))
+    assert tokens == [1, 3, 2, 0], "equal ones in order of the token"
+    assert scores == [pytest.approx(value, abs=1e-6) for value in torch.log_softmax(LOGITS, 0)[tokens].tolist()]
+
+
+def test_what_is_banned_is_not_among_the_most_likely_and_makes_no_other_likelier() -> None:
+    tokens, scores = most_likely(LOGITS.clone(), SampleSpec(best=9, banned=(1, 0)))
+    assert tokens == [3, 2, 4]
+    assert scores == [pytest.approx(value, abs=1e-6) for value in torch.log_softmax(LOGITS, 0)[tokens].tolist()]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_the_most_likely_of_what_is_not_finite_are_none(bad: float) -> None:
+    with pytest.raises(Internal, match="not finite"):
+        most_likely(torch.tensor([0.0, bad]), SampleSpec(best=1))

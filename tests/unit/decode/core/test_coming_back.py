@@ -4,11 +4,12 @@ import random
 
 import pytest
 
+from services.decode.core.actions import SwapOut
 from services.decode.core.config import Preemption
-from services.decode.core.messages import SwapOut
 from services.decode.core.request import State
 from services.decode.core.room import most_needed
-from tests.unit.decode.core.world import BT, World, config, prompt
+from tests.unit.decode.core.sequence import BT
+from tests.unit.decode.core.world import World, config, prompt
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 import pytest
 
+from services.decode.core.actions import Grew, Run, SwapOut, Table
 from services.decode.core.config import Preemption
-from services.decode.core.messages import Grew, Run, Stop, SwapOut, Table
+from services.decode.core.events import Stop
 from services.decode.core.request import State
-from tests.unit.decode.core.world import BT, WAYS, World, config, prompt
+from tests.unit.decode.core.sequence import BT
+from tests.unit.decode.core.world import WAYS, World, config, prompt
 
 
 def referred(world: World, block: int) -> int:

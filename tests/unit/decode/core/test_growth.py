@@ -2,9 +2,10 @@
 
 import pytest
 
+from services.decode.core.actions import Grew, Promised, Run, Store
 from services.decode.core.lengths import FEW, AnswerLengths
-from services.decode.core.messages import Grew, Promised, Run, Store
-from tests.unit.decode.core.world import BT, World, config, prompt
+from tests.unit.decode.core.sequence import BT
+from tests.unit.decode.core.world import World, config, prompt
 
 
 @pytest.mark.parametrize("length", [1, BT - 2, BT - 1, BT, BT + 1, 2 * BT])

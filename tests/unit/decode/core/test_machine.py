@@ -4,10 +4,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from services.decode.core.actions import Adopted, Fenced, Gone, Promised
 from services.decode.core.config import Preemption
-from services.decode.core.messages import Adopted, Died, Fenced, Gone, Promised, Stop, StreamOpened
+from services.decode.core.events import Beams, Died, Stop, StreamOpened
 from services.decode.core.request import NOBODY, State
-from tests.unit.decode.core.world import BT, World, config, prompt
+from tests.unit.decode.core.sequence import BT
+from tests.unit.decode.core.world import World, config, prompt
 
 COPYING = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
 STARTED = (State.READY, State.RUNNING, State.CATCHING_UP, State.PARKED, *COPYING)
@@ -79,6 +81,19 @@ class DecodeMachine(RuleBasedStateMachine):
     def reserve_group(self, length: int, seed: int, answers: list[int], slo: float) -> None:
         what, who = prompt(length, seed), self.conductor
         self.world.reserve(what, tuple(answers), slo=slo, conductor=who, stores=1, total=4 * BT)
+
+    @rule(
+        length=st.integers(1, 2 * BT),
+        seed=st.integers(0, 2),
+        answer=st.integers(1, 2 * BT),
+        width=st.integers(1, 3),
+        penalty=st.sampled_from([1.0, 0.0, 2.0, -1.0]),
+        early=st.sampled_from([False, True, "never"]),
+    )
+    def reserve_beams(self, length: int, seed: int, answer: int, width: int, penalty: float, early: bool | str) -> None:
+        self.world.reserve(
+            prompt(length, seed), (answer,) * width, conductor=self.conductor, stores=1, beams=Beams(penalty, early)
+        )
 
     @precondition(lambda self: self.states(State.PROMISED))
     @rule()

@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 
 from moonpool.cost import Speeds
+from services.decode.core.actions import Run, SwapIn, SwapOut
 from services.decode.core.config import CoreConfig, Preemption
-from services.decode.core.messages import Run, Stop, SwapIn, SwapOut
+from services.decode.core.events import Stop
 from services.decode.core.preemption import choose_victim
 from services.decode.core.request import Request, State
-from tests.unit.decode.core.world import BT, SPEEDS, WAYS, World, config, prompt
+from tests.unit.decode.core.sequence import BT
+from tests.unit.decode.core.world import SPEEDS, WAYS, World, config, prompt
 
 
 def request(number: int, preemptions: int = 0) -> Request:

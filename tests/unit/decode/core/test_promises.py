@@ -2,9 +2,10 @@
 
 import pytest
 
-from services.decode.core.messages import Heard, Open, Start, Stop, StreamClosed, StreamOpened
+from services.decode.core.events import Heard, Open, Start, Stop, StreamClosed, StreamOpened
 from services.decode.core.request import State
-from tests.unit.decode.core.world import BT, SPEEDS, World, config, prompt
+from tests.unit.decode.core.sequence import BT
+from tests.unit.decode.core.world import SPEEDS, World, config, prompt
 
 
 def test_a_promise_ends_with_its_lease_and_not_before() -> None:

@@ -10,27 +10,21 @@ from hypothesis import strategies as st
 from moonpool.core.kernel import Ended
 from moonpool.cost import Speeds
 from moonpool.kv.keys import BlockKey
+from services.decode.core.actions import Action, Cut, Promised, Refused, Run, SwapIn, SwapOut
 from services.decode.core.config import CoreConfig, Preemption
-from services.decode.core.machine import DecodeCore
-from services.decode.core.messages import (
-    Action,
+from services.decode.core.events import (
     Arrived,
-    Cut,
     Event,
     Open,
-    Promised,
-    Refused,
     Reserve,
-    Run,
     Start,
     StepDone,
     Stepped,
     Stop,
     StreamOpened,
     SwapEnd,
-    SwapIn,
-    SwapOut,
 )
+from services.decode.core.machine import DecodeCore
 
 BT = 4
 LONGEST = 60

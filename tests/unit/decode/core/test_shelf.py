@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from moonpool.cost import Speeds
+from services.decode.core.actions import Load, Run, Store
 from services.decode.core.config import CoreConfig, Preemption
-from services.decode.core.messages import Load, Run, Stop, Store
+from services.decode.core.events import Stop
 from services.decode.core.request import State
-from tests.unit.decode.core.world import BT, World, config, prompt
+from tests.unit.decode.core.sequence import BT
+from tests.unit.decode.core.world import World, config, prompt
 
 SMALL = config(6, assumed_answer_tokens=1, step_tokens=20, preemption=Preemption.STORE)
 ANSWER = 4 * BT

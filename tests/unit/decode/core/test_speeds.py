@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.unit.decode.core.world import BT, World, config, prompt
+from tests.unit.decode.core.sequence import BT
+from tests.unit.decode.core.world import World, config, prompt
 
 
 def test_a_step_lasts_until_its_end_is_heard_of() -> None:

@@ -4,10 +4,12 @@ import random
 
 import pytest
 
+from services.decode.core.actions import Adopted, Fenced, Parked
 from services.decode.core.config import Preemption
-from services.decode.core.messages import Adopted, Fenced, Parked, StreamOpened
+from services.decode.core.events import Beams, StreamOpened
 from services.decode.core.request import State
-from tests.unit.decode.core.world import BT, World, config, prompt
+from tests.unit.decode.core.sequence import BT
+from tests.unit.decode.core.world import World, config, prompt
 
 
 def advance(world: World, rng: random.Random) -> None:
@@ -35,6 +37,7 @@ def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:
         config(24, preemption=way, swap_blocks=40, step_tokens=40, preempt_every=every, assumed_answer_tokens=20)
     )
     left = count = (10 if every else 30) // (2 if groups else 1)
+    searches = 0
     while left or world.core.requests:
         if left and rng.random() < 0.2:
             total = rng.randint(2, 20 * BT)
@@ -46,6 +49,13 @@ def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:
             if world.reserve(start, answers, total=6 * BT, stores=1) is not None:
                 left -= 1
                 count += len(answers) - 1
+        if left and groups and (not searches or rng.random() < 0.1):
+            beams = (rng.randint(1, 3 * BT),) * rng.randint(1, 3)
+            start, rules = prompt(rng.randint(1, 2 * BT), rng.randrange(4)), Beams(1.0, "never")
+            if world.reserve(start, beams, stores=1, beams=rules) is not None:
+                left -= 1
+                count -= 1
+                searches += 1
         advance(world, rng)
         assert world.core.planner.steps < 40_000
     while world.ios:
@@ -54,6 +64,8 @@ def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:
     world.assert_reruns()
     assert not world.failed
     assert len(world.answers) == count
+    assert len(world.searched) == searches
+    assert (searches > 0) == groups
     parking = world.core.parking
     print(f"{way}: {world.core.planner.steps} steps, {parking.preemptions} preemptions, {parking.swaps} swaps")
     assert parking.preemptions > (3 if groups else 10)

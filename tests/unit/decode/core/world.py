@@ -6,49 +6,54 @@ Each step checks that every block holds the KV of its sequence's tokens, so a wr
 import pickle
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Ended, Tick
 from moonpool.cost import Speeds, decode_step_seconds
-from moonpool.kv.keys import BlockKey, block_keys
-from services.decode.core.config import CoreConfig, Preemption
-from services.decode.core.machine import DecodeCore
-from services.decode.core.messages import (
+from moonpool.kv.keys import BlockKey
+from services.decode.core.actions import (
     Action,
-    Adopt,
     Adopted,
-    Arrived,
     Ending,
-    Event,
     Fenced,
     Finish,
     Forget,
     Gone,
     Grew,
     Load,
-    LoadEnd,
-    Open,
     Parked,
     Promised,
+    Ranked,
     Refused,
-    Reserve,
     Run,
-    Start,
-    StepDone,
+    Select,
     Store,
-    StoreEnd,
-    StreamClosed,
-    StreamOpened,
     SwapDrop,
-    SwapEnd,
     SwapIn,
     SwapOut,
     Table,
 )
+from services.decode.core.config import CoreConfig, Preemption
+from services.decode.core.events import (
+    Adopt,
+    Arrived,
+    Beams,
+    Candidates,
+    Event,
+    LoadEnd,
+    Open,
+    Reserve,
+    Start,
+    StepDone,
+    StoreEnd,
+    StreamClosed,
+    StreamOpened,
+    SwapEnd,
+)
+from services.decode.core.machine import DecodeCore
+from tests.unit.decode.core.plain_beams import ENDS, following, plain_search
+from tests.unit.decode.core.sequence import BT, Sequence
 
-BT = 16
-ROOT = BlockKey(bytes(32))
 STOP = 1
 SPEEDS = Speeds(prefill_per_token_s=1e-4, decode_base_s=1e-3, decode_per_sequence_s=1e-3)
 
@@ -56,28 +61,6 @@ SPEEDS = Speeds(prefill_per_token_s=1e-4, decode_base_s=1e-3, decode_per_sequenc
 def config(blocks: int, **settings: object) -> CoreConfig:
     defaults: dict[str, object] = {"max_batch": 8, "lease_s": 10.0, "speeds": SPEEDS}
     return CoreConfig(num_blocks=blocks, block_tokens=BT, block_bytes=1 << 10, **{**defaults, **settings})  # type: ignore[arg-type]
-
-
-@dataclass
-class Sequence:
-    """A sequence in this world; the members of a group have the following numbers."""
-
-    tokens: "array[int]"
-    answer: int
-    """Length of its answer."""
-    prompt: int
-    request: int
-    index: int = 0
-    """Which of its group."""
-    table: list[int] = field(default_factory=list)
-    saved: dict[int, dict[int, bytes]] = field(default_factory=dict)
-    contents: list[bytes] = field(default_factory=list)
-
-    def keys(self) -> list[BlockKey]:
-        return block_keys(ROOT, self.tokens, BT)
-
-    def token_after(self, tokens: int) -> int:
-        return (len(self.tokens) * 31 + tokens * 7 + self.tokens[0] + 101 * self.index) % 1000
 
 
 class World:
@@ -96,6 +79,10 @@ class World:
         self.ios: dict[int, SwapOut | SwapIn | Store | Load] = {}
         self.stored: dict[tuple[int, BlockKey], dict[int, bytes]] = {}
         """What each kvstore has."""
+        self.asked: dict[int, Reserve] = {}
+        self.hypotheses: dict[int, dict[int, array[int]]] = {}
+        self.searched: dict[int, list[tuple[list[int], float]]] = {}
+        """Answers and scores of the searches that are over."""
         self.refused: list[Refused] = []
         self.failed: dict[int, str] = {}
         self.followers: dict[int, int] = {}
@@ -132,6 +119,7 @@ class World:
         conductor: str = "",
         stores: int = 0,
         starts_in_s: float = 0.0,
+        beams: Beams | None = None,
         resumable: bool = False,
     ) -> int | None:
         """Asks for room for one answer or several; the request's id, None when it was refused."""
@@ -141,8 +129,11 @@ class World:
         for index, length in enumerate(answers):
             self.sequences[number + index] = Sequence(array("i", prompt), length, len(prompt), number, index)
         keys = tuple(self.sequences[number].keys())
-        lengths, given = (len(prompt), len(prompt), total_tokens), (len(answers), starts_in_s, resumable)
-        self.post(Reserve(number, keys, *lengths, slo, conductor, stores, *given))
+        lengths = len(prompt), len(prompt), total_tokens
+        self.asked[number] = Reserve(
+            number, keys, *lengths, slo, conductor, stores, len(answers), starts_in_s, beams, resumable
+        )
+        self.post(self.asked[number])
         if number not in self.core.requests:
             for index in range(len(answers)):
                 del self.sequences[number + index]
@@ -165,6 +156,9 @@ class World:
         self.post(Arrived(number))
 
     def start(self, number: int, stream: int = 1) -> None:
+        if self.core.requests[number].search is not None:
+            self.post(Start(number, stream, 0, candidates=self._candidates(self.sequences[number])))
+            return
         finishes = []
         for other, it in self.group(number):
             it.tokens.append(it.token_after(len(it.tokens)))
@@ -194,7 +188,7 @@ class World:
         """The running step is done."""
         assert self.run is not None
         run, self.run = self.run, None
-        ended, filled = [], []
+        ended, filled, candidates = [], [], []
         for source, block in run.copies:
             self.pool[block] = dict(self.pool[source])
         for number, start, count, sample in [
@@ -215,6 +209,9 @@ class World:
             assert member is not None
             if len(it.tokens) % BT == 0 and len(it.tokens) // BT > len(member.keys):
                 filled.append((number, it.keys()[-1]))
+            if self.core.requests[it.request].search is not None:
+                candidates.append((number, self._candidates(it)))
+                continue
             it.tokens.append(it.token_after(len(it.tokens)))
             self.answers[number].append(it.tokens[-1])
             if number in self.followers:
@@ -222,7 +219,7 @@ class World:
             if len(self.answers[number]) >= it.answer:
                 ended.append((number, STOP))
         seconds = decode_step_seconds(self.core.config.speeds, len(run.batch), 0)
-        self.post(StepDone(run.step, False, seconds, tuple(ended), tuple(filled)))
+        self.post(StepDone(run.step, False, seconds, tuple(ended), tuple(filled), candidates=tuple(candidates)))
 
     def abort(self) -> None:
         """The running step is given up: nothing was copied or computed."""
@@ -309,6 +306,38 @@ class World:
             it.contents.append(digest_of(before, it.tokens[len(it.contents)]))
         return it.contents[position]
 
+    def _candidates(self, it: Sequence) -> Candidates:
+        """What may follow a beam."""
+        search = self.core.requests[it.request].search
+        assert search is not None
+        last = len(it.tokens) + 1 - it.prompt == search.longest
+        found = following(it.tokens)[: search.width + ENDS]
+        return tuple((log_probability, token < ENDS or last) for token, log_probability in found)
+
+    def _select(self, chosen: Select) -> None:
+        beams = [it for _, it in self.group(chosen.id)]
+
+        def follow(parent: int, candidate: int) -> "array[int]":
+            return beams[parent].tokens + array("i", [following(beams[parent].tokens)[candidate][0]])
+
+        kept = self.hypotheses.setdefault(chosen.id, {})
+        kept |= {number: follow(parent, candidate) for number, parent, candidate in chosen.ended}
+        self.hypotheses[chosen.id] = {number: kept[number] for number in chosen.kept}
+        taken = [(follow(*beam), list(beams[beam[0]].contents[: len(beams[0].tokens)])) for beam in chosen.beams]
+        for it, (tokens, contents) in zip(beams, taken, strict=False):
+            it.tokens, it.contents = tokens, contents
+
+    def _ranked(self, ranked: Ranked) -> None:
+        """A search is over: its hypotheses are those of the plain one, which knows no blocks."""
+        it, asked = self.sequences[ranked.id], self.asked[ranked.id]
+        assert asked.beams is not None
+        found = [
+            (self.hypotheses[ranked.id][number].tolist()[it.prompt :], score) for number, score in ranked.hypotheses
+        ]
+        start = it.tokens[: it.prompt].tolist()
+        assert found == plain_search(start, asked.width, asked.total_tokens - it.prompt, asked.beams)
+        self.searched[ranked.id] = found
+
     def _write(self, it: Sequence, position: int) -> None:
         self.pool[it.table[position // BT]][position % BT] = self._content(it, position)
 
@@ -328,6 +357,10 @@ class World:
                     self._writing[action.io] = self.sequences[action.id].keys()[action.index]
             case SwapDrop(number):
                 self.sequences[number].saved = {}
+            case Select():
+                self._select(action)
+            case Ranked():
+                self._ranked(action)
             case Refused():
                 self.refused.append(action)
             case Ending(number, why):

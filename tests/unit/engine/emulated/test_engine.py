@@ -10,9 +10,11 @@ import pytest
 from moonpool.engine.emulated.content import EmulatedKV, continuation
 from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.handle import Engine
+from moonpool.engine.setup import EngineSetup
 from moonpool.engine.start import start_engine
-from moonpool.errors import Internal, Unavailable
+from moonpool.errors import Internal, InvalidRequest, Unavailable
 from moonpool.sched.steps import LayerDone, Step
+from moonpool.v1 import conductor_pb2, kv_pb2
 from tests.unit.engine.emulated.rig import (
     BT,
     LAYERS,
@@ -250,3 +252,9 @@ async def test_a_dropped_share_is_neither_checked_nor_written(clock: Clock) -> N
         assert not engine.failed.done()
         assert not any(engine.pool.slice(0, 2))
         assert engine.steps_held == 0
+
+
+def test_beams_are_refused() -> None:
+    setup = EngineSetup(spec_of(), conductor_pb2.ModelInfo(), VOCAB, 512)
+    with pytest.raises(InvalidRequest, match=r"sequence\.sampling\.beam_width"):
+        setup.incoming(kv_pb2.SequenceSpec(sampling=kv_pb2.Sampling(beam_width=2)))

@@ -29,9 +29,10 @@ from moonpool.sched.steps import LayerDone, Step, StepResult
 from moonpool.streams.writeback import WriteBack, WriteBackLimits
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import decode_pb2, kv_pb2
+from services.decode.core.actions import Finish, Promised, Refused
 from services.decode.core.config import Preemption
+from services.decode.core.events import Arrived, Open, Reserve, Start, Stop, StreamOpened
 from services.decode.core.machine import DecodeCore
-from services.decode.core.messages import Arrived, Finish, Open, Promised, Refused, Reserve, Start, Stop, StreamOpened
 from services.decode.live import LiveRequest
 from services.decode.shell import DecodeShell
 from services.decode.subscriber import Subscriber
