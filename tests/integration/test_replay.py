@@ -1,4 +1,4 @@
-"""`moonpool replay` against a stack with emulated compute: fitted to half of the requests, and beside it for the others."""
+"""`moonpool replay` against a stack with emulated compute: fitted to half of the requests, beside it for the others."""
 
 import dataclasses
 import json
