@@ -241,4 +241,7 @@ async def _abort(method: str, context: Any, exc: Exception) -> None:
     code, text, detail = to_status(exc)
     if code is grpc.StatusCode.INTERNAL:
         log.error("call failed", method=method, exc_info=exc)
-    await context.abort(code, text, ((DETAIL_KEY, detail.SerializeToString()),))
+    try:
+        await context.abort(code, text, ((DETAIL_KEY, detail.SerializeToString()),))
+    except grpc.aio.InternalError as gone:  # the call has ended meanwhile, by its deadline: nobody waits for a status
+        raise asyncio.CancelledError from gone

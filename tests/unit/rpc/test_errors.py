@@ -3,13 +3,16 @@
 import asyncio
 import copy
 import pickle
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
 from moonpool import errors
-from moonpool.rpc.errors import DETAIL_KEY, from_rpc_error, to_status
+from moonpool.rpc.errors import DETAIL_KEY, ErrorInterceptor, from_rpc_error, to_status
+from moonpool.rpc.peers import CallLimits, PeerCalls
 from moonpool.v1 import kv_pb2
 
 OVERLOADED = errors.Overloaded(
@@ -157,3 +160,25 @@ def test_oversize_is_a_wrong_request() -> None:
         assert type(error) is errors.InvalidRequest
         assert "(9 vs. 5)" in str(error)
     assert type(bare(grpc.StatusCode.RESOURCE_EXHAUSTED, "no threads")) is errors.Internal
+
+
+async def test_a_status_that_nobody_waits_for_is_dropped() -> None:
+    """The call's deadline may pass while the method raises: gRPC then refuses the status."""
+
+    class Ended:
+        def peer(self) -> str:
+            return "ipv4:127.0.0.1:1"
+
+        async def abort(self, *_: object) -> None:
+            raise grpc.aio.InternalError
+
+    async def method(request: object, context: object) -> None:
+        raise errors.DeadlineExceeded("it took too long")
+
+    async def continuation(_: object) -> Any:
+        return grpc.unary_stream_rpc_method_handler(method)
+
+    details: Any = SimpleNamespace(method="/moonpool.v1.ConductorService/Generate")
+    handler = await ErrorInterceptor(PeerCalls(CallLimits())).intercept_service(continuation, details)
+    with pytest.raises(asyncio.CancelledError):
+        await handler.unary_stream(None, Ended())
