@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -44,6 +44,7 @@ from services.conductor.translate import decode_proto, failure_of, finish_of, pr
 
 log = get_logger(__name__)
 
+T = TypeVar("T")
 Find = Callable[[str], kv_pb2.Instance | None]
 _CANCELLED = Failure(Kind.UNAVAILABLE, "cancelled")
 
@@ -92,6 +93,9 @@ class Calls:
 
     def reserve(self, order: Reserve, serving: Serving) -> None:
         """Asks for room."""
+        self._run(order.io, lambda: self._reserve_request(order, serving), partial(self._reserve, order, serving))
+
+    def _reserve_request(self, order: Reserve, serving: Serving) -> decode_pb2.ReserveRequest:
         request = decode_pb2.ReserveRequest(
             sequence=serving.spec(order.sequence), tbt_slo_s=order.tbt_slo_s, starts_in_s=order.starts_in_s
         )
@@ -102,9 +106,9 @@ class Calls:
         if stores:
             request.write_back.CopyFrom(stores[0])
             request.replicas.extend(stores[1:])
-        self._run(order.io, lambda: self._reserve(order, request, serving))
+        return request
 
-    async def _reserve(self, order: Reserve, request: decode_pb2.ReserveRequest, serving: Serving) -> Result:
+    async def _reserve(self, order: Reserve, serving: Serving, request: decode_pb2.ReserveRequest) -> Result:
         decode = self._find(order.decode)
         if decode is None or decode.incarnation != order.incarnation:
             return Failure(Kind.UNAVAILABLE, f"{order.decode} has left")
@@ -115,11 +119,9 @@ class Calls:
 
     def prefill(self, order: Prefill, serving: Serving) -> None:
         """Calls prefill."""
-        spec = serving.spec(order.sequence)
-        request = self._prefill_request(order, spec)
-        self._run(order.io, lambda: self._prefill(order, request, serving))
+        self._run(order.io, lambda: self._prefill_request(order, serving), partial(self._prefill, order, serving))
 
-    async def _prefill(self, order: Prefill, request: prefill_pb2.PrefillRequest, serving: Serving) -> Result:
+    async def _prefill(self, order: Prefill, serving: Serving, request: prefill_pb2.PrefillRequest) -> Result:
         prefill = self._find(order.plan.prefill.id)
         if prefill is None or prefill.incarnation != order.incarnation:
             return Failure(Kind.UNAVAILABLE, f"{order.plan.prefill.id} has left")
@@ -141,8 +143,8 @@ class Calls:
             call.cancel()
         return None
 
-    def _prefill_request(self, order: Prefill, spec: kv_pb2.SequenceSpec) -> prefill_pb2.PrefillRequest:
-        request = prefill_pb2.PrefillRequest(sequence=spec)
+    def _prefill_request(self, order: Prefill, serving: Serving) -> prefill_pb2.PrefillRequest:
+        request = prefill_pb2.PrefillRequest(sequence=serving.spec(order.sequence))
         if order.target is not None:
             request.target.CopyFrom(target_proto(order.target))
         sources = [prefill_pb2.PrefixSource(instance=it, blocks=held) for it, held in self._stores(order.plan.sources)]
@@ -160,9 +162,18 @@ class Calls:
         """Those of a plan's kvstores that are still members, with the leading blocks they hold."""
         return [(instance, it.blocks) for it in options if (instance := self._find(it.id)) is not None]
 
-    def _run(self, io: int, work: Callable[[], Coroutine[Any, Any, Result]]) -> None:
-        """Runs a call as a task; however it ends, also before its first step, its end is posted."""
-        task = asyncio.create_task(_guarded(work))
+    def _run(self, io: int, build: Callable[[], T], call: Callable[[T], Coroutine[Any, Any, Result]]) -> None:
+        """Runs a call as a task; however it ends, also before its first step, its end is posted.
+
+        Its message is built at once: what the answer has at this moment is in it.
+        """
+        try:
+            message = build()
+        except Exception as defect:
+            log.error("a message cannot be built", exc_info=defect)
+            self._post(Ended(io, Failure(Kind.INTERNAL, "a call failed")))
+            return
+        task = asyncio.create_task(_guarded(partial(call, message)))
         self._tasks.add(task)
         self._cancels[io] = task.cancel
 

@@ -43,7 +43,7 @@ class Copies:
         self._write_back = write_back
         self._post = post
         self._space = SwapSpace(pool)
-        self.loads = Loads(pool, open_reader, post)
+        self.loads = Loads(pool, open_reader, post, clock)
         self._copying: set[asyncio.Task[None]] = set()
         self._copied_at = 0.0
         self.closed = False

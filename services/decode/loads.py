@@ -1,7 +1,6 @@
 """Reads blocks of preempted sequences back from kvstores into the pool."""
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 
 from moonpool.core.kernel import Ended
@@ -31,14 +30,20 @@ class Loads:
         pool: the blocks are written there. Each slice is compared with its hash first.
         open_reader: makes the client of a store at an address.
         post: tells the core.
+        clock: seconds; never goes back.
     """
 
     def __init__(
-        self, pool: KVPool, open_reader: Callable[[str], StoreReader], post: Callable[[Ended[IoEnd]], None]
+        self,
+        pool: KVPool,
+        open_reader: Callable[[str], StoreReader],
+        post: Callable[[Ended[IoEnd]], None],
+        clock: Callable[[], float],
     ) -> None:
         self._pool = pool
         self._stores = Peers(open_reader)
         self._post = post
+        self._clock = clock
         self._tasks: set[asyncio.Task[LoadEnd]] = set()
 
     @property
@@ -72,7 +77,7 @@ class Loads:
         self._post(Ended(io, LoadEnd(0, 0.0, failed=True) if task.cancelled() else task.result()))
 
     async def _load(self, action: Load, sequence: LiveSequence, keys: Sequence[BlockKey]) -> LoadEnd:
-        began, request = time.monotonic(), sequence.request
+        began, request = self._clock(), sequence.request
         store = request.stores[action.store]
         if self._stores.paused(store, began):
             return LoadEnd(0, 0.0, failed=True)
@@ -90,8 +95,8 @@ class Loads:
             log.exception("load failed", store=store.id, request=request.request_id)
             failed = True
         if failed:
-            self._stores.pause(store, time.monotonic() + PAUSE_S)
-        return LoadEnd(blocks, time.monotonic() - began, failed)
+            self._stores.pause(store, self._clock() + PAUSE_S)
+        return LoadEnd(blocks, self._clock() - began, failed)
 
     async def _read(self, action: Load, store: kv_pb2.Instance, keys: Sequence[BlockKey]) -> int:
         """Reads; returns how many leading blocks the store had. Raises as `StoreReader.read`."""

@@ -56,18 +56,17 @@ class Adopting:
             self._timers.clear(("owner", request.ask.number))
         return [request for request in mine if not self.begin(now, request, out)]
 
-    def at(self, instance: str, requests: Iterable[Request]) -> list[int]:
-        """Numbers of the requests whose sequence was taken over at an instance."""
-        return [it.ask.number for it in requests if it.adopted and _owner(it) == instance]
+    def lost(self, who: tuple[str, int], requests: Iterable[Request], out: list[Action]) -> list[Request]:
+        """An incarnation of an instance is lost. Returns the requests whose sequence was taken over there."""
+        mine = [it for it in requests if it.adopted and self._follows(it) == who]
+        for request in mine:
+            out.append(Cancel(request.adopted))
+            request.adopted = 0
+        return mine
 
-    def lost(self, request: Request, who: tuple[str, int], out: list[Action]) -> bool:
-        """An incarnation of an instance is lost. Returns whether the request's sequence was there."""
+    def _follows(self, request: Request) -> tuple[str, int] | None:
         hold = self._legs.calls.get(request.adopted)
-        if hold is None or (hold.instance, hold.incarnation) != who:
-            return False
-        out.append(Cancel(request.adopted))
-        request.adopted = 0
-        return True
+        return (hold.instance, hold.incarnation) if hold is not None else None
 
     def _adopt(self, request: Request, out: list[Action]) -> None:
         resumed, number = request.ask.resumed, request.ask.number

@@ -274,14 +274,13 @@ class Requests:
                 self._placing.room_news(now, instance, out)
             case Left(instance, incarnation, lost):
                 self._rooms.forget(instance)
-                there = self._adopting.at(instance, self._book.requests.values()) if lost else []
-                for number in [*self._legs.at(instance), *there] if lost else ():
+                who = instance, incarnation
+                for number in self._legs.at(instance) if lost else ():
                     request = self._book.requests[number]
                     if request.attempt is not None:
-                        self._lost(now, request, request.attempt, (instance, incarnation), lost, out)
-                    elif self._adopting.lost(request, (instance, incarnation), out):
-                        failure = Failure(Kind.STREAM, f"{instance} {lost}")
-                        self._attempt_failed(now, request, failure, [instance], out)
+                        self._lost(now, request, request.attempt, who, lost, out)
+                for request in self._adopting.lost(who, self._book.requests.values(), out) if lost else ():
+                    self._attempt_failed(now, request, Failure(Kind.STREAM, f"{instance} {lost}"), [instance], out)
 
     def _lost(
         self, now: float, request: Request, attempt: Attempt, who: tuple[str, int], why: str, out: list[Action]
