@@ -9,14 +9,11 @@ from moonpool.cost import Speeds, decode_step_seconds
 from services.conductor.core.cost import DecodeChoice, DecodeModel, step_load_s
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
 from services.conductor.core.lengths import Stratum
-from services.conductor.core.pool import Pool
+from services.conductor.core.pool import Pool, blocks_at
 from services.conductor.core.ranks import SHORTLIST, RankClass, Ranks
 
 SPEED_NOISE = 1.5
 """Factor by which measured speeds of identical instances differ on noisy machines; also the width of a class."""
-UNPROVEN_NOISE = 3.0
-"""The same for an instance that has served nothing yet: its speeds were measured at its start only. Its first request
-has them measured at work, so a bad measurement costs it one request at most."""
 TRANSFER_BYTES = 1 << 28
 """Transfers are compared by the seconds that so much KV takes."""
 
@@ -189,7 +186,11 @@ class Decodes(Pool[Decode]):
                         SHORTLIST - len(choices),
                         fits,
                     )
-                    choices += self._ordered(model, [(one.place.slot, one.blocks) for one in found])
+                    places = [(one.place.slot, one.blocks) for one in found]
+                    overlooked = self.overlooked(allowed)
+                    if overlooked is not None and fits(overlooked) and all(slot != overlooked for slot, _ in places):
+                        places.append((overlooked, blocks_at(prefixes, overlooked)))
+                    choices += self._ordered(model, places)
         return choices
 
     def _ordered(self, model: DecodeModel, found: Sequence[tuple[int, int]]) -> list[DecodeChoice]:
@@ -203,12 +204,12 @@ class Decodes(Pool[Decode]):
             sequences = one.sequences
             need = model.blocks(one.load.answer_tokens)
             choice = model.choice(one.facts.id, one.speeds, sequences, one.context_tokens, blocks, need)
-            choices.append((sequences, choice.finish_s, one.turn, choice))
+            choices.append((sequences, choice.finish_s * self.belief(one), one.turn, choice))
         best_s = min([finish_s for _, finish_s, _, _ in choices], default=0.0)
 
         def order(one: tuple[int, float, int, DecodeChoice]) -> tuple[int, float, int, str]:
             sequences, finish_s, turn, choice = one
-            near = finish_s <= (SPEED_NOISE if turn else UNPROVEN_NOISE) * best_s
+            near = finish_s <= SPEED_NOISE * best_s
             return sequences if near else sys.maxsize, finish_s, turn, choice.id
 
         return [choice for _, _, _, choice in sorted(choices, key=order)]

@@ -45,7 +45,6 @@ class Picture:
         self._stores = Stores(kvstore_replicas)
         self._claims: dict[int, list[Instance]] = {}
         self._next_claim = 1
-        self._turn = 0
 
     # --- instances -------------------------------------------------------------------------------------------------
 
@@ -168,8 +167,7 @@ class Picture:
         instance, store = self._prefills.get(instance_id), self._stores.get(source)
         if instance is not None:
             instance.claim(number, busy_s, now)
-            instance.turn = self._next_turn()
-            self._prefills.rank(instance)
+            self._prefills.chose(instance)
             instances.append(instance)
         if store is not None:
             store.reads[number] = None
@@ -182,8 +180,7 @@ class Picture:
         instance = self.decodes.get(instance_id)
         if instance is not None:
             instance.claim(number, answer)
-            instance.turn = self._next_turn()
-            self.decodes.rank(instance)
+            self.decodes.chose(instance)
             instances.append(instance)
         return number
 
@@ -375,14 +372,10 @@ class Picture:
         instances = self._claims[number] = []
         return number, instances
 
-    def _next_turn(self) -> int:
-        self._turn += 1
-        return self._turn
-
     def digest(self) -> bytes:
         """Hash of the state."""
         parts = (self.index, self._prefills, self.decodes, self._stores, self.forecasts)
-        return digest_of(*parts, self.shape, sorted(self._claims), self._next_claim, self._turn)
+        return digest_of(*parts, self.shape, sorted(self._claims), self._next_claim)
 
     def check_invariants(self) -> None:
         """Asserts that instances, pools, index and claims agree."""

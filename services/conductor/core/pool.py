@@ -7,12 +7,20 @@ from moonpool.core.digest import digest_of
 from services.conductor.core.facts import InstanceFacts, LoadFacts
 from services.conductor.core.ranks import Ranks
 
+DOUBT = 0.25
+"""How much less is believed that an instance is slow which has served nothing, with each request that goes elsewhere,
+counted per instance. Its speeds were measured at its start only, perhaps at a bad moment. Its first request has them
+measured at work, so a bad measurement costs it one request."""
+TURNS = 4
+"""So many times a request may go to each other instance before an instance counts as overlooked."""
+
 
 class Seated(Protocol):
     """What a pool needs to know of an instance."""
 
     slot: int
     load: LoadFacts
+    turn: int
 
     @property
     def facts(self) -> InstanceFacts:
@@ -40,6 +48,8 @@ class Pool(Generic[I]):
         self.largest_blocks = 0
         self._by_id: dict[str, I] = {}
         self._by_size: dict[int, int] = {}
+        self._turn = 0
+        self._unproven: dict[str, int] = {}  # those that served nothing yet, and the turn before which each joined
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -67,12 +77,15 @@ class Pool(Generic[I]):
         self._by_id[instance.facts.id] = self.by_slot[instance.slot] = instance
         self._by_size[blocks] = self._by_size.get(blocks, 0) | bit
         self.largest_blocks = max(self.largest_blocks, blocks)
+        if not instance.turn:
+            self._unproven[instance.facts.id] = self._turn
         self.changed(instance)
 
     def remove(self, instance: I) -> None:
         """Takes an instance out."""
         blocks, bit = instance.facts.total_blocks, 1 << instance.slot
         del self._by_id[instance.facts.id], self.by_slot[instance.slot]
+        self._unproven.pop(instance.facts.id, None)
         self._by_size[blocks] &= ~bit
         if not self._by_size[blocks]:
             del self._by_size[blocks]
@@ -84,6 +97,28 @@ class Pool(Generic[I]):
         bit = 1 << instance.slot
         self.draining = self.draining | bit if instance.load.draining else self.draining & ~bit
         self.rank(instance)
+
+    def chose(self, instance: I) -> None:
+        """Notes that a request goes to an instance."""
+        self._turn += 1
+        instance.turn = self._turn
+        self._unproven.pop(instance.facts.id, None)
+        self.rank(instance)
+
+    def belief(self, instance: I) -> float:
+        """Factor of an instance's predicted seconds: less than 1 when it has served nothing while others served much.
+
+        Only use corrects what was measured at its start. So the more requests go elsewhere, the less is it believed
+        that the instance is slow, until one goes there.
+        """
+        elsewhere = (self._turn - self._unproven.get(instance.facts.id, self._turn)) / len(self) - TURNS
+        return 1.0 / (1.0 + DOUBT * elsewhere) if elsewhere > 0.0 else 1.0
+
+    def overlooked(self, allowed: int) -> int | None:
+        """Slot of an allowed instance that others were preferred to for long. A search may not find it."""
+        unproven = (self._by_id[name] for name in self._unproven)
+        instance = next((one for one in unproven if allowed >> one.slot & 1), None)
+        return instance.slot if instance is not None and self.belief(instance) < 1.0 else None
 
     def move(self, instance: I, slot: int) -> None:
         """Gives an instance another slot."""
@@ -106,7 +141,7 @@ class Pool(Generic[I]):
     def digest(self) -> bytes:
         """Hash of the state."""
         classes = [(slot, self.ranks.levels(slot), self.ranks.class_speeds(slot)) for slot in self.by_slot]
-        return digest_of(list(self._by_id.items()), classes, self.largest_blocks)
+        return digest_of(list(self._by_id.items()), classes, self.largest_blocks, self._turn, self._unproven)
 
     def check_invariants(self) -> None:
         """Asserts that ids, slots, sizes and ranks agree."""
@@ -115,6 +150,7 @@ class Pool(Generic[I]):
         assert self.mask == sum(1 << slot for slot in self.by_slot)
         assert self.draining == sum(1 << i.slot for i in self._by_id.values() if i.load.draining)
         assert sum(self._by_size.values()) == self.mask
+        assert self._unproven.keys() == {name for name, one in self._by_id.items() if not one.turn}
         for instance_id, instance in self._by_id.items():
             assert instance.facts.id == instance_id
             assert self._by_size[instance.facts.total_blocks] >> instance.slot & 1

@@ -149,8 +149,12 @@ class Prefills(Pool[Prefill]):
             return cost.load_s + cost.prefill_s
 
         found = self.ranks.search(allowed, prefixes, cost, lambda free_at: max(free_at - now, 0.0), limit)
+        places = [(place, blocks) for _, place, blocks in found]
+        overlooked = self.overlooked(allowed)
+        if overlooked is not None and all(place.slot != overlooked for place, _ in places):
+            places.append((self.ranks.place(overlooked), blocks_at(prefixes, overlooked)))
         rescored = []
-        for _, place, blocks in found:
+        for place, blocks in places:
             choice = self._choice(model, place.slot, blocks, now)
             rescored.append((choice.ttft_s, place, choice))
         rescored.sort()
@@ -163,6 +167,10 @@ class Prefills(Pool[Prefill]):
         load_s, prefill_s, busy_s, used, store = cost
         factors = learnt.factors
         queue_s = (free_at - now) * factors[0] if free_at > now else 0.0
+        belief = self.belief(instance)
+        if belief < 1.0:
+            load_s, prefill_s, busy_s = load_s * belief, prefill_s * belief, busy_s * belief
+            factors = factors[0], factors[1] * belief, factors[2] * belief
         return PrefillChoice(
             facts.id, blocks, used, queue_s, load_s, prefill_s, busy_s, store, excluded, learnt.overhead_s, factors
         )
