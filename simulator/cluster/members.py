@@ -14,8 +14,6 @@ from simulator.kernel.clock import ps
 
 FLUSH_S = 0.02
 """From a change to its report."""
-GAP_S = 0.05
-"""Between two reports."""
 _KINDS = {"p": Kind.PREFILL, "d": Kind.DECODE, "s": Kind.KVSTORE}
 
 
@@ -27,6 +25,7 @@ class Member:
         post: hands events to the conductor.
         name, incarnation: of the instance.
         load: tells it now; None for a kvstore.
+        gap: between two reports, picoseconds.
     """
 
     def __init__(
@@ -36,13 +35,14 @@ class Member:
         name: str,
         incarnation: int,
         load: Callable[[], LoadFacts] | None,
+        gap: int,
     ) -> None:
         self.incarnation = incarnation
         self._world, self._post, self._name, self._load = calls.world, post, name, load
         self._wire = Wire(calls, lambda: None)
         self._sequence = 1
         self._keys: dict[bytes, bool] = {}
-        self._next_at = 0
+        self._gap, self._next_at = gap, 0
         self._armed = False
 
     def keys(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
@@ -65,7 +65,7 @@ class Member:
 
     def _tell(self, _: None) -> None:
         self._armed = False
-        self._next_at = self._world.now + ps(GAP_S)
+        self._next_at = self._world.now + self._gap
         if self._wire.closed:
             return
         news = [message for message in (self._news_of_keys(), self._report()) if message is not None]
@@ -108,7 +108,8 @@ class Members:
         """An instance joins, empty; who had its name before is lost. Incarnation 0: one that it had never."""
         self.leave(name, "was restarted")
         self._lives[name] = self._lives.get(name, 0) + 1
-        member = self._members[name] = Member(self._calls, self._post, name, incarnation or self._lives[name], load)
+        life, gap = incarnation or self._lives[name], ps(self._config.report_s)
+        member = self._members[name] = Member(self._calls, self._post, name, life, load, gap)
         self._post(Joined(self._facts(name, member.incarnation)))
         self._post(KeysChanged(name, 1, (), (), snapshot_begin=True, snapshot_end=True))
         if load is not None:
