@@ -10,6 +10,7 @@ from typing import Protocol
 
 from moonpool.core.kernel import Cancel, Ended, Tick
 from moonpool.cost import prefill_seconds
+from moonpool.engine.setup import WRITE_BACK_SHARE
 from moonpool.kv.keys import BlockKey
 from services.conductor.core.facts import LoadFacts
 from services.conductor.core.failures import Failure, Kind
@@ -148,6 +149,7 @@ class PrefillInstance:
         self.host: Host[Event, actions.Action] = Host(self._world, self.core, self._perform)
         self._prompts: dict[int, Prompt] = {}
         self._opened: dict[int, Target] = {}
+        self._write_back_room = max(1, self._settings.blocks // WRITE_BACK_SHARE)
         self._step: Step | None = None
         self._loading = Loading(
             self._world, self._network, self._stores.values(), self._receives, self._settings.slice_bytes,
@@ -334,8 +336,18 @@ class PrefillInstance:
     def _put(self, action: actions.PutBlocks) -> None:
         prompt, host = self._prompts[action.job], self.host
         store = self._stores[prompt.copies[action.copy].store]
-        chain = prompt.keys[: action.first + len(action.blocks)]
-        store.write(chain, self.sends, lambda: self._tell_if(host, Ended(action.io, events.Done())))
+        blocks = min(len(action.blocks), self._write_back_room)
+        self._write_back_room -= blocks
+
+        def over() -> None:
+            if not host.closed:
+                self._write_back_room += blocks
+                self._tell(Ended(action.io, events.Done()))
+
+        if blocks:
+            store.write(prompt.keys[: action.first + blocks], self.sends, over)
+        else:
+            self._world.after(0, lambda _: over())
 
     # Transfers
 
