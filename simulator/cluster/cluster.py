@@ -8,7 +8,8 @@ from services.conductor.core.messages import Target
 from simulator.cluster.conductor import Conductor
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.decode import DecodeInstance, Ears
-from simulator.cluster.prefill import Peers, PrefillInstance
+from simulator.cluster.prefill import PrefillInstance
+from simulator.cluster.prompts import Peers
 from simulator.cluster.requests import Request, keys_of
 from simulator.cluster.seats import Told
 from simulator.cluster.store import Store

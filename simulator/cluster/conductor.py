@@ -94,7 +94,8 @@ class Conductor:
         self._asked = 0
         self.ended_at = 0
         """When the last request ended."""
-        for instance in (*prefills, *decodes):
+        instances: list[PrefillInstance | DecodeInstance] = [*prefills, *decodes]
+        for instance in instances:
             self.members.join(instance.name, instance.load, instance.incarnation)
         for store in stores:
             self.members.join(store, None)

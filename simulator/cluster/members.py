@@ -68,7 +68,7 @@ class Member:
         self._next_at = self._world.now + self._gap
         if self._wire.closed:
             return
-        news = [message for message in (self._news_of_keys(), self._report()) if message is not None]
+        news: list[Event] = [message for message in (self._news_of_keys(), self._report()) if message is not None]
         if news:
             self._wire.send(lambda: self._arrive(news), reliable=True)
 

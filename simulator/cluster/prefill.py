@@ -3,15 +3,12 @@
 Steps take the time of the profile, spread evenly over the layers; loads, slices and write-back that of their links.
 """
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Listed
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from moonpool.core.kernel import Cancel, Ended, Tick
 from moonpool.cost import prefill_seconds
 from moonpool.engine.setup import WRITE_BACK_SHARE
-from moonpool.kv.keys import BlockKey
 from services.conductor.core.facts import LoadFacts
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import Target
@@ -21,11 +18,12 @@ from services.prefill.core.state import Settings
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.host import Host
 from simulator.cluster.loading import Loading
+from simulator.cluster.prompts import Client, Peers, Prompt
 from simulator.cluster.requests import Sequence
 from simulator.cluster.store import Store
 from simulator.kernel.calls import Calls
 from simulator.kernel.clock import PS, World, ps
-from simulator.kernel.links import Flow, Link, Network
+from simulator.kernel.links import Link, Network
 
 Event = events.Event | Ended[events.Result] | Tick
 
@@ -55,59 +53,6 @@ class PrefillUse:
     busy: int = 0
     computed_tokens: int = 0
     reused_tokens: int = 0
-
-
-class Client(Protocol):
-    """Who wants a prompt computed, and is told how that goes."""
-
-    def accepted(self, number: int) -> None:
-        """The prompt is in the queue, as the instance's so many-th."""
-
-    def token(self, told: actions.TellToken) -> None:
-        """Its first token is there."""
-
-    def delivered(self) -> None:
-        """Decode has all of its KV."""
-
-    def over(self, failure: Failure | None) -> None:
-        """Nothing more comes."""
-
-
-@dataclass(slots=True, frozen=True)
-class Peers:
-    """Whom an instance tells what.
-
-    Attributes:
-        keys: keys came into the pool, and left it.
-        changed: load or keys are others now.
-        open: a transfer begins; returns the link to send it over, None when decode does not know it.
-        heard: some of a transfer has come.
-        whole: all of a transfer has come; returns whether decode wants it.
-        give_up: nothing more comes of a transfer.
-    """
-
-    keys: Callable[[Listed[BlockKey], Listed[BlockKey]], None]
-    changed: Callable[[], None]
-    open: Callable[[Target], Link | None]
-    heard: Callable[[Target], None]
-    whole: Callable[[Target], bool]
-    give_up: Callable[[Target], None]
-
-
-@dataclass(slots=True, eq=False)
-class Prompt:
-    """A prompt at its prefill instance."""
-
-    sequence: Sequence
-    keys: tuple[BlockKey, ...]
-    target: Target | None
-    sources: tuple[events.Source, ...]
-    copies: tuple[events.Copy, ...]
-    client: Client
-    begun: bool = False
-    """Some of it is computed, or is being."""
-    to: Link | None = None
-    flows: dict[int, Flow] = field(default_factory=dict)
 
 
 class PrefillInstance:

@@ -16,7 +16,8 @@ from services.conductor.core.messages import Target
 from services.prefill.core.actions import TellToken
 from services.prefill.core.events import Source
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.prefill import Peers, PrefillInstance
+from simulator.cluster.prefill import PrefillInstance
+from simulator.cluster.prompts import Peers
 from simulator.cluster.requests import Request, Sequence
 from simulator.cluster.store import Store
 from simulator.experiments.frame import Progress, Result

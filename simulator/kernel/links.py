@@ -4,10 +4,10 @@ A flow crosses some links and gets the same rate on all of them. Urgent flows sh
 background flows share by the same rule what urgent ones leave. Rates change only when a flow begins or ends, and only
 those of flows that share links with it, directly or through others.
 
-Where many flows are under way (`MANY`), a single store may connect all of them, and each begin and end would change the
-rates of all. There shares are dealt out at most every `DEAL_S`: until then who begins has what nobody uses of its links,
-and what somebody leaves is free. So no link ever carries more than it can, and a flow is late by at most that time for
-each change that meets it.
+Where many flows are under way (`MANY`), a single store may connect all of them, and each begin and end would change
+the rates of all. There shares are dealt out at most every `DEAL_S`: until then who begins has what nobody uses of its
+links, and what somebody leaves is free. So no link ever carries more than it can, and a flow is late by at most that
+time for each change that meets it, and by as much again at its end.
 """
 
 from collections.abc import Callable, Iterable, Sequence
