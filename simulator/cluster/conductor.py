@@ -25,7 +25,9 @@ from services.conductor.core.messages import (
     Start,
     Undo,
 )
+from services.conductor.core.picture import Picture
 from services.conductor.core.plan import Plan
+from services.conductor.policy import load_policy
 from services.prefill.core.actions import TellToken
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.decode import DecodeInstance
@@ -33,7 +35,6 @@ from simulator.cluster.entrance import FOREVER_S, LateCheck, limits_of, slo_of
 from simulator.cluster.host import Host
 from simulator.cluster.members import Members
 from simulator.cluster.orders import Orders
-from simulator.cluster.policies import picture_of
 from simulator.cluster.prefill import PrefillInstance
 from simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Made, Request, Sequence, keys_of_chain
 from simulator.kernel.calls import Calls
@@ -80,12 +81,10 @@ class Conductor:
         stores: Iterable[str],
         ended: Callable[[Request], None],
     ) -> None:
-        self.core = ConductorCore(limits_of(config), picture_of(config))
+        self.core = ConductorCore(limits_of(config), _picture(config))
         self.host: Host[Event, Action] = Host(world, self.core, self._perform)
         self.members = Members(config, calls, self.host.post)
-        self.orders = Orders(
-            calls, prefills, decodes, self.members, config.reserve_timeout_s, self.host.post, self._first_token
-        )
+        self.orders = Orders(calls, prefills, decodes, self.members, config, self.host.post, self._first_token)
         self.late = LateCheck(config, self.core.picture.forecasts)
         self._world, self._config, self._ended = world, config, ended
         self._slo, self._deadline_s = slo_of(config), config.deadline_s or FOREVER_S
@@ -222,6 +221,15 @@ class Conductor:
     def back(self, instance: PrefillInstance | DecodeInstance) -> None:
         """An instance is there again, empty."""
         self.members.join(instance.name, instance.load, instance.incarnation)
+
+
+def _picture(config: ClusterConfig) -> Picture:
+    return Picture(
+        balancing_threshold=config.threshold,
+        policy=load_policy(config.policy),
+        seed=config.seed,
+        rest_tokens=config.decode_prompt_tokens,
+    )
 
 
 def _outcome(failure: Failure) -> str:
