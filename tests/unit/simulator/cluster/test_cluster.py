@@ -89,6 +89,18 @@ def test_what_is_predicted_to_miss_the_limit_is_refused() -> None:
     assert [one.outcome for one in ended] == [DONE, DONE, REFUSED, REFUSED]
 
 
+def test_the_rest_of_a_prompt_is_computed_at_decode_when_prefill_is_busy() -> None:
+    trace = [request(0.0, 128, 3, 0), request(2.0, 1000, 1, 100), request(2.0, 180, 3, 0)]
+    apart = run(config(kvstore=0), trace)[0][2]
+    here, cluster = run(config(kvstore=0, decode_prompt_tokens=64), trace)
+    assert [one.outcome for one in here] == [DONE] * 3
+    assert apart.first_at - apart.arrived == ps(1.0 + 0.052)
+    # 52 tokens of a millisecond, beside a step over nobody
+    assert here[2].first_at - here[2].arrived == ps(0.010 + 0.052)
+    assert (here[2].reused, here[2].made) == (128, 3)
+    assert cluster.decodes[0].core.planner.prompts == 1
+
+
 def test_what_fits_nowhere_is_too_large() -> None:
     ended = run(config(kvstore=0), [request(0.0, 201 * 64, 2, 0), request(0.0, 64, 300 * 64, 500)])[0]
     assert [one.outcome for one in ended] == [TOO_LARGE, TOO_LARGE]
