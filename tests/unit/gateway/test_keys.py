@@ -7,8 +7,8 @@ import pytest
 
 from moonpool.client.testing import FakeConductor
 from moonpool.errors import ConfigError
+from moonpool.rpc.keys import ApiKeys, hashed, parse_keys
 from services.gateway.errors import HttpError
-from services.gateway.keys import ApiKeys, hashed, parse_keys
 
 from .fakes import answering
 
