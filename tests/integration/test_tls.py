@@ -1,6 +1,6 @@
 """A stack whose connections are all TLS: it serves whom it should, and a plaintext client gets nowhere."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -46,8 +46,8 @@ def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Ite
     create("tiny-llama", folder / "model", seed=SEED, dtype="float32")
     keys = folder / "keys"
     keys.write_text(f"sha256:{hashed('ann-key')} ann\n")
-    extra = {kind: flags(certificates, kind) for kind in KINDS}
-    extra["conductor"] += ["--client-listen", "127.0.0.1:0", "--api-keys", str(keys)]
+    extra: dict[str, Sequence[str]] = {kind: flags(certificates, kind) for kind in KINDS}
+    extra["conductor"] = [*extra["conductor"], "--client-listen", "127.0.0.1:0", "--api-keys", str(keys)]
     plan = StackPlan(
         model=str(folder / "model"), data_dir=folder, dtype="float32", block_tokens=BLOCK, threads=1,
         kv_bytes=16 << 20, dram_bytes=16 << 20, extra=extra,
