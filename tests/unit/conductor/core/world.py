@@ -218,7 +218,7 @@ class World:
             self.sleep(max(0.0, (due or self.now) - self.now))
         assert set(self.ends) == self.arrived, "a request has no end"
         requests = self.core.requests
-        assert (len(requests), requests.calls, requests.waiting_for_room) == (0, 0, 0)
+        assert (len(requests), requests.calls, len(requests.rooms), len(requests.line)) == (0, 0, 0, 0)
         assert self.picture.claims == []
         assert self.promises == {}, "a promise was neither used nor given back"
         assert self.core.due() is None
