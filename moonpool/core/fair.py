@@ -76,8 +76,12 @@ class Shares:
 
     def time(self, tenant: str) -> float:
         """The tenant's virtual time."""
-        least = self._now - self._credit
-        return max(self._times.get(tenant, least), least)
+        return max(self._times.get(tenant, 0.0), self._least)
+
+    @property
+    def _least(self) -> float:
+        """Nobody's time is behind this: it is that of all who are not remembered."""
+        return max(self._now - self._credit, 0.0)
 
     def serve(self, tenant: str, cost: float, weight: float = 1.0) -> None:
         """Something was served that costs so much."""
@@ -117,9 +121,8 @@ class Shares:
         return digest_of(self._times, self._now)
 
     def _forget(self) -> None:
-        least = self._now - self._credit
         kept = sorted(self._times, key=lambda tenant: self._times[tenant], reverse=True)[: MAX_IDLE // 2]
-        self._times = {tenant: self._times[tenant] for tenant in kept if self._times[tenant] > least}
+        self._times = {tenant: self._times[tenant] for tenant in kept if self._times[tenant] > self._least}
 
 
 class FairQueue:

@@ -103,10 +103,21 @@ class World:
         self.check()
         return out
 
-    def arrive(self, *, prompt: int = 40, answer: int = 8, limit_s: float = 600.0, slo: Slo = Slo()) -> int:  # noqa: B008
+    def arrive(
+        self,
+        *,
+        prompt: int = 40,
+        answer: int = 8,
+        limit_s: float = 600.0,
+        slo: Slo = Slo(),  # noqa: B008
+        tenant: str = "",
+        priority: int = 0,
+        weight: float = 1.0,
+    ) -> int:
         number = len(self.arrived) + 1
         self.arrived.add(number)
-        ask = Ask(number, f"r{number}", prompt, answer, b"key", slo, self.now, self.now + limit_s)
+        whose = {"tenant": tenant, "priority": priority, "weight": weight}
+        ask = Ask(number, f"r{number}", prompt, answer, b"key", slo, self.now, self.now + limit_s, **whose)  # type: ignore[arg-type]
         self.post(Arrived(ask, ()))
         return number
 
