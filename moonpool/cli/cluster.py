@@ -18,6 +18,7 @@ def run_state(client: Client, *, as_json: bool) -> None:
         typer.echo(json.dumps(dataclasses.asdict(state)))
         return
     typer.echo(_headline(state))
+    typer.echo(_queue(state.queue))
     table = Table("instance", "kind", "address", "running", "waiting", "blocks used", "cached", "promised", "state")
     for column in table.columns[3:8]:
         column.justify = "right"
@@ -27,7 +28,6 @@ def run_state(client: Client, *, as_json: bool) -> None:
         counts = (str(each.running), _waiting(each), share, f"{each.cached_blocks:,}", f"{each.promised_blocks:,}")
         table.add_row(each.id, each.kind, each.address, *counts, "draining" if each.draining else "")
     Console().print(table)
-    typer.echo(_queue(state.queue))
     if len(state.queue.tenants) > 1:
         Console().print(_tenants(state.queue))
 

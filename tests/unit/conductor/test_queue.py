@@ -59,7 +59,7 @@ async def test_a_request_may_refuse_to_wait() -> None:
     p, d = prefill(), decode()
     async with stack(p, d, queue_deadline_s=60.0) as s:
         await told(s, p, 1.0)
-        with pytest.raises(Overloaded, match="^predicted time to first token"):
+        with pytest.raises(Overloaded, match=r"^predicted time to first token"):
             await s.client.generate(token_ids=PROMPT, slo=Slo(ttft_s=2.0, queue_s=0.0))
         await s.rest()
 
