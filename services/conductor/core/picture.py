@@ -189,8 +189,7 @@ class Picture:
 
     def queue_s(self, choice: PrefillChoice, place: Place) -> float:
         """Predicted seconds that a prompt at this place waits at an instance, as it shares its time among tenants."""
-        instance = self._prefills.get(choice.id)
-        return instance.queue_s(place, choice.queue_s) if instance is not None else choice.queue_s
+        return self._prefills.queue_s(choice, place)
 
     def known(self, claim: int, number: int = 0) -> None:
         """Notes that the instance has said that it has the request.

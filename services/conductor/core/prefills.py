@@ -124,6 +124,11 @@ class Prefills(Pool[Prefill]):
     def __init__(self) -> None:
         super().__init__(Ranks(CLASS_WIDTH, TypicalSeconds()))
 
+    def queue_s(self, choice: PrefillChoice, place: Place) -> float:
+        """Predicted seconds that a prompt at this place waits at the instance of a choice."""
+        instance = self.get(choice.id)
+        return instance.queue_s(place, choice.queue_s) if instance is not None else choice.queue_s
+
     def rank(self, instance: Prefill) -> None:
         """Ranks an instance anew, after its load or speeds have changed."""
         facts, free_at = instance.facts, instance.free_at

@@ -98,7 +98,7 @@ async def test_priority_and_share_reach_the_instances() -> None:
     async with stack(p, d, tenant_weights={"ann": 2.5, "*": 0.5}) as s:
         for tenant in ("ann", "ben"):
             await s.client.generate(token_ids=PROMPT, sampling=GREEDY, tenant=tenant, priority=-3)
-        specs = [request.sequence for request in (*p.requests, *d.requests)]
+        specs = [request.sequence for request in p.requests] + [request.sequence for request in d.requests]
         found = [(spec.tenant, spec.priority, spec.weight) for spec in specs]
         assert found == [("ann", -3, 2.5), ("ben", -3, 0.5)] * 2
         await s.rest()
