@@ -81,20 +81,35 @@ class Placing:
     def place(self, now: float, request: Request, out: list[Action]) -> None:
         """Plans a request and begins an attempt, or lets it wait, or refuses it."""
         self._book.memberless.pop(request.ask.number, None)
-        plan = self._plan(now, request)
+        ask = request.ask
+        at_decode = not request.attempts and ask.choices == 1 and not ask.beams
+        plan, able = self._considered(now, request, at_decode=at_decode)
+        if (
+            isinstance(plan, Plan)
+            and plan.at_decode
+            and (isinstance(able, Failure) or not self._options(request, able))
+        ):
+            plan, able = self._considered(now, request, at_decode=False)
         if isinstance(plan, Failure):
             self._nowhere(now, request, plan, out)
-            return
-        elapsed_s = request.elapsed_s(now)
-        able = plan.decodes if request.recovering else self._gate.check(request.ask.slo, plan, now, elapsed_s)
-        if isinstance(able, Failure):
+        elif isinstance(able, Failure):
             self._not_kept(now, request, able, plan, out)
-            return
-        attempt = self._legs.begin(request, plan, self._options(request, able), now)
-        if plan.decodes:
-            self.ask(now, request, attempt, out)
         else:
-            self.placed(request, attempt, out)
+            attempt = self._legs.begin(request, plan, self._options(request, able), now)
+            if plan.decodes:
+                self.ask(now, request, attempt, out)
+            else:
+                self.placed(now, request, attempt, out)
+
+    def _considered(
+        self, now: float, request: Request, *, at_decode: bool
+    ) -> tuple[Plan | Failure, Sequence[DecodeChoice] | Failure]:
+        """A plan, and the decode instances that may serve it; either may be a refusal."""
+        plan, ask = self._plan(now, request, at_decode=at_decode), request.ask
+        if isinstance(plan, Failure):
+            return plan, plan
+        elapsed_s = request.elapsed_s(now)
+        return plan, plan.decodes if request.recovering else self._gate.check(ask.slo, plan, now, elapsed_s)
 
     def ask(self, now: float, request: Request, attempt: Attempt, out: list[Action]) -> None:
         """Asks the next decode instance; after the last one the request waits, or fails."""
@@ -102,7 +117,9 @@ class Placing:
             return
         full, failed = attempt.full, attempt.failed
         self._legs.end(request, now, out)
-        if full is not None or failed is None:
+        if attempt.plan.at_decode:  # others may have room for it when prefill computes it
+            self.place(now, request, out)
+        elif full is not None or failed is None:
             self._no_room(now, request, admission.no_room(full, attempt.plan), attempt.plan, out)
         elif failed.kind is Kind.INVALID:
             self._book.fail(now, request, failed, out)
@@ -121,20 +138,27 @@ class Placing:
         attempt.failed = result if isinstance(result, Failure) else restarted
         request.suspect(hold.instance)
 
-    def placed(self, request: Request, attempt: Attempt, out: list[Action]) -> None:
-        """The attempt has what it needs: prefill is called."""
-        number = request.ask.number
+    def placed(self, now: float, request: Request, attempt: Attempt, out: list[Action]) -> None:
+        """The attempt has what it needs: prefill is called, or decode computes what it lacks."""
+        plan, number = attempt.plan, request.ask.number
+        if plan.at_decode and attempt.target is not None and attempt.target.held_blocks != plan.prefill.used_blocks:
+            self._legs.end(request, now, out)  # it holds less than was thought, or all of it in full blocks
+            self.place(now, request, out)
+            return
         for kind in ("wait", "pause"):
             self._timers.clear((kind, number))
-        self._charge(request, attempt.plan)
+        self._charge(request, plan)
         waited_s, queued_s = attempt.begun - request.ask.arrived, 0.0
         if request.waits_since is not None:
             queued_s = attempt.begun - request.waits_since
             request.queued_s += queued_s if request.ask.slo.queue_s else 0.0
         request.waits_since = request.refusal = None
         request.unasked = 0
-        out.append(Announce(number, attempt.plan, attempt.sequence, attempt.target, waited_s, queued_s))
-        self._legs.prefill(request, attempt, out)
+        out.append(Announce(number, plan, attempt.sequence, attempt.target, waited_s, queued_s))
+        if plan.at_decode:
+            self._legs.compute(request, attempt, now, out)
+        else:
+            self._legs.prefill(request, attempt, out)
 
     def _charge(self, request: Request, plan: Plan) -> None:
         """Lets the tenant pay for a request, once."""
@@ -198,7 +222,7 @@ class Placing:
         request.phase = Phase.KEYS
         out.append(Rehash(request.ask.number, request.failures, request.refusal))
 
-    def _plan(self, now: float, request: Request) -> Plan | Failure:
+    def _plan(self, now: float, request: Request, *, at_decode: bool) -> Plan | Failure:
         ask = request.ask
         try:
             plan = self._picture.plan(
@@ -209,6 +233,7 @@ class Placing:
                 prompt_key=ask.prompt_key,
                 now=now,
                 suspects=request.suspects,
+                at_decode=at_decode,
             )
             queue_s = self._picture.queue_s(plan.prefill, ask.place)
             return replace(plan, prefill=plan.prefill._replace(queue_s=queue_s))
