@@ -194,7 +194,7 @@ class DecodeInstance:
 
     def resume(self, stream: int, order: Resume) -> None:
         """A conductor wants a sequence that was another's, or what is kept of one."""
-        seat = self._seats.get(order.transfer) or self._logged.get(order.transfer)
+        seat = self._wanted(order.transfer) or self._logged.get(order.transfer)
         if seat is not None and seat.started and seat.sequence.id == order.sequence:
             self._tell(Adopt(order.transfer, stream, order.fence, order.position))
         else:
@@ -209,7 +209,7 @@ class DecodeInstance:
 
     def _wanted(self, transfer: int) -> Seat | None:
         seat = self._seats.get(transfer)
-        return seat if seat is not None and not seat.ending else None
+        return seat if seat is not None and not seat.why else None
 
     # What it tells
 
@@ -331,9 +331,11 @@ class DecodeInstance:
                 made = seat.again(position, self._world.now)
                 if made is not None or not seat.left:
                     self._ears.tokens(stream, [Told(number, made, not seat.left)])
+                if seat.why:
+                    self._ears.failed(stream, number, seat.why)
 
     def _ending(self, seat: Seat, why: str) -> None:
-        seat.ending = True
+        seat.why = why
         if seat.stream:
             self._ears.failed(seat.stream, seat.number, why)
             seat.stream = 0

@@ -51,7 +51,7 @@ class Seat:
     blocks: int = 0
     stream: int = 0
     """The conductor's stream that it was started on; 0 = nobody wants its tokens (any more)."""
-    ending: bool = False
+    why: str = ""
     """The core has ended it early."""
     started: bool = False
     """Its conductor has told it to begin."""
