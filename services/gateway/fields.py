@@ -6,11 +6,11 @@ what happens anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import from_json
+from pydantic_core import ErrorDetails, from_json
 
 from moonpool.client import SamplingParams, Slo
 from moonpool.errors import InvalidRequest
@@ -250,9 +250,19 @@ def parse(cls: type[BodyT], raw: bytes) -> BodyT:
     try:
         return cls.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(step) for step in first["loc"] if step != "str" and "[" not in str(step))
-        raise InvalidRequest(place, first["msg"][:200]) from None
+        fault = _clearest(error.errors(include_url=False, include_context=False, include_input=False))
+        place = ".".join(str(step) for step in fault["loc"] if step != "str" and "[" not in str(step))
+        raise InvalidRequest(place, fault["msg"][:200]) from None
+
+
+def _clearest(faults: Sequence[ErrorDetails]) -> ErrorDetails:
+    """The first fault; of a field that is a text or one kind of list, what is wrong within the list."""
+    first = faults[0]["loc"]
+    if first[-1] != "str":
+        return faults[0]
+    branch = len(first) - 1
+    within = [fault for fault in faults if len(fault["loc"]) > len(first) and fault["loc"][:branch] == first[:branch]]
+    return within[0] if len({fault["loc"][branch] for fault in within}) == 1 else faults[0]
 
 
 def _check_size(content: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
 from moonpool.client import Message, ToolCall
 from moonpool.errors import InvalidRequest
@@ -42,6 +42,8 @@ class CallPart(Body):
 
 class Turn(Body):
     """One turn of a conversation."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
