@@ -97,7 +97,7 @@ async def test_asking_for_nothing_is_fine(gateway: Answers) -> None:
         ({"messages": TURNS, "seed": -1}, "seed"),
         ({"messages": TURNS, "seed": 2**64}, "seed"),
         ({"messages": TURNS, "max_tokens": 2**40}, "max_tokens"),
-        ({"messages": TURNS, "stop": [1]}, "stop"),
+        ({"messages": TURNS, "stop": [1]}, "stop.0"),
         ({"messages": TURNS, "logit_bias": {"x": 1}}, "logit_bias"),
         ({"messages": TURNS, "slo": {"ttft_s": "fast"}}, "slo.ttft_s"),
     ],

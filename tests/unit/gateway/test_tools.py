@@ -1,4 +1,4 @@
-"""Tools: shown to the model by the conductor, called in its answer, and their results sent back, by the real clients."""
+"""Tools: shown to the model, called in its answer, and their results sent back, by the real clients."""
 
 import json
 from collections.abc import AsyncIterator
@@ -7,16 +7,19 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+import tokenizers
 from anthropic.types import MessageParam, ToolParam
 from openai.types.chat import ChatCompletionFunctionToolParam, ChatCompletionMessageParam
 from openai.types.responses import FunctionToolParam, ResponseFunctionToolCall, ResponseInputItemParam
 
+from moonpool.bundled import model_dir
+from moonpool.checkpoint import Tokenizer
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import Answers, answering
 
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+SCHEMA: dict[str, object] = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL: ChatCompletionFunctionToolParam = {
     "type": "function",
     "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA},
@@ -26,6 +29,9 @@ FLAT: FunctionToolParam = {
     "type": "function", "name": "weather", "description": "The weather.", "parameters": SCHEMA, "strict": None,
 }  # fmt: skip
 ASK = "How is it in Paris?"
+TEMPLATE = """{% if tools %}{{ tools | tojson }}
+{% endif %}{% for turn in messages %}{{ turn.role }} {{ turn.content }}
+{% endfor %}{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"""
 PARIS = '{"city": "Paris"}'
 CALLING = f'I look.\n<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>'
 SUNNY = "It is sunny."
@@ -187,3 +193,20 @@ async def test_responses_stream(gateway: Answers, client: openai.AsyncOpenAI) ->
         "response.output_item.done",
         "response.completed",
     ]
+
+
+async def test_counts_have_the_tools() -> None:
+    """Of `/tokenize` and of `/v1/messages/count_tokens`: tokens of what the chat template makes of all."""
+    made = Tokenizer(tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json")), TEMPLATE)
+    async with answering(FakeConductor(), made, tool_parser="hermes") as gateway:
+        turns = [{"role": "user", "content": ASK}]
+        told = (await gateway.http.post("/tokenize", json={"messages": turns, "tools": [TOOL]})).json()
+        text = (await gateway.http.post("/detokenize", json={"tokens": told["tokens"]})).json()["prompt"]
+        assert text == f"{json.dumps([TOOL])}\nuser {ASK}\nassistant "
+        client = anthropic.AsyncAnthropic(base_url="http://gateway", api_key="any", http_client=gateway.http)
+        counted = await client.messages.count_tokens(
+            model="tiny", messages=[{"role": "user", "content": ASK}], tools=BLOCKS
+        )
+        assert counted.input_tokens == told["count"]
+        refused = await gateway.http.post("/v1/messages/count_tokens", json={"messages": []})
+        assert (refused.status_code, refused.json()["type"]) == (400, "error")
