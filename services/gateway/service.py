@@ -35,7 +35,7 @@ async def gateway(config: GatewayConfig, tokenizer: Tokenizer) -> AsyncIterator[
     Raises:
         ConfigError: a setting is refused.
     """
-    keys = ApiKeys(config.api_keys) if config.api_keys is not None else None
+    keys = ApiKeys(config.api_keys, time.monotonic) if config.api_keys is not None else None
     async with AsyncExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "tokenize"))
         client = await stack.enter_async_context(

@@ -48,7 +48,7 @@ def make_gateway(
 ) -> Starlette:
     """The application as the service builds it."""
     metrics = Metrics("gateway")
-    keys = ApiKeys(config.api_keys) if config.api_keys else None
+    keys = ApiKeys(config.api_keys, time.monotonic) if config.api_keys else None
     meter = Meter(metrics, time.monotonic)
     texts = Texts(MODEL, tokenizer, threads, config.tool_parser)
     return make_app(Endpoints(config, client, texts, keys, meter, metrics.registry, started_at=7))
