@@ -10,11 +10,12 @@ from services.conductor.core.admission import Slo
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import Adopt, ClientGone, Delivered, Finish, Prefill, Reserve, Start, Stopped
 
-from .world import NO_ROOM, World
+from .world import BLOCK, NO_ROOM, World
 
 FAILURES = [Failure(kind, "a test says so") for kind in Kind if kind is not Kind.OVERLOADED]
 REFUSALS = [NO_ROOM, Failure(Kind.OVERLOADED, "slow", reason="tbt_slo", predicted_tbt_s=1.0)]
 FINISH = st.none() | st.none() | st.sampled_from([Finish.STOP, Finish.LENGTH])
+KEYS = tuple(bytes([number]) * 32 for number in range(7))
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
 
 
@@ -23,7 +24,7 @@ class RequestMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(prefills=2, decodes=3, total=8)
+        self.world = World(prefills=2, decodes=3, total=8, rest_tokens=24)
         self.incarnations = dict.fromkeys(NAMES, 1)
 
     @rule(
@@ -34,7 +35,14 @@ class RequestMachine(RuleBasedStateMachine):
     )
     def arrive(self, prompt: int, answer: int, limit_s: float, ttft_s: float | None) -> None:
         if len(self.world.core.requests) < 6:
-            self.world.arrive(prompt=prompt, answer=answer, limit_s=limit_s, slo=Slo(ttft_s=ttft_s))
+            keys = KEYS[: prompt // BLOCK]
+            self.world.arrive(prompt=prompt, answer=answer, limit_s=limit_s, slo=Slo(ttft_s=ttft_s), keys=keys)
+
+    @rule(name=st.sampled_from(NAMES), blocks=st.integers(0, len(KEYS)))
+    def holds(self, name: str, blocks: int) -> None:
+        """So the rests of prompts may be computed there, if it is a decode instance."""
+        if name in self.world.members:
+            self.world.holds(name, KEYS[:blocks])
 
     @rule(
         name=st.sampled_from(NAMES[2:]),
@@ -57,7 +65,7 @@ class RequestMachine(RuleBasedStateMachine):
             call = data.draw(st.sampled_from(calls))
             match call:
                 case Reserve() if self.there(call):
-                    self.world.promise(call, lease_s=3.0)
+                    self.world.promise(call, lease_s=3.0, held=data.draw(st.integers(0, 5)))
                 case Prefill():
                     self.world.first_token(call, Finish.LENGTH if call.target is None else None)
                 case Start() | Adopt():
