@@ -26,6 +26,11 @@ class RequestMachine(RuleBasedStateMachine):
         super().__init__()
         self.world = World(prefills=2, decodes=3, total=8, rest_tokens=24)
         self.incarnations = dict.fromkeys(NAMES, 1)
+        self.held = dict.fromkeys(NAMES, 0)
+        self.blocks: dict[int, int] = {}
+        """Full blocks of each prompt."""
+        for name in NAMES[2:]:
+            self.holds(name, len(KEYS))
 
     @rule(
         prompt=st.integers(1, 100),
@@ -36,13 +41,14 @@ class RequestMachine(RuleBasedStateMachine):
     def arrive(self, prompt: int, answer: int, limit_s: float, ttft_s: float | None) -> None:
         if len(self.world.core.requests) < 6:
             keys = KEYS[: prompt // BLOCK]
-            self.world.arrive(prompt=prompt, answer=answer, limit_s=limit_s, slo=Slo(ttft_s=ttft_s), keys=keys)
+            slo = Slo(ttft_s=ttft_s)
+            number = self.world.arrive(prompt=prompt, answer=answer, limit_s=limit_s, slo=slo, keys=keys)
+            self.blocks[number] = len(keys)
 
     @rule(name=st.sampled_from(NAMES), blocks=st.integers(0, len(KEYS)))
-    def holds(self, name: str, blocks: int) -> None:
-        """So the rests of prompts may be computed there, if it is a decode instance."""
+    def holds_other_blocks(self, name: str, blocks: int) -> None:
         if name in self.world.members:
-            self.world.holds(name, KEYS[:blocks])
+            self.holds(name, blocks)
 
     @rule(
         name=st.sampled_from(NAMES[2:]),
@@ -65,7 +71,8 @@ class RequestMachine(RuleBasedStateMachine):
             call = data.draw(st.sampled_from(calls))
             match call:
                 case Reserve() if self.there(call):
-                    self.world.promise(call, lease_s=3.0, held=data.draw(st.integers(0, 5)))
+                    held = min(self.held[call.decode], self.blocks.get(call.request, 0))
+                    self.world.promise(call, lease_s=3.0, held=held)
                 case Prefill():
                     self.world.first_token(call, Finish.LENGTH if call.target is None else None)
                 case Start() | Adopt():
@@ -138,6 +145,7 @@ class RequestMachine(RuleBasedStateMachine):
         if name in self.world.members:
             return
         self.incarnations[name] += not again
+        self.held[name] = 0
         if name.startswith("prefill"):
             self.world.join_prefill(name, self.incarnations[name])
         else:
@@ -165,6 +173,11 @@ class RequestMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.world.finish_all()
+
+    def holds(self, name: str, blocks: int) -> None:
+        """So the rests of prompts may be computed there, if it is a decode instance."""
+        self.held[name] = blocks
+        self.world.holds(name, KEYS[:blocks])
 
     def sequences(self) -> list[Start | Adopt]:
         return [*self.world.open(Start), *self.world.open(Adopt)]
