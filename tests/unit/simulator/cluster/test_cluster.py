@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from services.decode.core.config import Preemption
 from simulator.cluster.cluster import Cluster
-from simulator.cluster.conductor import DONE, GIVEN_UP, REFUSED, TOO_LARGE
 from simulator.cluster.config import DecodeMemory, Slo
-from simulator.cluster.requests import Request
+from simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Request
 from simulator.kernel.calls import CallDelays
 from simulator.kernel.clock import PS, ps
 from simulator.traces.mooncake import TraceRequest
@@ -79,7 +78,7 @@ def test_a_lost_store_costs_time_only() -> None:
 def test_blocks_come_from_disk_when_dram_is_small() -> None:
     trace = [request(0.0, 640, 1, 0), request(2.0, 640, 1, 100), request(4.0, 3000, 1, 200), request(4.0, 650, 1, 0)]
     wanted = config(prefill=2, kvstore=1, store_bytes=12 * 6400, disk_bytes=100 * 6400, disk_bytes_per_s=1e6)
-    wanted = replace(wanted, policy="kvcache-centric", pool_blocks=60)
+    wanted = replace(wanted, policy="kvcache_centric", pool_blocks=60)
     _, cluster = run(wanted, trace)
     assert cluster.stores[0].read_blocks >= cluster.stores[0].disk_blocks >= 0
 
@@ -96,11 +95,12 @@ def test_what_fits_nowhere_is_too_large() -> None:
 
 
 def test_the_tbt_limit_bounds_the_batch() -> None:
+    """As the conductor does: who would be too slow, or make others too slow, is refused and does not wait."""
     trace = [request(0.0, 10, 200, number) for number in range(30)]
     tight = config(kvstore=0, keep_tbt=True, slo=Slo(tbt_s=0.0205))
     crowded, cluster = run(tight, trace)
     assert cluster.decodes[0].use.most_sequences == 10  # 10 ms + 11 x 1 ms would be too slow
-    assert [one.outcome for one in crowded] == [DONE] * 30
+    assert [one.outcome for one in crowded] == [DONE] * 10 + [REFUSED] * 20
 
 
 # Leaps
