@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 
 from moonpool.client.testing import FakeConductor
-from moonpool.errors import ConfigError
-from services.gateway.budgets import Limits
-from services.gateway.errors import HttpError
-from services.gateway.keys import ApiKeys, KeyFile, hashed, parse_keys
+from moonpool.errors import ConfigError, Unauthenticated
+from moonpool.rpc.keys import ApiKeys, KeyFile, Limits, hashed, parse_keys
 
 from .fakes import answering
 
@@ -62,24 +60,24 @@ def test_budgets_in_the_file() -> None:
 def test_wrong_file(text: str, says: str, tmp_path: Path) -> None:
     """Names the line, and never says what stands there: it may be a key."""
     with pytest.raises(ConfigError, match=says) as caught:
-        ApiKeys(write(tmp_path / "keys", text, 1), float)
+        ApiKeys(write(tmp_path / "keys", text, 1))
     assert caught.value.field == "api_keys"
     assert "ann-key" not in str(caught.value)
 
 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
-        ApiKeys(tmp_path / "keys", float)
+        ApiKeys(tmp_path / "keys")
 
 
 def test_changes_are_read(tmp_path: Path) -> None:
     """A new file counts at once; one that is wrong or gone leaves the keys as they were."""
     path = write(tmp_path / "keys", ANN, 1)
-    keys = ApiKeys(path, float)
+    keys = ApiKeys(path)
     assert keys.tenant("ann-key") == "ann"
     write(path, BOB, 2)
     assert keys.tenant("bob-key") == "bob & co"
-    with pytest.raises(HttpError):
+    with pytest.raises(Unauthenticated):
         keys.tenant("ann-key")
     write(path, "nonsense", 3)
     assert keys.tenant("bob-key") == "bob & co"

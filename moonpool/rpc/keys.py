@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from http import HTTPStatus
+from dataclasses import dataclass
 from pathlib import Path
 
-from moonpool.errors import ConfigError
+from moonpool.errors import ConfigError, Unauthenticated
 from moonpool.telemetry.logs import get_logger
-from services.gateway.budgets import Budgets, Limits, Owner, Spending
-from services.gateway.errors import HttpError
 
 MAX_TENANT_CHARS = 256
 _LINE = re.compile(
@@ -35,6 +31,23 @@ log = get_logger(__name__)
 def hashed(key: str) -> str:
     """A key as the file has it, without "sha256:"."""
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What may be used in a minute; None = any number."""
+
+    requests: int | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose budget it is: `name` is unique, `told` is what a refusal calls it."""
+
+    name: str
+    told: str
+    limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +70,6 @@ class KeyFile:
         own, shared = self.limits.get(key_hash), self.shared.get(tenant)
         found = [(f"key {key_hash}", "this key", own), (f"tenant {tenant}", "this key's tenant", shared)]
         return [Owner(name, told, limits) for name, told, limits in found if limits is not None]
-
-    def names(self) -> set[str]:
-        """Names of all owners."""
-        return {f"key {key_hash}" for key_hash in self.limits} | {f"tenant {tenant}" for tenant in self.shared}
 
 
 def parse_keys(text: str) -> KeyFile:
@@ -104,25 +113,16 @@ def _limits(number: int, text: str) -> Limits | None:
     return Limits(found.get("rpm"), found.get("tpm")) if found else None
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who asks: the tenant, and where it is counted what the request uses."""
-
-    tenant: str = ""
-    spending: Spending = field(default_factory=Spending)
-
-
 class ApiKeys:
     """The keys of a file."""
 
-    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        """Read the file; `clock` gives seconds.
+    def __init__(self, path: Path) -> None:
+        """Read the file.
 
         Raises:
             ConfigError: naming `api_keys`: it cannot be read or is wrong.
         """
         self._path = path
-        self._budgets = Budgets(clock)
         try:
             self._signature = self._sign()
             self._file = self._read()
@@ -133,25 +133,24 @@ class ApiKeys:
         """The tenant of a key.
 
         Raises:
-            HttpError: 401, when no key was given or there is no such key.
+            Unauthenticated: no key was given or there is no such key.
         """
         self._renew()
         if not key:
-            raise _unauthorized("no API key was given; send it as `Authorization: Bearer KEY`")
+            raise Unauthenticated("no API key was given; send it as `Authorization: Bearer KEY`")
         tenant = self._file.tenants.get(hashed(key))
         if tenant is None:
-            raise _unauthorized("this API key is not known")
+            raise Unauthenticated("this API key is not known")
         return tenant
 
-    def admit(self, key: str) -> Caller:
-        """Let in a request that uses something.
+    def owners(self, key: str) -> list[Owner]:
+        """Whose budgets a request with this key is on: the key's, its tenant's, where they have some.
 
         Raises:
-            HttpError: 401, as of `tenant`.
-            BudgetSpentError: the key or its tenant has used up its budget.
+            Unauthenticated: as of `tenant`.
         """
-        tenant = self.tenant(key)
-        return Caller(tenant, self._budgets.admit(self._file.owners(hashed(key))))
+        self.tenant(key)
+        return self._file.owners(hashed(key))
 
     def _renew(self) -> None:
         """Read the file again when it has changed; one that is wrong or gone leaves the keys as they were."""
@@ -161,7 +160,6 @@ class ApiKeys:
         self._signature = signature
         try:
             self._file = self._read()
-            self._budgets.keep(self._file.names())
             log.info("API keys read again", keys=len(self._file.tenants))
         except (OSError, ValueError) as error:
             log.warning("API keys not read again", file=str(self._path), reason=str(error))
@@ -176,7 +174,3 @@ class ApiKeys:
 
     def _read(self) -> KeyFile:
         return parse_keys(self._path.read_text(encoding="utf-8"))
-
-
-def _unauthorized(message: str) -> HttpError:
-    return HttpError(HTTPStatus.UNAUTHORIZED, "invalid_api_key", message, parameter="authorization")
