@@ -283,7 +283,7 @@ def in_groups(config: ClusterConfig, rng: random.Random) -> list[Noted]:
 
 
 @pytest.mark.parametrize(
-    ("way", "blocks"), [(Preemption.RECOMPUTE, 400), (Preemption.RECOMPUTE, 26), (Preemption.SWAP, 26)]
+    ("way", "blocks"), [(Preemption.RECOMPUTE, 400), (Preemption.RECOMPUTE, 26), (Preemption.SWAP, 28)]
 )
 def test_several_answers_to_a_prompt_as_in_the_simulator(way: Preemption, blocks: int, tmp_path: Path) -> None:
     """Forked from shared blocks, with copies of part-filled ones; in a pool for a few they are preempted together."""
