@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from moonpool.errors import InvalidRequest
+from moonpool.logprobs import MAX_LOGPROBS
 
 MAX_CHOICES = 64
 MAX_BEAMS = 16
@@ -22,6 +23,8 @@ MAX_LENGTH_PENALTY = 10.0
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
@@ -64,8 +67,14 @@ class SamplingParams:
     """Seed of the sampling, 64 bits unsigned; drawn by the server and reported in the result when None."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"max_items": MAX_LOGIT_BIASES})
     """Added to the logits of single tokens."""
+    bad_words: Sequence[str] = field(default=(), metadata={"max_items": MAX_BAD_WORDS})
+    """Texts that the answer must not have, as vLLM means it: of each, and of it with a space before it, the last token
+    is not chosen after the others."""
     logprobs: int | None = None
-    """Not supported yet."""
+    """Most likely tokens, at most 20, that are told beside each token with their log probabilities; None = not even the
+    token's own. They are the model's own: before temperature, penalties, bias and bans."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens but the first. The whole prompt is computed: no cached KV is used for it."""
     n: int = 1
     """Number of answers (choices) to the prompt, at most 64 and as many as a decode instance has places in a step.
     Answer i is that of a request of its own with seed `seed` + i (`stream_seed`)."""
@@ -115,7 +124,9 @@ class SamplingParams:
         self._check_numbers(require)
         self._check_tokens(require, vocab_size)
         require("n", 1 <= self.n <= MAX_CHOICES, f"must be in [1, {MAX_CHOICES}]")
-        require("logprobs", self.logprobs is None, "log-probabilities are not supported yet")
+        for name in ("logprobs", "prompt_logprobs"):
+            bounds = f"must be in [0, {MAX_LOGPROBS}]"
+            require(name, getattr(self, name) is None or 0 <= getattr(self, name) <= MAX_LOGPROBS, bounds)
         require("response_format", not self.response_format, "answer formats are not supported yet")
         self._check_beams(require)
 
@@ -125,6 +136,9 @@ class SamplingParams:
         require("min_tokens", self.min_tokens <= self.max_tokens, "must not exceed max_tokens")
         for stop in self.stop:
             require("stop", 0 < len(stop) <= MAX_STOP_CHARS, f"each needs 1 to {MAX_STOP_CHARS} characters")
+        for word in self.bad_words:
+            chars = f"each needs 1 to {MAX_BAD_WORD_CHARS} characters"
+            require("bad_words", 0 < len(word) <= MAX_BAD_WORD_CHARS, chars)
 
     def _check_numbers(self, require: partial[None]) -> None:
         require("temperature", 0 <= self.temperature < math.inf, "must be finite and at least 0")
@@ -213,6 +227,8 @@ _NOT_WITH_BEAMS = (
     "stop",
     "seed",
     "logit_bias",
+    "bad_words",
+    "logprobs",
 )
 _VALUES = attrgetter(*_DEFAULTS)
 _SETTERS = [getattr(SamplingParams, name).__set__ for name in _DEFAULTS]
@@ -247,4 +263,4 @@ class SampleSpec:
     prompt_tokens: int = 0
     """How many of them are the prompt's."""
     banned: tuple[int, ...] = ()
-    """Tokens that must not be chosen (end tokens while min_tokens is not reached)."""
+    """Tokens that must not be chosen: end tokens while min_tokens is not reached, and those that end a bad word."""

@@ -122,6 +122,13 @@ def generate(
     n: Annotated[int, typer.Option("--n", min=1, help="Answers to generate; printed one after the other.")] = 1,
     beams: Annotated[int, typer.Option(min=0, help="Beams of a beam search; the --n best are printed. 0 = none.")] = 0,
     length_penalty: Annotated[float, typer.Option(help="Scores of beams are over tokens ^ this.")] = 1.0,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(min=0, max=20, help="Also print each token's log probability, and those of so many likely ones."),
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(min=0, max=20, help="The same for the prompt's tokens.")
+    ] = None,
     ttft_slo_s: Annotated[
         float | None, typer.Option(help="Seconds; refuse when the first token is predicted later.")
     ] = None,
@@ -139,6 +146,8 @@ def generate(
         n=n,
         beam_width=beams,
         length_penalty=length_penalty,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
     run_generate(address, text, sampling, chat=chat, ttft_slo_s=ttft_slo_s, as_json=as_json)
 

@@ -29,6 +29,7 @@ from moonpool.client.types import (
     Slo,
     Timing,
     TokenEvent,
+    TokenLogprobs,
     Usage,
 )
 from moonpool.errors import (
@@ -72,6 +73,7 @@ __all__ = [
     "StreamBroken",
     "Timing",
     "TokenEvent",
+    "TokenLogprobs",
     "TokenStream",
     "TransferFailed",
     "Unavailable",

@@ -37,6 +37,8 @@ class Arrive:
     sources: tuple[Source, ...] = ()
     """The best first."""
     copies: tuple[Copy, ...] = ()
+    reuse: bool = True
+    """Blocks that are there already may be used; False = every token is computed."""
 
 
 @dataclass(frozen=True, slots=True)
