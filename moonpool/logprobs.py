@@ -8,7 +8,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 MAX_LOGPROBS = 20
 """Most likely tokens that are told beside each token, at most."""
@@ -30,13 +29,13 @@ class TokenLogprobs:
 class Logprobs:
     """Those of consecutive tokens, in columns."""
 
-    logprobs: array[float] = field(default_factory=partial(array, "f"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
     """Of each token."""
-    ranks: array[int] = field(default_factory=partial(array, "I"))
+    ranks: array[int] = field(default_factory=lambda: array("I"))
     """As `TokenLogprobs.rank`."""
-    top_token_ids: array[int] = field(default_factory=partial(array, "i"))
+    top_token_ids: array[int] = field(default_factory=lambda: array("i"))
     """The most likely tokens at each position, the same number everywhere, one position after the other."""
-    top_logprobs: array[float] = field(default_factory=partial(array, "f"))
+    top_logprobs: array[float] = field(default_factory=lambda: array("f"))
 
     def __len__(self) -> int:
         """Tokens."""

@@ -123,8 +123,7 @@ def generate(
     beams: Annotated[int, typer.Option(min=0, help="Beams of a beam search; the --n best are printed. 0 = none.")] = 0,
     length_penalty: Annotated[float, typer.Option(help="Scores of beams are over tokens ^ this.")] = 1.0,
     logprobs: Annotated[
-        int | None,
-        typer.Option(min=0, max=20, help="Also print each token's log probability, and those of so many likely ones."),
+        int | None, typer.Option(min=0, max=20, help="Print each token's log probability, and so many likely tokens.")
     ] = None,
     prompt_logprobs: Annotated[
         int | None, typer.Option(min=0, max=20, help="The same for the prompt's tokens.")

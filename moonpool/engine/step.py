@@ -76,8 +76,18 @@ class StageRunner:
         # Gates are done before the report: its receiver may open gates of the next step at once.
         self.gates.done(step.step_id)
         times = start_ns, time.monotonic_ns()
-        told = found.several, found.logprobs, found.scores
-        self.emit(StepDone(step.step_id, self.stage, tuple(found.sampled), hidden is None, *times, *told))
+        self.emit(
+            StepDone(
+                step.step_id,
+                self.stage,
+                tuple(found.sampled),
+                hidden is None,
+                *times,
+                several=found.several,
+                logprobs=found.logprobs,
+                scores=found.scores,
+            )
+        )
 
     def _input(self, step: Step, batch: PackedBatch) -> Tensor | None:
         if self.model.is_first:

@@ -45,7 +45,7 @@ def draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[Seq
     sizes = [len(its) for its in numbers]
     rows = torch.arange(len(params)).repeat_interleave(torch.tensor(sizes))
     flat = torch.tensor([number for its in numbers for number in its], dtype=torch.float64)
-    return [tokens.tolist() for tokens in _pick(weights, rows, flat).split(sizes)]
+    return [tokens.tolist() for tokens in torch.split_with_sizes(_pick(weights, rows, flat), sizes)]
 
 
 def _weights(logits: Tensor, temperatures: Tensor) -> Tensor:

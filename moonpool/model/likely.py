@@ -35,7 +35,7 @@ def in_runs(values: Tensor, count: int) -> Tensor:
 
 
 def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` greatest of each row of `values` [R, n] and their indices: the greatest first, equals by index."""
+    """Return the `count` greatest of each row of `values` [R, n], and their indices; equals in order of these."""
     size = values.shape[1]
     if 2 * count >= runs_of(size):
         ordered = values.sort(descending=True, stable=True)
@@ -77,7 +77,7 @@ def logprobs(logits: Tensor, tokens: Sequence[Sequence[int]], count: int) -> lis
     chosen = torch.tensor([token for its in tokens for token in its])
     normalisers, values = logits.logsumexp(-1), logits[rows, chosen]
     ranks = ((logits[rows] if several else logits) > values[:, None]).sum(-1) + 1
-    found = [(values - normalisers[rows]).split(sizes), ranks.split(sizes)]
+    found = torch.split_with_sizes(values - normalisers[rows], sizes), torch.split_with_sizes(ranks, sizes)
     likely, ids = top(logits, min(count, logits.shape[1]))
     likely = likely - normalisers[:, None]
     return [

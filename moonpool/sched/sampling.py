@@ -79,10 +79,7 @@ class SequenceSampling:
     def _banned(self, tokens: "array[int]", position: int) -> tuple[int, ...]:
         """Tokens that must not come at an output position; worked out anew each time, so there is no state to lose."""
         banned = self.banned_token_ids if position < self.params.min_tokens else ()
-        fitting = (bad for bad in self.bad_tokens if len(bad) <= position + 1)
-        return banned + tuple(
-            bad[-1] for bad in fitting if tokens[len(tokens) + 1 - len(bad) :].tolist() == [*bad[:-1]]
-        )
+        return banned + tuple(bad[-1] for bad in self.bad_tokens if _begun(bad, tokens, position))
 
     def scored(self, tokens: "array[int]", start: int, end: int) -> Scored | None:
         """Which prompt tokens get log probabilities where the tokens [start, end) of the prompt are computed."""
@@ -101,3 +98,9 @@ class SequenceSampling:
         if len(tokens) >= self.total_tokens(model_tokens):
             return kv_pb2.FINISH_REASON_LENGTH
         return kv_pb2.FINISH_REASON_UNSPECIFIED
+
+
+def _begun(bad: tuple[int, ...], tokens: "array[int]", position: int) -> bool:
+    """Whether an answer with so many tokens ends with all but the last token of a bad word."""
+    before = len(bad) - 1
+    return before <= position and tokens[len(tokens) - before :].tolist() == list(bad[:-1])

@@ -35,8 +35,8 @@ class Transcript:
     tokens: "array[int]"
     finish: kv_pb2.FinishReason.ValueType
     why: str
-    logprobs: Logprobs | None
-    scored_from: int
+    logprobs: Logprobs | None = None
+    scored_from: int = 0
 
     @classmethod
     def of(cls, live: LiveRequest) -> Self:
