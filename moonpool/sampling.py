@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from moonpool.errors import InvalidRequest
 from moonpool.logprobs import MAX_LOGPROBS
@@ -28,7 +28,10 @@ MAX_BAD_WORD_CHARS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
+MAX_GRAMMAR_BYTES = 1 << 16
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
+
+ResponseFormat = Literal["", "json_object", "json_schema", "regex", "lark"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +81,12 @@ class SamplingParams:
     n: int = 1
     """Number of answers (choices) to the prompt, at most 64 and as many as a decode instance has places in a step.
     Answer i is that of a request of its own with seed `seed` + i (`stream_seed`)."""
-    response_format: str = ""
-    """Not supported yet."""
+    response_format: ResponseFormat = ""
+    """What the answer looks like: "json_object" = any JSON object; "json_schema", "regex" and "lark" = what `grammar`
+    describes; "" = anything. Tokens that do not fit are never chosen; the model's end token is chosen when, and only
+    where, the answer may end."""
+    grammar: str = ""
+    """A JSON schema, a regular expression (the whole answer matches it) or a grammar in Lark's notation, an EBNF."""
     beam_width: int = 0
     """Beams of a beam search, at most 16; 0 = none. Its `n` best hypotheses are the answers, the best first, and come
     at its end. Nothing is drawn, and nothing but bans changes the model's distribution."""
@@ -127,8 +134,19 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             bounds = f"must be in [0, {MAX_LOGPROBS}]"
             require(name, getattr(self, name) is None or 0 <= getattr(self, name) <= MAX_LOGPROBS, bounds)
-        require("response_format", not self.response_format, "answer formats are not supported yet")
+        self._check_format(require)
         self._check_beams(require)
+
+    def _check_format(self, require: partial[None]) -> None:
+        formats = get_args(ResponseFormat)
+        require(
+            "response_format", self.response_format in formats, f"must be one of {', '.join(filter(None, formats))}"
+        )
+        described = self.response_format not in ("", "json_object")
+        require("grammar", bool(self.grammar) == described, f"must {'' if described else 'not '}be given")
+        for name in _NOT_WITH_FORMAT if self.response_format else ():
+            unset = getattr(self, name) == _DEFAULTS[name]
+            require(name, unset, "has no meaning with response_format, which says where the answer may end")
 
     def _check_lengths(self, require: partial[None]) -> None:
         require("max_tokens", self.max_tokens >= 1, "must be at least 1")
@@ -229,7 +247,9 @@ _NOT_WITH_BEAMS = (
     "logit_bias",
     "bad_words",
     "logprobs",
+    "response_format",
 )
+_NOT_WITH_FORMAT = ("min_tokens", "ignore_eos", "bad_words")
 _VALUES = attrgetter(*_DEFAULTS)
 _SETTERS = [getattr(SamplingParams, name).__set__ for name in _DEFAULTS]
 
@@ -264,3 +284,5 @@ class SampleSpec:
     """How many of them are the prompt's."""
     banned: tuple[int, ...] = ()
     """Tokens that must not be chosen: end tokens while min_tokens is not reached, and those that end a bad word."""
+    answer: bytes = b""
+    """The answer's tokens so far, little-endian int32; only with a response format."""

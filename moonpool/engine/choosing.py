@@ -1,6 +1,7 @@
 """The last stage's end of a step: which tokens its sequences get, and log probabilities."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -29,14 +30,24 @@ class Found:
 
 
 @torch.inference_mode()
-def choose(model: StageModel, step: Step, hidden: Tensor, batch: PackedBatch, dropped: Container[int]) -> Found:
-    """Everything that is wanted of the `hidden` states [T, hidden] after the last layer, but of dropped sequences."""
+def choose(
+    model: StageModel,
+    step: Step,
+    hidden: Tensor,
+    batch: PackedBatch,
+    dropped: Container[int],
+    masks: Mapping[int, Future[bytes]],
+) -> Found:
+    """Everything that is wanted of the `hidden` states [T, hidden] after the last layer, but of dropped sequences.
+
+    `masks`: which tokens may follow, by index of the sequence, where not all may.
+    """
     found = Found([None] * len(step.sequences))
     live = [(index, sequence) for index, sequence in enumerate(step.sequences) if index not in dropped]
     wanted = [(index, sequence.sample) for index, sequence in live if sequence.sample is not None]
     if wanted:
         logits = model.logits(hidden[batch.last_rows[[index for index, _ in wanted]]])
-        _sample(logits, wanted, found)
+        _sample(logits, wanted, masks, found)
     for index, sequence in live:
         if sequence.scored is not None:
             last = int(batch.last_rows[index])
@@ -45,7 +56,9 @@ def choose(model: StageModel, step: Step, hidden: Tensor, batch: PackedBatch, dr
     return found
 
 
-def _sample(logits: Tensor, wanted: Sequence[tuple[int, SampleSpec]], found: Found) -> None:
+def _sample(
+    logits: Tensor, wanted: Sequence[tuple[int, SampleSpec]], masks: Mapping[int, Future[bytes]], found: Found
+) -> None:
     """Each row's tokens; for beams the most likely ones, which are not drawn."""
     drawn = [(row, index, spec) for row, (index, spec) in enumerate(wanted) if not spec.best]
     for row, (index, spec) in enumerate(wanted):
@@ -53,7 +66,8 @@ def _sample(logits: Tensor, wanted: Sequence[tuple[int, SampleSpec]], found: Fou
             tokens, scores = most_likely(logits[row], spec)
             found.sampled[index], found.several[index] = tokens[0], Several(tuple(tokens), tuple(scores))
     rows = logits if len(drawn) == len(wanted) else logits[[row for row, _, _ in drawn]]
-    chosen, told = sample(rows, [spec for _, _, spec in drawn])
+    allowed = {at: masks[index].result() for at, (_, index, _) in enumerate(drawn) if index in masks}
+    chosen, told = sample(rows, [spec for _, _, spec in drawn], allowed)
     for at, (_, index, spec) in enumerate(drawn):
         found.sampled[index] = chosen[at][0]
         if spec.samples > 1:

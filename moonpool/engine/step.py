@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moonpool.engine.choosing import Found, choose
 from moonpool.engine.gates import Gates
+from moonpool.engine.masks import Masks
 from moonpool.engine.messages import StepDone
 from moonpool.engine.pipeline import Links
 from moonpool.errors import Unsupported
@@ -51,6 +52,8 @@ class StageRunner:
     gates: Gates
     emit: Callable[[LayerDone | StepDone], None]
     gate_timeout_s: float
+    masks: Masks | None = None
+    """Of the last stage; None = answers have no format."""
     kv: Tensor = field(init=False)  # [layers of the stage, blocks, kv_heads, 2, block_tokens, head_dim]
     block_tokens: int = field(init=False)
 
@@ -65,6 +68,7 @@ class StageRunner:
         for source, block in step.copies:
             self.part.copy(source, block)
         batch = PackedBatch.build([(s.token_ids, s.start, s.block_table) for s in step.sequences], self.block_tokens)
+        masks = self.masks.begin(step) if self.masks is not None else {}
         hidden = self._input(step, batch)
         if hidden is not None:
             hidden = self._layers(step, hidden, batch)
@@ -72,7 +76,7 @@ class StageRunner:
         self.links.send(step.step_id, hidden)
         found = Found()
         if hidden is not None and self.model.is_last:
-            found = choose(self.model, step, hidden, batch, self.gates.dropped(step.step_id))
+            found = choose(self.model, step, hidden, batch, self.gates.dropped(step.step_id), masks)
         # Gates are done before the report: its receiver may open gates of the next step at once.
         self.gates.done(step.step_id)
         times = start_ns, time.monotonic_ns()

@@ -1,26 +1,37 @@
-"""Changes logits before a token is chosen: bias, bans and penalties; for all rows at once, only where they apply.
+"""Changes logits before a token is chosen: bias, bans, penalties, masks; for all rows at once, where they apply.
 
 Names and meaning as in vLLM: repetition looks at prompt and output, presence and frequency at the output only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moonpool.sampling import SampleSpec
 
 
-def adjust(logits: Tensor, specs: Sequence[SampleSpec]) -> None:
-    """Apply bias, bans and penalties, in this order, to `logits` [R, vocab], contiguous, in place."""
+def adjust(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes]) -> None:
+    """Apply bias, bans, penalties and masks, in this order, to `logits` [R, vocab], contiguous, in place.
+
+    `masks`: by row; bit i, from the lowest of the first byte on, says whether token i may be chosen.
+    """
     flat, vocab = logits.view(-1), logits.shape[1]
     _bias(flat, vocab, specs)
     banned = _places([(row, _tokens(spec.banned)) for row, spec in enumerate(specs) if spec.banned], vocab)
     if banned is not None:
         flat[banned] = -torch.inf
     _penalise(flat, vocab, [(row, spec) for row, spec in enumerate(specs) if spec.history and spec.params.penalised])
+    for row, mask in masks.items():
+        _mask(logits[row], mask)
+
+
+def _mask(row: Tensor, mask: bytes) -> None:
+    allowed = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(row), bitorder="little")
+    row.masked_fill_(torch.from_numpy(allowed == 0), -torch.inf)
 
 
 def _tokens(tokens: Sequence[int]) -> Tensor:

@@ -3,15 +3,17 @@
 It has no state: an instance that computes the same logits chooses the same token, also after a crash and on another
 instance. A row's result never depends on the other rows.
 
-Order: bias, bans and penalties (`moonpool.model.adjust`); then the highest logit, the lowest token among equals, where
-the temperature is 0; else temperature, top-k, top-p, min-p and one draw (`moonpool.model.draw` states the rule).
+Order: bias, bans, penalties and masks (`moonpool.model.adjust`); then, where the temperature is 0, the highest logit,
+the lowest token among equals; else temperature, top-k, top-p, min-p and one draw (`moonpool.model.draw` states the
+rule).
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -28,10 +30,13 @@ _GREEDY_BELOW = 1e-5
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> tuple[list[list[int]], dict[int, Logprobs]]:
+def sample(
+    logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes] = MappingProxyType({})
+) -> tuple[list[list[int]], dict[int, Logprobs]]:
     """Choose the tokens of each row of `logits` [R, vocab] float32 by the row's parameters: one for each sample.
 
-    `logits` must be contiguous and are overwritten.
+    `logits` must be contiguous and are overwritten. `masks`: of rows that may not have all tokens, a bit for each token
+    from the lowest bit of the first byte on.
 
     Returns:
         The tokens, and the log probabilities of rows that want them.
@@ -46,7 +51,7 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> tuple[list[list[int]]
         return [], {}
     told = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
     untouched = logits[told]
-    adjust(logits, specs)
+    adjust(logits, specs, masks)
     tokens = [[token] * spec.samples for token, spec in zip(_greedy(logits), specs, strict=True)]
     drawn = [row for row, spec in enumerate(specs) if spec.params.temperature >= _GREEDY_BELOW]
     if drawn:

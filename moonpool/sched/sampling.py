@@ -74,6 +74,7 @@ class SequenceSampling:
             history=tokens.tobytes() if self.params.penalised else None,
             prompt_tokens=self.prompt_tokens,
             banned=self._banned(tokens, position),
+            answer=tokens[self.prompt_tokens :].tobytes() if self.params.response_format else b"",
         )
 
     def _banned(self, tokens: "array[int]", position: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from moonpool.checkpoint import ModelConfig, Tokenizer
 from moonpool.contracts import sampling_from_proto, sampling_to_proto
 from moonpool.errors import InvalidRequest
+from moonpool.grammar import check_grammar
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.kv.layout import KVLayout
 from moonpool.sampling import MAX_BAD_WORD_CHARS, SamplingParams, check_beams, check_end_tokens
@@ -133,6 +134,8 @@ def read_request(
     end_token_ids = tuple(dict.fromkeys((*ends, *sampling.stop_token_ids)))
     check_end_tokens(frozenset(end_token_ids), sampling.min_tokens, vocabulary, "sampling.stop_token_ids")
     check_beams(sampling, frozenset(end_token_ids), vocabulary, "sampling")
+    _require("sampling.response_format", not sampling.response_format or bool(ends), "this model has no end token")
+    check_grammar(sampling)
     return Request(
         id=request_id,
         tenant=message.tenant,

@@ -32,7 +32,8 @@ EVERY_FIELD_SET = SamplingParams(
     logit_bias={3: -1.0},
     logprobs=1,
     n=2,
-    response_format="json",
+    response_format="json_schema",
+    grammar="{}",
     beam_width=4,
     length_penalty=0.5,
     early_stopping="never",
@@ -142,6 +143,7 @@ def test_borders() -> None:
         ("bad_words", [""]),
         ("bad_words", ["a"] * 257),
         ("response_format", "json"),
+        ("grammar", "{}"),
     ],
 )
 def test_names_what_is_wrong(name: str, value: object) -> None:
