@@ -9,17 +9,23 @@ import json
 from dataclasses import dataclass
 from typing import get_args
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from moonpool.errors import InvalidRequest
 from moonpool.sampling import MAX_GRAMMAR_BYTES, ResponseFormat, SamplingParams
 
 FORMATS: tuple[str, ...] = get_args(ResponseFormat)
-_WHITESPACE = r"[ \t\n\r]{0,20}"
+_WHITESPACE = r"(\n[ \t]{0,16}| )?"
 """Between the parts of JSON. Without a bound, small models write spaces up to the last token."""
 _MAX_REASON = 400
-LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
-"""What a grammar may cost at most: some 100 MB, and some 20 ms in a step; the same where it is checked and used."""
+LIMITS = LLParserLimits(
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    step_max_items=10_000,
+    step_lexer_fuel=100_000,
+    verbose_errors=False,
+)
+"""What a grammar may cost at most: some 100 MB, and some 0.3 s in a step; the same where it is checked and used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,16 @@ def _json_grammar(schema: str) -> str:
     return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
 
 
+def _first_fault(compiled: str) -> str:
+    """What is wrong, also what shows only where the first token is looked for; "" = nothing."""
+    wrong = LLMatcher.validate_grammar(compiled, limits=LIMITS)
+    if wrong:
+        return str(wrong)
+    parser = LLMatcher(LLTokenizer("byte"), compiled, log_level=0, limits=LIMITS)
+    parser.compute_bitmask()
+    return str(parser.get_error())
+
+
 def check_grammar(params: SamplingParams, field_prefix: str = "sampling") -> None:
     """Checks that the grammar, if there is one, can be followed; takes up to half a second.
 
@@ -78,7 +94,7 @@ def check_grammar(params: SamplingParams, field_prefix: str = "sampling") -> Non
     if len(grammar.text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(field, f"has more than {MAX_GRAMMAR_BYTES} bytes")
     try:
-        wrong = LLMatcher.validate_grammar(grammar.compiled(), limits=LIMITS)
+        wrong = _first_fault(grammar.compiled())
     except (ValueError, RecursionError) as error:
         wrong = str(error)
     if wrong:

@@ -53,7 +53,7 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
         ({"sampling": SamplingParams(logprobs=21)}, "sampling.logprobs"),
         ({"sampling": SamplingParams(prompt_logprobs=-1)}, "sampling.prompt_logprobs"),
         ({"sampling": SamplingParams(bad_words=[""])}, "sampling.bad_words"),
-        ({"sampling": SamplingParams(response_format="json")}, "sampling.response_format"),
+        ({"sampling": SamplingParams(response_format="regex", grammar="([")}, "sampling.grammar"),
     ],
 )
 async def test_what_is_wrong_is_named(given: dict[str, object], field: str) -> None:
