@@ -5,10 +5,13 @@ Each way of giving blocks up, in every step, at each place in a block, and in a 
 
 import asyncio
 import dataclasses
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from moonpool.client import AsyncClient, GenerateResult, SamplingParams
@@ -19,6 +22,8 @@ from tests.integration.stack import CheckedStack
 
 POOL = 26
 ANSWER = 3 * BLOCK + 5
+FORMATTED: dict[str, list[list[list[int]]]] = {}
+"""Structured answers of the way that came first."""
 
 
 @dataclass(frozen=True)
@@ -137,3 +142,30 @@ def test_log_probabilities_of_a_prompt(served: Served) -> None:
     assert [choice.token_ids for choice in scored.choices] == [plain.token_ids] * 2
     [(_, _, again)] = served.ask([prompt], [how])
     assert (again.token_ids, again.usage.cached_tokens) == (plain.token_ids, 5 * BLOCK)
+
+
+def test_answers_of_a_format(served: Served) -> None:
+    """The parsers behind structured answers come back with their sequences: each way gives the same ones, all valid."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "ok": {"type": "boolean"},
+            "kind": {"enum": ["x", "yy"]},
+            "n": {"type": "integer", "maximum": 99},
+        },
+        "required": ["ok", "kind", "n"],
+        "additionalProperties": False,
+    }
+    text = json.dumps(schema)
+    drawn = SamplingParams(max_tokens=150, seed=3, n=2, response_format="json_schema", grammar=text)
+    greedy = dataclasses.replace(drawn, temperature=0.0, n=1, logprobs=1)
+    pattern = SamplingParams(max_tokens=20, seed=4, response_format="regex", grammar="(ab|ba){2,4}")
+    results = [result for *_, result in served.ask([tokens(40, "format")] * 3, [drawn, greedy, pattern])]
+    for result in results[:2]:
+        for choice in result.choices:
+            assert choice.finish_reason == "stop"
+            jsonschema.validate(json.loads(choice.text), schema)
+    assert re.fullmatch("(ab|ba){2,4}", results[2].text)
+    served.reference.assert_logprobs(tokens(40, "format"), results[1].logprobs, 1)
+    answers = [[choice.token_ids for choice in result.choices] for result in results]
+    assert FORMATTED.setdefault("answers", answers) == answers
