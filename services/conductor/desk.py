@@ -88,6 +88,7 @@ class Desk:
             arrived=answer.arrived,
             deadline=deadline,
             tenant=request.tenant,
+            scored=request.sampling.prompt_logprobs is not None,
             resumed=resume.resumed if resume is not None else None,
         )
         serving = Serving(ask, answer, self._first_token, list(request.prompt_keys), secret_for(request, resume))

@@ -67,6 +67,7 @@ class Ask:
         choices: sequences that run together, answers or beams; several begin again when the request is placed anew.
         beams: they are beams: tokens come when all are known, and what is placed anew begins again.
         tenant: whose it is.
+        scored: the prompt's log probabilities are wanted: prefill computes all of it.
         resumed: it is not new; only requests of one answer are resumed.
     """
 
@@ -81,6 +82,7 @@ class Ask:
     choices: int = 1
     beams: bool = False
     tenant: str = ""
+    scored: bool = False
     resumed: Resumed | None = None
 
     @property
@@ -273,12 +275,16 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Tell decode the first token and follow the sequence. `Cancel` ends it there and here."""
+    """Tell decode the first token and follow the sequence. `Cancel` ends it there and here.
+
+    With `compute` decode computes what it does not hold of the prompt, and the first token.
+    """
 
     io: int
     request: int
     sequence: str
     target: Target
+    compute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
