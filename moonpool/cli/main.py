@@ -54,6 +54,14 @@ def kvstore_(context: typer.Context) -> None:
         raise typer.Exit(importlib.import_module("services.kvstore.__main__").main(context.args))
 
 
+@app.command("certs", context_settings=PASS_THROUGH)
+def certs_(context: typer.Context) -> None:
+    """Make certificates for TLS between services: certs create FOLDER."""
+    from moonpool.cli import certs
+
+    certs.app(context.args, prog_name="moonpool certs", standalone_mode=False)
+
+
 @app.command()
 def up(
     model: Model = "",
