@@ -30,6 +30,7 @@ from moonpool.client.types import (
     Timing,
     TokenEvent,
     TokenLogprobs,
+    ToolCall,
     Usage,
 )
 from moonpool.errors import (
@@ -75,6 +76,7 @@ __all__ = [
     "TokenEvent",
     "TokenLogprobs",
     "TokenStream",
+    "ToolCall",
     "TransferFailed",
     "Unavailable",
     "Unsupported",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from moonpool.errors import MoonpoolError, Unavailable
 from services.gateway.errors import Refusal, refusal
 from services.gateway.forms import Form, compact
 from services.gateway.measuring import Meter, Watch
+from services.gateway.several import SeveralStreams
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ class Job:
     """A request that was read and checked.
 
     Attributes:
-        arguments: what the SDK is asked for.
+        requests: what the SDK is asked for; several run together, and have as many answers each.
         form: what the answer looks like.
         stream: whether it is sent as it grows.
         model: its name in measures.
@@ -40,7 +41,7 @@ class Job:
         traceparent: of the client's trace, passed on; "" = none.
     """
 
-    arguments: GenerateArguments
+    requests: Sequence[GenerateArguments]
     form: Form
     stream: bool
     model: str
@@ -142,7 +143,7 @@ class Answering:
         await reply.end()
 
     async def _whole(self, reply: Reply, watch: Watch) -> None:
-        async with self._client.stream(**self._job.arguments) as tokens:
+        async with self._tokens() as tokens:
             async for _ in tokens:
                 watch.tokens()
         result = _complete(tokens)
@@ -153,7 +154,7 @@ class Answering:
     async def _pieces(self, reply: Reply, watch: Watch) -> AsyncGenerator[bytes, None]:
         """The events of a stream, several at once where they come together."""
         form, begun = self._job.form, False
-        async with self._client.stream(**self._job.arguments) as tokens:
+        async with self._tokens() as tokens:
             async for event in tokens:
                 watch.tokens()
                 if not begun:
@@ -169,13 +170,20 @@ class Answering:
             yield b"".join(form.opening())
         yield b"".join(form.closing(result))
 
-    def _begin(self, reply: Reply, tokens: AsyncTokenStream) -> None:
+    def _tokens(self) -> AsyncTokenStream | SeveralStreams:
+        streams = [self._client.stream(**arguments) for arguments in self._job.requests]
+        if len(streams) == 1:
+            return streams[0]
+        sampling = self._job.requests[0].get("sampling")
+        return SeveralStreams(streams, sampling.n if sampling is not None else 1)
+
+    def _begin(self, reply: Reply, tokens: AsyncTokenStream | SeveralStreams) -> None:
         reply.headers["x-request-id"] = tokens.request_id
         placement = tokens.placement
         self._job.form.begin(tokens.request_id, emulated=placement is not None and placement.emulated)
 
 
-def _complete(tokens: AsyncTokenStream) -> GenerateResult:
+def _complete(tokens: AsyncTokenStream | SeveralStreams) -> GenerateResult:
     """The result of a stream that has ended.
 
     Raises:

@@ -49,7 +49,7 @@ async def gateway(config: GatewayConfig, tokenizer: Tokenizer) -> AsyncIterator[
         )
         metrics = Metrics(config.service())
         meter = Meter(metrics, time.monotonic)
-        texts = Texts(model_name(config.model), tokenizer, threads)
+        texts = Texts(model_name(config.model), tokenizer, threads, config.tool_parser)
         endpoints = Endpoints(config, client, texts, keys, meter, metrics.registry, int(time.time()))
         server, port = await stack.enter_async_context(http_serving(make_app(endpoints), config))
         metrics.watch(_gauges(server))

@@ -39,6 +39,7 @@ EVERY_FIELD_SET = SamplingParams(
     early_stopping="never",
     bad_words=("x", "y z"),
     prompt_logprobs=0,
+    skip_special_tokens=False,
 )
 
 
