@@ -157,6 +157,7 @@ class Answering:
         async with self._tokens() as tokens:
             async for event in tokens:
                 watch.tokens()
+                form.score(event.logprobs, event.choice)
                 if not begun:
                     begun = True
                     self._begin(reply, tokens)
