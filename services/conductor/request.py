@@ -6,13 +6,15 @@ Tokenises the prompt, so it runs on a worker thread.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from moonpool.checkpoint import ModelConfig, Tokenizer
 from moonpool.contracts import sampling_from_proto, sampling_to_proto
+from moonpool.core.fair import check_priority
 from moonpool.errors import InvalidRequest
 from moonpool.grammar import check_grammar
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_to_bytes
@@ -27,6 +29,8 @@ MAX_ID_CHARS = 128
 MAX_TENANT_CHARS = 256
 MAX_PROMPT_SCORES = 1 << 18
 """Log probabilities of one prompt: 2 MiB, which one message holds."""
+EVERY_OTHER = "*"
+"""Stands for each tenant without a weight of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,10 @@ class Served:
     layout: KVLayout
     max_tokens: int
     """Longest sequence, prompt and answer together."""
+    queue_s: float
+    """How long requests that do not say it may wait instead of being refused."""
+    weights: Mapping[str, float]
+    """Shares of tenants, as `ConductorConfig.tenant_weights` has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,8 @@ class Request:
     block_tokens: int
     bad_tokens: tuple[tuple[int, ...], ...] = ()
     """Of each the last token is not chosen after the others."""
+    priority: int = 0
+    weight: float = 1.0
 
     @property
     def max_tokens(self) -> int:
@@ -110,6 +120,8 @@ class Request:
             tenant=self.tenant,
             chain_root=self.chain_root,
             bad_tokens=[kv_pb2.TokenRun(token_ids=run) for run in self.bad_tokens],
+            priority=self.priority,
+            weight=self.weight,
         )
 
 
@@ -144,11 +156,13 @@ def read_request(
         sampling=sampling,
         stops=tuple(sampling.stop),
         end_token_ids=end_token_ids,
-        slo=_read_slo(message.slo),
+        slo=_read_slo(message.slo, served.queue_s),
         chain_root=root,
         prompt_keys=tuple(block_keys(root, prompt, served.layout.block_tokens)),
         block_tokens=served.layout.block_tokens,
         bad_tokens=_read_bad_words(sampling, served, len(end_token_ids)),
+        priority=message.priority,
+        weight=weight_of(message.tenant, served.weights),
     )
 
 
@@ -158,7 +172,7 @@ def _read_bad_words(sampling: SamplingParams, served: Served, ends: int) -> tupl
     for word in sampling.bad_words:
         plain, spaced = (tuple(served.tokenizer.encode(text, False)) for text in (word, " " + word.lstrip()))
         runs[plain] = None
-        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+        if plain and len(spaced) == len(plain) and spaced[0] != plain[0]:
             runs[spaced] = None
     vocabulary, field = served.config.vocab_size, "sampling.bad_words"
     _require(field, all(len(run) <= MAX_BAD_WORD_CHARS + 1 for run in runs), "a word has too many tokens")
@@ -179,6 +193,7 @@ def _check_envelope(message: conductor_pb2.GenerateRequest, served: Served) -> N
     printable = message.request_id.isprintable() and ATTEMPT_MARK not in message.request_id
     _require("request_id", printable, f"printable characters other than {ATTEMPT_MARK!r} only")
     _require("tenant", len(message.tenant) <= MAX_TENANT_CHARS, f"at most {MAX_TENANT_CHARS} characters")
+    check_priority(message.priority, "priority")
     _require("model", message.model in ("", served.name), f"only {served.name!r} is served, not {message.model!r}")
 
 
@@ -244,12 +259,19 @@ def _read_sampling(
     )
 
 
-def _read_slo(slo: conductor_pb2.Slo) -> Slo:
+def weight_of(tenant: str, weights: Mapping[str, float]) -> float:
+    """A tenant's share, relative to others'."""
+    return weights.get(tenant, weights.get(EVERY_OTHER, 1.0))
+
+
+def _read_slo(slo: conductor_pb2.Slo, queue_s: float) -> Slo:
     ttft = slo.ttft_s if slo.HasField("ttft_s") else None
     tbt = slo.tbt_s if slo.HasField("tbt_s") else None
     _require("slo.ttft_s", ttft is None or ttft > 0, "must be above 0")
     _require("slo.tbt_s", tbt is None or tbt > 0, "must be above 0")
-    return Slo(ttft, tbt)
+    queue = slo.queue_s if slo.HasField("queue_s") else queue_s
+    _require("slo.queue_s", queue >= 0 and isfinite(queue), "must be a number of seconds, 0 or more")
+    return Slo(ttft, tbt, queue)
 
 
 def _require(field: str, condition: bool, message: str) -> None:

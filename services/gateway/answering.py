@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from moonpool.client import AsyncClient, AsyncTokenStream, GenerateArguments, GenerateResult
 from moonpool.client.tracing import traceparent
 from moonpool.errors import MoonpoolError, Unavailable
+from services.gateway.budgets import Spending
 from services.gateway.errors import Refusal, refusal
 from services.gateway.forms import Form, compact
 from services.gateway.measuring import Meter, Watch
@@ -38,6 +39,7 @@ class Job:
         stream: whether it is sent as it grows.
         model: its name in measures.
         headers: of the answer.
+        spending: where it is counted what the request uses.
         traceparent: of the client's trace, passed on; "" = none.
     """
 
@@ -46,6 +48,7 @@ class Job:
     stream: bool
     model: str
     headers: Mapping[str, str]
+    spending: Spending
     traceparent: str = ""
 
 
@@ -144,8 +147,9 @@ class Answering:
 
     async def _whole(self, reply: Reply, watch: Watch) -> None:
         async with self._tokens() as tokens:
-            async for _ in tokens:
+            async for event in tokens:
                 watch.tokens()
+                self._job.spending.used(tokens.prompt_tokens, len(event.token_ids))
         result = _complete(tokens)
         watch.finished(result)
         self._begin(reply, tokens)
@@ -158,6 +162,7 @@ class Answering:
             async for event in tokens:
                 watch.tokens()
                 form.score(event.logprobs, event.choice)
+                self._job.spending.used(tokens.prompt_tokens, len(event.token_ids))
                 if not begun:
                     begun = True
                     self._begin(reply, tokens)

@@ -8,10 +8,10 @@ from http import HTTPStatus
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moonpool.rpc.keys import ApiKeys
 from services.gateway.config import GatewayConfig
 from services.gateway.fields import Body, BodyT
 from services.gateway.forms import compact
+from services.gateway.keys import BudgetedKeys, Caller
 from services.gateway.reading import JSON_TYPE, read_body
 
 MAX_IGNORED = 16
@@ -21,34 +21,38 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 class Door:
     """Lets requests in."""
 
-    def __init__(self, config: GatewayConfig, keys: ApiKeys | None) -> None:
+    def __init__(self, config: GatewayConfig, keys: BudgetedKeys | None) -> None:
         """`keys` are those that are known; None = none is asked for."""
         self._config = config
         self._keys = keys
 
     def tenant(self, request: Request) -> str:
-        """Whose request it is.
+        """Whose request it is, of one that uses nothing.
 
         Raises:
-            HttpError: 401.
+            Unauthenticated: there is no such key.
         """
-        if self._keys is None:
-            return ""
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        return self._keys.tenant(key)
+        return "" if self._keys is None else self._keys.tenant(_key(request))
 
-    async def read(self, request: Request, cls: type[BodyT]) -> tuple[str, BodyT, dict[str, str]]:
-        """The tenant, the checked body, and the answer's warning about fields that were ignored.
+    async def read(self, request: Request, cls: type[BodyT]) -> tuple[Caller, BodyT, dict[str, str]]:
+        """The caller, the checked body, and the answer's warning about fields that were ignored.
 
         Raises:
-            HttpError: the key or the body is refused.
+            Unauthenticated: there is no such key.
+            HttpError: the body is refused.
+            BudgetSpentError: the key or its tenant has used up its budget.
             InvalidRequest: names the field that is wrong.
         """
-        tenant = self.tenant(request)
+        caller = Caller() if self._keys is None else self._keys.admit(_key(request))
         body = await read_body(request, cls, self._config.max_body_bytes, self._config.read_timeout_s)
         body.check()
-        return tenant, body, _warning(body)
+        return caller, body, _warning(body)
+
+
+def _key(request: Request) -> str:
+    """The API key, in OpenAI's or in Anthropic's header; "" = none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 def _warning(body: Body) -> dict[str, str]:

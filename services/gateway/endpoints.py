@@ -15,13 +15,13 @@ from starlette.responses import Response
 from moonpool.client import AsyncClient, ClusterState, GenerateArguments, SamplingParams
 from moonpool.client.tracing import TRACEPARENT, is_traceparent
 from moonpool.errors import NotFound, Unavailable
-from moonpool.rpc.keys import ApiKeys
 from services.gateway.answering import Answering, Job
 from services.gateway.cluster import Cluster
 from services.gateway.config import GatewayConfig
 from services.gateway.door import Door, json_response
 from services.gateway.fields import AnsweredBody, CompletionBody, GenerationBody
 from services.gateway.forms import ChatForm, CompletionForm, Form
+from services.gateway.keys import BudgetedKeys, Caller
 from services.gateway.measuring import Meter
 from services.gateway.message_form import MessageForm
 from services.gateway.messages import MessagesBody
@@ -45,7 +45,7 @@ class Endpoints:
         config: GatewayConfig,
         client: AsyncClient,
         texts: Texts,
-        keys: ApiKeys | None,
+        keys: BudgetedKeys | None,
         meter: Meter,
         registry: CollectorRegistry,
         started_at: int,
@@ -89,46 +89,46 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Answering:
         """`/v1/chat/completions`."""
-        tenant, body, ignored = await self._door.read(request, ChatBody)
+        caller, body, ignored = await self._door.read(request, ChatBody)
         state = await self._cluster.state()
         given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-        arguments = self._arguments(body, tenant, state.max_tokens if given is None else given)
+        arguments = self._arguments(body, caller, state.max_tokens if given is None else given)
         if body.messages is not None:
             arguments["messages"] = body.turns()
         else:
             arguments["token_ids"] = body.prompt_token_ids
         form = ChatForm(state.model, self._scores(body, state), self._offer(body, arguments, state), **_shape(body))
-        return self._answering(request, body, [arguments], form, state, ignored)
+        return self._answering(request, caller, body, [arguments], form, state, ignored)
 
     async def completion(self, request: Request) -> Answering:
         """`/v1/completions`."""
-        tenant, body, ignored = await self._door.read(request, CompletionBody)
+        caller, body, ignored = await self._door.read(request, CompletionBody)
         state = await self._cluster.state()
-        arguments = self._arguments(body, tenant, COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens)
+        arguments = self._arguments(body, caller, COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens)
         requests = [arguments | _prompt(prompt) for prompt in body.prompts()]
         form = CompletionForm(state.model, self._scores(body, state), **_shape(body))
-        return self._answering(request, body, requests, form, state, ignored)
+        return self._answering(request, caller, body, requests, form, state, ignored)
 
     async def messages(self, request: Request) -> Answering:
         """`/v1/messages`, as Anthropic's."""
-        tenant, body, ignored = await self._door.read(request, MessagesBody)
+        caller, body, ignored = await self._door.read(request, MessagesBody)
         state = await self._cluster.state()
-        arguments = self._arguments(body, tenant, body.max_tokens)
+        arguments = self._arguments(body, caller, body.max_tokens)
         arguments["messages"] = body.turns()
         reading = self._offer(body, arguments, state)
         decode = partial(self._texts.decode_now, skip_special="tools" not in arguments)
         form = MessageForm(state.model, reading, body.stop_sequences or (), decode)
-        return self._answering(request, body, [arguments], form, state, ignored)
+        return self._answering(request, caller, body, [arguments], form, state, ignored)
 
     async def responses(self, request: Request) -> Answering:
         """`/v1/responses`."""
-        tenant, body, ignored = await self._door.read(request, ResponsesBody)
+        caller, body, ignored = await self._door.read(request, ResponsesBody)
         state = await self._cluster.state()
         longest = state.max_tokens if body.max_output_tokens is None else body.max_output_tokens
-        arguments = self._arguments(body, tenant, longest)
+        arguments = self._arguments(body, caller, longest)
         arguments["messages"] = body.turns()
         form = ResponseForm(state.model, self._offer(body, arguments, state), body.told())
-        return self._answering(request, body, [arguments], form, state, ignored)
+        return self._answering(request, caller, body, [arguments], form, state, ignored)
 
     def _scores(self, body: GenerationBody, state: ClusterState) -> Scores:
         """What spells log probabilities, if some are asked for.
@@ -151,11 +151,12 @@ class Endpoints:
         arguments["sampling"] = replace(arguments["sampling"] or SamplingParams(), skip_special_tokens=False)
         return Reading(tools, family)
 
-    def _arguments(self, body: AnsweredBody, tenant: str, max_tokens: int) -> GenerateArguments:
+    def _arguments(self, body: AnsweredBody, caller: Caller, max_tokens: int) -> GenerateArguments:
         return {
             "sampling": body.sampling(max_tokens),
             "slo": body.limits(),
-            "tenant": tenant,
+            "priority": body.priority or 0,
+            "tenant": caller.tenant,
             "model": body.model or "",
             "timeout_s": self._config.request_timeout_s,
         }
@@ -163,6 +164,7 @@ class Endpoints:
     def _answering(
         self,
         request: Request,
+        caller: Caller,
         body: AnsweredBody,
         requests: Sequence[GenerateArguments],
         form: Form,
@@ -171,7 +173,7 @@ class Endpoints:
     ) -> Answering:
         given = request.headers.get(TRACEPARENT, "")
         trace = given if is_traceparent(given) else ""
-        job = Job(requests, form, bool(body.stream), state.model, headers, trace)
+        job = Job(requests, form, bool(body.stream), state.model, headers, caller.spending, trace)
         return Answering(self._client, self.meter, job)
 
     def _card(self, state: ClusterState) -> dict[str, object]:
