@@ -136,6 +136,8 @@ def generate(
     prompt_logprobs: Annotated[
         int | None, typer.Option(min=0, max=20, help="The same for the prompt's tokens.")
     ] = None,
+    response_format: Annotated[str, typer.Option(help="json_object, json_schema, regex or lark.")] = "",
+    grammar: Annotated[str, typer.Option(help="What the format is of: a schema, an expression, ...; or @FILE.")] = "",
     ttft_slo_s: Annotated[
         float | None, typer.Option(help="Seconds; refuse when the first token is predicted later.")
     ] = None,
@@ -160,6 +162,8 @@ def generate(
         length_penalty=length_penalty,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        response_format=response_format,  # type: ignore[arg-type]  # the conductor names what it does not know
+        grammar=Path(grammar[1:]).read_text() if grammar.startswith("@") else grammar,
     )
     slo = Slo(ttft_s=ttft_slo_s, queue_s=queue_s)
     run_generate(address, text, sampling, chat=chat, slo=slo, tenant=tenant, priority=priority, as_json=as_json)
