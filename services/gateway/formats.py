@@ -38,18 +38,31 @@ def wanted_format(
     return asked[0][1] if asked else _ANY
 
 
+def responses_format(field: Mapping[str, Any]) -> Format:
+    """The format of a response: `text.format`, where a schema lies beside its type.
+
+    Raises:
+        InvalidRequest: names what is wrong.
+    """
+    return _typed("text.format", field, "schema", field)
+
+
 def _openai(field: Mapping[str, Any]) -> Format:
+    return _typed("response_format", field, "json_schema.schema", field.get("json_schema"))
+
+
+def _typed(name: str, field: Mapping[str, Any], place: str, holder: object) -> Format:
+    """`holder` has the schema, which errors name by its `place` in the field of that `name`."""
     kind = field.get("type")
     if kind == "text":
         return _ANY
     if kind == "json_object":
         return "json_object", ""
     if kind != "json_schema":
-        raise InvalidRequest("response_format.type", f"must be text, json_object or json_schema, not {kind!r}")
-    told = field.get("json_schema")
-    if not isinstance(told, Mapping) or not isinstance(told.get("schema"), Mapping):
-        raise InvalidRequest("response_format.json_schema.schema", "must be a JSON schema")
-    return "json_schema", _text(told["schema"])
+        raise InvalidRequest(f"{name}.type", f"must be text, json_object or json_schema, not {kind!r}")
+    if not isinstance(holder, Mapping) or not isinstance(holder.get("schema"), Mapping):
+        raise InvalidRequest(f"{name}.{place}", "must be a JSON schema")
+    return "json_schema", _text(holder["schema"])
 
 
 def _vllm(prefix: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Format]]:

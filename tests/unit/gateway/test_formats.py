@@ -62,3 +62,14 @@ async def test_what_is_wrong_is_named(gateway: Answers, body: dict[str, Any], pa
     assert answered.status_code == 400
     assert answered.json()["error"]["param"] == param
     assert gateway.fake.requests == []
+
+
+async def test_a_response_says_it_of_its_text(gateway: Answers) -> None:
+    told = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
+    answered = await gateway.http.post("/v1/responses", json={"input": "x", "text": {"format": told}})
+    assert answered.status_code == 200
+    assert answered.json()["text"] == {"format": told}
+    assert gateway.asked.sampling.response_format == "json_schema"
+    assert json.loads(gateway.asked.sampling.grammar) == SCHEMA
+    wrong = await gateway.http.post("/v1/responses", json={"input": "x", "text": {"format": OPENAI}})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "text.format.schema")
