@@ -19,6 +19,7 @@ ALL = (
     "sampling",
     "serving",
     "simulated",
+    "tls",
 )
 
 
