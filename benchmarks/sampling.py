@@ -76,8 +76,7 @@ class Stage:
             kv_layout(config, "bfloat16", BLOCK_TOKENS), BATCH * self._blocks, [(0, config.num_layers)]
         )
         self._ends = config.eos_token_ids
-        self._masks = Masks(Tokenizer.load(folder).definition, vocabulary, self._ends)
-        self._masks.prepare().result()
+        self._masks = Masks(lambda: Tokenizer.load(folder), vocabulary, self._ends)
         model = load_stage(folder, config, torch.bfloat16, 0, config.num_layers)
         self._events: list[LayerDone | StepDone] = []
         [part] = self._pool.parts

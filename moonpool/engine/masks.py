@@ -1,7 +1,8 @@
 """Which tokens may follow in answers of a given format: worked out on a thread of its own while the step computes.
 
 What may follow depends on the tokens before it, which are known when a step begins. So the masks are there when the
-step has its logits, and nothing waits for them that was not busy itself.
+step has its logits, and nothing waits for them that was not busy itself. The first request with a format waits for the
+tokenizer, which takes up to a second and 150 MB with 152k tokens: who asks for no format pays neither.
 
 A mask is a function of the grammar and the answer so far. Parsers that stand behind an answer are kept only to save
 time: one that is missing is made anew from the answer, so nothing is lost with a preempted or moved sequence.
@@ -17,6 +18,7 @@ from typing import TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
 
+from moonpool.checkpoint import Tokenizer
 from moonpool.grammar import LIMITS, Grammar
 from moonpool.kv.keys import tokens_from_bytes
 from moonpool.sampling import SampleSpec
@@ -37,22 +39,18 @@ class Masks:
     """Makes bit masks: bit i (from the lowest bit of the first byte on) says whether token i may follow.
 
     Args:
-        definition: gives the tokenizer as `tokenizers` writes it down; called on the thread.
+        load: gives the tokenizer; called on the thread.
         vocab_size: tokens of the model.
         end_token_ids: of the model.
     """
 
-    def __init__(self, definition: Callable[[], str], vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
-        self._definition = definition
+    def __init__(self, load: Callable[[], Tokenizer], vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
+        self._load = load
         self._vocab_size = vocab_size
         self._ends = end_token_ids
         self._thread = ThreadPoolExecutor(1, "masks")
         self._grammars: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._parsers: OrderedDict[tuple[Grammar, bytes], LLMatcher] = OrderedDict()
-
-    def prepare(self) -> Future[object]:
-        """Begins to read the tokenizer, so that the first request with a format need not wait for it."""
-        return self._thread.submit(lambda: self._tokenizer)
 
     def begin(self, step: Step) -> dict[int, Future[bytes]]:
         """Begins the masks of a step's sequences that sample with a format, by index."""
@@ -70,8 +68,9 @@ class Masks:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        definition, size = self._definition(), self._vocab_size
-        return LLTokenizer(definition, n_vocab=size, eos_token=list(self._ends) or None)
+        tokenizer = self._load()
+        size = max(self._vocab_size, tokenizer.vocab_size)
+        return LLTokenizer(tokenizer.definition(), n_vocab=size, eos_token=list(self._ends) or None)
 
     def _mask(self, grammar: Grammar, spec: SampleSpec) -> bytes:
         """What may follow; where a grammar cannot be followed any more, the end alone."""

@@ -116,8 +116,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
         )
     masks = None
     if model.is_last:
-        masks = Masks(lambda: Tokenizer.load(path).definition(), config.vocab_size, config.eos_token_ids)
-        masks.prepare()
+        masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids)
     return StageRunner(spec.stage, model, part, links, gates, channel.send, engine.gate_timeout_s, masks)
 
 

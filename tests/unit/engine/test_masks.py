@@ -33,8 +33,7 @@ ANYTHING = torch.randn(16, CONFIG.vocab_size, generator=torch.Generator().manual
 
 @pytest.fixture(scope="module")
 def masks() -> Iterator[Masks]:
-    made = Masks(TOKENIZER.definition, CONFIG.vocab_size, CONFIG.eos_token_ids)
-    made.prepare().result()
+    made = Masks(lambda: TOKENIZER, CONFIG.vocab_size, CONFIG.eos_token_ids)
     yield made
     made.close()
 
@@ -92,7 +91,7 @@ def test_an_answer_goes_on_anywhere_as_where_it_began(masks: Masks) -> None:
     params = schema(record(a={"type": "integer"}, b={"type": "boolean"}))
     whole = generate(masks, params)
     sampling = SequenceSampling.of(params, len(PROMPT), CONFIG.eos_token_ids)
-    elsewhere = Masks(TOKENIZER.definition, CONFIG.vocab_size, CONFIG.eos_token_ids)
+    elsewhere = Masks(lambda: TOKENIZER, CONFIG.vocab_size, CONFIG.eos_token_ids)
     for length in (0, 3, 2, len(whole) - 1, 1, 1, 2):
         spec = sampling.at(PROMPT + array("i", whole[:length]))
         assert begun(elsewhere, spec) == begun(masks, spec)
