@@ -146,6 +146,7 @@ class SamplingParams:
         )
         described = self.response_format not in ("", "json_object")
         require("grammar", bool(self.grammar) == described, f"must {'' if described else 'not '}be given")
+        require("grammar", len(self.grammar) <= MAX_GRAMMAR_BYTES, f"at most {MAX_GRAMMAR_BYTES} bytes")
         for name in _NOT_WITH_FORMAT if self.response_format else ():
             unset = getattr(self, name) == _DEFAULTS[name]
             require(name, unset, "has no meaning with response_format, which says where the answer may end")

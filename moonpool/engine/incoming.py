@@ -104,10 +104,10 @@ class IncomingRequest:
 
 def _bad_tokens(spec: kv_pb2.SequenceSpec, ends: int, vocab_size: int) -> list[Sequence[int]]:
     """Checked, also that something can be chosen whatever they ban."""
-    field, runs = "sequence.bad_tokens", [run.token_ids for run in spec.bad_tokens]
-    if len(runs) > MAX_BAD_TOKENS or len(runs) + ends >= vocab_size:
-        most = min(MAX_BAD_TOKENS, vocab_size - ends - 1)
+    field, most = "sequence.bad_tokens", min(MAX_BAD_TOKENS, vocab_size - ends - 1)
+    if len(spec.bad_tokens) > max(0, most):
         raise InvalidRequest(field, f"at most {most}")
+    runs = [run.token_ids for run in spec.bad_tokens]
     if not all(0 < len(run) <= MAX_BAD_WORD_CHARS + 1 for run in runs):
         raise InvalidRequest(field, f"each has 1 to {MAX_BAD_WORD_CHARS + 1} tokens")
     if not all(0 <= token < vocab_size for run in runs for token in run):
