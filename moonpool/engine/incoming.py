@@ -32,6 +32,7 @@ class IncomingRequest:
         chain_root: parent of the first key.
         tenant: whose KV it is.
         sampling: how the next tokens are chosen.
+        transient: none of its blocks is to be kept.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class IncomingRequest:
     chain_root: BlockKey
     tenant: str
     sampling: SequenceSampling
+    transient: bool = False
 
     @classmethod
     def from_proto(
@@ -74,7 +76,7 @@ class IncomingRequest:
         if spec.block_keys != pack_keys(keys):
             raise InvalidRequest("sequence.block_keys", f"are not the {len(keys)} keys of these tokens")
         sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids)
-        return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, sampling)
+        return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, sampling, spec.transient)
 
     @property
     def width(self) -> int:

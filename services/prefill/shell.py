@@ -11,6 +11,7 @@ from moonpool.drive.journal import JournalWriter
 from moonpool.engine.handle import Engine
 from moonpool.errors import Internal, InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.kv.keys import tokens_to_bytes
+from moonpool.sched.forgetting import ForgetKV, Forgot
 from moonpool.sched.steps import LayerDone, SequenceStep, Several, Step, StepResult
 from moonpool.streams.transfer_client import DamagedInTransfer
 from moonpool.streams.writeback import WriteBack
@@ -71,6 +72,7 @@ class Shell:
         self._group: asyncio.TaskGroup | None = None
         self._died = asyncio.Event()
         self._dead = "the engine is not running"
+        self._forgot: dict[int, int] = {}
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -86,6 +88,12 @@ class Shell:
         """Tells the core what has happened."""
         self._driver.post(event)
         self._notify()
+
+    def forget(self, event: ForgetKV) -> int:
+        """Deletes KV from the pool; how many blocks."""
+        self.post(event)
+        self._driver.settle()
+        return self._forgot.pop(event.number)
 
     def find(self, request_id: str) -> list[Request]:
         """Requests of an id that have not ended."""
@@ -125,6 +133,8 @@ class Shell:
                 self._engine.abort(action.step)
             case actions.PutBlocks():
                 self._put(action)
+            case Forgot(number, blocks):
+                self._forgot[number] = blocks
             case Cancel():
                 if (task := self._tasks.get(action.io)) is not None:
                     task.cancel()

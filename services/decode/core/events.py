@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from moonpool.core.kernel import Ended, Tick
 from moonpool.kv.keys import BlockKey
+from moonpool.sched.forgetting import ForgetKV
 
 Candidates = tuple[tuple[float, bool], ...]
 """What may follow one beam: of each token its log probability and whether the sequence ends with it; the best first."""
@@ -51,6 +52,10 @@ class Reserve:
     Only one that runs alone."""
     fence: int = 0
     """How often its client has resumed it."""
+    tenant: str = ""
+    """Whose KV it is."""
+    transient: bool = False
+    """None of its blocks is to be kept: its KV was deleted while it was on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +216,7 @@ Event = (
     | Stepped
     | StepDone
     | Died
+    | ForgetKV
     | Ended[IoEnd]
     | Tick
 )

@@ -5,6 +5,7 @@ from moonpool.core.kernel import Ended, Outstanding, Tick
 from moonpool.core.timers import Timers
 from moonpool.cost import SpeedTracker
 from moonpool.sched.block_manager import BlockManager
+from moonpool.sched.forgetting import ForgetKV
 from services.decode.core import beams, groups
 from services.decode.core.actions import Action, Ending, Finish, Promised, Refused, Run, Table
 from services.decode.core.admission import Admission
@@ -27,6 +28,7 @@ from services.decode.core.events import (
     StreamOpened,
     SwapEnd,
 )
+from services.decode.core.forgetting import forget_kv
 from services.decode.core.holds import Copy, Holds, Loading, Writing
 from services.decode.core.lengths import AnswerLengths
 from services.decode.core.orphans import Orphans
@@ -99,7 +101,7 @@ class DecodeCore:
 
     def handle(self, now: float, event: Event, out: list[Action]) -> None:
         """Takes an event."""
-        self.orphans.now = now
+        self.orphans.now = self.blocks.now = now
         match event:
             case StepDone():
                 self._step_done(now, event, out)
@@ -118,8 +120,8 @@ class DecodeCore:
                 self._stream(event, out)
             case Adopt() if event.stream in self._streams:
                 self.orphans.adopt(event, self._streams[event.stream], out)
-            case Died(why):
-                self._die(why, out)
+            case Died() | ForgetKV():
+                self._at_once(event, out)
             case _:
                 self._progress(now, event, out)
         self._end_all(self.orphans.settle(out), "its conductor was lost", out)
@@ -164,7 +166,7 @@ class DecodeCore:
         self._leases.set(request.id, now + self.config.lease_s)
         [member] = request.members
         for block, key in zip(member.table, member.keys, strict=False):
-            self.blocks.register(block, key)
+            self.blocks.register(block, key, request.owner)
         self._join(request, out)
 
     def _start(self, request: Request, event: Start, out: list[Action]) -> None:
@@ -268,11 +270,15 @@ class DecodeCore:
         self._roster.remove(request)
         self.orphans.gone(request, out)
 
-    def _die(self, why: str, out: list[Action]) -> None:
+    def _at_once(self, event: Died | ForgetKV, out: list[Action]) -> None:
+        """Something that concerns all requests: the engine has died, or KV is to be deleted."""
+        if isinstance(event, ForgetKV):
+            out.append(forget_kv(self.blocks, event, [*self.requests.values(), *self.orphans.logs.waiting]))
+            return
         self._dead = True
         self.planner.flight = None
         self._step_over(out)
-        self._end_all(list(self.requests.values()), why, out)
+        self._end_all(list(self.requests.values()), event.why, out)
 
     # --- steps and copies ------------------------------------------------------------------------------------------
 
@@ -324,7 +330,7 @@ class DecodeCore:
             if request.state is not State.LEAVING and member is not None:
                 index = len(member.keys)
                 member.keys.append(key)
-                self.blocks.register(member.table[index], key)
+                self.blocks.register(member.table[index], key, request.owner)
                 for store in range(request.stores):
                     self.shelf.write(request, member, index, store, out)
 

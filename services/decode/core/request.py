@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Self
 
 from moonpool.kv.keys import BlockKey
+from moonpool.sched.block_manager import Owner
 from services.decode.core.events import Candidates, Reserve
 from services.decode.core.search import Search
 
@@ -96,6 +97,8 @@ class Request:
     tbt_slo_s: float
     conductor: str
     stores: int
+    owner: Owner = field(default_factory=Owner)
+    """Whose KV it is, and whether its blocks may be kept."""
     until: float = 0.0
     """When it ends if it was not started, however often its lease is renewed."""
     state: State = State.PROMISED
@@ -137,6 +140,7 @@ class Request:
             event.tbt_slo_s,
             event.conductor,
             event.stores,
+            Owner(event.tenant, event.transient),
             until,
             resumable=event.resumable,
             fence=event.fence,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from moonpool.kv.keys import BlockKey
+from moonpool.sched.forgetting import ForgetKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,10 @@ class Arrive:
     sources: tuple[Source, ...] = ()
     """The best first."""
     copies: tuple[Copy, ...] = ()
+    tenant: str = ""
+    """Whose KV it is."""
+    transient: bool = False
+    """None of its blocks is to be kept: its KV was deleted while it was on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ class LayerLoaded:
     layer: int
 
 
-Event = Arrive | Leave | Drain | Stop | LayerComputed | LayerLoaded
+Event = Arrive | Leave | Drain | Stop | LayerComputed | LayerLoaded | ForgetKV
 
 # --- results of I/O: each comes in one `Ended` --------------------------------------------------------------------
 

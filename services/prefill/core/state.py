@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from moonpool.core.kernel import Cancel, Outstanding
 from moonpool.cost import Speeds, SpeedTracker
 from moonpool.kv.keys import BlockKey
-from moonpool.sched.block_manager import BlockManager
+from moonpool.sched.block_manager import BlockManager, Owner
 from services.prefill.core.actions import Action, Miss
 from services.prefill.core.events import Arrive, Copy, Source
 from services.prefill.core.outgoing import Outgoing
@@ -83,6 +83,7 @@ class Job:
     added_at: float
     expected_tokens: int
     """Leading tokens that are expected not to be computed; for predictions, until the job starts."""
+    owner: Owner
     next_source: int = 0
     first_step_at: float | None = None
     token_at: float | None = None
@@ -116,7 +117,8 @@ class Job:
         believed = max((source.blocks for source in event.sources), default=0)
         reusable = (event.num_tokens - 1) // settings.block_tokens
         expected = min(believed, reusable) * settings.block_tokens
-        return cls(event.job, event.num_tokens, event.keys, event.sources, event.copies, outgoing, now, expected)
+        owner = Owner(event.tenant, event.transient)
+        return cls(event.job, event.num_tokens, event.keys, event.sources, event.copies, outgoing, now, expected, owner)
 
     @property
     def finished(self) -> bool:
@@ -269,7 +271,7 @@ class State:
         size = self.settings.block_tokens
         assert job.table is not None
         for index in range(job.computed // size, end // size):
-            self.manager.register(job.table.blocks[index], job.keys[index])
+            self.manager.register(job.table.blocks[index], job.keys[index], job.owner)
         job.computed = end
         job.scheduled = max(job.scheduled, end)
 
