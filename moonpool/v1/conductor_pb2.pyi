@@ -1342,6 +1342,7 @@ class Context(_message.Message):
     SAVED_TOKENS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Unique."""
     status: Global___ContextStatus.ValueType
@@ -1353,7 +1354,7 @@ class Context(_message.Message):
     tokens: _builtins.int
     """Tokens of its prompt."""
     blocks: _builtins.int
-    """Full blocks, and how many of them a pin keeps."""
+    """Its full blocks."""
     pinned_blocks: _builtins.int
     """How many of them a pin keeps."""
     pinned_bytes: _builtins.int
@@ -1368,6 +1369,8 @@ class Context(_message.Message):
     """What is wrong, or what limits the pin; empty for nothing."""
     model: _builtins.str
     """The model it was made for."""
+    keys: _builtins.bytes
+    """Concatenated 32-byte keys of its full blocks."""
     @_builtins.property
     def made(self) -> Global___CreateContextRequest:
         """As it was made."""
@@ -1389,10 +1392,11 @@ class Context(_message.Message):
         saved_tokens: _builtins.int = ...,
         error: _builtins.str = ...,
         model: _builtins.str = ...,
+        keys: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["made", b"made"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "created_at", b"created_at", "error", b"error", "expires_at", b"expires_at", "hits", b"hits", "id", b"id", "kvstore", b"kvstore", "made", b"made", "model", b"model", "pinned_blocks", b"pinned_blocks", "pinned_bytes", b"pinned_bytes", "saved_tokens", b"saved_tokens", "status", b"status", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "created_at", b"created_at", "error", b"error", "expires_at", b"expires_at", "hits", b"hits", "id", b"id", "keys", b"keys", "kvstore", b"kvstore", "made", b"made", "model", b"model", "pinned_blocks", b"pinned_blocks", "pinned_bytes", b"pinned_bytes", "saved_tokens", b"saved_tokens", "status", b"status", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

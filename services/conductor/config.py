@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import Field
+import yaml
+from pydantic import BeforeValidator, Field
 
 from moonpool.config import ListenAddress
 from moonpool.drive.config import CoreServiceConfig
+from moonpool.errors import InvalidRequest
+from moonpool.kv.selection import check_ttls
 from services.conductor.core.admission import Admission
 from services.conductor.core.stores import MAX_REPLICAS
+
+
+def _read_ttls(given: Any) -> Any:
+    """From YAML or JSON, or as it is."""
+    try:
+        found = yaml.safe_load(given) if isinstance(given, str) else given
+        return check_ttls({str(name): float(seconds) for name, seconds in (found or {}).items()})
+    except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"must be {{TENANT: SECONDS}}: {error}") from None
+    except InvalidRequest as error:
+        raise ValueError(str(error)) from None
 
 
 class ConductorConfig(CoreServiceConfig):
@@ -64,6 +79,11 @@ class ConductorConfig(CoreServiceConfig):
         ge=0,
         description="seconds a resumed request waits for the decode instance where it ran to join this conductor, "
         "before it is placed anew",
+    )
+    tenant_ttl_s: Annotated[dict[str, float], BeforeValidator(_read_ttls)] = Field(
+        default_factory=dict,
+        description="seconds for which KV may stay in any one place, by tenant, as YAML or JSON: {NAME: SECONDS}; NAME "
+        "'*' is for each tenant that is not named; default: as long as there is room",
     )
     record_trace: Path | None = Field(
         None,

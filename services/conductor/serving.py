@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from moonpool.errors import StreamBroken
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.selection import Selection
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.conductor.answer import Answer
 from services.conductor.core.messages import Ask, Finish, Target
@@ -28,6 +29,7 @@ class Serving:
         placement: the last one; `placements` how many there were.
         promised_tbt_s: predicted seconds between tokens, by the decode instance that has promised room.
         started: decode was told to start there.
+        transient: its KV was deleted meanwhile: engines keep nothing of it.
     """
 
     ask: Ask
@@ -40,6 +42,7 @@ class Serving:
     placements: int = 0
     promised_tbt_s: dict[str, float] = field(default_factory=dict)
     started: bool = False
+    transient: bool = False
     _hashed: int = 0
     _spec: kv_pb2.SequenceSpec | None = None
 
@@ -52,7 +55,14 @@ class Serving:
         if self._spec is None or self._spec.request_id != sequence:
             answer = self.answer
             self._spec = answer.request.sequence(sequence, answer.continued[: self._hashed], self.keys)
+            self._spec.transient = self.transient
         return self._spec
+
+    def forget(self, selection: Selection, namespace: bytes) -> None:
+        """KV was deleted, maybe this request's."""
+        named = self.answer.request.tenant in selection.tenants or namespace in selection.namespaces
+        if named or not selection.keys.isdisjoint(self.keys):
+            self.transient, self._spec = True, None
 
     def rehash(self) -> int:
         """Keys of all full blocks of the prompt and of what is continued of the answer; returns the latter's length."""

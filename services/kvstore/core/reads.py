@@ -58,7 +58,13 @@ class LeasedBlock:
     def promoted(self, layout: KVLayout) -> DramBlock | None:
         """The block that was read from the SSD tier into reserved DRAM; None when not all of it was read."""
         reader = self.reader
-        if reader is None or reader.deleted or reader.info is None or self.fill is None or self.filled != (1 << layout.layers) - 1:
+        if (
+            reader is None
+            or reader.deleted
+            or reader.info is None
+            or self.fill is None
+            or self.filled != (1 << layout.layers) - 1
+        ):
             return None
         hashes = [reader.hashes[layer] for layer in range(layout.layers)]
         return DramBlock(dataclasses.replace(reader.info, tenant=self.tenant), self.fill, hashes)

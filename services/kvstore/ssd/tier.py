@@ -140,9 +140,9 @@ class SsdTier:
         carry, store = [], []
         sizes: dict[Segment, int] = {}
         for source in ((victim.segment, slot) for victim in victims for slot in victim.carried):
-            key, _, length, *rest = source[0].row(source[1])
+            key, _, length, format_id, tenant_id, written = source[0].row(source[1])
             segment, start = self.space.place(length, sizes)
-            carry.append(Append(segment, (key, start, length, *rest), source=source))
+            carry.append(Append(segment, (key, start, length, format_id, tenant_id, written), source=source))
         formats, tenants = self.catalogue.formats, self.catalogue.tenants
         for block in blocks:
             info, length = block.info, record_size(block.info) // ALIGN
