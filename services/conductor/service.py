@@ -27,14 +27,11 @@ from services.conductor.core.picture import Picture
 from services.conductor.core.placing import Limits
 from services.conductor.desk import Desk
 from services.conductor.explain import Decisions
-<<<<<<< HEAD
 from services.conductor.forgetting import Forgetting
 from services.conductor.intake import Intake
 from services.conductor.keeping import ContextKeeper
 from services.conductor.ledger import Ledger
-=======
 from services.conductor.policy import load_policy
->>>>>>> main
 from services.conductor.predictions import Predictions
 from services.conductor.recording import Recording
 from services.conductor.servicer import ConductorServicer

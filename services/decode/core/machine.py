@@ -35,7 +35,7 @@ from services.decode.core.lengths import AnswerLengths
 from services.decode.core.orphans import Orphans
 from services.decode.core.planner import Planner
 from services.decode.core.preemption import Parking
-from services.decode.core.request import TRANSFERRING, Request, State
+from services.decode.core.request import Request, State
 from services.decode.core.room import Room
 from services.decode.core.roster import Roster
 from services.decode.core.runs import observe
@@ -138,8 +138,7 @@ class DecodeCore:
         request = Request.of(event, now + self.config.promise_s)
         refused = self._admission.refuse(event, request, tbt_s, self.requests.values())
         if refused is not None:
-            reason, why = refused
-            out.append(Refused(event.id, reason, why, tbt_s))
+            out.append(Refused(event.id, *refused, tbt_s))
             return
         self._roster.add(request)
         self.planner.keep_seat(request)
@@ -377,14 +376,10 @@ class DecodeCore:
         copying = [holds.request for _, holds in self._ios if not isinstance(holds, Writing)]
         self.shelf.check_invariants(requests)
         for request in requests:
-            assert 1 <= len(request.members) <= request.width
-            for member in request.members:
-                assert len(set(member.table)) == len(member.table), "a block is twice in a table"
+            request.check_invariants(leased=self._leases.at(request.id) is not None)
             beams.check_invariants(request)
-            assert (request.promised > 0) <= (request.state is State.PROMISED)
             assert request.state not in _IN_USE or request in copying
             assert request.state is not State.LEAVING or request in copying or request in self._leaving
-            assert (self._leases.at(request.id) is not None) == (request.state in TRANSFERRING)
 
     def digest(self) -> bytes:
         """Hash of the whole state."""

@@ -188,3 +188,11 @@ class Request:
     def refs(self) -> Iterator[int]:
         """Its references to blocks: a block is named by each member that has it."""
         return (block for member in self.members for block in member.table)
+
+    def check_invariants(self, *, leased: bool) -> None:
+        """Asserts what its state says; `leased`: it has a lease."""
+        assert 1 <= len(self.members) <= self.width
+        for member in self.members:
+            assert len(set(member.table)) == len(member.table), "a block is twice in a table"
+        assert (self.promised > 0) <= (self.state is State.PROMISED)
+        assert leased == (self.state in TRANSFERRING)
