@@ -71,7 +71,7 @@ class ConductorServicer:
         self._desk = desk
         self._intake = intake
         self._keeper = keeper
-        self._forgetting = forgetting
+        self.forgetting = forgetting
         self._decisions = decisions
         self._tokenizing = tokenizing
         self._spans = spans
@@ -224,7 +224,7 @@ class ConductorServicer:
         return await self._keeper.delete(request)
 
     async def DeleteKV(self, request: conductor_pb2.DeleteKVRequest, context: object) -> conductor_pb2.DeleteKVResponse:
-        return await self._forgetting.delete(selection_from_proto(request.selection))
+        return await self.forgetting.delete(selection_from_proto(request.selection))
 
     async def ConductorStats(
         self, request: conductor_pb2.ConductorStatsRequest, context: object
@@ -250,8 +250,8 @@ class ConductorServicer:
                 ("steps_messages_unsent", lambda: cluster.steps.unsent, 0),
                 ("contexts", lambda: len(self._keeper.contexts), None),
                 ("context_tasks", lambda: self._keeper.tasks, 0),
-                ("deletions", lambda: self._forgetting.deletions, None),
-                ("deletions_owed", lambda: self._forgetting.owed, 0),
+                ("deletions", lambda: self.forgetting.deletions, None),
+                ("deletions_owed", lambda: self.forgetting.owed, 0),
                 ("emulated", lambda: cluster.registry.emulated, None),
                 ("instances", lambda: len(cluster.registry), None),
                 ("index_keys", lambda: len(picture.index), None),

@@ -283,8 +283,7 @@ class DecodeCore:
         if isinstance(event, ForgetKV):
             out.append(forget_kv(self.blocks, event, [*self.requests.values(), *self.orphans.logs.waiting]))
             return
-        self._dead = True
-        self.planner.flight = None
+        self._dead, self.planner.flight = True, None
         self._step_over(out)
         self._end_all(list(self.requests.values()), event.why, out)
 
