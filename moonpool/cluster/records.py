@@ -47,7 +47,9 @@ class RecordBook:
             InvalidRequest: a record is too large, or has no place.
             Overloaded: all together are too large; none was taken.
         """
-        given = [_checked(record) for record in records]
+        given = sorted(
+            map(_checked, records), key=lambda record: record.version
+        )  # of two for a place, the later counts
         newer = {place_of(record): record for record in given if self._is_newer(record)}
         growth = sum(record.ByteSize() - self._size(place) for place, record in newer.items())
         if growth > 0 and self.nbytes + growth > self._max_bytes:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 
-from moonpool.contracts import selection_from_proto
+from moonpool.cluster.selections import selection_from_proto
 from moonpool.errors import Unavailable
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection, check_ttls

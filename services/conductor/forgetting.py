@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import grpc.aio
 
-from moonpool.contracts import selection_to_proto
+from moonpool.cluster.selections import selection_to_proto
 from moonpool.errors import InvalidRequest, MoonpoolError, Unavailable, Unsupported
 from moonpool.kv.selection import Selection
 from moonpool.rpc.channels import Channels

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from moonpool.contracts import selection_from_proto
+from moonpool.cluster.selections import selection_from_proto
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.spans import Recorder

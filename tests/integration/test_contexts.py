@@ -1,5 +1,6 @@
 """Named contexts and deleted KV, over real services: what is kept outlives them, what is deleted does not come back."""
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -73,7 +74,7 @@ def test_deleted_kv_is_in_no_tier_and_does_not_come_back_with_a_killed_store(
 def test_a_store_that_was_away_deletes_when_it_joins_again(stack: CheckedStack, client: Client) -> None:
     prompt = tokens(4 * BLOCK, "away")
     fill(client, prompt, "away")
-    stack.services["kvstore-0"].signal(9)
+    stack.services["kvstore-0"].signal(signal.SIGKILL)
     stack.services["kvstore-0"].wait(20)
     until(lambda: not stored(client))
     assert client.delete_kv(tenants=["away"]).recorded == 0

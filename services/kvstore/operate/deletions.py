@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from moonpool.contracts import selection_from_proto
+from moonpool.cluster.selections import selection_from_proto
 from moonpool.errors import Unavailable
 from moonpool.kv.selection import check_ttls
 from moonpool.v1 import kv_pb2

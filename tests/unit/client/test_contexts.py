@@ -5,6 +5,7 @@ import pytest
 from moonpool.client import Context, DeletedKV, InstanceDeletion, InvalidRequest, NotFound
 from moonpool.client.testing import FakeConductor
 from moonpool.v1 import conductor_pb2 as pb
+from moonpool.v1 import kv_pb2
 
 from .conftest import Dial
 
@@ -108,7 +109,7 @@ def test_contexts_are_listed_found_changed_and_ended(dial: Dial) -> None:
         "d", (InstanceDeletion("kvstore-0", 4, 400), InstanceDeletion("decode-0", 0, 0, "it does not answer")), 1
     )
     assert (kv.blocks, kv.bytes, kv.complete) == (4, 400, False)
-    selection = {"keys": KEY, "tenants": ["ours"], "namespaces": [KEY]}
+    selection = kv_pb2.Selection(keys=KEY, tenants=["ours"], namespaces=[KEY])
     assert pb.DeleteKVRequest(selection=selection) in fake.asked
 
 

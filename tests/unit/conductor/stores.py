@@ -23,6 +23,7 @@ class FakeStore(FakeMember):
     pins: dict[str, kvstore_pb2.PinRequest] = field(default_factory=dict)
     forgotten: list[kv_pb2.ForgetRequest] = field(default_factory=list)
     refusals: list[MoonpoolError] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)  # ids of those that were asked to forget, first come first
 
     async def SyncRecords(self, request: kvstore_pb2.SyncRecordsRequest, context: Any) -> Any:
         self.book.merge(request.records)
@@ -33,6 +34,7 @@ class FakeStore(FakeMember):
         if self.refusals:
             raise self.refusals.pop(0)
         self.forgotten.append(request)
+        self.order.append(self.id)
         named = {key for one in request.deletions for key in unpack_keys(one.selection.keys)}
         gone = [key for key in self.keys if key in named]
         self.keys = [key for key in self.keys if key not in named]

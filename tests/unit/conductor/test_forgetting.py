@@ -38,15 +38,7 @@ async def test_what_each_member_did_is_said_and_the_rest_is_repeated() -> None:
 async def test_engines_delete_before_stores_do() -> None:
     """What an engine is writing has come to its store by then."""
     order: list[str] = []
-    engine, store = FakeStore("decode-0", kv_pb2.INSTANCE_KIND_DECODE), FakeStore()
-    for member in (engine, store):
-        done = member.Forget
-
-        async def forget(request: kv_pb2.ForgetRequest, context: object, member=member, done=done) -> object:  # type: ignore[no-untyped-def]
-            order.append(member.id)
-            return await done(request, context)
-
-        member.Forget = forget  # type: ignore[method-assign]
+    engine, store = FakeStore("decode-0", kv_pb2.INSTANCE_KIND_DECODE, order=order), FakeStore(order=order)
     async with stack(store, engine) as s:
         await s.client.delete_kv(tenants=["ours"])
     assert order == ["decode-0", "kvstore-0"]

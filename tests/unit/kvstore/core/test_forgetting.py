@@ -40,7 +40,7 @@ def tier_of(driven: Driven) -> SsdTier:
 def on_disk(path: Path, keys: list[BlockKey]) -> list[BlockKey]:
     """Keys of which a header, or any of the data, is in some segment file."""
     raw = b"".join(file.read_bytes() for file in sorted((path / "segments").iterdir()))
-    return [key for key in keys if key in raw or data_of(key)[:64] in raw]
+    return [key for key in keys if bytes(key) in raw or data_of(key)[:64] in raw]
 
 
 def crash(path: Path, to: Path) -> Path:
