@@ -30,6 +30,7 @@ from moonpool.client.types import (
     Slo,
     Timing,
     TokenEvent,
+    ToolCall,
     Usage,
 )
 from moonpool.errors import (
@@ -79,6 +80,7 @@ __all__ = [
     "Timing",
     "TokenEvent",
     "TokenStream",
+    "ToolCall",
     "TransferFailed",
     "Unavailable",
     "Unsupported",

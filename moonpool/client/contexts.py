@@ -147,7 +147,7 @@ class AsyncContexts:
         """
         given: GenerateArguments = {"messages": messages, "token_ids": token_ids}
         if tools is not None:
-            given["tools"] = tools  # type: ignore[typeddict-unknown-key]
+            given["tools"] = tools
         prompt = generate_request(given)
         request = pb.CreateContextRequest()
         for field, value in (("name", name), ("ttl_s", ttl_s), ("tenant", tenant), ("description", description)):

@@ -11,6 +11,7 @@ from moonpool.errors import Unavailable
 from moonpool.v1 import conductor_pb2
 from services.conductor.answer import Answer
 from services.conductor.checkpoint import Checkpoint
+from services.conductor.config import ConductorConfig
 from services.conductor.desk import Desk
 from services.conductor.registry import Registry
 from services.conductor.request import Request, Served, read_request
@@ -24,7 +25,7 @@ class Intake:
         registry: what the engines serve.
         desk: serves requests.
         tokenizing: worker threads.
-        timeout_s: how long a request that is made here may take.
+        config: the conductor's.
     """
 
     def __init__(
@@ -33,13 +34,13 @@ class Intake:
         registry: Registry,
         desk: Desk,
         tokenizing: ThreadPoolExecutor,
-        timeout_s: float,
+        config: ConductorConfig,
     ) -> None:
         self._checkpoint = checkpoint
         self._registry = registry
         self._desk = desk
         self._tokenizing = tokenizing
-        self._timeout_s = timeout_s
+        self._config = config
 
     def served(self) -> Served:
         """What requests are checked against.
@@ -51,7 +52,14 @@ class Intake:
         if model is None or layout is None:
             raise Unavailable("no prefill and no decode instance has joined")
         return Served(
-            checkpoint.name, checkpoint.config, checkpoint.tokenizer, model.namespace, layout, model.max_tokens
+            checkpoint.name,
+            checkpoint.config,
+            checkpoint.tokenizer,
+            model.namespace,
+            layout,
+            model.max_tokens,
+            self._config.queue_deadline_s,
+            self._config.tenant_weights,
         )
 
     def model(self) -> str:
@@ -73,7 +81,9 @@ class Intake:
             MoonpoolError: it failed, or was refused.
         """
         request, arrived = await self.read(message), time.monotonic()
-        serving = self._desk.open(Answer.begin(request, self.served(), arrived), arrived + self._timeout_s)
+        serving = self._desk.open(
+            Answer.begin(request, self.served(), arrived), arrived + self._config.request_timeout_s
+        )
         try:
             async for _ in serving.outgoing:
                 pass

@@ -163,7 +163,7 @@ class DecodeShell:
         keys, prompt = tuple(incoming.keys), incoming.sampling.prompt_tokens
         width, targets, beams = incoming.width, len(stores), rules_of(incoming.sampling.params)
         asked = keys, tokens, prompt, total, tbt_slo_s, who, targets, width, starts_in_s
-        kept = incoming.tenant, incoming.transient
+        kept = incoming.priority, incoming.tenant, incoming.transient
         self._post(Reserve(number, *asked, beams, bool(secret), fence, *kept))
         self._driver.settle()
         answer = self._answers.pop(number)

@@ -1,108 +1,66 @@
-"""API keys: a file of hashes and tenants, read again when it changes.
-
-Each line is `sha256:HEX TENANT`, where HEX is the SHA-256 of a key; `#` begins a comment. Keys are random, so that a
-plain hash is enough: there is no dictionary to try.
-"""
+"""Whose request it is, by its API key, and on whose budgets."""
 
 from __future__ import annotations
 
-import hashlib
-import re
-from http import HTTPStatus
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from moonpool.errors import ConfigError
-from moonpool.telemetry.logs import get_logger
-from services.gateway.errors import HttpError
-
-MAX_TENANT_CHARS = 256
-_LINE = re.compile(r"sha256:(?P<hash>[0-9a-f]{64})[ \t]+(?P<tenant>\S.*)", re.IGNORECASE)
-
-Signature = tuple[int, int, int]
-
-log = get_logger(__name__)
+from moonpool.rpc.keys import ApiKeys, KeyFile, hashed
+from services.gateway.budgets import Budgets, Owner, Spending
 
 
-def hashed(key: str) -> str:
-    """A key as the file has it, without "sha256:"."""
-    return hashlib.sha256(key.encode()).hexdigest()
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: the tenant, and where it is counted what the request uses."""
+
+    tenant: str = ""
+    spending: Spending = field(default_factory=Spending)
 
 
-def parse_keys(text: str) -> dict[str, str]:
-    """Tenants by hash.
+class BudgetedKeys:
+    """The keys of a file, and what their owners have used."""
 
-    Raises:
-        ValueError: names the line that is wrong, never its content.
-    """
-    tenants: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        content = line.partition("#")[0].strip()
-        if not content:
-            continue
-        found = _LINE.fullmatch(content)
-        if found is None:
-            raise ValueError(f"line {number} is not of the form sha256:HEX TENANT")
-        if len(found["tenant"]) > MAX_TENANT_CHARS:
-            raise ValueError(f"line {number}: a tenant has at most {MAX_TENANT_CHARS} characters")
-        if found["hash"].lower() in tenants:
-            raise ValueError(f"line {number}: this key stands here twice")
-        tenants[found["hash"].lower()] = found["tenant"]
-    return tenants
-
-
-class ApiKeys:
-    """The keys of a file."""
-
-    def __init__(self, path: Path) -> None:
-        """Read the file.
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        """Read the file; `clock` gives seconds.
 
         Raises:
             ConfigError: naming `api_keys`: it cannot be read or is wrong.
         """
-        self._path = path
-        try:
-            self._signature = self._sign()
-            self._tenants = self._read()
-        except (OSError, ValueError) as error:
-            raise ConfigError("api_keys", f"{path}: {error}") from error
+        self._keys = ApiKeys(path)
+        self._file = self._keys.file
+        self._budgets = Budgets(clock)
 
     def tenant(self, key: str) -> str:
         """The tenant of a key.
 
         Raises:
-            HttpError: 401, when no key was given or there is no such key.
+            Unauthenticated: no key was given, or there is no such key.
         """
-        self._renew()
-        if not key:
-            raise _unauthorized("no API key was given; send it as `Authorization: Bearer KEY`")
-        tenant = self._tenants.get(hashed(key))
-        if tenant is None:
-            raise _unauthorized("this API key is not known")
-        return tenant
+        return self._keys.tenant(key)
 
-    def _renew(self) -> None:
-        """Read the file again when it has changed; one that is wrong or gone leaves the keys as they were."""
-        signature = self._sign()
-        if signature == self._signature:
-            return
-        self._signature = signature
-        try:
-            self._tenants = self._read()
-            log.info("API keys read again", keys=len(self._tenants))
-        except (OSError, ValueError) as error:
-            log.warning("API keys not read again", file=str(self._path), reason=str(error))
+    def admit(self, key: str) -> Caller:
+        """Let in a request that uses something.
 
-    def _sign(self) -> Signature | None:
-        """What differs when the file has changed; None when it is not there."""
-        try:
-            stat = self._path.stat()
-        except OSError:
-            return None
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
-
-    def _read(self) -> dict[str, str]:
-        return parse_keys(self._path.read_text(encoding="utf-8"))
+        Raises:
+            Unauthenticated: as of `tenant`.
+            BudgetSpentError: the key or its tenant has used up its budget.
+        """
+        tenant, file = self._keys.tenant(key), self._keys.file
+        if file is not self._file:
+            self._file = file
+            self._budgets.keep(names_in(file))
+        return Caller(tenant, self._budgets.admit(owners_of(file, hashed(key))))
 
 
-def _unauthorized(message: str) -> HttpError:
-    return HttpError(HTTPStatus.UNAUTHORIZED, "invalid_api_key", message, parameter="authorization")
+def owners_of(file: KeyFile, key_hash: str) -> list[Owner]:
+    """Whose budgets a request with this key is on."""
+    tenant = file.tenants[key_hash]
+    own, shared = file.limits.get(key_hash), file.shared.get(tenant)
+    found = [(f"key {key_hash}", "this key", own), (f"tenant {tenant}", "this key's tenant", shared)]
+    return [Owner(name, told, limits) for name, told, limits in found if limits is not None]
+
+
+def names_in(file: KeyFile) -> set[str]:
+    """Names of all owners."""
+    return {f"key {key_hash}" for key_hash in file.limits} | {f"tenant {tenant}" for tenant in file.shared}

@@ -93,6 +93,8 @@ class Request:
             tuple(Source(_name(source.instance), source.blocks) for source in self.sources),
             tuple(Copy(_name(store), held) for store, held in zip(self.copies, self.held, strict=True)),
             self.incoming.tenant,
+            self.incoming.priority,
+            self.incoming.weight,
             self.incoming.transient,
         )
 

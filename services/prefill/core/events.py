@@ -39,7 +39,10 @@ class Arrive:
     """The best first."""
     copies: tuple[Copy, ...] = ()
     tenant: str = ""
-    """Whose KV it is."""
+    priority: int = 0
+    """Among the tenant's own; lower ones go first."""
+    weight: float = 1.0
+    """The tenant's share, relative to others'."""
     transient: bool = False
     """None of its blocks is to be kept: its KV was deleted while it was on its way."""
 

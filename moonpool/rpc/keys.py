@@ -1,0 +1,156 @@
+"""API keys: a file of hashes, tenants and budgets, read again when it changes.
+
+Each line is `sha256:HEX [rpm=N] [tpm=N] TENANT`, where HEX is the SHA-256 of a key, or `tenant [rpm=N] [tpm=N] TENANT`
+for what all keys of a tenant have together: requests and tokens per minute. `#` begins a comment. Keys are random, so
+that a plain hash is enough: there is no dictionary to try.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from moonpool.errors import ConfigError, Unauthenticated
+from moonpool.telemetry.logs import get_logger
+
+MAX_TENANT_CHARS = 256
+_LINE = re.compile(
+    r"(?:sha256:(?P<hash>[0-9a-f]{64})|tenant)(?P<limits>(?:[ \t]+[rt]pm=[1-9]\d{0,11})*)"
+    r"[ \t]+(?P<tenant>(?![rt]pm=)\S.*)",
+    re.IGNORECASE,
+)
+_LIMIT = re.compile(r"([rt]pm)=(\d+)", re.IGNORECASE)
+
+Signature = tuple[int, int, int]
+
+log = get_logger(__name__)
+
+
+def hashed(key: str) -> str:
+    """A key as the file has it, without "sha256:"."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What may be used in a minute; None = any number."""
+
+    requests: int | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFile:
+    """What a file of keys says.
+
+    Attributes:
+        tenants: by hash of the key.
+        limits: by hash of the key, where the key has some.
+        shared: by tenant, where its keys have some together.
+    """
+
+    tenants: dict[str, str]
+    limits: dict[str, Limits]
+    shared: dict[str, Limits]
+
+
+def parse_keys(text: str) -> KeyFile:
+    """Read what a file of keys has.
+
+    Raises:
+        ValueError: names the line that is wrong, never its content.
+    """
+    file = KeyFile({}, {}, {})
+    for number, line in enumerate(text.splitlines(), 1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        found = _LINE.fullmatch(content)
+        if found is None:
+            raise ValueError(f"line {number} is not of the form sha256:HEX [rpm=N] [tpm=N] TENANT")
+        if len(found["tenant"]) > MAX_TENANT_CHARS:
+            raise ValueError(f"line {number}: a tenant has at most {MAX_TENANT_CHARS} characters")
+        _add(file, number, (found["hash"] or "").lower(), found["tenant"], _limits(number, found["limits"]))
+    return file
+
+
+def _add(file: KeyFile, number: int, key_hash: str, tenant: str, limits: Limits | None) -> None:
+    """Add a line: of a key, or without a hash of a tenant."""
+    if key_hash in file.tenants:
+        raise ValueError(f"line {number}: this key stands here twice")
+    if not key_hash and (tenant in file.shared or limits is None):
+        raise ValueError(f"line {number}: a tenant has one line, with rpm=N or tpm=N or both")
+    if key_hash:
+        file.tenants[key_hash] = tenant
+    if limits is not None:
+        target = file.limits if key_hash else file.shared
+        target[key_hash or tenant] = limits
+
+
+def _limits(number: int, text: str) -> Limits | None:
+    given = [(name.lower(), int(count)) for name, count in _LIMIT.findall(text)]
+    if len(dict(given)) < len(given):
+        raise ValueError(f"line {number}: rpm and tpm stand there once")
+    found = dict(given)
+    return Limits(found.get("rpm"), found.get("tpm")) if found else None
+
+
+class ApiKeys:
+    """The keys of a file."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file.
+
+        Raises:
+            ConfigError: naming `api_keys`: it cannot be read or is wrong.
+        """
+        self._path = path
+        try:
+            self._signature = self._sign()
+            self._file = self._read()
+        except (OSError, ValueError) as error:
+            raise ConfigError("api_keys", f"{path}: {error}") from error
+
+    @property
+    def file(self) -> KeyFile:
+        """What the file says now; another object when it has changed."""
+        self._renew()
+        return self._file
+
+    def tenant(self, key: str) -> str:
+        """The tenant of a key.
+
+        Raises:
+            Unauthenticated: no key was given, or there is no such key.
+        """
+        if not key:
+            raise Unauthenticated("no API key was given; send it as `Authorization: Bearer KEY`")
+        tenant = self.file.tenants.get(hashed(key))
+        if tenant is None:
+            raise Unauthenticated("this API key is not known")
+        return tenant
+
+    def _renew(self) -> None:
+        """Read the file again when it has changed; one that is wrong or gone leaves the keys as they were."""
+        signature = self._sign()
+        if signature == self._signature:
+            return
+        self._signature = signature
+        try:
+            self._file = self._read()
+            log.info("API keys read again", keys=len(self._file.tenants))
+        except (OSError, ValueError) as error:
+            log.warning("API keys not read again", file=str(self._path), reason=str(error))
+
+    def _sign(self) -> Signature | None:
+        """What differs when the file has changed; None when it is not there."""
+        try:
+            stat = self._path.stat()
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+    def _read(self) -> KeyFile:
+        return parse_keys(self._path.read_text(encoding="utf-8"))
