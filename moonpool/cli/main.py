@@ -169,6 +169,33 @@ def generate(
     run_generate(address, text, sampling, chat=chat, slo=slo, tenant=tenant, priority=priority, as_json=as_json)
 
 
+@app.command("context", context_settings=PASS_THROUGH)
+def context_(context: typer.Context) -> None:
+    """Named contexts: context create|list|show|renew|delete."""
+    from moonpool.cli import contexts
+
+    contexts.run(context.args)
+
+
+@app.command()
+def delete(
+    key: Annotated[list[str] | None, typer.Option(help="A block key, 64 hexadecimal digits; may be repeated.")] = None,
+    tenant: Annotated[list[str] | None, typer.Option(help="All KV of this tenant; may be repeated.")] = None,
+    namespace: Annotated[
+        list[str] | None, typer.Option(help="All KV of this namespace, 64 hexadecimal digits; may be repeated.")
+    ] = None,
+    address: Address = "127.0.0.1:50051",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Delete KV from every tier of every instance; what is on disk is overwritten.
+
+    Exit status: 0 when every instance has done it, 1 when one has not yet.
+    """
+    from moonpool.cli.contexts import run_delete
+
+    run_delete(address, key or [], tenant or [], namespace or [], as_json=as_json)
+
+
 @app.command()
 def check(
     address: Address = "127.0.0.1:50051",
