@@ -28,7 +28,7 @@ def run_generate(
                 sys.stdout.flush()
     if (result := stream.result) is not None:
         sys.stdout.write("\n" if _streamed(sampling) else _listed(result))
-        typer.echo(_figures(result), err=True)
+        typer.echo(figures(result), err=True)
 
 
 def _streamed(sampling: SamplingParams) -> bool:
@@ -45,10 +45,12 @@ def _listed(result: GenerateResult) -> str:
     return "".join(texts)
 
 
-def _figures(result: GenerateResult) -> str:
+def figures(result: GenerateResult) -> str:
+    """A line on an answer: why it ended, its tokens, what of its prompt came from the cache, and its speeds."""
     usage, timing = result.usage, result.timing
+    speed = f" ({1 / timing.tpot_s:.1f} tokens/s)" if timing.tpot_s else ""
     return (
         f"[{result.finish_reason}] {usage.prompt_tokens} prompt tokens, {usage.cached_tokens} cached; "
-        f"{usage.completion_tokens} generated; TTFT {timing.ttft_s:.3f} s, TPOT {timing.tpot_s:.4f} s"
+        f"{usage.completion_tokens} generated; TTFT {timing.ttft_s:.3f} s, TPOT {timing.tpot_s:.4f} s{speed}"
         + (" (emulated)" if result.placement.emulated else "")
     )

@@ -8,6 +8,7 @@ import argparse
 import gc
 import os
 import queue
+import resource
 import shutil
 import signal
 import socket
@@ -76,7 +77,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     gc.disable()  # importing makes no garbage, and looking for it takes a tenth of the time
     import torch
 
-    from moonpool.checkpoint.config import load_config
+    from moonpool.checkpoint.formats import load_config
     from moonpool.engine.pipeline import GlooLinks, Links, NoLinks
     from moonpool.engine.step import StageRunner
     from moonpool.kv.pool import PoolPart
@@ -123,7 +124,8 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     receiver.start()
     begin = time.monotonic()
     runner = load(spec, pool_fd, gates, channel)
-    channel.send(Ready(time.monotonic() - begin))
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    channel.send(Ready(time.monotonic() - begin, peak_bytes))
     while True:
         order = receiver.orders.get()  # no deadline: the receiver ends the process when the channel closes
         if isinstance(order, Shutdown):
