@@ -7,9 +7,11 @@ import gguf
 import pytest
 import transformers
 from gguf import TokenType
+from tokenizers.pre_tokenizers import ByteLevel
 
 from moonpool.checkpoint import Tokenizer
 from moonpool.errors import CheckpointError, UnsupportedModel
+from tests.unit.model.gguf_files import VALUE_TYPES
 
 SPACE = "\u2581"
 WORDS = ["th", "he", "the", f"{SPACE}the", f"{SPACE}t", "in", "ing", "thing", f"{SPACE}s", "so", "me", "some", SPACE]
@@ -31,13 +33,13 @@ def write_sentencepiece(file: Path, **more: Any) -> Path:
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
     for key, value in more.items():
-        {bool: writer.add_bool, str: writer.add_string}[type(value)](f"tokenizer.{key.replace('__', '.')}", value)
+        writer.add_key_value(f"tokenizer.{key.replace('__', '.')}", value, VALUE_TYPES[type(value)])
     return finished(writer, file)
 
 
 def write_bytes(file: Path, pre: str, merges: list[str], model: str = "gpt2") -> Path:
     """A byte-level vocabulary of bytes and merges."""
-    letters = sorted(transformers.convert_slow_tokenizer.bytes_to_unicode().values())
+    letters = sorted(ByteLevel.alphabet())
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_tokenizer_model(model)
     writer.add_tokenizer_pre(pre)

@@ -8,7 +8,7 @@ import pytest
 from moonpool.cli.advice import advice
 from moonpool.cli.chat import Conversation, run_chat
 from moonpool.client import SamplingParams
-from moonpool.client.testing import FakeConductor, answer
+from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.client.transport import NotConnected
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, Unavailable, UnsupportedModel
 from moonpool.v1 import conductor_pb2 as pb
@@ -48,7 +48,7 @@ def test_new_forgets_and_help_helps() -> None:
 
 
 def test_a_failed_turn_is_forgotten_and_says_what_to_do() -> None:
-    scripts = [answer(), [InvalidRequest("messages", "the prompt has 9000 tokens")], answer()]
+    scripts: list[Script] = [answer(), [InvalidRequest("messages", "the prompt has 9000 tokens")], answer()]
     fake = FakeConductor(lambda request: scripts[len(fake.requests) - 1])
     _, err = talk(fake, ["Hi", "much", "Again"])
     assert "moonpool: messages: the prompt has 9000 tokens\n/new begins a new conversation.\n" in err

@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 import tokenizers
-from gguf import GGMLQuantizationType, TokenType
+from gguf import GGMLQuantizationType, GGUFValueType, TokenType
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
@@ -20,6 +20,12 @@ SHAPES = {
     "llama": ("tiny-llama", WIDE),
     "qwen2": ("tiny-qwen2", WIDE),
     "qwen3": ("tiny-qwen3", {**WIDE, "head_dim": 128}),  # the only one that transformers reads from GGUF
+}
+VALUE_TYPES: Mapping[type, GGUFValueType] = {
+    bool: GGUFValueType.BOOL,
+    int: GGUFValueType.UINT32,
+    float: GGUFValueType.FLOAT32,
+    str: GGUFValueType.STRING,
 }
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -68,7 +74,7 @@ def write_gguf(
     for key, value in (metadata or {}).items():
         for added in writer.kv_data:
             added.pop(key, None)
-        {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
+        writer.add_key_value(key, value, VALUE_TYPES[type(value)])
     for name, values in load_file(folder / "model.safetensors").items():
         stored, theirs = _as_converted(name, values, config), _name(name)
         if theirs not in leave_out:
@@ -106,7 +112,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, pre: str) -> None:
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     merges = json.loads(backend.to_str())["model"]["merges"]
-    tokens = [backend.id_to_token(i) for i in range(backend.get_vocab_size())]
+    tokens = [backend.id_to_token(i) or "" for i in range(backend.get_vocab_size())]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
