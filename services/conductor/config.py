@@ -20,8 +20,8 @@ class ConductorConfig(CoreServiceConfig):
         description="HOST:PORT to listen at; port 0 takes any free port, which `ready: HOST:PORT` tells",
     )
     model: str = Field(
-        description="checkpoint folder or Hugging Face hub id whose tokenizer and configuration are used; "
-        "the folder's name is the model's name"
+        description="checkpoint folder, GGUF file or Hugging Face hub id whose tokenizer and configuration are used; "
+        "the name of folder or file is the model's name"
     )
     balancing_threshold: float = Field(
         1.0,
