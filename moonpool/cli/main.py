@@ -216,6 +216,7 @@ def rerun_(
     journal: Annotated[Path, typer.Argument(help="A journal's file, or a service's --journal-dir.")],
     events: Annotated[bool, typer.Option(help="Print each event and its actions.")] = False,
     check: Annotated[bool, typer.Option(help="Look at the core's invariants after each event (slow).")] = False,
+    policy: Annotated[str, typer.Option(metavar="MODULE", help="Of a conductor's own policy: its code is run.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per file.")] = False,
 ) -> None:
     """Run a service's recorded decisions again and stop at the first that differs.
@@ -224,7 +225,7 @@ def rerun_(
     """
     from moonpool.cli.rerun import run_rerun
 
-    raise typer.Exit(run_rerun(journal, events=events, check=check, as_json=as_json))
+    raise typer.Exit(run_rerun(journal, events=events, check=check, as_json=as_json, policy=policy))
 
 
 @app.command("simulate", context_settings=PASS_THROUGH)

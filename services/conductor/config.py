@@ -9,6 +9,7 @@ from pydantic import Field
 from moonpool.config import ListenAddress
 from moonpool.drive.config import CoreServiceConfig
 from services.conductor.core.admission import Admission
+from services.conductor.core.policies import DEFAULT, POLICIES
 from services.conductor.core.stores import MAX_REPLICAS
 
 
@@ -22,6 +23,20 @@ class ConductorConfig(CoreServiceConfig):
     model: str = Field(
         description="checkpoint folder, GGUF file or Hugging Face hub id whose tokenizer and configuration are used; "
         "the name of folder or file is the model's name"
+    )
+    policy: str = Field(
+        DEFAULT,
+        description=f"how the prefill instance of a request is chosen: one of {', '.join(POLICIES)}, the name of an "
+        "installed policy, or MODULE:OBJECT; docs/policies.md",
+    )
+    policy_seed: int = Field(
+        0, ge=0, description="seed of the policy's draws; conductors side by side need different ones"
+    )
+    decode_prompt_tokens: int = Field(
+        0,
+        ge=0,
+        description="where a decode instance holds all of a prompt but so many tokens at most, it computes them itself "
+        "when that is predicted to be quicker, what it costs others counted; 0 = never; docs/placement.md",
     )
     balancing_threshold: float = Field(
         1.0,

@@ -25,6 +25,7 @@ from services.conductor.core.picture import Picture
 from services.conductor.core.placing import Limits
 from services.conductor.desk import Desk
 from services.conductor.explain import Decisions
+from services.conductor.policy import load_policy
 from services.conductor.predictions import Predictions
 from services.conductor.recording import Recording
 from services.conductor.servicer import ConductorServicer
@@ -55,7 +56,7 @@ async def conductor(
         stack.push_async_callback(cluster.steps.aclose)
         calls = Calls(channels, cluster.steps, cluster.find, driver.post, RESERVE_LIMIT * config.reserve_timeout_s)
         stack.push_async_callback(calls.aclose)
-        decisions = Decisions(config.explain_history)
+        decisions = Decisions(config.explain_history, config.policy)
         desk = Desk(calls, decisions, Predictions(metrics), recording, cluster.resync, driver.post)
         servicer = ConductorServicer(config, checkpoint, cluster, core, desk, decisions, tokenizing, spans)
         metrics.watch(servicer.gauges)
@@ -77,7 +78,15 @@ def _core(config: ConductorConfig) -> ConductorCore:
         admission=config.admission,
         adopt_wait_s=config.adopt_wait_s,
     )
-    return ConductorCore(limits, Picture(config.max_index_keys, config.balancing_threshold, config.kvstore_replicas))
+    picture = Picture(
+        config.max_index_keys,
+        config.balancing_threshold,
+        config.kvstore_replicas,
+        load_policy(config.policy),
+        config.policy_seed,
+        config.decode_prompt_tokens,
+    )
+    return ConductorCore(limits, picture)
 
 
 async def _recording(config: ConductorConfig, stack: AsyncExitStack) -> Recording | None:

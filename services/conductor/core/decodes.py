@@ -100,6 +100,10 @@ class Decode:
     def report(self, load: LoadFacts) -> None:
         """Takes a report, which includes the answers that the instance has promised room for."""
         self.load = load
+        if (
+            load.speeds is not None and load.speeds != self.speeds
+        ):  # an equal one stays the same object, by which ranks know it
+            self.speeds = load.speeds
         if self.unreported:
             for answer in self.answers.values():
                 if not answer.covered and answer.number is not None and answer.number <= load.taken:

@@ -210,7 +210,7 @@ class Requests:
         if attempt is None:
             return
         if got:
-            self._placing.placed(request, attempt, out)
+            self._placing.placed(now, request, attempt, out)
         elif attempt.decode is DecodeLeg.ASKED:
             if attempt.sequence == hold.sequence:
                 self._placing.refused(request, attempt, hold, result)
