@@ -15,6 +15,8 @@ from moonpool.client import Client, GenerateResult, Message, SamplingParams
 from moonpool.errors import InvalidRequest, MoonpoolError
 
 PROMPT = "\n> "
+BLOCK_TOKENS = 16
+"""Of a stack for one chat: turns are short, and only whole blocks are found again."""
 HELP = "/new begins a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer."
 
 
@@ -100,7 +102,7 @@ def serving(address: str, model: str) -> Iterator[str]:
     print(f"starting a stack that serves {Path(model).name} ...", file=sys.stderr)
     with (
         tempfile.TemporaryDirectory(prefix="moonpool-chat-") as folder,
-        LocalStack(StackPlan(model=model, data_dir=Path(folder))) as stack,
+        LocalStack(StackPlan(model=model, data_dir=Path(folder), block_tokens=BLOCK_TOKENS)) as stack,
     ):
         yield stack.address
 
