@@ -45,16 +45,20 @@ def gguf_config(path: Path) -> ModelConfig:
         CheckpointError: the file is damaged, or a key is missing or malformed.
         UnsupportedModel: the model needs something that is not implemented; names the key.
     """
-    file = GgufFile.read(path)
+    return config_of(GgufFile.read(path))
+
+
+def config_of(file: GgufFile) -> ModelConfig:
+    """As `gguf_config`, of a file whose header has been read."""
     name = file.metadata.get("general.architecture")
     if name not in ARCHITECTURES:
         raise UnsupportedModel("general.architecture", f"{name!r} is none of {', '.join(ARCHITECTURES)}")
-    fields = Fields(file.metadata, path.name)
+    fields = Fields(file.metadata, file.path.name)
     hidden, heads = fields.positive(f"{name}.embedding_length"), fields.positive(f"{name}.attention.head_count")
     head_dim = fields.positive(f"{name}.attention.key_length", max(1, hidden // heads))
     positions = fields.positive(f"{name}.context_length")
     _refuse(fields, name, head_dim, positions)
-    tokens = Fields(file.metadata, f"{path.name}: tokenizer")
+    tokens = Fields(file.metadata, f"{file.path.name}: tokenizer")
     config = ModelConfig(
         architecture=ARCHITECTURES[name],
         hidden_size=hidden,
@@ -77,7 +81,7 @@ def gguf_config(path: Path) -> ModelConfig:
         eos_token_ids=_end_tokens(file, tokens),
         bos_token_id=_token_id(tokens, "tokenizer.ggml.bos_token_id"),
     )
-    check_shape(config, path.name)
+    check_shape(config, file.path.name)
     return config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from moonpool.checkpoint.gguf_config import ROPE_DIVISORS, gguf_config
+from moonpool.checkpoint.gguf_config import ROPE_DIVISORS, config_of
 from moonpool.checkpoint.gguf_file import GgufFile
 from moonpool.checkpoint.weights import TensorInfo
 from moonpool.errors import UnsupportedModel
@@ -35,7 +35,8 @@ def gguf_index(path: Path) -> dict[str, TensorInfo]:
         CheckpointError: the file is damaged.
         UnsupportedModel: the file has a tensor that the model would not use; names it.
     """
-    file, config = GgufFile.read(path), gguf_config(path)
+    file = GgufFile.read(path)
+    config = config_of(file)
     # llama.cpp turns every second element of a head in RoPE, Hugging Face those half a head apart. Its converter
     # reorders the rows of q and k of the llama architecture for that, and of no other.
     paired = config.head_dim if config.architecture == "LlamaForCausalLM" else 0
