@@ -76,7 +76,7 @@ class GgufTensors:
         rows = info.elements // width
         shape = (rows, width // kind.elements * kind.bytes)
         try:
-            # Copied on write, so that torch takes the memory for its own; nothing writes. A plain array is cut up faster.
+            # Copied on write: torch wants memory that may be written to. A plain array is cut up faster.
             stored = np.asarray(np.memmap(info.file, np.uint8, mode="c", offset=info.begin, shape=shape))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{info.file}: tensor {name} cannot be read: {error}") from None
