@@ -6,6 +6,7 @@ setting.
 
 import argparse
 import difflib
+import ipaddress
 import os
 import re
 import socket
@@ -53,9 +54,31 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can connect to what listens at `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def format_address(host: str, port: int) -> str:
     """The inverse of `parse_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def read_mapping(value: object) -> object:
+    """A mapping by name, from a flag (YAML or JSON) or a file; raises ValueError when it is none."""
+    if isinstance(value, str):
+        try:
+            value = yaml.safe_load(value) if value.strip() else {}
+        except yaml.YAMLError as error:
+            raise ValueError(f"is no YAML: {error}") from None
+    if not isinstance(value, Mapping):
+        raise ValueError("must be a mapping by name")
+    return {str(name): row for name, row in value.items()}
 
 
 def _check_bind(address: str) -> str:
@@ -137,6 +160,16 @@ class ServiceConfig(BaseSettings):
     metrics_listen: OptionalAddress = Field(
         "", description="HOST:PORT of Prometheus metrics over HTTP (/metrics); default: none are served"
     )
+    tls_cert: Path | None = Field(
+        None,
+        description="certificate that this service shows to others (PEM; `moonpool certs create` makes one); "
+        "default: connections are in plaintext",
+    )
+    tls_key: Path | None = Field(None, description="private key of --tls-cert (PEM)")
+    tls_ca: Path | None = Field(None, description="authorities that others' certificates must come from (PEM)")
+    tls_revoked: Path | None = Field(
+        None, description="file of certificates that are not accepted any more, a line `sha256:HEX` each"
+    )
     drain_s: float = Field(
         30.0, gt=0, le=86400, description="seconds to finish what runs after SIGTERM; then it is cancelled"
     )
@@ -211,7 +244,7 @@ class ServiceConfig(BaseSettings):
             raise ValueError(f"must be letters, digits, '.', '_' and '-', got {value!r}")
         return value
 
-    @field_validator("spans_dir", mode="before")
+    @field_validator("spans_dir", "tls_cert", "tls_key", "tls_ca", "tls_revoked", mode="before")
     @classmethod
     def _empty_is_none(cls, value: Any) -> Any:
         return None if value == "" else value
@@ -227,6 +260,14 @@ class ServiceConfig(BaseSettings):
         if value and host in _WILDCARDS:
             raise ValueError(f"must be an address that others can reach, got {value!r}")
         return value
+
+    @model_validator(mode="after")
+    def _secured(self) -> Self:
+        given = [name for name in ("tls_cert", "tls_key", "tls_ca") if getattr(self, name) is not None]
+        if 0 < len(given) < 3 or (self.tls_revoked is not None and not given):
+            lacking = next(name for name in ("tls_cert", "tls_key", "tls_ca") if name not in given)
+            raise ConfigError(lacking, "must be given: certificate, key and authority go together")
+        return self
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
@@ -20,6 +21,7 @@ from moonpool.client.types import (
     TokenEvent,
 )
 from moonpool.errors import DeadlineExceeded, Overloaded, Unavailable
+from moonpool.rpc.tls import Tls
 from moonpool.v1 import conductor_pb2
 
 T = TypeVar("T")
@@ -160,6 +162,8 @@ class AsyncClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
+        tls: Tls | None = None,
+        api_key: str = "",
         transport: Transport | Sequence[Transport] | None = None,
     ) -> None:
         """Talk to the conductor at `address`; connects on first use.
@@ -169,14 +173,19 @@ class AsyncClient:
             timeout_s: seconds a request may take, unless the call says otherwise.
             connect_timeout_s: seconds for which conductors that cannot be reached are tried again.
             resume_timeout_s: the same for a stream that was lost; 0 = it is not resumed.
+            tls: certificates; default: those that MOONPOOL_TLS_CA, MOONPOOL_TLS_CERT and MOONPOOL_TLS_KEY name, and
+                plaintext without the first.
+            api_key: shown to the conductor, over TLS only; default: MOONPOOL_API_KEY.
             transport: for tests; `address` is ignored.
 
         Raises:
             InvalidRequest: no address is given.
+            ConfigError: a certificate cannot be read.
         """
         addresses = [address] if isinstance(address, str) else address
         if transport is None:
-            transport = [GrpcTransport(one) for one in addresses]
+            tls, key = tls or Tls.from_environment(), api_key or os.environ.get("MOONPOOL_API_KEY", "")
+            transport = [GrpcTransport(one, tls, key) for one in addresses]
         self._conductors = Conductors(transport if isinstance(transport, Sequence) else [transport])
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s

@@ -25,6 +25,7 @@ from moonpool.client.types import (
     Placement,
     TokenEvent,
 )
+from moonpool.rpc.tls import Tls
 
 
 class TokenStream:
@@ -94,6 +95,8 @@ class Client:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
+        tls: Tls | None = None,
+        api_key: str = "",
         transport: Transport | Sequence[Transport] | None = None,
     ) -> None:
         """Take the arguments of `AsyncClient`; connects on first use."""
@@ -102,6 +105,8 @@ class Client:
             timeout_s=timeout_s,
             connect_timeout_s=connect_timeout_s,
             resume_timeout_s=resume_timeout_s,
+            tls=tls,
+            api_key=api_key,
             transport=transport,
         )
         self._loop = BackgroundLoop()

@@ -17,6 +17,7 @@ from moonpool.client.tracing import metadata
 from moonpool.client.translate import MAX_REQUEST_BYTES
 from moonpool.errors import MoonpoolError, Unavailable
 from moonpool.rpc.errors import DETAIL_KEY, from_rpc_error
+from moonpool.rpc.tls import CHANNEL_OPTIONS, Tls
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 
@@ -87,22 +88,28 @@ def translate(error: grpc.RpcError) -> MoonpoolError:
 class GrpcTransport:
     """gRPC on the running event loop; connects on first use."""
 
-    def __init__(self, address: str) -> None:
-        """Take "host:port"; the channel belongs to the loop that runs at first use."""
+    def __init__(self, address: str, tls: Tls | None = None, api_key: str = "") -> None:
+        """Take "host:port", certificates, and a key that is sent only where there are some.
+
+        The channel belongs to the loop that runs at first use.
+        """
         self._address = address
+        self._tls = tls
+        shown = bool(api_key) and tls is not None
+        self._key: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {api_key}"),) if shown else ()
         self._channel: grpc.aio.Channel | None = None
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> Call:
-        return _GrpcCall(self._stub().Generate(request, timeout=timeout_s, metadata=metadata()))
+        return _GrpcCall(self._stub().Generate(request, timeout=timeout_s, metadata=metadata() + self._key))
 
     async def explain(self, request: pb.ExplainRequest, timeout_s: float) -> pb.ExplainResponse:
-        return await _answer(self._stub().Explain(request, timeout=timeout_s))
+        return await _answer(self._stub().Explain(request, timeout=timeout_s, metadata=self._key))
 
     async def cluster_state(self, request: pb.ClusterStateRequest, timeout_s: float) -> pb.ClusterStateResponse:
-        return await _answer(self._stub().ClusterState(request, timeout=timeout_s))
+        return await _answer(self._stub().ClusterState(request, timeout=timeout_s, metadata=self._key))
 
     async def stats(self, request: pb.ConductorStatsRequest, timeout_s: float) -> pb.ConductorStatsResponse:
-        return await _answer(self._stub().ConductorStats(request, timeout=timeout_s))
+        return await _answer(self._stub().ConductorStats(request, timeout=timeout_s, metadata=self._key))
 
     async def aclose(self) -> None:
         """Close the channel; its calls are cancelled."""
@@ -112,8 +119,15 @@ class GrpcTransport:
 
     def _stub(self) -> Any:
         if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self._address, options=OPTIONS)
+            self._channel = self._connect()
         return ConductorServiceStub(self._channel)
+
+    def _connect(self) -> grpc.aio.Channel:
+        if self._tls is None:
+            return grpc.aio.insecure_channel(self._address, options=OPTIONS)
+        return grpc.aio.secure_channel(
+            self._address, self._tls.channel_credentials(), options=[*OPTIONS, *CHANNEL_OPTIONS]
+        )
 
 
 class _GrpcCall:

@@ -65,6 +65,8 @@ class _ErrorKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorKind.V
     """Part of the contract, not built yet."""
     ERROR_KIND_INTERNAL: _ErrorKind.ValueType  # 7
     """A defect of ours."""
+    ERROR_KIND_DENIED: _ErrorKind.ValueType  # 8
+    """The caller is not known, or may not do this; the status code tells which."""
 
 class ErrorKind(_ErrorKind, metaclass=_ErrorKindEnumTypeWrapper):
     """What kind of failure an ErrorDetail reports."""
@@ -84,6 +86,8 @@ ERROR_KIND_UNSUPPORTED: ErrorKind.ValueType  # 6
 """Part of the contract, not built yet."""
 ERROR_KIND_INTERNAL: ErrorKind.ValueType  # 7
 """A defect of ours."""
+ERROR_KIND_DENIED: ErrorKind.ValueType  # 8
+"""The caller is not known, or may not do this; the status code tells which."""
 Global___ErrorKind: _TypeAlias = ErrorKind  # noqa: Y015
 
 class _EarlyStopping:
@@ -693,6 +697,8 @@ class SequenceSpec(_message.Message):
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     CHAIN_ROOT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, unique in the cluster."""
     token_ids: _builtins.bytes
@@ -707,6 +713,10 @@ class SequenceSpec(_message.Message):
     """Root of the key chain's tenant salt; empty for none."""
     chain_root: _builtins.bytes
     """32-byte root of the block-key chain, the parent of the first block's key."""
+    priority: _builtins.int
+    """`GenerateRequest.priority`."""
+    weight: _builtins.float
+    """The tenant's share of an instance that several tenants wait for, relative to others'; 0 = 1."""
     @_builtins.property
     def sampling(self) -> Global___Sampling:
         """Sampling parameters; `seed` is set, every other unset field has its default."""
@@ -726,10 +736,12 @@ class SequenceSpec(_message.Message):
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         tenant: _builtins.str = ...,
         chain_root: _builtins.bytes = ...,
+        priority: _builtins.int = ...,
+        weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from moonpool.drive.driver import Driver
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
+from moonpool.rpc.security import Security
 from moonpool.rpc.server import serving
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
@@ -47,7 +48,8 @@ async def conductor(
     """Run a conductor while the body runs; yields its servicer and the address it advertises."""
     async with AsyncExitStack() as stack:
         tokenizing = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "tokenize"))
-        channels = await stack.enter_async_context(Channels())
+        security = Security.of(config, config.client_listen, config.api_keys)
+        channels = await stack.enter_async_context(Channels(Security.tls_of(security)))
         recording = await _recording(config, stack)
         core = _core(config)
         driver: Driver[Event, Action] = Driver(core, lambda action: desk.perform(action), journal=config.journal())
@@ -61,7 +63,10 @@ async def conductor(
         servicer = ConductorServicer(config, checkpoint, cluster, core, desk, decisions, tokenizing, spans)
         metrics.watch(servicer.gauges)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
-        server = await stack.enter_async_context(serving(config.listen, [(DESCRIPTOR, servicer)], grace_s=GRACE_S))
+        contract = (DESCRIPTOR, servicer)
+        server = await stack.enter_async_context(serving(config.listen, [contract], grace_s=GRACE_S, security=security))
+        if server.client_address:
+            log.info("clients with API keys connect here", address=server.client_address)
         address = config.advertised(server.port)
         servicer.set_instance(
             kv_pb2.Instance(id=config.id, incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_CONDUCTOR, address=address)
@@ -77,6 +82,8 @@ def _core(config: ConductorConfig) -> ConductorCore:
         reserve_timeout_s=config.reserve_timeout_s,
         admission=config.admission,
         adopt_wait_s=config.adopt_wait_s,
+        max_queued=config.max_queued,
+        max_queued_bytes=config.max_queued_bytes,
     )
     picture = Picture(
         config.max_index_keys,
