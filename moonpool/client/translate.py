@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,6 +18,7 @@ from moonpool.client.types import (
     GenerateArguments,
     GenerateResult,
     InstanceInfo,
+    Message,
     Placement,
     QueueInfo,
     TenantInfo,
@@ -76,6 +78,8 @@ def _set_prompt(request: conductor_pb2.GenerateRequest, given: GenerateArguments
     prompt, token_ids, messages = given.get("prompt"), given.get("token_ids"), given.get("messages")
     if sum(form is not None for form in (prompt, token_ids, messages)) != 1:
         raise InvalidRequest("prompt", "exactly one of prompt, token_ids and messages must be given")
+    if given.get("tools") and messages is None:
+        raise InvalidRequest("tools", "are for messages only: the chat template shows them to the model")
     if prompt is not None:
         _assign(request, "text", prompt, "prompt")
         return "prompt"
@@ -85,6 +89,8 @@ def _set_prompt(request: conductor_pb2.GenerateRequest, given: GenerateArguments
         return "token_ids"
     request.chat.SetInParent()
     assign("messages", lambda: request.chat.messages.extend(map(_message, messages or ())))
+    if tools := given.get("tools"):
+        assign("tools", lambda: setattr(request.chat, "tools", json.dumps(tools, ensure_ascii=False, allow_nan=False)))
     return "messages"
 
 
@@ -95,6 +101,8 @@ class Collector:
         self.result: GenerateResult | None = None
         """The whole answer, once it has ended."""
         self.request_id = ""
+        self.prompt_tokens = 0
+        """Tokens of the prompt, 0 before it was placed."""
         self.placements: list[Placement] = []
         self.resumes = 0
         """How often the stream was taken up again."""
@@ -144,6 +152,7 @@ class Collector:
         match message.WhichOneof("event"):
             case "placed":
                 self.request_id = message.placed.request_id
+                self.prompt_tokens = message.placed.prompt_tokens
                 self._seed = message.placed.seed
                 self._point = message.placed.resume if message.placed.HasField("resume") else None
                 self.placements.append(placement(message.placed.placement))
@@ -266,10 +275,20 @@ def _queue(state: conductor_pb2.QueueState) -> QueueInfo:
 
 
 def _message(message: Mapping[str, Any]) -> conductor_pb2.ChatMessage:
-    unknown = set(message) - {"role", "content"}
+    unknown = set(message) - Message.__annotations__.keys()
     if unknown:
-        raise ValueError(f"a message has role and content, not {', '.join(sorted(unknown))}")
-    return conductor_pb2.ChatMessage(role=message["role"], content=message["content"])
+        raise ValueError(f"a message has {', '.join(Message.__annotations__)}, not {', '.join(sorted(unknown))}")
+    return conductor_pb2.ChatMessage(
+        role=message["role"],
+        content=message["content"],
+        tool_calls=map(_tool_call, message.get("tool_calls", ())),
+        tool_call_id=message.get("tool_call_id", ""),
+    )
+
+
+def _tool_call(call: Mapping[str, Any]) -> conductor_pb2.ToolCall:
+    function = call["function"]
+    return conductor_pb2.ToolCall(id=call["id"], name=function["name"], arguments=function["arguments"])
 
 
 def _copy(cls: Any, message: Any) -> Any:

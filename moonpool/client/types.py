@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from moonpool.sampling import SamplingParams as SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
+class CalledFunction(TypedDict):
+    """A function that was called; `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call of a function in an assistant's turn, in OpenAI's form."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(TypedDict):
-    """One turn of a conversation."""
+    """One turn of a conversation.
+
+    Attributes:
+        role: "system", "user", "assistant" or "tool" (the result of a call).
+        content: the text.
+        tool_calls: what an assistant's turn has called.
+        tool_call_id: which call a tool's turn is the result of.
+    """
 
     role: str
     content: str
+    tool_calls: NotRequired[Sequence[ToolCall]]
+    tool_call_id: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +62,9 @@ class GenerateArguments(TypedDict, total=False):
         prompt: text, tokenised by the conductor.
         token_ids: tokens as they are.
         messages: a conversation; the model's chat template makes a prompt of it.
+        tools: functions that the model may call, with `messages`: OpenAI's definitions, as the chat template takes
+            them. Calls come as text, in the model's own form; with `SamplingParams.skip_special_tokens` false, special
+            tokens that mark them are part of it.
         sampling: how tokens are chosen.
         slo: latency limits.
         tenant: whose request it is; tenants do not share KV.
@@ -50,6 +77,7 @@ class GenerateArguments(TypedDict, total=False):
     prompt: str | None
     token_ids: Sequence[int] | None
     messages: Sequence[Message] | None
+    tools: Sequence[Mapping[str, Any]] | None
     sampling: SamplingParams | None
     slo: Slo | None
     tenant: str

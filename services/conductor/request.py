@@ -20,6 +20,7 @@ from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens
 from moonpool.kv.layout import KVLayout
 from moonpool.sampling import SamplingParams, check_beams, check_end_tokens
 from moonpool.v1 import conductor_pb2, kv_pb2
+from services.conductor import chat
 from services.conductor.core.admission import Slo
 from services.conductor.core.messages import ATTEMPT_MARK
 
@@ -152,7 +153,9 @@ def read_request(
 
 def _check_envelope(message: conductor_pb2.GenerateRequest, served: Served) -> None:
     # Ignoring a newer client's field would answer another request than the one asked.
-    for field, part in (("", message), ("sampling", message.sampling), ("slo", message.slo)):
+    for field, part in (
+        ("", message), ("sampling", message.sampling), ("slo", message.slo), ("messages", message.chat),
+    ):  # fmt: skip
         unknown = UnknownFieldSet(part)
         if len(unknown):
             raise InvalidRequest(field, f"has field number {unknown[0].field_number}, which is not known here")
@@ -179,9 +182,8 @@ def _read_prompt(message: conductor_pb2.GenerateRequest, served: Served) -> arra
         case "chat":
             field = "messages"
             _require(field, 0 < len(message.chat.messages) <= served.max_tokens, f"1 to {served.max_tokens} turns")
-            _check_chars(field, sum(len(turn.role) + len(turn.content) for turn in message.chat.messages), served)
-            turns = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
-            tokens = _encode(field, served.tokenizer.render_chat(turns), served, add_special=False)
+            _check_chars(field, chat.chars(message.chat), served)
+            tokens = _encode(field, chat.render(message.chat, served.tokenizer), served, add_special=False)
         case _:
             raise InvalidRequest("prompt", "one of text, tokens and chat must be set")
     _check_length(field, len(tokens), served)
