@@ -19,6 +19,7 @@ ALL = (
     "predictions",
     "serving",
     "simulated",
+    "tls",
 )
 
 
