@@ -36,13 +36,19 @@ class RequestMachine(RuleBasedStateMachine):
         prompt=st.integers(1, 100),
         answer=st.integers(1, 40),
         limit_s=st.sampled_from([0.5, 20.0, 600.0, 600.0, 600.0]),
-        ttft_s=st.sampled_from([None, None, 0.5, 3.0]),
+        ttft_s=st.sampled_from([None, None, 0.05, 0.5, 3.0]),
+        queue_s=st.sampled_from([0.0, 0.0, 1.0, 30.0]),
+        tenant=st.sampled_from("ab"),
+        priority=st.sampled_from([0, 0, 0, 1, -1]),
     )
-    def arrive(self, prompt: int, answer: int, limit_s: float, ttft_s: float | None) -> None:
+    def arrive(
+        self, prompt: int, answer: int, limit_s: float, ttft_s: float | None, queue_s: float, tenant: str, priority: int
+    ) -> None:
         if len(self.world.core.requests) < 6:
             keys = KEYS[: prompt // BLOCK]
-            slo = Slo(ttft_s=ttft_s)
-            number = self.world.arrive(prompt=prompt, answer=answer, limit_s=limit_s, slo=slo, keys=keys)
+            slo = Slo(ttft_s=ttft_s, queue_s=queue_s)
+            asked = {"prompt": prompt, "answer": answer, "limit_s": limit_s, "keys": keys}
+            number = self.world.arrive(**asked, slo=slo, tenant=tenant, priority=priority)  # type: ignore[arg-type]
             self.blocks[number] = len(keys)
 
     @rule(name=st.sampled_from(NAMES), blocks=st.integers(0, len(KEYS)))

@@ -115,10 +115,14 @@ class World:
         slo: Slo = Slo(),  # noqa: B008
         keys: tuple[bytes, ...] = (),
         choices: int = 1,
+        tenant: str = "",
+        priority: int = 0,
+        weight: float = 1.0,
     ) -> int:
         number = len(self.arrived) + 1
         self.arrived.add(number)
-        ask = Ask(number, f"r{number}", prompt, answer, b"key", slo, self.now, self.now + limit_s, choices=choices)
+        whose = {"tenant": tenant, "priority": priority, "weight": weight, "choices": choices}
+        ask = Ask(number, f"r{number}", prompt, answer, b"key", slo, self.now, self.now + limit_s, **whose)  # type: ignore[arg-type]
         self.post(Arrived(ask, keys))
         return number
 
@@ -236,7 +240,7 @@ class World:
             self.sleep(max(0.0, (due or self.now) - self.now))
         assert set(self.ends) == self.arrived, "a request has no end"
         requests = self.core.requests
-        assert (len(requests), requests.calls, requests.waiting_for_room) == (0, 0, 0)
+        assert (len(requests), requests.calls, len(requests.rooms), len(requests.line)) == (0, 0, 0, 0)
         assert self.picture.claims == []
         assert self.promises == {}, "a promise was neither used nor given back"
         assert self.core.due() is None
