@@ -16,6 +16,7 @@ ALL = (
     "kv_stream",
     "kvstore",
     "predictions",
+    "rests",
     "serving",
     "simulated",
     "tls",
