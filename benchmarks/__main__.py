@@ -17,6 +17,7 @@ ALL = (
     "kv_stream",
     "kvstore",
     "predictions",
+    "rests",
     "sampling",
     "serving",
     "simulated",
