@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from moonpool.core.draws import draw_below
+from moonpool.core.fair import Place
 from services.conductor.core.picture import Picture
 from services.conductor.core.plan import Plan
 from simulator.cluster.config import ClusterConfig
@@ -51,11 +52,13 @@ class Baseline(Picture):
         first = self._decisions % len(there)  # equals take turns
         return min(there[first:] + there[:first], key=self._queued_s.__getitem__)
 
-    def claim_prefill(self, instance_id: str, busy_s: float, now: float, source: str = "") -> int:
+    def claim_prefill(
+        self, prefill: str, busy_s: float, now: float, source: str = "", place: Place | None = None
+    ) -> int:
         """See `Picture.claim_prefill`."""
-        number = super().claim_prefill(instance_id, busy_s, now, source)
-        self._placed[number] = instance_id, busy_s
-        self._queued_s[instance_id] += busy_s
+        number = super().claim_prefill(prefill, busy_s, now, source, place)
+        self._placed[number] = prefill, busy_s
+        self._queued_s[prefill] += busy_s
         return number
 
     def release(self, claim: int, now: float) -> None:
