@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from moonpool.cli.bench import bench_app
 from moonpool.errors import MoonpoolError
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Create and inspect checkpoints.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+app.add_typer(bench_app, name="bench")
 
 Address = Annotated[str, typer.Option(help="The conductor, HOST:PORT.", envvar="MOONPOOL_ADDRESS")]
 Model = Annotated[str, typer.Option(help="Hugging Face folder or hub id; empty = the bundled model.")]
