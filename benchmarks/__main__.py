@@ -8,7 +8,19 @@ from pathlib import Path
 from benchmarks import page
 from benchmarks.frame import run, today
 
-ALL = ("conductor", "eviction", "kernels", "kv_stream", "kvstore", "predictions", "serving", "simulated")
+ALL = (
+    "conductor",
+    "eviction",
+    "fairness",
+    "gateway",
+    "kernels",
+    "kv_stream",
+    "kvstore",
+    "predictions",
+    "serving",
+    "simulated",
+    "tls",
+)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,6 +20,8 @@ from moonpool.client.types import (
     InstanceInfo,
     Message,
     Placement,
+    QueueInfo,
+    TenantInfo,
     Timing,
     TokenEvent,
     Usage,
@@ -57,11 +59,12 @@ def generate_request(given: GenerateArguments) -> conductor_pb2.GenerateRequest:
     request = conductor_pb2.GenerateRequest()
     for name in ("tenant", "model", "request_id"):
         _assign(request, name, given.get(name, ""))
+    _assign(request, "priority", given.get("priority", 0))
     form = _set_prompt(request, given)
     sampling, slo = given.get("sampling"), given.get("slo")
     if sampling is not None:
         request.sampling.CopyFrom(sampling_to_proto(sampling))
-    for name in ("ttft_s", "tbt_s") if slo is not None else ():
+    for name in ("ttft_s", "tbt_s", "queue_s") if slo is not None else ():
         value_s = getattr(slo, name)
         if value_s is not None:
             _assign(request.slo, name, value_s, f"slo.{name}")
@@ -222,6 +225,7 @@ def cluster_state(message: conductor_pb2.ClusterStateResponse) -> ClusterState:
         conductor=message.conductor.address,
         instances=tuple(map(_instance, message.instances)),
         emulated=message.model.emulated,
+        queue=_queue(message.queue),
     )
 
 
@@ -234,6 +238,7 @@ def explanation(message: conductor_pb2.ExplainResponse) -> Explanation:
         measured_tpot_s=message.measured_tpot_s,
         refused=message.refused,
         policy=message.policy,
+        waited_s=message.waited_s,
     )
 
 
@@ -262,6 +267,11 @@ def _instance(state: conductor_pb2.InstanceState) -> InstanceInfo:
         indexed_blocks=state.indexed_blocks,
         draining=load.draining,
     )
+
+
+def _queue(state: conductor_pb2.QueueState) -> QueueInfo:
+    tenants = tuple(_copy(TenantInfo, tenant) for tenant in state.tenants)
+    return QueueInfo(state.for_limits, state.for_room, state.prompt_bytes, tenants)
 
 
 def _message(message: Mapping[str, Any]) -> conductor_pb2.ChatMessage:

@@ -44,10 +44,15 @@ class Message(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """Latency limits, seconds; None = no limit. A request that would miss one is refused with `Overloaded`."""
+    """Latency limits, seconds; None = no limit. A request that would miss one is refused with `Overloaded`.
+
+    It may wait for `queue_s` seconds before that; this time does not count in `ttft_s`. 0 = it is refused at once, None
+    = what the conductor's `--queue-deadline-s` says.
+    """
 
     ttft_s: float | None = None
     tbt_s: float | None = None
+    queue_s: float | None = None
 
 
 class GenerateArguments(TypedDict, total=False):
@@ -65,6 +70,7 @@ class GenerateArguments(TypedDict, total=False):
         tenant: whose request it is; tenants do not share KV.
         model: name of the model; "" = whatever is served.
         request_id: unique in the cluster; drawn by the conductor when "".
+        priority: as in vLLM, a lower one is served earlier; among the tenant's own requests; -100 to 100.
         timeout_s: seconds the request may take; None = the client's.
     """
 
@@ -77,6 +83,7 @@ class GenerateArguments(TypedDict, total=False):
     tenant: str
     model: str
     request_id: str
+    priority: int
     timeout_s: float | None
 
 
@@ -187,6 +194,29 @@ class InstanceInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantInfo:
+    """A tenant's requests at the conductor, and how many of them wait there; `weight` is its share."""
+
+    tenant: str
+    weight: float
+    requests: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueueInfo:
+    """Requests that wait at the conductor: for a limit that can be kept, and for room at decode.
+
+    `prompt_bytes` are those of the former. `tenants` are those with requests here, waiting or not; 100 at most.
+    """
+
+    for_limits: int = 0
+    for_room: int = 0
+    prompt_bytes: int = 0
+    tenants: tuple[TenantInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterState:
     """The cluster as the conductor sees it. `model` is "" before the first engine has joined.
 
@@ -200,6 +230,7 @@ class ClusterState:
     conductor: str
     instances: tuple[InstanceInfo, ...]
     emulated: str = ""
+    queue: QueueInfo = QueueInfo()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +263,8 @@ class Explanation:
     measured_tpot_s: float
     refused: str
     policy: str = ""
+    waited_s: float = 0.0
+    """Seconds that it waited at the conductor for a place."""
 
 
 @dataclass(frozen=True, slots=True)

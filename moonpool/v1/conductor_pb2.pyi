@@ -145,24 +145,34 @@ class Slo(_message.Message):
 
     TTFT_S_FIELD_NUMBER: _builtins.int
     TBT_S_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
     ttft_s: _builtins.float
     """Time to first token, seconds; unset = no limit."""
     tbt_s: _builtins.float
     """Time between tokens, seconds; unset = no limit."""
+    queue_s: _builtins.float
+    """Seconds that the request may wait at the conductor instead of being refused; this time does not count in `ttft_s`.
+    0 = it is refused at once; unset = what the conductor's --queue-deadline-s says.
+    """
     def __init__(
         self,
         *,
         ttft_s: _builtins.float | None = ...,
         tbt_s: _builtins.float | None = ...,
+        queue_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tbt_s", b"_tbt_s", "_ttft_s", b"_ttft_s", "tbt_s", b"tbt_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_s", b"_queue_s", "_tbt_s", b"_tbt_s", "_ttft_s", b"_ttft_s", "queue_s", b"queue_s", "tbt_s", b"tbt_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tbt_s", b"_tbt_s", "_ttft_s", b"_ttft_s", "tbt_s", b"tbt_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_s", b"_queue_s", "_tbt_s", b"_tbt_s", "_ttft_s", b"_ttft_s", "queue_s", b"queue_s", "tbt_s", b"tbt_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__queue_s: _TypeAlias = _typing.Literal["queue_s"]  # noqa: Y015
+    _WhichOneofArgType__queue_s: _TypeAlias = _typing.Literal["_queue_s", b"_queue_s"]  # noqa: Y015
     _WhichOneofReturnType__tbt_s: _TypeAlias = _typing.Literal["tbt_s"]  # noqa: Y015
     _WhichOneofArgType__tbt_s: _TypeAlias = _typing.Literal["_tbt_s", b"_tbt_s"]  # noqa: Y015
     _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
     _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_s) -> _WhichOneofReturnType__queue_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tbt_s) -> _WhichOneofReturnType__tbt_s | None: ...
     @_typing.overload
@@ -186,6 +196,7 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique in the cluster; drawn by the conductor when empty."""
     from_position: _builtins.int
@@ -196,6 +207,8 @@ class GenerateRequest(_message.Message):
     """Whose request this is; tenants do not share KV."""
     model: _builtins.str
     """Model name; empty = whatever is served, otherwise it must match."""
+    priority: _builtins.int
+    """As in vLLM: who has a lower one is served earlier; default 0, from -100 to 100. Among the tenant's own requests."""
     @_builtins.property
     def tokens(self) -> Global___TokenPrompt:
         """Token ids as they are."""
@@ -231,10 +244,11 @@ class GenerateRequest(_message.Message):
         tenant: _builtins.str = ...,
         model: _builtins.str = ...,
         resume: Global___Resume | None = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "from_position", b"from_position", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "from_position", b"from_position", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -1096,6 +1110,7 @@ class ExplainResponse(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     MEASURED_TPOT_S_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    WAITED_S_FIELD_NUMBER: _builtins.int
     measured_ttft_s: _builtins.float
     """Measured time to first token, seconds; 0 before it."""
     refused: _builtins.str
@@ -1104,6 +1119,8 @@ class ExplainResponse(_message.Message):
     """Measured mean time between tokens, seconds; 0 before the answer's end and for answers of one token."""
     policy: _builtins.str
     """The policy by which the prefill instance was chosen, as the conductor's setting names it."""
+    waited_s: _builtins.float
+    """Seconds that it waited at the conductor, for room or for a limit that could be kept."""
     @_builtins.property
     def placement(self) -> Global___Placement:
         """The placement; unset when it was refused."""
@@ -1121,10 +1138,11 @@ class ExplainResponse(_message.Message):
         refused: _builtins.str = ...,
         measured_tpot_s: _builtins.float = ...,
         policy: _builtins.str = ...,
+        waited_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1186,6 +1204,76 @@ class InstanceState(_message.Message):
 Global___InstanceState: _TypeAlias = InstanceState  # noqa: Y015
 
 @_typing.final
+class TenantState(_message.Message):
+    """A tenant's requests at the conductor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Its name; empty for requests that name none."""
+    weight: _builtins.float
+    """Its share, as `--tenant-weights` has it."""
+    requests: _builtins.int
+    """Requests that have not ended, those that wait among them."""
+    waiting: _builtins.int
+    """Of these, those that wait at the conductor."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        requests: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "tenant", b"tenant", "waiting", b"waiting", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantState: _TypeAlias = TenantState  # noqa: Y015
+
+@_typing.final
+class QueueState(_message.Message):
+    """Requests that wait at the conductor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOR_LIMITS_FIELD_NUMBER: _builtins.int
+    FOR_ROOM_FIELD_NUMBER: _builtins.int
+    PROMPT_BYTES_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    for_limits: _builtins.int
+    """For a limit that can be kept."""
+    for_room: _builtins.int
+    """For room at decode."""
+    prompt_bytes: _builtins.int
+    """Of the prompts that wait for a limit."""
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantState]:
+        """Tenants that have requests here, in the order of their names; at most 100."""
+
+    def __init__(
+        self,
+        *,
+        for_limits: _builtins.int = ...,
+        for_room: _builtins.int = ...,
+        prompt_bytes: _builtins.int = ...,
+        tenants: _abc.Iterable[Global___TenantState] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["for_limits", b"for_limits", "for_room", b"for_room", "prompt_bytes", b"prompt_bytes", "tenants", b"tenants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueState: _TypeAlias = QueueState  # noqa: Y015
+
+@_typing.final
 class ClusterStateResponse(_message.Message):
     """The cluster's picture."""
 
@@ -1195,6 +1283,7 @@ class ClusterStateResponse(_message.Message):
     INSTANCES_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Requests can be served: at least one prefill and one decode instance."""
     @_builtins.property
@@ -1209,6 +1298,10 @@ class ClusterStateResponse(_message.Message):
     def model(self) -> Global___ModelInfo:
         """What is served; unset before the first engine has joined."""
 
+    @_builtins.property
+    def queue(self) -> Global___QueueState:
+        """Who waits at the conductor."""
+
     def __init__(
         self,
         *,
@@ -1216,10 +1309,11 @@ class ClusterStateResponse(_message.Message):
         instances: _abc.Iterable[Global___InstanceState] | None = ...,
         model: Global___ModelInfo | None = ...,
         ready: _builtins.bool = ...,
+        queue: Global___QueueState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "model", b"model", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "instances", b"instances", "model", b"model", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "instances", b"instances", "model", b"model", "queue", b"queue", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -705,6 +705,8 @@ class SequenceSpec(_message.Message):
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     CHAIN_ROOT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, unique in the cluster."""
     token_ids: _builtins.bytes
@@ -719,6 +721,10 @@ class SequenceSpec(_message.Message):
     """Root of the key chain's tenant salt; empty for none."""
     chain_root: _builtins.bytes
     """32-byte root of the block-key chain, the parent of the first block's key."""
+    priority: _builtins.int
+    """`GenerateRequest.priority`."""
+    weight: _builtins.float
+    """The tenant's share of an instance that several tenants wait for, relative to others'; 0 = 1."""
     @_builtins.property
     def sampling(self) -> Global___Sampling:
         """Sampling parameters; `seed` is set, every other unset field has its default."""
@@ -738,10 +744,12 @@ class SequenceSpec(_message.Message):
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         tenant: _builtins.str = ...,
         chain_root: _builtins.bytes = ...,
+        priority: _builtins.int = ...,
+        weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

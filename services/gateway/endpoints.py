@@ -144,6 +144,7 @@ class Endpoints:
         return {
             "sampling": body.sampling(max_tokens),
             "slo": body.limits(),
+            "priority": body.priority or 0,
             "tenant": caller.tenant,
             "model": body.model or "",
             "timeout_s": self._config.request_timeout_s,

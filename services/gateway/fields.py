@@ -110,10 +110,14 @@ class StreamOptions(Body):
 
 
 class SloField(Body):
-    """Moonpool's own: latency limits, seconds; a request that would miss one is answered with 429."""
+    """Moonpool's own: latency limits, seconds; a request that would miss one is answered with 429.
+
+    It waits for up to `queue_s` before that.
+    """
 
     ttft_s: float | None = None
     tbt_s: float | None = None
+    queue_s: float | None = None
 
 
 class AnsweredBody(Body):
@@ -122,6 +126,7 @@ class AnsweredBody(Body):
     model: str | None = None
     stream: bool | None = None
     slo: SloField | None = None
+    priority: int | None = None
 
     def parts(self) -> Iterator[tuple[str, Body]]:
         if self.slo is not None:
@@ -129,7 +134,8 @@ class AnsweredBody(Body):
 
     def limits(self) -> Slo | None:
         """The latency limits."""
-        return None if self.slo is None else Slo(ttft_s=self.slo.ttft_s, tbt_s=self.slo.tbt_s)
+        slo = self.slo
+        return None if slo is None else Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s, queue_s=slo.queue_s)
 
     def tools_offered(self) -> Tools | None:
         """Functions that the model may call.

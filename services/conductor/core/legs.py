@@ -83,7 +83,7 @@ class Legs:
         """Begins an attempt: the prompt counts at prefill from now on."""
         sequence, request.attempts = request.next_sequence, request.attempts + 1
         best, incarnation = plan.prefill, self._picture.incarnation(plan.prefill.id)
-        claim = self._picture.claim_prefill(best.id, best.busy_s, now, best.kvstore)
+        claim = self._picture.claim_prefill(best.id, best.busy_s, now, best.kvstore, request.ask.place)
         attempt = request.attempt = Attempt(sequence, plan, incarnation, list(options), claim, begun=now)
         request.phase = Phase.PLACED
         self._take_part(request, attempt, best.id)
@@ -236,6 +236,20 @@ class Legs:
             if request.attempt is not None:
                 claims += [request.attempt.claim, request.attempt.promise]
         return sorted(claim for claim in claims if claim)
+
+    def check_attempt(self, request: Request, attempt: Attempt) -> None:
+        """Asserts that an attempt's legs have their calls and claims, and that it waits for something."""
+        calls = self.calls
+        assert (attempt.prefill in (PrefillLeg.NONE, PrefillLeg.SENT)) == bool(attempt.claim)
+        if attempt.prefill in (PrefillLeg.SENT, PrefillLeg.TOKEN):
+            assert attempt.prefill_io in calls
+        assert (attempt.decode in (DecodeLeg.STARTED, DecodeLeg.STREAMING)) == (attempt.sequence_io in calls)
+        assert (attempt.decode is DecodeLeg.PROMISED) == bool(attempt.promise)
+        if attempt.decode is DecodeLeg.ASKED:
+            assert attempt.asked or attempt.late or request.reserves == MAX_RESERVES, "nothing is waited for"
+            assert attempt.prefill is PrefillLeg.NONE
+        elif attempt.decode is not DecodeLeg.STREAMING and attempt.prefill is PrefillLeg.OVER and attempt.torn:
+            assert self._timers.at(("word", request.ask.number)) is not None, "it would wait for ever"
 
     def digest(self) -> bytes:
         """Hash of the calls."""

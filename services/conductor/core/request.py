@@ -5,6 +5,7 @@ the stream continues where it stopped. docs/adr/0006-the-life-of-a-request.md ha
 """
 
 from moonpool.core.digest import digest_of
+from moonpool.core.fair import Shares
 from moonpool.core.kernel import Cancel, Ended, Tick
 from moonpool.core.timers import Timers
 from services.conductor.core.admission import Gate
@@ -13,6 +14,7 @@ from services.conductor.core.book import TIMERS, Book
 from services.conductor.core.failures import FINAL, Failure, Kind, given_up
 from services.conductor.core.legs import MAX_RESERVES, Call, Hold, Legs
 from services.conductor.core.life import Attempt, DecodeLeg, Phase, PrefillLeg, Request
+from services.conductor.core.line import Line
 from services.conductor.core.messages import (
     Accepted,
     Action,
@@ -46,22 +48,20 @@ class Requests:
     def __init__(self, limits: Limits, picture: Picture) -> None:
         self.picture = picture
         self._limits = limits
-        self._rooms = RoomQueue()
         self._timers: Timers[tuple[str, int]] = Timers()
+        self._shares = Shares()
+        self.rooms = RoomQueue(self._shares)
+        self.line = Line(self._shares, self._timers, limits.max_queued, limits.max_queued_bytes)
         self._lengths = picture.forecasts.lengths
         gate = Gate(limits.admission, picture.forecasts)
         self._legs = Legs(picture, self._timers, limits.reserve_timeout_s, gate)
-        self._book = Book(self._legs, self._rooms, self._timers, self._lengths)
-        self._placing = Placing(limits, picture, self._book, self._legs, self._rooms, self._timers, gate)
+        self._book = Book(self._legs, self.rooms, self.line, self._timers, self._lengths)
+        waiting = self.rooms, self.line, self._shares
+        self._placing = Placing(limits, picture, self._book, self._legs, *waiting, self._timers, gate)
         self._adopting = Adopting(limits.adopt_wait_s, picture, self._legs, self._timers)
 
     def __len__(self) -> int:
         return len(self._book.requests)
-
-    @property
-    def waiting_for_room(self) -> int:
-        """Requests that wait for room at decode."""
-        return len(self._rooms)
 
     @property
     def calls(self) -> int:
@@ -202,7 +202,7 @@ class Requests:
         promised = result if isinstance(result, Promised) else None
         got = self._legs.reserved(request, io, hold, promised, now, out)
         if promised is not None:
-            self._rooms.promised(hold.instance)
+            self.rooms.promised(hold.instance)
         if request is None:
             return
         request.reserves -= 1
@@ -273,7 +273,7 @@ class Requests:
             case Reported(instance):
                 self._placing.room_news(now, instance, out)
             case Left(instance, incarnation, lost):
-                self._rooms.forget(instance)
+                self.rooms.forget(instance)
                 who = instance, incarnation
                 for number in self._legs.at(instance) if lost else ():
                     request = self._book.requests[number]
@@ -317,6 +317,9 @@ class Requests:
         if kind == "linger":
             out.append(Cancel(number))
             return
+        if kind == "line":
+            self._placing.look_again(now, out)
+            return
         hold = self._legs.calls.get(number) if kind == "reserve" else None
         request = self._book.requests.get(hold.request if hold is not None else number)
         if request is None:
@@ -328,8 +331,7 @@ class Requests:
                 failure = Failure(Kind.DEADLINE, "the request took longer than it may")
                 self._book.fail(now, request, failure, out)
             case "wait":
-                assert request.refusal is not None
-                self._book.fail(now, request, request.refusal, out, refused=True)
+                self._placing.give_up(now, request, out)
             case "pause":
                 self._placing.rehash(request, out)
             case "owner":
@@ -356,41 +358,30 @@ class Requests:
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two events."""
-        self._rooms.check_invariants()
+        self.rooms.check_invariants()
+        self.line.check_invariants()
         self._legs.check_places(self._book.requests.values())
         self._adopting.check_invariants(self._book.requests.values())
         reserves = [hold.request for _, hold in self._legs.calls if hold.call is Call.RESERVE]
         for number, request in self._book.requests.items():
             assert number == request.ask.number
             assert request.reserves == reserves.count(number) <= MAX_RESERVES
-            assert (request.phase is Phase.ROOM) == (number in self._rooms)
+            assert (request.phase is Phase.ROOM) == (number in self.rooms)
+            assert (request.phase is Phase.QUEUE) == (number in self.line)
             assert (request.phase is Phase.PLACED) == (request.attempt is not None)
             assert (request.phase is Phase.MEMBER) == (number in self._book.memberless)
             assert (request.phase is Phase.PAUSE) == (self._timers.at(("pause", number)) is not None)
             assert self._timers.at(("deadline", number)) is not None
-            if request.phase in (Phase.ROOM, Phase.MEMBER):
+            if request.phase in (Phase.ROOM, Phase.MEMBER, Phase.QUEUE):
                 assert self._timers.at(("wait", number)) is not None, "it would wait for ever"
             if request.attempt is not None:
-                self._check_attempt(request, request.attempt)
+                self._legs.check_attempt(request, request.attempt)
         assert len(set(self.claims)) == len(self.claims), "a claim is held twice"
-        assert len(self._timers) <= len(TIMERS) * len(self) + len(self._legs.calls)
-
-    def _check_attempt(self, request: Request, attempt: Attempt) -> None:
-        calls = self._legs.calls
-        assert (attempt.prefill in (PrefillLeg.NONE, PrefillLeg.SENT)) == bool(attempt.claim)
-        if attempt.prefill in (PrefillLeg.SENT, PrefillLeg.TOKEN):
-            assert attempt.prefill_io in calls
-        assert (attempt.decode in (DecodeLeg.STARTED, DecodeLeg.STREAMING)) == (attempt.sequence_io in calls)
-        assert (attempt.decode is DecodeLeg.PROMISED) == bool(attempt.promise)
-        if attempt.decode is DecodeLeg.ASKED:
-            assert attempt.asked or attempt.late or request.reserves == MAX_RESERVES, "nothing is waited for"
-            assert attempt.prefill is PrefillLeg.NONE
-        elif attempt.decode is not DecodeLeg.STREAMING and attempt.prefill is PrefillLeg.OVER and attempt.torn:
-            assert self._timers.at(("word", request.ask.number)) is not None, "it would wait for ever"
+        assert len(self._timers) <= len(TIMERS) * len(self) + len(self._legs.calls) + bool(len(self.line))
 
     def digest(self) -> bytes:
         """Hash of everything but the picture."""
-        return digest_of(self._book.requests, self._rooms.state(), self._legs, self._timers)
+        return digest_of(self._book.requests, self.rooms.state(), self.line, self._shares, self._legs, self._timers)
 
 
 def _attempt_of(request: Request, hold: Hold) -> Attempt | None:

@@ -43,6 +43,8 @@ def explained() -> FakeConductor:
         measured_ttft_s=0.3,
         policy="cache_aware",
     )
+    alone = pb.Placement(prefill="decode-0", decode="decode-0", predicted_ttft_s=0.25, predicted_tbt_s=0.01)
+    fake.explanations["r3"] = pb.ExplainResponse(placement=alone)
     fake.explanations["r2"] = pb.ExplainResponse(refused="predicted time to first token 9 s exceeds the limit")
     return fake
 
@@ -55,6 +57,23 @@ def test_state_shows_load_and_blocks_of_every_instance(capsys: pytest.CaptureFix
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
         "decode-0", "decode", "host:1", "3", "2 (1,500 tokens)", "10 of 100", "30", "4", "",
     ]  # fmt: skip
+
+
+def test_state_shows_who_waits_at_the_conductor(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = cluster()
+    with fake.client() as client:
+        run_state(client, as_json=False)
+        assert capsys.readouterr().out.splitlines()[1] == "wait at the conductor: 0 for their limits, 0 for room"
+        fake.state.queue.CopyFrom(pb.QueueState(for_limits=7, for_room=1, prompt_bytes=4000))
+        fake.state.queue.tenants.add(requests=2)
+        fake.state.queue.tenants.add(tenant="ann", weight=2.5, requests=9, waiting=8)
+        run_state(client, as_json=False)
+        found = capsys.readouterr().out.splitlines()
+        assert found[1] == "wait at the conductor: 7 for their limits (4,000 bytes), 1 for room"
+        rows = [[cell.strip() for cell in row.strip("│").split("│")] for row in found[-3:-1]]
+        assert rows == [["(none)", "0", "2", "0"], ["ann", "2.5", "9", "8"]]
+        run_state(client, as_json=True)
+    assert json.loads(capsys.readouterr().out)["queue"]["tenants"][1]["waiting"] == 8
 
 
 def test_state_before_an_engine_has_joined_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,6 +106,13 @@ def test_explain_says_why_a_request_was_refused(capsys: pytest.CaptureFixture[st
     with explained().client() as client:
         run_explain(client, "r2", as_json=False)
     assert capsys.readouterr().out.splitlines()[-1] == "refused: predicted time to first token 9 s exceeds the limit"
+
+
+def test_explain_says_that_decode_computed_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    with explained().client() as client:
+        run_explain(client, "r3", as_json=False)
+    where = "placed on decode-0 alone, which computes what it does not hold of the prompt"
+    assert capsys.readouterr().out.splitlines()[-3] == where
 
 
 def test_both_print_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,7 @@ async def test_asking_for_nothing_is_fine(gateway: Answers) -> None:
         ({"messages": TURNS, "stop": [1]}, "stop.0"),
         ({"messages": TURNS, "logit_bias": {"x": 1}}, "logit_bias"),
         ({"messages": TURNS, "slo": {"ttft_s": "fast"}}, "slo.ttft_s"),
+        ({"messages": TURNS, "priority": "high"}, "priority"),
     ],
 )
 async def test_wrong_fields_of_a_chat(gateway: Answers, body: dict[str, Any], param: str) -> None:
