@@ -133,8 +133,10 @@ class World:
             self.sequences[number + index] = Sequence(array("i", prompt), length, len(prompt), number, index)
         keys = tuple(self.sequences[number].keys())
         lengths = len(prompt), len(prompt), total_tokens
-        about = slo, conductor, stores, len(answers), starts_in_s, beams, resumable, 0, priority, tenant
-        self.asked[number] = Reserve(number, keys, *lengths, *about)
+        kept = resumable, 0, priority, tenant
+        self.asked[number] = Reserve(
+            number, keys, *lengths, slo, conductor, stores, len(answers), starts_in_s, beams, *kept
+        )
         self.post(self.asked[number])
         if number not in self.core.requests:
             for index in range(len(answers)):
