@@ -133,9 +133,9 @@ class World:
             self.sequences[number + index] = Sequence(array("i", prompt), length, len(prompt), number, index)
         keys = tuple(self.sequences[number].keys())
         lengths = len(prompt), len(prompt), total_tokens
-        kept = resumable, 0, priority, tenant
+        width = len(answers)
         self.asked[number] = Reserve(
-            number, keys, *lengths, slo, conductor, stores, len(answers), starts_in_s, beams, *kept
+            number, keys, *lengths, slo, conductor, stores, width, starts_in_s, beams, resumable, 0, priority, tenant
         )
         self.post(self.asked[number])
         if number not in self.core.requests:
