@@ -262,13 +262,20 @@ def in_groups(config: ClusterConfig, rng: random.Random) -> list[Noted]:
     instance.host.heard = lambda now, event, decided: noted.append(Noted(now, event, list(decided)))
     instance.stream_opened(1, "conductor")
 
+    def go_on(came: tuple[int, int]) -> None:
+        stage, transfer = came
+        if stage == 1:
+            instance.open(transfer)
+        elif stage == 2:
+            instance.kv_whole(transfer)
+        else:
+            instance.start(1, transfer)
+
     def ask(sequence: Sequence) -> None:
         answer = instance.reserve(sequence, "conductor")
         if isinstance(answer, Promised):
-            transfer = answer.target.transfer_id
-            steps = (instance.open, instance.kv_whole, lambda it: instance.start(1, it))
-            for place, step in enumerate(steps):
-                world.after(ps(0.0031 * (place + 1)), step, transfer)
+            for stage in range(1, 4):
+                world.after(ps(0.0031 * stage), go_on, (stage, answer.target.transfer_id))
 
     at = 0.0
     for number in range(30):
