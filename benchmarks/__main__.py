@@ -17,6 +17,7 @@ ALL = (
     "kvstore",
     "predictions",
     "rests",
+    "sampling",
     "serving",
     "simulated",
     "tls",

@@ -29,6 +29,7 @@ from moonpool.client.types import (
     Slo,
     Timing,
     TokenEvent,
+    TokenLogprobs,
     ToolCall,
     Usage,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "StreamBroken",
     "Timing",
     "TokenEvent",
+    "TokenLogprobs",
     "TokenStream",
     "ToolCall",
     "TransferFailed",

@@ -42,6 +42,8 @@ class Arrive:
     """Among the tenant's own; lower ones go first."""
     weight: float = 1.0
     """The tenant's share, relative to others'."""
+    reuse: bool = True
+    """Blocks that are there already may be used; False = every token is computed."""
 
 
 @dataclass(frozen=True, slots=True)

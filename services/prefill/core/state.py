@@ -84,6 +84,8 @@ class Job:
     place: Place
     expected_tokens: int
     """Leading tokens that are expected not to be computed; for predictions, until the job starts."""
+    reuse: bool = True
+    """False = nothing of it may be cached or loaded."""
     next_source: int = 0
     first_step_at: float | None = None
     token_at: float | None = None
@@ -114,11 +116,13 @@ class Job:
         outgoing = None
         if event.held_blocks is not None:
             outgoing = Outgoing.of(settings.layers, settings.blocks_for(event.num_tokens), event.held_blocks)
-        believed = max((source.blocks for source in event.sources), default=0)
+        sources = event.sources if event.reuse else ()
+        believed = max((source.blocks for source in sources), default=0)
         reusable = (event.num_tokens - 1) // settings.block_tokens
         expected = min(believed, reusable) * settings.block_tokens
         place = Place(event.tenant, rank(now, event.priority), event.job, event.weight)
-        return cls(event.job, event.num_tokens, event.keys, event.sources, event.copies, outgoing, now, place, expected)
+        keys, copies, reuse = event.keys, event.copies, event.reuse
+        return cls(event.job, event.num_tokens, keys, sources, copies, outgoing, now, place, expected, reuse)
 
     @property
     def finished(self) -> bool:
@@ -266,7 +270,7 @@ class State:
 
     def reusable_blocks(self, job: Job) -> int:
         """Leading blocks that may be cached or loaded: full ones, without the last token, whose logits are wanted."""
-        return (job.num_tokens - 1) // self.settings.block_tokens
+        return (job.num_tokens - 1) // self.settings.block_tokens if job.reuse else 0
 
     def advance(self, job: Job, end: int) -> None:
         """Tokens up to `end` are in the pool: the blocks they fill get their identity."""
