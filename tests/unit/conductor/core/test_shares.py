@@ -3,11 +3,12 @@
 import pytest
 
 from services.conductor.core.admission import Slo
+from services.conductor.core.crowd import ABOUT_S
 from services.conductor.core.facts import InstanceFacts
 from services.conductor.core.facts import Kind as EngineKind
-from services.conductor.core.messages import Announce, Fail, Joined, Prefill, Reserve
+from services.conductor.core.messages import Announce, ClientGone, Fail, Joined, Prefill, Reserve
 
-from .world import SHAPE, SPEEDS, World
+from .world import GONE, SHAPE, SPEEDS, World
 
 STEP = 100
 """Tokens of a step, which takes 0.1 s."""
@@ -67,3 +68,46 @@ def test_a_flood_refuses_nobody_but_itself() -> None:
     calm = world.arrive(prompt=200, tenant="calm", slo=slo)
     assert calm not in world.ends
     assert len(world.open(Prefill)) == 5
+
+
+def full(*, flood: int, total: int = 160) -> World:
+    """One decode instance of which a flood has taken what it may, after another tenant's request came and left."""
+    world = World(prefills=1, decodes=1, total=total)
+    world.post(ClientGone(world.arrive(prompt=8, answer=8, tenant="calm")))
+    for call in world.open(Reserve):
+        world.end(call, GONE)
+    for _ in range(flood):
+        world.arrive(prompt=152, answer=8, tenant="flood")  # ten blocks
+        for call in world.open(Reserve):
+            world.promise(call)
+    return world
+
+
+def test_a_flood_leaves_some_room_at_decode_to_who_came_lately() -> None:
+    world = full(flood=20)
+    assert len(world.promises) == 15, "the sixteenth part is left"
+    assert world.core.requests.rooms.count() == {"flood": 5}
+    world.arrive(prompt=152, answer=8, tenant="calm")
+    world.promise(world.one(Reserve))
+    assert world.core.requests.rooms.count() == {"flood": 5}
+
+
+def test_alone_it_leaves_none() -> None:
+    world = full(flood=15)
+    world.sleep(ABOUT_S + 1.0)
+    world.arrive(prompt=152, answer=8, tenant="flood")
+    assert world.open(Reserve) != []
+
+
+def test_freed_room_wakes_a_flood_only_beyond_what_it_leaves() -> None:
+    world = full(flood=18)
+    world.report("decode-0", 19)
+    assert world.open(Reserve) == []
+    world.report("decode-0", 20)
+    assert [call.request for call in world.open(Reserve)] == [17]
+
+
+def test_what_could_not_be_placed_otherwise_leaves_less() -> None:
+    world = full(flood=0, total=64)
+    world.arrive(prompt=62 * 16, answer=8, tenant="flood")
+    assert len(world.open(Reserve)) == 1
