@@ -16,6 +16,7 @@ ALL = (
     "kv_stream",
     "kvstore",
     "predictions",
+    "sampling",
     "serving",
     "simulated",
     "tls",
