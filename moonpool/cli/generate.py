@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 
 import typer
 
@@ -10,13 +11,19 @@ from moonpool.client import Client, GenerateResult, Message, SamplingParams, Slo
 
 
 def run_generate(
-    address: str, prompt: str, sampling: SamplingParams, *, chat: bool, ttft_slo_s: float | None, as_json: bool
+    conductors: Sequence[str],
+    prompt: str,
+    sampling: SamplingParams,
+    *,
+    chat: bool,
+    ttft_slo_s: float | None,
+    as_json: bool,
 ) -> None:
     """Streams the answer to standard output and the figures to standard error, or prints one JSON object."""
     slo = Slo(ttft_s=ttft_slo_s)
     messages: list[Message] | None = [{"role": "user", "content": prompt}] if chat else None
     text = None if chat else prompt
-    with Client(address) as client:
+    with Client(conductors) as client:
         if as_json:
             answer = client.generate(prompt=text, messages=messages, sampling=sampling, slo=slo)
             typer.echo(json.dumps(dataclasses.asdict(answer)))

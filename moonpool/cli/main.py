@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from moonpool.cli.addresses import addresses
 from moonpool.errors import MoonpoolError
 
 app = typer.Typer(
@@ -22,7 +23,10 @@ app = typer.Typer(
 model_app = typer.Typer(help="Create and inspect checkpoints.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 
-Address = Annotated[str, typer.Option(help="The conductor, HOST:PORT.", envvar="MOONPOOL_ADDRESS")]
+Address = Annotated[
+    str,
+    typer.Option(help="The conductor, HOST:PORT; several with commas between them.", envvar="MOONPOOL_ADDRESS"),
+]
 Model = Annotated[str, typer.Option(help="Hugging Face folder or hub id; empty = the bundled model.")]
 HTTP_PORT = 8000
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -61,12 +65,15 @@ def up(
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
     kvstore: Annotated[int, typer.Option(min=0, help="kvstore instances.")] = 1,
+    conductors: Annotated[int, typer.Option(min=1, max=16, help="Conductors, side by side.")] = 1,
     kvstore_replicas: Annotated[int, typer.Option(min=1, max=8, help="kvstores that hold a copy of each prefix.")] = 1,
     stages: Annotated[int, typer.Option(min=1, help="Pipeline stages of each prefill instance.")] = 1,
     engine: Annotated[str, typer.Option(help="real, or emulated:PROFILE to emulate compute.")] = "real",
     time_scale: Annotated[float, typer.Option(min=0, help="Emulated seconds per second; 0 = the profile's own.")] = 0.0,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of store and logs; default: a temporary one.")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The conductor's port; 0 = any free.")] = 50051,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The first conductor's port, the others have the next; 0 = any.")
+    ] = 50051,
     http_port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="The gateway's port; 0 = any free. Default: 8000, or 0 with --port 0."),
@@ -92,8 +99,8 @@ def up(
     def plan(folder: Path) -> StackPlan:
         return StackPlan(
             model=model or bundled_model(), data_dir=folder, dtype=dtype, prefill=prefill, decode=decode,
-            kvstore=kvstore, kvstore_replicas=kvstore_replicas, stages=stages, engine=engine, time_scale=time_scale,
-            port=port, http_port=(HTTP_PORT if port else 0) if http_port is None else http_port, threads=threads,
+            kvstore=kvstore, conductors=conductors, kvstore_replicas=kvstore_replicas, stages=stages, engine=engine,
+            time_scale=time_scale, port=port, http_port=(HTTP_PORT if port else 0) if http_port is None else http_port, threads=threads,
             block_tokens=block_tokens, kv_bytes=kv_bytes, dram_bytes=dram_bytes,
             ssd_bytes=ssd_bytes, log_level=log_level, spans_dir=spans_dir,
         )  # fmt: skip
@@ -140,7 +147,7 @@ def generate(
         beam_width=beams,
         length_penalty=length_penalty,
     )
-    run_generate(address, text, sampling, chat=chat, ttft_slo_s=ttft_slo_s, as_json=as_json)
+    run_generate(addresses(address), text, sampling, chat=chat, ttft_slo_s=ttft_slo_s, as_json=as_json)
 
 
 @app.command()
@@ -155,7 +162,7 @@ def check(
     """
     from moonpool.cli.check import run_check
 
-    raise typer.Exit(run_check(address, wait_s=wait_s, as_json=as_json))
+    raise typer.Exit(run_check(addresses(address), wait_s=wait_s, as_json=as_json))
 
 
 @app.command()
@@ -167,7 +174,7 @@ def state(
     from moonpool.cli.cluster import run_state
     from moonpool.client import Client
 
-    with Client(address) as client:
+    with Client(addresses(address)) as client:
         run_state(client, as_json=as_json)
 
 
@@ -181,7 +188,7 @@ def explain(
     from moonpool.cli.cluster import run_explain
     from moonpool.client import Client
 
-    with Client(address) as client:
+    with Client(addresses(address)) as client:
         run_explain(client, request_id, as_json=as_json)
 
 
@@ -255,7 +262,7 @@ def replay(
     from simulator.cluster.config import Slo
 
     status = run_replay(
-        trace, address, model=model or bundled_model(), requests=requests, time_scale=time_scale,
+        trace, addresses(address), model=model or bundled_model(), requests=requests, time_scale=time_scale,
         prompt_tokens=prompt_tokens, output_tokens=output_tokens, slo=Slo(ttft_slo_s, tbt_slo_s), profile=simulate,
         step_tokens=step_tokens, calibrate_on=calibrate_on, as_json=as_json,
     )  # fmt: skip

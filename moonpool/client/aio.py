@@ -28,6 +28,7 @@ DEFAULT_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 5.0
 QUERY_TIMEOUT_S = 10.0
 RESUME_TIMEOUT_S = 30.0
+SILENCE_S = 1.0
 
 
 class AsyncTokenStream:
@@ -160,6 +161,7 @@ class AsyncClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
+        silence_s: float = SILENCE_S,
         transport: Transport | Sequence[Transport] | None = None,
     ) -> None:
         """Talk to the conductor at `address`; connects on first use.
@@ -169,6 +171,8 @@ class AsyncClient:
             timeout_s: seconds a request may take, unless the call says otherwise.
             connect_timeout_s: seconds for which conductors that cannot be reached are tried again.
             resume_timeout_s: the same for a stream that was lost; 0 = it is not resumed.
+            silence_s: seconds after which a conductor counts as lost that is connected and says nothing, not even when
+                it is asked whether it is there; 0 = it is waited for. Of interest only where there is another one.
             transport: for tests; `address` is ignored.
 
         Raises:
@@ -176,7 +180,7 @@ class AsyncClient:
         """
         addresses = [address] if isinstance(address, str) else address
         if transport is None:
-            transport = [GrpcTransport(one) for one in addresses]
+            transport = [GrpcTransport(one, silence_s if len(addresses) > 1 else 0.0) for one in addresses]
         self._conductors = Conductors(transport if isinstance(transport, Sequence) else [transport])
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s

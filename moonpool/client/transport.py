@@ -6,13 +6,16 @@ A transport takes and returns the contract's messages and raises Moonpool's erro
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 
+from moonpool.client.pulse import Pulse
 from moonpool.client.tracing import metadata
 from moonpool.client.translate import MAX_REQUEST_BYTES
 from moonpool.errors import MoonpoolError, Unavailable
@@ -87,49 +90,72 @@ def translate(error: grpc.RpcError) -> MoonpoolError:
 class GrpcTransport:
     """gRPC on the running event loop; connects on first use."""
 
-    def __init__(self, address: str) -> None:
-        """Take "host:port"; the channel belongs to the loop that runs at first use."""
+    def __init__(self, address: str, silence_s: float = 0.0) -> None:
+        """Take "host:port"; the channel belongs to the loop that runs at first use.
+
+        Calls fail with `NotConnected` when the conductor says nothing for `silence_s` seconds; 0 = never.
+        """
         self._address = address
         self._channel: grpc.aio.Channel | None = None
+        self._pulse = Pulse(self._ask, silence_s)
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> Call:
-        return _GrpcCall(self._stub().Generate(request, timeout=timeout_s, metadata=metadata()))
+        return _GrpcCall(self._stub().Generate(request, timeout=timeout_s, metadata=metadata()), self._pulse)
 
     async def explain(self, request: pb.ExplainRequest, timeout_s: float) -> pb.ExplainResponse:
-        return await _answer(self._stub().Explain(request, timeout=timeout_s))
+        return await self._answer(self._stub().Explain(request, timeout=timeout_s))
 
     async def cluster_state(self, request: pb.ClusterStateRequest, timeout_s: float) -> pb.ClusterStateResponse:
-        return await _answer(self._stub().ClusterState(request, timeout=timeout_s))
+        return await self._answer(self._stub().ClusterState(request, timeout=timeout_s))
 
     async def stats(self, request: pb.ConductorStatsRequest, timeout_s: float) -> pb.ConductorStatsResponse:
-        return await _answer(self._stub().ConductorStats(request, timeout=timeout_s))
+        return await self._answer(self._stub().ConductorStats(request, timeout=timeout_s))
 
     async def aclose(self) -> None:
         """Close the channel; its calls are cancelled."""
+        await self._pulse.aclose()
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
 
-    def _stub(self) -> Any:
+    def _connected(self) -> grpc.aio.Channel:
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(self._address, options=OPTIONS)
-        return ConductorServiceStub(self._channel)
+        return self._channel
+
+    def _stub(self) -> Any:
+        return ConductorServiceStub(self._connected())
+
+    async def _ask(self, timeout_s: float) -> None:
+        check = self._connected().unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise TimeoutError from None
+            # Whatever else it says, it answers; and of a broken connection the calls hear themselves.
+
+    async def _answer(self, call: Awaitable[Response]) -> Response:
+        running: Any = call
+        return await _heard(self._pulse, running.cancel, call)
 
 
 class _GrpcCall:
     """An iterator and not a generator: abandoned half-way, it needs no cleanup by the event loop."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, pulse: Pulse) -> None:
         self._call = call
+        self._pulse = pulse
 
     def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
         return self
 
     async def __anext__(self) -> pb.GenerateResponse:
-        try:
-            message = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise translate(error) from None
+        message: object = await _heard(self._pulse, self._call.cancel, self._call.read())
         if not isinstance(message, pb.GenerateResponse):
             raise StopAsyncIteration
         return message
@@ -138,8 +164,20 @@ class _GrpcCall:
         self._call.cancel()
 
 
-async def _answer(call: Awaitable[Response]) -> Response:
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise translate(error) from None
+async def _heard(pulse: Pulse, give_up: Callable[[], object], answer: Awaitable[Response]) -> Response:
+    """Waits for an answer on a call.
+
+    Raises:
+        NotConnected: the conductor does not answer at all.
+        MoonpoolError: what it answers.
+    """
+    with pulse.waiting(give_up) as waiting:
+        try:
+            return await answer
+        except grpc.aio.AioRpcError as error:
+            raise translate(error) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if waiting.lost and not (task is not None and task.cancelling()):
+                raise NotConnected("the conductor does not answer") from None
+            raise

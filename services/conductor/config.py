@@ -38,7 +38,11 @@ class ConductorConfig(CoreServiceConfig):
     )
     max_queue: int = Field(1024, ge=1, description="requests served at once; further ones are refused as overloaded")
     heartbeat_s: float = Field(
-        1.0, gt=0, le=60, description="seconds between instances' load reports; an instance that misses three is lost"
+        1.0,
+        gt=0,
+        le=60,
+        description="an instance that is silent for three times so many seconds is lost, and one that is silent for "
+        "0.4 of it and does not answer within another 0.4 either; four load reports come in it",
     )
     request_timeout_s: float = Field(
         600.0, gt=0, description="seconds a request may take when the client sets no deadline"

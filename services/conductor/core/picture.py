@@ -29,15 +29,21 @@ class Picture:
         max_index_keys: KV blocks remembered at most.
         balancing_threshold: a prefix in a kvstore is considered when it is so many times longer than the instance's.
         kvstore_replicas: stores that shall hold each chain.
+        slow_factor: an instance so many times slower than usual gets nothing new (`Vigil`); 0 = it is used as it is.
     """
 
     def __init__(
-        self, max_index_keys: int = 4_000_000, balancing_threshold: float = 1.0, kvstore_replicas: int = 1
+        self,
+        max_index_keys: int = 4_000_000,
+        balancing_threshold: float = 1.0,
+        kvstore_replicas: int = 1,
+        slow_factor: float = 0.0,
     ) -> None:
         self.index = PrefixIndex(max_index_keys)
         self.shape: Shape | None = None
         """Of the KV that is served; None while there is no engine."""
         self._threshold = balancing_threshold
+        self._slow_factor = slow_factor
         self._instances: dict[str, Instance] = {}
         self._prefills = Prefills()
         self.decodes = Decodes()  # to be asked about
@@ -67,6 +73,10 @@ class Picture:
         pools = [one.facts.id for one in self._prefills], [one.facts.id for one in self.decodes]
         return any(all(name in suspects for name in pool) for pool in pools)
 
+    def relieved(self, instance_id: str) -> bool:
+        """Whether an engine is to be rid of what it has, because it drains or is slow and another one is neither."""
+        return self._prefills.relieved(instance_id) or self.decodes.relieved(instance_id)
+
     def join(self, facts: InstanceFacts, now: float) -> None:
         """Takes an instance in, with a full pool of free blocks until it reports.
 
@@ -95,12 +105,9 @@ class Picture:
         instance = self._instances.get(instance_id)
         match instance:
             case Prefill():
-                instance.report(load, now)
-                if load.speeds is not None:
-                    instance.learnt.told(load.speeds)
+                instance.report(load, now, self._slow_factor)
             case Decode():
-                instance.report(load)
-                instance.speeds = instance.speeds if load.speeds in (None, instance.speeds) else load.speeds
+                instance.report(load, now, self._slow_factor)
             case Store():
                 self._stores.report(instance, load)
                 return

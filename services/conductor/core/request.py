@@ -36,7 +36,7 @@ from services.conductor.core.picture import Picture
 from services.conductor.core.placing import Limits, Placing
 from services.conductor.core.room import RoomQueue
 
-WORD_S = 2.0
+WORD_S = 0.5
 """How long decode may take to say whether it has everything, when prefill is lost before it has said so."""
 
 
