@@ -1,10 +1,10 @@
 """How long streams wait when an instance or a conductor is killed or stopped: `python -m benchmarks.failover`.
 
 Two conductors, two prefill and two decode instances, a kvstore. In each round streams with contexts of all lengths
-decode; then one process gets SIGKILL or SIGSTOP. The figure is the longest wait for a token from that moment on: of the streams
-that a decode instance or a conductor had, and of all streams where it was a prefill instance, which none of them needs
-any more. Tokens are compared with an undisturbed run's (`--deterministic` makes real ones equal) or with the emulated
-engine's rule; a wrong one ends the benchmark.
+decode; then one process gets SIGKILL or SIGSTOP. The figure is the longest wait for a token from that moment on: of
+the streams that a decode instance or a conductor had, and of all streams where it was a prefill instance, which none
+of them needs any more. Tokens are compared with an undisturbed run's (real engines compute in float32 with
+`--deterministic`) or with the emulated engine's rule; a wrong one ends the benchmark.
 """
 
 import argparse

@@ -100,7 +100,8 @@ def up(
         return StackPlan(
             model=model or bundled_model(), data_dir=folder, dtype=dtype, prefill=prefill, decode=decode,
             kvstore=kvstore, conductors=conductors, kvstore_replicas=kvstore_replicas, stages=stages, engine=engine,
-            time_scale=time_scale, port=port, http_port=(HTTP_PORT if port else 0) if http_port is None else http_port, threads=threads,
+            time_scale=time_scale, threads=threads,
+            port=port, http_port=(HTTP_PORT if port else 0) if http_port is None else http_port,
             block_tokens=block_tokens, kv_bytes=kv_bytes, dram_bytes=dram_bytes,
             ssd_bytes=ssd_bytes, log_level=log_level, spans_dir=spans_dir,
         )  # fmt: skip

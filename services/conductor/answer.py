@@ -169,13 +169,6 @@ class Answer:
         alone = len(self.choices) == 1 and not self.request.has_beams
         return self.choices[0].tokens if alone else array("i")
 
-    @property
-    def next_tokens(self) -> list[int]:
-        """With which decode begins: the last token of one answer, the first ones of several, candidates for beams."""
-        if self.opening is not None:
-            return [self.opening.token_id, *self.opening.further_token_ids]
-        return [choice.tokens[-1 if len(self.choices) == 1 else 0] for choice in self.choices]
-
     def prefilled(self, first: prefill_pb2.FirstToken) -> None:
         """Note how the prompt was prefilled; only what came before the first token counts."""
         if not self.tokens:

@@ -95,10 +95,20 @@ class Serving:
         if len(token_ids) != len(answer.choices):
             raise StreamBroken(f"{len(token_ids)} first tokens came for {len(answer.choices)} answers")
         answer.prefilled(first)
-        position = len(answer.continued)
         for choice, token_id in enumerate(token_ids):
-            self.tokens(choice, position, [token_id], kv_pb2.FINISH_REASON_UNSPECIFIED)
+            self.tokens(choice, self._hashed, [token_id], kv_pb2.FINISH_REASON_UNSPECIFIED)
         return answer.finish
+
+    @property
+    def opening_tokens(self) -> list[int]:
+        """With which decode begins: the token after those that were placed of one answer, the first ones of several.
+
+        An answer that is being moved has more tokens by then: they are generated again.
+        """
+        answer = self.answer
+        if answer.opening is not None:
+            return [answer.opening.token_id, *answer.opening.further_token_ids]
+        return [choice.tokens[self._hashed] for choice in answer.choices]
 
     def tokens(
         self,

@@ -79,7 +79,8 @@ class Attempt:
 class Phase(Enum):
     """What a request waits for: an attempt, room, a member, a pause to end, or its keys.
 
-    A resumed one: the instance that has its sequence, or the sequence that was taken over there.
+    A resumed one: the instance that has its sequence, or the sequence that was taken over there. A sequence that is to
+    be moved and finds no place is followed like one that was taken over.
     """
 
     PLACED = 0
@@ -104,7 +105,8 @@ class Request:
         failures: attempts that failed.
         suspects: instances that failed it.
         attempt: the present one; None while it waits.
-        adopted: the call that follows a sequence that another conductor had; 0 for none.
+        adopted: the call that follows a sequence without an attempt: another conductor had it, or it is being moved;
+            0 for none.
         reserves: `Reserve` calls that are out, of all attempts.
         unasked: placements in a row for which no decode instance could be asked.
         refusal: what the client is told when waiting is in vain.
@@ -126,6 +128,11 @@ class Request:
     refusal: Failure | None = None
     waits_since: float | None = None
     recovering: bool = False
+
+    @property
+    def moving(self) -> bool:
+        """Whether its sequence goes on while it is placed anew."""
+        return bool(self.adopted) and self.phase is not Phase.ADOPTED
 
     @property
     def next_sequence(self) -> str:

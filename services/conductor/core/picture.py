@@ -33,12 +33,9 @@ class Picture:
     """
 
     def __init__(
-        self,
-        max_index_keys: int = 4_000_000,
-        balancing_threshold: float = 1.0,
-        kvstore_replicas: int = 1,
+        self, max_index_keys: int = 4_000_000, balancing_threshold: float = 1.0, kvstore_replicas: int = 1,
         slow_factor: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.index = PrefixIndex(max_index_keys)
         self.shape: Shape | None = None
         """Of the KV that is served; None while there is no engine."""
@@ -74,8 +71,9 @@ class Picture:
         return any(all(name in suspects for name in pool) for pool in pools)
 
     def relieved(self, instance_id: str) -> bool:
-        """Whether an engine is to be rid of what it has, because it drains or is slow and another one is neither."""
-        return self._prefills.relieved(instance_id) or self.decodes.relieved(instance_id)
+        """Whether an engine is to be rid of what it has: it is slow, or drains (decode), and another one takes it."""
+        leaving = self.decodes.resting | self.decodes.draining
+        return self._prefills.relieved(instance_id) or self.decodes.relieved(instance_id, leaving)
 
     def join(self, facts: InstanceFacts, now: float) -> None:
         """Takes an instance in, with a full pool of free blocks until it reports.

@@ -90,8 +90,10 @@ class Placing:
         if self._legs.ask(request, attempt, now, out):
             return
         full, failed = attempt.full, attempt.failed
-        self._legs.end(request, now, out)
-        if full is not None or failed is None:
+        self._legs.end_attempt(request, now, out)
+        if request.adopted:
+            stay(request)
+        elif full is not None or failed is None:
             self._no_room(now, request, admission.no_room(full, attempt.plan), attempt.plan, out)
         elif failed.kind is Kind.INVALID:
             self._book.fail(now, request, failed, out)
@@ -154,6 +156,13 @@ class Placing:
         request.phase = Phase.KEYS
         out.append(Rehash(request.ask.number, request.failures, request.refusal))
 
+    def move(self, request: Request, instance: str, out: list[Action]) -> None:
+        """Places a request anew, away from an instance that has not failed it."""
+        request.suspect(instance)
+        request.recovering = True
+        request.refusal = Failure(Kind.UNAVAILABLE, f"{instance} drains, or is slow")
+        self.rehash(request, out)
+
     def _plan(self, now: float, request: Request) -> Plan | Failure:
         ask = request.ask
         try:
@@ -188,7 +197,9 @@ class Placing:
             self._rooms.add(Waiter(request.ask.number, need, request.waits_since))
 
     def _nowhere(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:
-        if failure.kind is Kind.UNAVAILABLE and request.recovering:
+        if request.adopted:
+            stay(request)
+        elif failure.kind is Kind.UNAVAILABLE and request.recovering:
             if self._may_wait(now, request, Phase.MEMBER, failure, out):
                 self._book.memberless[request.ask.number] = None
         else:
@@ -223,3 +234,8 @@ class Placing:
         request.phase = Phase.PAUSE
         pause_s = min(FIRST_PAUSE_S * PAUSE_FACTOR ** (count - 1), MAX_PAUSE_S)
         self._timers.set(("pause", request.ask.number), now + pause_s)
+
+
+def stay(request: Request) -> None:
+    """A request that is being moved has found no other place: its sequence goes on where it is."""
+    request.phase, request.refusal, request.waits_since = Phase.ADOPTED, None, None

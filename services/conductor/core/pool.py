@@ -147,14 +147,14 @@ class Pool(Generic[I]):
         mask &= ~self.draining
         return mask & ~self.resting or mask
 
-    def relieved(self, instance_id: str) -> bool:
-        """Whether an instance is to be rid of what it has: it drains or is slow, and another one is neither."""
+    def relieved(self, instance_id: str, leaving: int | None = None) -> bool:
+        """Whether an instance is one of the mask `leaving`, by default the slow ones, and another one is well."""
         instance = self._by_id.get(instance_id)
         if instance is None:
             return False
         bit = 1 << instance.slot
         others = self.mask & ~self.draining & ~self.resting & ~bit
-        return bool(others) and bool((self.draining | self.resting) & bit) and not instance.vigil.trial
+        return bool(others) and bool((self.resting if leaving is None else leaving) & bit) and not instance.vigil.trial
 
     def mask_of(self, ids: Iterable[str]) -> int:
         """Mask of those of these instances that are here."""
