@@ -77,7 +77,10 @@ def _core(config: ConductorConfig) -> ConductorCore:
         admission=config.admission,
         adopt_wait_s=config.adopt_wait_s,
     )
-    return ConductorCore(limits, Picture(config.max_index_keys, config.balancing_threshold, config.kvstore_replicas))
+    picture = Picture(
+        config.max_index_keys, config.balancing_threshold, config.kvstore_replicas, slow_factor=config.slow_factor
+    )
+    return ConductorCore(limits, picture)
 
 
 async def _recording(config: ConductorConfig, stack: AsyncExitStack) -> Recording | None:

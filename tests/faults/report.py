@@ -28,6 +28,8 @@ class StormPlan:
         gap_s: mean seconds between two faults.
         longest_prompt, longest_answer: tokens.
         least_per_s: completed requests per second of the storm, at least.
+        conductors: side by side. With several no stream that has begun may be lost, and no request at all when nothing
+            but conductors is hit.
     """
 
     seed: int
@@ -40,6 +42,11 @@ class StormPlan:
     longest_prompt: int = 400
     longest_answer: int = 60
     least_per_s: float = 1.0
+    conductors: int = 1
+
+    def may_fail(self, outcome: "Outcome") -> bool:
+        """Whether a client may be told that its request cannot be served."""
+        return self.conductors == 1 or not (outcome.tokens or set(self.targets) == {"conductor"})
 
 
 @dataclass(slots=True)
