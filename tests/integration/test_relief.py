@@ -1,4 +1,4 @@
-"""Two conductors, emulated engines: what is slow or drains is relieved, what is stopped is noticed, all tokens right."""
+"""Two conductors, emulated engines: what is slow or drains is relieved, what stops is noticed; tokens are right."""
 
 import asyncio
 import signal
