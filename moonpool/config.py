@@ -6,6 +6,7 @@ setting.
 
 import argparse
 import difflib
+import ipaddress
 import os
 import re
 import socket
@@ -51,6 +52,16 @@ def parse_address(address: str) -> tuple[str, int]:
     if re.search(r"[\s/]", host):
         raise ValueError(f"must be HOST:PORT without a scheme or spaces, got {address!r}")
     return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can connect to what listens at `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def format_address(host: str, port: int) -> str:
@@ -137,6 +148,16 @@ class ServiceConfig(BaseSettings):
     metrics_listen: OptionalAddress = Field(
         "", description="HOST:PORT of Prometheus metrics over HTTP (/metrics); default: none are served"
     )
+    tls_cert: Path | None = Field(
+        None,
+        description="certificate that this service shows to others (PEM; `moonpool certs create` makes one); "
+        "default: connections are in plaintext",
+    )
+    tls_key: Path | None = Field(None, description="private key of --tls-cert (PEM)")
+    tls_ca: Path | None = Field(None, description="authorities that others' certificates must come from (PEM)")
+    tls_revoked: Path | None = Field(
+        None, description="file of certificates that are not accepted any more, a line `sha256:HEX` each"
+    )
     drain_s: float = Field(
         30.0, gt=0, le=86400, description="seconds to finish what runs after SIGTERM; then it is cancelled"
     )
@@ -211,7 +232,7 @@ class ServiceConfig(BaseSettings):
             raise ValueError(f"must be letters, digits, '.', '_' and '-', got {value!r}")
         return value
 
-    @field_validator("spans_dir", mode="before")
+    @field_validator("spans_dir", "tls_cert", "tls_key", "tls_ca", "tls_revoked", mode="before")
     @classmethod
     def _empty_is_none(cls, value: Any) -> Any:
         return None if value == "" else value
@@ -227,6 +248,14 @@ class ServiceConfig(BaseSettings):
         if value and host in _WILDCARDS:
             raise ValueError(f"must be an address that others can reach, got {value!r}")
         return value
+
+    @model_validator(mode="after")
+    def _secured(self) -> Self:
+        given = [name for name in ("tls_cert", "tls_key", "tls_ca") if getattr(self, name) is not None]
+        if 0 < len(given) < 3 or (self.tls_revoked is not None and not given):
+            lacking = next(name for name in ("tls_cert", "tls_key", "tls_ca") if name not in given)
+            raise ConfigError(lacking, "must be given: certificate, key and authority go together")
+        return self
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:

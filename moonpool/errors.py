@@ -9,6 +9,8 @@
     ├── NotFound            what was asked for is not there
     ├── Mismatch            two sides disagree (namespace, layout, generation, incarnation)
     ├── Unsupported         part of the contract, not built yet
+    ├── Unauthenticated     the caller does not show who it is
+    ├── PermissionDenied    the caller may not do this
     ├── DeadlineExceeded    a wait took longer than it was allowed to
     ├── Internal            a defect of ours
     ├── ConfigError         a setting is wrong; `field` names it
@@ -104,6 +106,14 @@ class Mismatch(_FieldError):
 
 class Unsupported(MoonpoolError):
     """Part of the contract, not built yet."""
+
+
+class Unauthenticated(MoonpoolError):
+    """The caller does not show who it is, or shows what is not accepted any more."""
+
+
+class PermissionDenied(MoonpoolError):
+    """The caller is known and may not do this."""
 
 
 class DeadlineExceeded(MoonpoolError):

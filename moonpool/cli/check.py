@@ -14,6 +14,7 @@ import typer
 
 from moonpool.errors import MoonpoolError, Unavailable
 from moonpool.rpc.errors import from_rpc_error
+from moonpool.rpc.tls import open_blocking_channel
 from moonpool.v1 import (
     conductor_pb2,
     conductor_pb2_grpc,
@@ -158,7 +159,7 @@ class Surveyor:
 
     def _channel(self, address: str) -> grpc.Channel:
         if address not in self._channels:
-            self._channels[address] = grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+            self._channels[address] = open_blocking_channel(address)
         return self._channels[address]
 
 

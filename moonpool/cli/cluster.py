@@ -55,6 +55,7 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"request_id": request_id, **dataclasses.asdict(found)}))
         return
+    typer.echo(f"policy {found.policy}")
     chosen = found.placement.prefill if found.placement is not None else ""
     table = Table("prefill", "own prefix", "used prefix", "queue s", "load s", "compute s", "calls s", "TTFT s", "")
     for column in table.columns[1:8]:

@@ -13,6 +13,7 @@ import typer
 from grpc_health.v1 import health_pb2
 
 from moonpool.errors import MoonpoolError, Unavailable
+from moonpool.rpc.tls import open_blocking_channel
 
 PAUSE_S = 0.2
 EXIT_UNHEALTHY = 1
@@ -51,8 +52,7 @@ def run_health(address: str, *, timeout_s: float, wait_s: float, joined: int) ->
 
 def _ask(address: str, timeout_s: float) -> None:
     """As `moonpool.rpc.channels.probe`, with a third of its start-up time; raises Unavailable."""
-    # Not through a proxy of the environment: the service itself must answer.
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with open_blocking_channel(address) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,

@@ -17,6 +17,7 @@ from rich.table import Table
 from moonpool.cli.hit_curve import advice, draw, hit_share
 from moonpool.errors import DeadlineExceeded
 from moonpool.rpc.errors import from_rpc_error
+from moonpool.rpc.tls import open_blocking_channel
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
@@ -36,7 +37,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def _store(address: str) -> Iterator[KVStoreServiceStub]:
     """A stub; a gRPC error is raised as the `MoonpoolError` of its status."""
     try:
-        with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        with open_blocking_channel(address) as channel:
             yield KVStoreServiceStub(channel)
     except grpc.RpcError as error:
         raise from_rpc_error(error) from None

@@ -58,6 +58,14 @@ def kvstore_(context: typer.Context) -> None:
         raise typer.Exit(importlib.import_module("services.kvstore.__main__").main(context.args))
 
 
+@app.command("certs", context_settings=PASS_THROUGH)
+def certs_(context: typer.Context) -> None:
+    """Make certificates for TLS between services: certs create FOLDER."""
+    from moonpool.cli import certs
+
+    certs.app(context.args, prog_name="moonpool certs", standalone_mode=False)
+
+
 @app.command()
 def up(
     model: Model = "",
@@ -198,6 +206,7 @@ def rerun_(
     journal: Annotated[Path, typer.Argument(help="A journal's file, or a service's --journal-dir.")],
     events: Annotated[bool, typer.Option(help="Print each event and its actions.")] = False,
     check: Annotated[bool, typer.Option(help="Look at the core's invariants after each event (slow).")] = False,
+    policy: Annotated[str, typer.Option(metavar="MODULE", help="Of a conductor's own policy: its code is run.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per file.")] = False,
 ) -> None:
     """Run a service's recorded decisions again and stop at the first that differs.
@@ -206,7 +215,7 @@ def rerun_(
     """
     from moonpool.cli.rerun import run_rerun
 
-    raise typer.Exit(run_rerun(journal, events=events, check=check, as_json=as_json))
+    raise typer.Exit(run_rerun(journal, events=events, check=check, as_json=as_json, policy=policy))
 
 
 @app.command("simulate", context_settings=PASS_THROUGH)

@@ -11,9 +11,8 @@ from moonpool.checkpoint import load_config
 from moonpool.client import AsyncClient, SamplingParams
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError, MoonpoolError
-from simulator.cluster.conductor import DONE
 from simulator.cluster.config import ClusterConfig, Slo
-from simulator.cluster.requests import Request
+from simulator.cluster.requests import DONE, Request
 from simulator.experiments.calibration import SIMULATIONS, Extras, Times, fit, serve
 from simulator.experiments.comparison import Line, compare
 from simulator.kernel.clock import PS

@@ -1,21 +1,31 @@
 """`moonpool rerun`: feed a journal's events to its core again and compare the actions."""
 
 import json
+import re
 from pathlib import Path
 
+from moonpool.drive.journal import CORE_MODULES
 from moonpool.drive.rerun import Rerun, Show, journal_files, rerun
 
 
-def run_rerun(path: Path, *, events: bool, check: bool, as_json: bool) -> int:
+def run_rerun(path: Path, *, events: bool, check: bool, as_json: bool, policy: str = "") -> int:
     """Reruns all files at `path`; returns 1 when an action differs.
+
+    Args:
+        path: of the journal.
+        events: print each with its actions.
+        check: look at invariants.
+        as_json: print JSON.
+        policy: a module whose classes the journal may name besides those of cores; its code runs.
 
     Raises:
         JournalError: there is no journal, or it is damaged.
     """
     say = _say_json if as_json else _say
     results = []
+    modules = re.compile(f"{CORE_MODULES.pattern}|{re.escape(policy)}") if policy else CORE_MODULES
     for file in journal_files(path):
-        result = rerun(file, _shower(file) if events else None, check=check)
+        result = rerun(file, _shower(file) if events else None, check=check, modules=modules)
         results.append(result)
         say(result)
     return int(any(result.difference for result in results))

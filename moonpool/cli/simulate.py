@@ -11,7 +11,7 @@ import typer
 
 from moonpool.engine.emulated.profile import load_profile
 from simulator.cluster.config import GB, ClusterConfig, Slo
-from simulator.cluster.placement import POLICIES
+from simulator.cluster.policies import POLICIES
 from simulator.experiments import cache as cache_experiment
 from simulator.experiments import faults as faults_experiment
 from simulator.experiments import memory as memory_experiment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
@@ -20,6 +21,7 @@ from moonpool.client.types import (
     TokenEvent,
 )
 from moonpool.errors import DeadlineExceeded, Overloaded, Unavailable
+from moonpool.rpc.tls import Tls
 from moonpool.v1 import conductor_pb2
 
 T = TypeVar("T")
@@ -162,6 +164,8 @@ class AsyncClient:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
         silence_s: float = SILENCE_S,
+        tls: Tls | None = None,
+        api_key: str = "",
         transport: Transport | Sequence[Transport] | None = None,
     ) -> None:
         """Talk to the conductor at `address`; connects on first use.
@@ -173,14 +177,20 @@ class AsyncClient:
             resume_timeout_s: the same for a stream that was lost; 0 = it is not resumed.
             silence_s: seconds after which a conductor counts as lost that is connected and says nothing, not even when
                 it is asked whether it is there; 0 = it is waited for. Of interest only where there is another one.
+            tls: certificates; default: those that MOONPOOL_TLS_CA, MOONPOOL_TLS_CERT and MOONPOOL_TLS_KEY name, and
+                plaintext without the first.
+            api_key: shown to the conductor, over TLS only; default: MOONPOOL_API_KEY.
             transport: for tests; `address` is ignored.
 
         Raises:
             InvalidRequest: no address is given.
+            ConfigError: a certificate cannot be read.
         """
         addresses = [address] if isinstance(address, str) else address
         if transport is None:
-            transport = [GrpcTransport(one, silence_s if len(addresses) > 1 else 0.0) for one in addresses]
+            tls, key = tls or Tls.from_environment(), api_key or os.environ.get("MOONPOOL_API_KEY", "")
+            silence_s = silence_s if len(addresses) > 1 else 0.0
+            transport = [GrpcTransport(one, tls, key, silence_s) for one in addresses]
         self._conductors = Conductors(transport if isinstance(transport, Sequence) else [transport])
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s

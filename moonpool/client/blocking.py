@@ -26,6 +26,7 @@ from moonpool.client.types import (
     Placement,
     TokenEvent,
 )
+from moonpool.rpc.tls import Tls
 
 
 class TokenStream:
@@ -96,6 +97,8 @@ class Client:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
         silence_s: float = SILENCE_S,
+        tls: Tls | None = None,
+        api_key: str = "",
         transport: Transport | Sequence[Transport] | None = None,
     ) -> None:
         """Take the arguments of `AsyncClient`; connects on first use."""
@@ -105,6 +108,8 @@ class Client:
             connect_timeout_s=connect_timeout_s,
             resume_timeout_s=resume_timeout_s,
             silence_s=silence_s,
+            tls=tls,
+            api_key=api_key,
             transport=transport,
         )
         self._loop = BackgroundLoop()

@@ -17,7 +17,7 @@ def is_traceparent(value: str) -> bool:
     return len(value) <= 256 and _FORM.fullmatch(value) is not None
 
 
-def metadata() -> tuple[tuple[str, str], ...] | None:
+def metadata() -> tuple[tuple[str, str], ...]:
     """The current trace as metadata of a call."""
     value = traceparent.get()
-    return ((TRACEPARENT, value),) if value else None
+    return ((TRACEPARENT, value),) if value else ()

@@ -224,6 +224,7 @@ def explanation(message: conductor_pb2.ExplainResponse) -> Explanation:
         measured_ttft_s=message.measured_ttft_s,
         measured_tpot_s=message.measured_tpot_s,
         refused=message.refused,
+        policy=message.policy,
     )
 
 

@@ -20,6 +20,7 @@ from moonpool.client.tracing import metadata
 from moonpool.client.translate import MAX_REQUEST_BYTES
 from moonpool.errors import MoonpoolError, Unavailable
 from moonpool.rpc.errors import DETAIL_KEY, from_rpc_error
+from moonpool.rpc.tls import CHANNEL_OPTIONS, Tls
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 
@@ -90,26 +91,32 @@ def translate(error: grpc.RpcError) -> MoonpoolError:
 class GrpcTransport:
     """gRPC on the running event loop; connects on first use."""
 
-    def __init__(self, address: str, silence_s: float = 0.0) -> None:
-        """Take "host:port"; the channel belongs to the loop that runs at first use.
+    def __init__(self, address: str, tls: Tls | None = None, api_key: str = "", silence_s: float = 0.0) -> None:
+        """Take "host:port", certificates, and a key that is sent only where there are some.
 
-        Calls fail with `NotConnected` when the conductor says nothing for `silence_s` seconds; 0 = never.
+        The channel belongs to the loop that runs at first use. Calls fail with `NotConnected` when the conductor says
+        nothing for `silence_s` seconds; 0 = never.
         """
         self._address = address
+        self._tls = tls
+        shown = bool(api_key) and tls is not None
+        self._key: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {api_key}"),) if shown else ()
         self._channel: grpc.aio.Channel | None = None
         self._pulse = Pulse(self._ask, silence_s)
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> Call:
-        return _GrpcCall(self._stub().Generate(request, timeout=timeout_s, metadata=metadata()), self._pulse)
+        return _GrpcCall(
+            self._stub().Generate(request, timeout=timeout_s, metadata=metadata() + self._key), self._pulse
+        )
 
     async def explain(self, request: pb.ExplainRequest, timeout_s: float) -> pb.ExplainResponse:
-        return await self._answer(self._stub().Explain(request, timeout=timeout_s))
+        return await self._answer(self._stub().Explain(request, timeout=timeout_s, metadata=self._key))
 
     async def cluster_state(self, request: pb.ClusterStateRequest, timeout_s: float) -> pb.ClusterStateResponse:
-        return await self._answer(self._stub().ClusterState(request, timeout=timeout_s))
+        return await self._answer(self._stub().ClusterState(request, timeout=timeout_s, metadata=self._key))
 
     async def stats(self, request: pb.ConductorStatsRequest, timeout_s: float) -> pb.ConductorStatsResponse:
-        return await self._answer(self._stub().ConductorStats(request, timeout=timeout_s))
+        return await self._answer(self._stub().ConductorStats(request, timeout=timeout_s, metadata=self._key))
 
     async def aclose(self) -> None:
         """Close the channel; its calls are cancelled."""
@@ -120,7 +127,7 @@ class GrpcTransport:
 
     def _connected(self) -> grpc.aio.Channel:
         if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self._address, options=OPTIONS)
+            self._channel = self._connect()
         return self._channel
 
     def _stub(self) -> Any:
@@ -142,6 +149,13 @@ class GrpcTransport:
     async def _answer(self, call: Awaitable[Response]) -> Response:
         running: Any = call
         return await _heard(self._pulse, running.cancel, call)
+
+    def _connect(self) -> grpc.aio.Channel:
+        if self._tls is None:
+            return grpc.aio.insecure_channel(self._address, options=OPTIONS)
+        return grpc.aio.secure_channel(
+            self._address, self._tls.channel_credentials(), options=[*OPTIONS, *CHANNEL_OPTIONS]
+        )
 
 
 class _GrpcCall:

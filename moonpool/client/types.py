@@ -195,7 +195,7 @@ class Candidate:
 class Explanation:
     """How a request was placed; `placement` is None when it was refused, and `refused` says why.
 
-    Measured times are 0 as long as they are not known.
+    Measured times are 0 as long as they are not known. `policy` is the name of that by which prefill was chosen.
     """
 
     placement: Placement | None
@@ -203,6 +203,7 @@ class Explanation:
     measured_ttft_s: float
     measured_tpot_s: float
     refused: str
+    policy: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ class SpeedTracker:
             raise ValueError("weight must be in (0, 1]")
         self._weight = weight
         self._base = base
+        self._load_rate, self._transfer_rate = base.load_bytes_per_s, base.transfer_bytes_per_s
         chunk_s = prefill_seconds(base, TYPICAL_CHUNK, 0)
         grows = base.prefill_per_token_s, base.prefill_per_pair_s
         self._prefill = Regression(
@@ -66,6 +67,8 @@ class SpeedTracker:
                 decode_base_s=step_s,
                 decode_per_sequence_s=per_sequence_s,
                 decode_per_context_token_s=per_context_token_s,
+                load_bytes_per_s=self._load_rate,
+                transfer_bytes_per_s=self._transfer_rate,
             )
         return self._speeds
 
@@ -91,13 +94,11 @@ class SpeedTracker:
 
     def observe_load(self, nbytes: int, seconds: float) -> None:
         """Learn that reading `nbytes` from the store took `seconds`."""
-        rate = self._rate(self._base.load_bytes_per_s, nbytes, seconds)
-        self._base, self._speeds = replace(self._base, load_bytes_per_s=rate), None
+        self._load_rate, self._speeds = self._rate(self._load_rate, nbytes, seconds), None
 
     def observe_transfer(self, nbytes: int, seconds: float) -> None:
         """Learn that sending `nbytes` to decode took `seconds`."""
-        rate = self._rate(self._base.transfer_bytes_per_s, nbytes, seconds)
-        self._base, self._speeds = replace(self._base, transfer_bytes_per_s=rate), None
+        self._transfer_rate, self._speeds = self._rate(self._transfer_rate, nbytes, seconds), None
 
     def _rate(self, rate: float, nbytes: int, seconds: float) -> float:
         """Mean of seconds per byte, not of bytes per second: one very quick sample must not hide slow ones."""

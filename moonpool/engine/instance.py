@@ -16,6 +16,7 @@ from moonpool.engine.start import start_engine
 from moonpool.errors import Unavailable
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
+from moonpool.rpc.security import Security
 from moonpool.rpc.server import RunningServer, Service, serving
 from moonpool.sched.block_manager import BlockManager
 from moonpool.streams.link import Link
@@ -123,7 +124,8 @@ async def run_instance(
     if setup.spec.emulated is not None:
         context.spans.instant("engine.emulated", **setup.spec.emulated.describe())
     async with contextlib.AsyncExitStack() as stack:
-        channels = await stack.enter_async_context(Channels())
+        security = Security.of(config)
+        channels = await stack.enter_async_context(Channels(Security.tls_of(security)))
         engine = await stack.enter_async_context(start(setup.spec, start_timeout_s=config.start_timeout_s))
         bell = Bell()
         instance = context.instance(kind, config.id, "")
@@ -132,7 +134,7 @@ async def run_instance(
         metrics = Metrics(config.service())
         metrics.watch(service.gauges())
         await stack.enter_async_context(metrics.served(config.metrics_listen))
-        server = await stack.enter_async_context(serving(config.listen, [contract]))
+        server = await stack.enter_async_context(serving(config.listen, [contract], security=security))
         instance.address = config.advertised(server.port)
         agent = Joining(
             channels,

@@ -1,5 +1,6 @@
 """Client connections: one channel per address, bounds on what is received, probes, and the KV streams' codecs."""
 
+import asyncio
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -12,6 +13,7 @@ from grpc_health.v1 import health_pb2
 from moonpool.errors import Unavailable
 from moonpool.rpc import codec
 from moonpool.rpc.limits import MESSAGE_BYTES
+from moonpool.rpc.tls import CHANNEL_OPTIONS, Tls
 from moonpool.rpc.tuning import LARGE_MESSAGE_OPTIONS
 
 _OPTIONS: list[tuple[str, Any]] = [
@@ -35,9 +37,12 @@ _OPTIONS: list[tuple[str, Any]] = [
 StreamOpener = Callable[..., "grpc.aio.StreamStreamCall[Any, Any]"]
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A new channel with our options; connects on first use. The caller closes it."""
-    return CheckedChannel(grpc.aio.insecure_channel(address, options=_OPTIONS))
+def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
+    """A new channel with our options; connects on first use. The caller closes it. Without `tls` it is in plaintext."""
+    if tls is None:
+        return CheckedChannel(grpc.aio.insecure_channel(address, options=_OPTIONS))
+    options = [*_OPTIONS, *CHANNEL_OPTIONS]
+    return CheckedChannel(grpc.aio.secure_channel(address, tls.channel_credentials(), options=options))
 
 
 class CheckedChannel(grpc.aio.Channel):
@@ -86,10 +91,16 @@ def _checked(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class Channels:
-    """One channel per address, shared by everyone in the process; closed together."""
+    """One channel per address, shared by everyone in the process; closed together.
 
-    def __init__(self) -> None:
+    When certificates have changed, `get` gives new channels. Calls on the old ones go on until they change once more.
+    """
+
+    def __init__(self, tls: Tls | None = None) -> None:
+        self._tls = tls
+        self._generation = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._before: list[grpc.aio.Channel] = []
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -108,10 +119,27 @@ class Channels:
         """
         if self._closed:
             raise Unavailable("this process is closing its connections")
+        self._renew()
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = open_channel(address)
+            channel = self._channels[address] = open_channel(address, self._tls)
         return channel
+
+    def _renew(self) -> None:
+        """Puts channels aside that were made with certificates that have changed since."""
+        if self._tls is None:
+            return
+        self._tls.renew()
+        if self._generation != self._tls.generation:
+            self._generation = self._tls.generation
+            for channel in self._before:
+                asyncio.ensure_future(channel.close())  # noqa: RUF006  # gRPC's own; it ends by itself
+            self._before = list(self._channels.values())
+            self._channels.clear()
+
+    async def probe(self, address: str, timeout_s: float) -> None:
+        """As `probe`, secured as all channels are."""
+        await probe(address, timeout_s, self._tls)
 
     async def drop(self, address: str) -> None:
         """Close the channel to `address`, if there is one; its calls are cancelled."""
@@ -125,15 +153,17 @@ class Channels:
         while self._channels:
             _, channel = self._channels.popitem()
             await channel.close()
+        while self._before:
+            await self._before.pop().close()
 
 
-async def probe(address: str, timeout_s: float) -> None:
+async def probe(address: str, timeout_s: float, tls: Tls | None = None) -> None:
     """Ask the health service at `address` whether it serves.
 
     Raises:
         Unavailable: no answer within `timeout_s` seconds, or the answer is no.
     """
-    channel = open_channel(address)
+    channel = open_channel(address, tls)
     try:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",

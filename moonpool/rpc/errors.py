@@ -6,8 +6,8 @@ The detail travels in trailing metadata. RESOURCE_EXHAUSTED alone is also gRPC's
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,15 @@ from moonpool.errors import (
     MoonpoolError,
     NotFound,
     Overloaded,
+    PermissionDenied,
     StreamBroken,
     TransferFailed,
+    Unauthenticated,
     Unavailable,
     Unsupported,
 )
 from moonpool.rpc.peers import PeerCalls
+from moonpool.rpc.roles import Gate
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
 
@@ -53,6 +56,8 @@ _TABLE: dict[type[MoonpoolError], tuple[grpc.StatusCode, kv_pb2.ErrorKind.ValueT
     TransferFailed: (grpc.StatusCode.ABORTED, kv_pb2.ERROR_KIND_UNAVAILABLE),
     StreamBroken: (grpc.StatusCode.UNAVAILABLE, kv_pb2.ERROR_KIND_UNAVAILABLE),
     FrameError: (grpc.StatusCode.DATA_LOSS, kv_pb2.ERROR_KIND_MISMATCH),
+    Unauthenticated: (grpc.StatusCode.UNAUTHENTICATED, kv_pb2.ERROR_KIND_DENIED),
+    PermissionDenied: (grpc.StatusCode.PERMISSION_DENIED, kv_pb2.ERROR_KIND_DENIED),
     Internal: (grpc.StatusCode.INTERNAL, kv_pb2.ERROR_KIND_INTERNAL),
 }
 
@@ -119,29 +124,27 @@ def from_rpc_error(error: grpc.RpcError) -> MoonpoolError:
     return _from_bare_code(code, detail.message)
 
 
+_BARE: dict[grpc.StatusCode, Callable[[str], MoonpoolError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: partial(InvalidRequest, ""),
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.FAILED_PRECONDITION: partial(Mismatch, ""),
+    grpc.StatusCode.UNIMPLEMENTED: Unsupported,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.ABORTED: TransferFailed,
+    grpc.StatusCode.DATA_LOSS: FrameError,
+}
+
+
 def _from_bare_code(code: grpc.StatusCode, text: str) -> MoonpoolError:
-    match code:
-        case grpc.StatusCode.INVALID_ARGUMENT:
-            return InvalidRequest("", text)
-        case grpc.StatusCode.RESOURCE_EXHAUSTED if text.startswith(_OVERSIZE):
-            return InvalidRequest("", f"the request is too large: {text}")
-        case grpc.StatusCode.UNAVAILABLE:
-            return Unavailable(text)
-        case grpc.StatusCode.CANCELLED:  # the other side's doing: our own cancel is asyncio.CancelledError
-            return Unavailable(f"the call was cancelled: {text}")
-        case grpc.StatusCode.NOT_FOUND:
-            return NotFound(text)
-        case grpc.StatusCode.FAILED_PRECONDITION:
-            return Mismatch("", text)
-        case grpc.StatusCode.UNIMPLEMENTED:
-            return Unsupported(text)
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeadlineExceeded(text)
-        case grpc.StatusCode.ABORTED:
-            return TransferFailed(text)
-        case grpc.StatusCode.DATA_LOSS:
-            return FrameError(text)
-    return Internal(f"{code.name}: {text}")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and text.startswith(_OVERSIZE):
+        return InvalidRequest("", f"the request is too large: {text}")
+    if code is grpc.StatusCode.CANCELLED:  # the other side's doing: our own cancel is asyncio.CancelledError
+        return Unavailable(f"the call was cancelled: {text}")
+    make = _BARE.get(code)
+    return Internal(f"{code.name}: {text}") if make is None else make(text)
 
 
 def _detail(metadata: Iterable[Any]) -> kv_pb2.ErrorDetail | None:
@@ -165,14 +168,16 @@ def _leaf(exc: BaseException) -> BaseException:
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Maps what a servicer raises to status codes, for all four kinds of call, and logs what is not ours.
 
-    Counts the calls of each peer, and refuses those beyond the limits.
+    Counts the calls of each peer, and refuses those beyond the limits and of those who may not call.
 
     Cancellation passes through. A method that answers with a stream may be an async generator or use `context.write`; a
     generator is closed in the call's own task, so that its `finally` runs at once when the client has left.
     """
 
-    def __init__(self, peers: PeerCalls) -> None:
+    def __init__(self, peers: PeerCalls, gate: Gate | None = None) -> None:
+        """Take the counts of calls, and who decides on callers; None: everybody may call everything."""
         self._peers = peers
+        self._gate = gate
 
     async def intercept_service(
         self,
@@ -192,7 +197,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             make, behavior, streaming = grpc.stream_unary_rpc_method_handler, handler.stream_unary, False
         else:
             make, behavior, streaming = grpc.unary_unary_rpc_method_handler, handler.unary_unary, False
-        counted = partial(_call_of, self._peers, handler.request_streaming)
+        counted = partial(_call_of, self._peers, self._gate, method, handler.request_streaming)
         guarded = _guard_stream(method, behavior, counted) if streaming else _guard_unary(method, behavior, counted)
         return make(guarded, handler.request_deserializer, handler.response_serializer)
 
@@ -201,8 +206,12 @@ Behavior = Callable[[Any, Any], Any]
 Counted = Callable[[Any], AbstractContextManager[None]]
 
 
-def _call_of(peers: PeerCalls, stream: bool, context: Any) -> AbstractContextManager[None]:
-    return peers.call(context.peer(), stream=stream)
+@contextmanager
+def _call_of(peers: PeerCalls, gate: Gate | None, method: str, stream: bool, context: Any) -> Iterator[None]:
+    with peers.call(context.peer(), stream=stream):
+        if gate is not None:
+            gate.admit(method, context)
+        yield
 
 
 def _guard_unary(method: str, behavior: Behavior, counted: Counted) -> Behavior:

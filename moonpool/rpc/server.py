@@ -18,16 +18,20 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from moonpool.config import format_address, parse_address
+from moonpool.config import format_address, is_loopback, parse_address
 from moonpool.errors import ConfigError, InvalidRequest, NotFound, Unsupported
 from moonpool.rpc import codec
 from moonpool.rpc.errors import ErrorInterceptor
 from moonpool.rpc.limits import MESSAGE_BYTES
 from moonpool.rpc.peers import DEFAULT_LIMITS, CallLimits, PeerCalls
+from moonpool.rpc.security import Security
 from moonpool.rpc.tuning import LARGE_MESSAGE_OPTIONS
 from moonpool.rpc.writing import write_whole
+from moonpool.telemetry.logs import get_logger
 
 Service = tuple[ServiceDescriptor, object]
+
+log = get_logger(__name__)
 
 _HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 # Both sides ping an idle connection, so that a peer that vanished without closing it is noticed; see channels.py. The
@@ -51,11 +55,13 @@ class RunningServer:
     Attributes:
         port: the port it really listens at.
         address: "host:port" of the listen address with that port.
+        client_address: the same of where clients connect that have no certificate; "" for nowhere.
     """
 
-    def __init__(self, host: str, port: int, health: _Health) -> None:
+    def __init__(self, host: str, port: int, client_address: str, health: _Health) -> None:
         self.port = port
         self.address = format_address(host, port)
+        self.client_address = client_address
         self._health = health
 
     def set_serving(self, serving: bool) -> None:
@@ -110,12 +116,17 @@ class _Health(health_pb2_grpc.HealthServicer):
 
 @asynccontextmanager
 async def serving(
-    listen: str, services: Sequence[Service], *, grace_s: float = 5.0, limits: CallLimits = DEFAULT_LIMITS
+    listen: str,
+    services: Sequence[Service],
+    *,
+    grace_s: float = 5.0,
+    limits: CallLimits = DEFAULT_LIMITS,
+    security: Security | None = None,
 ) -> AsyncIterator[RunningServer]:
     """Serve `services` at `listen` ("host:port", port 0 = any free) while the body runs.
 
     On leaving, health turns to NOT_SERVING, new calls are refused, and calls in flight get `grace_s` seconds to end
-    before they are cancelled.
+    before they are cancelled. Without `security` connections are in plaintext.
 
     Raises:
         ConfigError: `listen` is malformed or cannot be bound, for example because the port is taken.
@@ -124,7 +135,8 @@ async def serving(
         host, _ = parse_address(listen)
     except ValueError as error:
         raise ConfigError("listen", str(error)) from error
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(PeerCalls(limits))], options=_OPTIONS)
+    gate = None if security is None else security.gate
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(PeerCalls(limits), gate)], options=_OPTIONS)
     names = [descriptor.full_name for descriptor, _ in services]
     server.add_generic_rpc_handlers(
         tuple(
@@ -136,16 +148,44 @@ async def serving(
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection([*names, _HEALTH_NAME, reflection.SERVICE_NAME], server)
     try:
-        port = server.add_insecure_port(listen)
-    except RuntimeError as error:
+        port = _bind(server, listen, security)
+        client_address = _bind_clients(server, security)
+    except ConfigError:
         await server.stop(None)
-        raise ConfigError("listen", f"cannot listen at {listen}: is the port taken?") from error
+        raise
     await server.start()
     try:
-        yield RunningServer(host, port, health)
+        yield RunningServer(host, port, client_address, health)
     finally:
         health.close()
         await server.stop(grace_s)
+
+
+def _bind(server: grpc.aio.Server, listen: str, security: Security | None) -> int:
+    """Listens; returns the port. Peers must show a certificate where there is `security`."""
+    if security is not None:
+        credentials = security.tls.server_credentials(client_certificates=True)
+        return _added(lambda: server.add_secure_port(listen, credentials), "listen", listen)
+    if not is_loopback(parse_address(listen)[0]):
+        log.warning("connections are in plaintext and open to all who reach them; see --tls-cert", listen=listen)
+    return _added(lambda: server.add_insecure_port(listen), "listen", listen)
+
+
+def _bind_clients(server: grpc.aio.Server, security: Security | None) -> str:
+    """Listens for clients without certificates, if that is wanted; returns the address."""
+    if security is None or not security.client_listen:
+        return ""
+    credentials = security.tls.server_credentials(client_certificates=False)
+    listen = security.client_listen
+    port = _added(lambda: server.add_secure_port(listen, credentials), "client_listen", listen)
+    return format_address(parse_address(listen)[0], port)
+
+
+def _added(add: Callable[[], int], field: str, listen: str) -> int:
+    try:
+        return add()
+    except RuntimeError as error:
+        raise ConfigError(field, f"cannot listen at {listen}: is the port taken?") from error
 
 
 def _handlers(service: ServiceDescriptor, servicer: object) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:

@@ -5,6 +5,7 @@ Emits and reads exactly protobuf's encoding, so that any protobuf peer can take 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -21,6 +22,7 @@ PAYLOAD_FIELD = 15
 _PAYLOAD_TAG = (PAYLOAD_FIELD << 3) | 2
 _TAG_BYTE = bytes([_PAYLOAD_TAG])
 _LENGTH = 2
+_NBYTES = operator.attrgetter("nbytes")
 MAX_TOP_FIELDS = 64
 """Top-level fields looked at for the payload; none of our messages has more than three."""
 
@@ -42,7 +44,7 @@ def payload_bytes(payload: Payload) -> int:
         return len(payload)
     if isinstance(payload, memoryview):
         return payload.nbytes
-    return sum(piece.nbytes for piece in payload)
+    return sum(map(_NBYTES, payload))
 
 
 def serialize(value: PayloadMessage[M] | bytes) -> bytes:

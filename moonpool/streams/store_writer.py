@@ -9,7 +9,7 @@ from itertools import count
 
 from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed
 from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, Slice
-from moonpool.kv.hashes import bind
+from moonpool.kv.hashes import key_bindings, layer_binding
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels, payload_stream
@@ -253,9 +253,11 @@ def missing_slices(
     """
     group = max(1, frame_bytes // layout.slice_bytes)
     wanted = sorted(missing)
+    bindings = key_bindings(keys)
     for start in range(0, len(wanted), group):
         for layer in range(layout.layers):
+            of_layer = layer_binding(layer)
             for index in wanted[start : start + group]:
                 if index in missing:
                     data, value = read(layer, index)
-                    yield Slice(layer, index, data, layout.block_tokens, bind(value, keys[index], layer))
+                    yield Slice(layer, index, data, layout.block_tokens, value ^ bindings[index] ^ of_layer)

@@ -384,6 +384,7 @@ class StartSequence(_message.Message):
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
     FURTHER_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOG_PROBABILITIES_FIELD_NUMBER: _builtins.int
+    COMPUTE_PROMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     transfer_id: _builtins.int
@@ -392,6 +393,10 @@ class StartSequence(_message.Message):
     """Its generation."""
     first_token_id: _builtins.int
     """The token that prefill sampled, not yet in the KV."""
+    compute_prompt: _builtins.bool
+    """No KV comes: what is not held here is computed here, with the first token, and `first_token_id` means nothing. For one
+    answer without beams. `SequenceFailed` where a step has no place for it, or all of the prompt's blocks are held.
+    """
     @_builtins.property
     def further_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Those of the further answers when several are wanted (`Sampling.n`).
@@ -411,10 +416,11 @@ class StartSequence(_message.Message):
         first_token_id: _builtins.int = ...,
         further_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         log_probabilities: _abc.Iterable[_builtins.float] | None = ...,
+        compute_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_id", b"first_token_id", "further_token_ids", b"further_token_ids", "generation", b"generation", "log_probabilities", b"log_probabilities", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_prompt", b"compute_prompt", "first_token_id", b"first_token_id", "further_token_ids", b"further_token_ids", "generation", b"generation", "log_probabilities", b"log_probabilities", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -65,6 +65,8 @@ class _ErrorKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorKind.V
     """Part of the contract, not built yet."""
     ERROR_KIND_INTERNAL: _ErrorKind.ValueType  # 7
     """A defect of ours."""
+    ERROR_KIND_DENIED: _ErrorKind.ValueType  # 8
+    """The caller is not known, or may not do this; the status code tells which."""
 
 class ErrorKind(_ErrorKind, metaclass=_ErrorKindEnumTypeWrapper):
     """What kind of failure an ErrorDetail reports."""
@@ -84,6 +86,8 @@ ERROR_KIND_UNSUPPORTED: ErrorKind.ValueType  # 6
 """Part of the contract, not built yet."""
 ERROR_KIND_INTERNAL: ErrorKind.ValueType  # 7
 """A defect of ours."""
+ERROR_KIND_DENIED: ErrorKind.ValueType  # 8
+"""The caller is not known, or may not do this; the status code tells which."""
 Global___ErrorKind: _TypeAlias = ErrorKind  # noqa: Y015
 
 class _EarlyStopping:

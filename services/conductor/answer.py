@@ -175,6 +175,11 @@ class Answer:
             self.cached_tokens = min(first.local_tokens + first.loaded_tokens, len(self.request.prompt))
             self.queue_s, self.prefill_s = first.queue_s, first.prefill_s
 
+    def computed_at_decode(self, held_blocks: int) -> None:
+        """Note that the prompt is computed where the answer is, behind what is held there."""
+        if not self.tokens:
+            self.cached_tokens = held_blocks * self.request.block_tokens
+
     def extend(self, choice: int, token_ids: Sequence[int], now: float) -> conductor_pb2.TokenDelta | None:
         """Take tokens of an answer; see `Choice.extend`."""
         first, delta = not self.new, self.choices[choice].extend(token_ids)

@@ -189,8 +189,12 @@ class Calls:
     # --- sequences --------------------------------------------------------------------------------------------------
 
     def start(self, order: Start, serving: Serving) -> None:
-        """Starts a sequence at decode with the token after those that were placed, and follows it."""
+        """Starts a sequence at decode with the token after those that were placed, or with those alone; follows it."""
         steps, following = self._follow(order, serving)
+        if order.compute:
+            serving.answer.computed_at_decode(order.target.held_blocks)
+            steps.start(order.sequence, target_proto(order.target), (), compute=True)
+            return
         opening = serving.answer.opening
         scores = opening.log_probabilities if opening is not None else ()
         steps.start(order.sequence, target_proto(order.target), serving.opening_tokens, scores)

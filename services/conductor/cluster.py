@@ -22,6 +22,7 @@ class Cluster:
     def __init__(self, served: ServedModel, channels: Channels, post: Callable[[Event], None]) -> None:
         self.registry = Registry(served)
         self.steps = StepsPool(channels)
+        self.probe = channels.probe
         self._post = post
         self._resync: dict[str, Callable[[], None]] = {}
 

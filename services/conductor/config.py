@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from moonpool.config import ListenAddress
+from moonpool.config import ListenAddress, OptionalAddress
 from moonpool.drive.config import CoreServiceConfig
+from moonpool.errors import ConfigError
 from services.conductor.core.admission import Admission
+from services.conductor.core.policies import DEFAULT, POLICIES
 from services.conductor.core.stores import MAX_REPLICAS
 
 
@@ -19,9 +22,30 @@ class ConductorConfig(CoreServiceConfig):
         "127.0.0.1:50051",
         description="HOST:PORT to listen at; port 0 takes any free port, which `ready: HOST:PORT` tells",
     )
+    client_listen: OptionalAddress = Field(
+        "",
+        description="HOST:PORT for clients that show an API key and no certificate, with TLS only; default: none",
+    )
+    api_keys: Path | None = Field(
+        None, description="file of these clients' hashed keys and their tenants, a line `sha256:HEX TENANT` each"
+    )
     model: str = Field(
         description="checkpoint folder or Hugging Face hub id whose tokenizer and configuration are used; "
         "the folder's name is the model's name"
+    )
+    policy: str = Field(
+        DEFAULT,
+        description=f"how the prefill instance of a request is chosen: one of {', '.join(POLICIES)}, the name of an "
+        "installed policy, or MODULE:OBJECT; docs/policies.md",
+    )
+    policy_seed: int = Field(
+        0, ge=0, description="seed of the policy's draws; conductors side by side need different ones"
+    )
+    decode_prompt_tokens: int = Field(
+        0,
+        ge=0,
+        description="where a decode instance holds all of a prompt but so many tokens at most, it computes them itself "
+        "when that is predicted to be quicker, what it costs others counted; 0 = never; docs/placement.md",
     )
     balancing_threshold: float = Field(
         1.0,
@@ -85,3 +109,11 @@ class ConductorConfig(CoreServiceConfig):
     )
     explain_history: int = Field(4096, ge=1, description="requests whose placement `Explain` remembers")
     tokenizer_threads: int = Field(2, ge=1, description="threads that tokenise prompts")
+
+    @model_validator(mode="after")
+    def _clients(self) -> Self:
+        if self.client_listen and (self.api_keys is None or self.tls_ca is None):
+            raise ConfigError("client_listen", "needs --api-keys, and --tls-cert, --tls-key and --tls-ca")
+        if self.api_keys is not None and not self.client_listen:
+            raise ConfigError("api_keys", "needs --client-listen, where their owners connect")
+        return self

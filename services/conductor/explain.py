@@ -12,10 +12,11 @@ from services.conductor.core.plan import Plan
 
 
 class Decisions:
-    """The last `limit` requests' decisions, by request id."""
+    """The last `limit` requests' decisions, by request id; all are those of one policy."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, policy: str) -> None:
         self._limit = limit
+        self._policy = policy
         self._records: OrderedDict[str, conductor_pb2.ExplainResponse] = OrderedDict()
 
     def __len__(self) -> int:
@@ -61,6 +62,7 @@ class Decisions:
         return record
 
     def _keep(self, request_id: str, record: conductor_pb2.ExplainResponse) -> None:
+        record.policy = self._policy
         self._records[request_id] = record
         self._records.move_to_end(request_id)
         while len(self._records) > self._limit:

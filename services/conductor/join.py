@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from moonpool.errors import InvalidRequest, Mismatch, Unavailable
-from moonpool.rpc.channels import probe
+from moonpool.rpc.roles import require_role
 from moonpool.streams.serving import ServerStream
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -71,7 +71,8 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         """Takes an instance that serves what the others do and can be reached."""
         hello = message.hello
         self._cluster.registry.check(hello)
-        await probe(hello.instance.address, PROBE_TIMEOUT_S)
+        require_role(kv_pb2.InstanceKind.Name(hello.instance.kind).removeprefix("INSTANCE_KIND_").lower())
+        await self._cluster.probe(hello.instance.address, PROBE_TIMEOUT_S)
         self._member = self._cluster.join(hello, self._resync)
         emulated = {"emulated": hello.model.emulated} if hello.model.emulated else {}
         log.info("joined", instance=self._member.id, address=hello.instance.address, **emulated)
@@ -94,7 +95,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         """Whether it answers at its address."""
         for _ in range(ASKS):
             try:
-                await probe(self._member.instance.address, ASKED * self._welcome.heartbeat_s)
+                await self._cluster.probe(self._member.instance.address, ASKED * self._welcome.heartbeat_s)
             except Unavailable:
                 continue
             return True

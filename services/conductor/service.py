@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from moonpool.drive.driver import Driver
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
+from moonpool.rpc.security import Security
 from moonpool.rpc.server import serving
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
@@ -25,6 +26,7 @@ from services.conductor.core.picture import Picture
 from services.conductor.core.placing import Limits
 from services.conductor.desk import Desk
 from services.conductor.explain import Decisions
+from services.conductor.policy import load_policy
 from services.conductor.predictions import Predictions
 from services.conductor.recording import Recording
 from services.conductor.servicer import ConductorServicer
@@ -46,7 +48,8 @@ async def conductor(
     """Run a conductor while the body runs; yields its servicer and the address it advertises."""
     async with AsyncExitStack() as stack:
         tokenizing = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "tokenize"))
-        channels = await stack.enter_async_context(Channels())
+        security = Security.of(config, config.client_listen, config.api_keys)
+        channels = await stack.enter_async_context(Channels(Security.tls_of(security)))
         recording = await _recording(config, stack)
         core = _core(config)
         driver: Driver[Event, Action] = Driver(core, lambda action: desk.perform(action), journal=config.journal())
@@ -55,12 +58,15 @@ async def conductor(
         stack.push_async_callback(cluster.steps.aclose)
         calls = Calls(channels, cluster.steps, cluster.find, driver.post, RESERVE_LIMIT * config.reserve_timeout_s)
         stack.push_async_callback(calls.aclose)
-        decisions = Decisions(config.explain_history)
+        decisions = Decisions(config.explain_history, config.policy)
         desk = Desk(calls, decisions, Predictions(metrics), recording, cluster.resync, driver.post)
         servicer = ConductorServicer(config, checkpoint, cluster, core, desk, decisions, tokenizing, spans)
         metrics.watch(servicer.gauges)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
-        server = await stack.enter_async_context(serving(config.listen, [(DESCRIPTOR, servicer)], grace_s=GRACE_S))
+        contract = (DESCRIPTOR, servicer)
+        server = await stack.enter_async_context(serving(config.listen, [contract], grace_s=GRACE_S, security=security))
+        if server.client_address:
+            log.info("clients with API keys connect here", address=server.client_address)
         address = config.advertised(server.port)
         servicer.set_instance(
             kv_pb2.Instance(id=config.id, incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_CONDUCTOR, address=address)
@@ -78,7 +84,13 @@ def _core(config: ConductorConfig) -> ConductorCore:
         adopt_wait_s=config.adopt_wait_s,
     )
     picture = Picture(
-        config.max_index_keys, config.balancing_threshold, config.kvstore_replicas, slow_factor=config.slow_factor
+        config.max_index_keys,
+        config.balancing_threshold,
+        config.kvstore_replicas,
+        load_policy(config.policy),
+        config.policy_seed,
+        config.decode_prompt_tokens,
+        config.slow_factor,
     )
     return ConductorCore(limits, picture)
 

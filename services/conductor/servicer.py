@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, Unsupported
+from moonpool.rpc.roles import tenant_of
 from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -97,6 +98,7 @@ class ConductorServicer:
 
     async def Generate(self, request: conductor_pb2.GenerateRequest, context: _GenerateContext) -> None:
         arrived = time.monotonic()
+        request.tenant = tenant_of(request.tenant)
         request_id = request.request_id or secrets.token_hex(8)
         if self._draining:
             raise Unavailable("this conductor is draining")

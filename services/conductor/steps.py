@@ -122,15 +122,21 @@ class StepsStream:
         target: kv_pb2.TransferTarget,
         first_tokens: Sequence[int],
         log_probabilities: Sequence[float] = (),
+        *,
+        compute: bool = False,
     ) -> None:
-        """Tell decode each answer's first token, or for beams the candidates: with them they may join the batch."""
+        """Tell decode each answer's first token, or for beams the candidates: with them they may join the batch.
+
+        With `compute` there is none: decode computes the prompt.
+        """
         start = decode_pb2.StartSequence(
             request_id=sequence_id,
             transfer_id=target.transfer_id,
             generation=target.generation,
-            first_token_id=first_tokens[0],
+            first_token_id=first_tokens[0] if first_tokens else 0,
             further_token_ids=first_tokens[1:],
             log_probabilities=log_probabilities,
+            compute_prompt=compute,
         )
         self._send(decode_pb2.StepsRequest(start=start))
 

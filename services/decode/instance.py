@@ -182,6 +182,7 @@ class DecodeInstance:
                 ("load_failures", lambda: core.shelf.failures, None),
                 ("load_credits_kept_bytes", lambda: shell.copies.loads.traffic.credits_kept, 0),
                 ("recomputed_tokens", lambda: core.planner.recomputed_tokens, None),
+                ("prompts_computed", lambda: core.planner.prompts, None),
                 ("blocks_total", lambda: manager.num_blocks, None),
                 ("blocks_used", lambda: manager.num_used, 0),
                 ("blocks_cached", lambda: manager.num_cached, None),

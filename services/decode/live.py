@@ -189,6 +189,13 @@ class LiveRequest:
             sequence.begin(token)
         return tuple(it.sampling.finish(it.tokens, max_tokens) for it in self.sequences), ()
 
+    def compute(self) -> None:
+        """Begins with the prompt alone, whose rest is computed here."""
+        [sequence] = self.sequences
+        sequence.begin()
+        before_last = (len(sequence.tokens) - 1) // self.transfer.layout.block_tokens
+        del sequence.keys[before_last:]  # as the core: a last block that is full has its key when it is computed
+
     def follow(self, action: Select | Ranked, max_tokens: int) -> None:
         """The core has chosen its beams, or their search is over: the conductor is told the answers, the best first."""
         assert self.beams is not None
@@ -261,14 +268,26 @@ class LiveRequests:
             del self.sequences[sequence.id]
         return live
 
+    def misfit(self, live: LiveRequest, message: decode_pb2.StartSequence, subscriber: Subscriber) -> str | None:
+        """Why a request cannot begin by this message of a conductor; None when it can."""
+        if live.started:
+            return f"transfer {message.transfer_id} was started before"
+        others = self.requests.values()
+        if any(other.subscriber is subscriber and other.request_id == message.request_id for other in others):
+            return "a sequence of this id is running already"
+        return _first_misfit(live, message)
+
 
 def rules_of(params: SamplingParams) -> Beams | None:
     """How a request's beams are chosen; None when it has none."""
     return Beams(params.length_penalty, params.early_stopping) if params.beam_width else None
 
 
-def first_misfit(live: LiveRequest, message: decode_pb2.StartSequence) -> str | None:
-    """Why a request cannot begin with these first tokens; None when it can."""
+def _first_misfit(live: LiveRequest, message: decode_pb2.StartSequence) -> str | None:
+    """Why a request cannot begin with these first tokens, or without; None when it can."""
+    if message.compute_prompt:
+        alone = len(live.sequences) == 1 and live.beams is None
+        return None if alone else "a prompt is computed here for one answer only, without beams"
     tokens, scores, wanted = 1 + len(message.further_token_ids), len(message.log_probabilities), len(live.sequences)
     if live.beams is None:
         return None if tokens == wanted else f"{wanted} answers are wanted, each has a first token"

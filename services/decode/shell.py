@@ -43,6 +43,7 @@ from services.decode.core.actions import (
 from services.decode.core.events import (
     Adopt,
     Arrived,
+    Compute,
     Died,
     Event,
     Heard,
@@ -56,7 +57,7 @@ from services.decode.core.events import (
 )
 from services.decode.core.machine import DecodeCore
 from services.decode.limits import inbound, sequence_lengths
-from services.decode.live import LiveRequest, LiveRequests, LiveSequence, first_misfit, rules_of
+from services.decode.live import LiveRequest, LiveRequests, LiveSequence, rules_of
 from services.decode.subscriber import Subscriber, identity
 from services.decode.token_log import TokenLog
 
@@ -224,20 +225,20 @@ class DecodeShell:
             self._post(StreamClosed(number))
 
     def start(self, subscriber: Subscriber, message: decode_pb2.StartSequence) -> None:
-        """Starts a request with its answers' first tokens; it joins the batch when its KV is complete."""
+        """Starts a request with its answers' first tokens, or lets its prompt be computed here."""
         live = self.get(message.transfer_id, message.generation)
         if live is None or live.request_id != message.request_id:
             subscriber.failed(message.request_id, f"there is no transfer {message.transfer_id} here (any more)")
-        elif live.started:
-            subscriber.failed(message.request_id, f"transfer {message.transfer_id} was started before")
-        elif any(other.subscriber is subscriber and other.request_id == message.request_id for other in self):
-            subscriber.failed(message.request_id, "a sequence of this id is running already")
-        elif (misfit := first_misfit(live, message)) is not None:
+        elif (misfit := self._live.misfit(live, message, subscriber)) is not None:
             subscriber.failed(message.request_id, misfit)
         else:
-            live.subscriber = subscriber
+            live.subscriber, stream = subscriber, self._streams[subscriber]
+            if message.compute_prompt:
+                live.compute()
+                self._post(Compute(live.id, stream))
+                return
             finishes, candidates = live.begin(message, self._max_tokens)
-            self._post(Start(live.id, self._streams[subscriber], finishes[0], finishes[1:], candidates))
+            self._post(Start(live.id, stream, finishes[0], finishes[1:], candidates))
 
     def stop(self, message: decode_pb2.CancelSequence) -> None:
         """One answer of a request is complete for its conductor; the others go on."""
@@ -330,7 +331,7 @@ class DecodeShell:
         seconds = (result.end_ns - result.start_ns) / 1e9
         told = tuple(ended), tuple(filled)
         self._driver.post(StepDone(run.step, result.aborted, seconds, *told, candidates=tuple(candidates)))
-        if ended or filled:
+        if ended or filled or run.chunks:
             self.notify()
 
     def _record(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> None:

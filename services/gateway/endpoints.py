@@ -14,6 +14,7 @@ from starlette.responses import Response
 from moonpool.client import AsyncClient, ClusterState, GenerateArguments
 from moonpool.client.tracing import TRACEPARENT, is_traceparent
 from moonpool.errors import NotFound, Unavailable
+from moonpool.rpc.keys import ApiKeys
 from services.gateway.answering import JSON, Answering, Job
 from services.gateway.cluster import Cluster
 from services.gateway.config import GatewayConfig
@@ -28,7 +29,6 @@ from services.gateway.fields import (
     TokenizeBody,
 )
 from services.gateway.forms import ChatForm, CompletionForm, Form, compact
-from services.gateway.keys import ApiKeys
 from services.gateway.measuring import Meter
 from services.gateway.messages import MessageForm, MessagesBody
 from services.gateway.reading import read_body

@@ -13,6 +13,8 @@ from moonpool.errors import (
     MoonpoolError,
     NotFound,
     Overloaded,
+    PermissionDenied,
+    Unauthenticated,
     Unavailable,
     Unsupported,
 )
@@ -78,6 +80,17 @@ def refusal(error: Exception) -> Refusal:
             return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, _SERVER, error.message, code="unavailable", headers=headers)
         case DeadlineExceeded():
             return Refusal(HTTPStatus.GATEWAY_TIMEOUT, _SERVER, error.message, code="timeout")
+        case Unauthenticated():
+            return Refusal(
+                HTTPStatus.UNAUTHORIZED,
+                _INVALID,
+                error.message,
+                "authorization",
+                "invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        case PermissionDenied():
+            return Refusal(HTTPStatus.FORBIDDEN, _INVALID, error.message, code="permission_denied")
         case NotFound():
             return Refusal(HTTPStatus.NOT_FOUND, _NOT_FOUND, error.message, code="not_found")
         case Unsupported():
@@ -88,8 +101,6 @@ def refusal(error: Exception) -> Refusal:
 
 def _of_http(error: HttpError) -> Refusal:
     headers = {"connection": "close"} if error.close else {}
-    if error.status == HTTPStatus.UNAUTHORIZED:
-        headers["www-authenticate"] = "Bearer"
     return Refusal(error.status, _INVALID, error.message, error.parameter or None, error.code, headers=headers)
 
 

@@ -10,14 +10,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from moonpool.checkpoint import Tokenizer, model_name, resolve
 from moonpool.client import AsyncClient
+from moonpool.rpc.keys import ApiKeys
 from moonpool.rpc.process import ProcessContext
+from moonpool.rpc.security import Security
 from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
 from services.gateway.app import make_app
 from services.gateway.config import GatewayConfig
 from services.gateway.endpoints import Endpoints
-from services.gateway.keys import ApiKeys
 from services.gateway.measuring import Meter
 from services.gateway.server import Server, http_serving
 from services.gateway.text import Texts
@@ -39,7 +40,12 @@ async def gateway(config: GatewayConfig, tokenizer: Tokenizer) -> AsyncIterator[
     async with AsyncExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "tokenize"))
         client = await stack.enter_async_context(
-            AsyncClient(config.conductor, timeout_s=config.request_timeout_s, connect_timeout_s=CONNECT_TIMEOUT_S)
+            AsyncClient(
+                config.conductor,
+                timeout_s=config.request_timeout_s,
+                connect_timeout_s=CONNECT_TIMEOUT_S,
+                tls=Security.tls_of(Security.of(config)),
+            )
         )
         metrics = Metrics(config.service())
         meter = Meter(metrics, time.monotonic)

@@ -13,6 +13,7 @@ from moonpool.kv.keys import BlockKey
 from moonpool.kv.parts import PARTS
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
+from moonpool.rpc.security import Security
 from moonpool.rpc.server import Service, serving
 from moonpool.rpc.tuning import raise_open_files_limit
 from moonpool.streams.credits import ByteCredits
@@ -199,12 +200,13 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
     raise_open_files_limit()
     tiers = await asyncio.to_thread(open_tiers, config)
     instance = ctx.instance(kv_pb2.INSTANCE_KIND_KVSTORE, config.id, "")
-    async with Channels() as channels:
+    security = Security.of(config)
+    async with Channels(Security.tls_of(security)) as channels:
         service = KVStoreService(config, tiers, instance, channels, ctx.stopping.set)
         async with (
             service.running(),
             service.metrics.served(config.metrics_listen),
-            serving(config.listen, [service.contract]) as server,
+            serving(config.listen, [service.contract], security=security) as server,
         ):
             instance.address = config.advertised(server.port)
             service.hello.instance.CopyFrom(instance)

@@ -1,12 +1,17 @@
 """A whole cluster in virtual time: wires its parts, feeds it with a trace, crashes parts of it."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
+from moonpool.kv.keys import BlockKey
+from services.conductor.core.messages import Target
 from simulator.cluster.conductor import Conductor
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.decode import DecodeInstance
-from simulator.cluster.prefill import Peers, PrefillInstance
-from simulator.cluster.requests import Attempt, Request, keys_of
+from simulator.cluster.decode import DecodeInstance, Ears
+from simulator.cluster.prefill import PrefillInstance
+from simulator.cluster.prompts import Peers
+from simulator.cluster.requests import Request, keys_of
+from simulator.cluster.seats import Told
 from simulator.cluster.store import Store
 from simulator.kernel.calls import Calls
 from simulator.kernel.clock import PS, World, ps
@@ -40,30 +45,30 @@ class Cluster:
         self.stores = [self._store(number) for number in range(config.kvstore)]
         self.prefills = [self._prefill(number) for number in range(config.prefill)]
         self.decodes = [self._decode(number, longest_run) for number in range(config.decode)]
-        self.conductor = Conductor(self.world, config, self.calls, self.prefills, self.decodes, ended)
+        stores = [store.name for store in self.stores] if config.policy == "kvcache-centric" else []
+        self.conductor: Conductor
+        self.conductor = Conductor(self.world, config, self.calls, self.prefills, self.decodes, stores, ended)
         self._came = 0
+        self._coming = False
 
     def _store(self, number: int) -> Store:
         name = f"s{number}"
-        return Store(
-            self.world, self.network, self.config, name, lambda new, old: self._keys(name, list(new), list(old))
-        )
+        return Store(self.world, self.network, self.config, name, partial(self._keys, name))
 
     def _prefill(self, number: int) -> PrefillInstance:
         name = f"p{number}"
         peers = Peers(
-            self._token, self._given_up, lambda new, old: self._keys(name, list(new), list(old)),
-            self._open, lambda attempt: self.decodes[attempt.decode].heard(attempt), self._whole,
-        )  # fmt: skip
+            partial(self._keys, name), partial(self._changed, name), self._open, self._heard, self._whole, self._give_up
+        )
         return PrefillInstance(self.world, self.network, self.config, name, self.stores, self.calls, peers)
 
     def _decode(self, number: int, longest_run: int) -> DecodeInstance:
         name = f"d{number}"
-        return DecodeInstance(
-            self.world, self.network, self.config, name, self.stores, self._answered,
-            lambda: self._room(number), self._ended, self._given_up,
-            lambda new, old: self._keys(name, list(new), list(old)), longest_run,
+        ears = Ears(
+            partial(self._tokens, name), partial(self._failed, name), partial(self._keys, name),
+            partial(self._changed, name),
         )  # fmt: skip
+        return DecodeInstance(self.world, self.network, self.config, name, self.stores, ears, longest_run)
 
     # Requests
 
@@ -73,6 +78,7 @@ class Cluster:
 
     def _next(self, requests: Iterator[TraceRequest]) -> None:
         request = next(requests, None)
+        self._coming = request is not None
         if request is not None:
             at = ps(request.timestamp / 1000 / self.config.rate)
             self.world.at(max(at, self.world.now), self._arrive, (request, requests))
@@ -81,36 +87,48 @@ class Cluster:
         trace, requests = coming
         self._came += 1
         keys = keys_of(trace, self.config.block_tokens)
-        self.conductor.place(Request(self._came, self.world.now, trace.input_length, trace.output_length, keys))
+        self.conductor.arrive(Request(self._came, self.world.now, trace.input_length, trace.output_length, keys))
         self._next(requests)
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are there or to come."""
+        return self._coming or len(self.conductor) > 0
 
     # Messages between parts
 
-    def _keys(self, name: str, stored: list[bytes], removed: list[bytes]) -> None:
-        self.conductor.placement.keys_changed(name, stored, removed)
+    def _keys(self, name: str, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+        self.conductor.members.keys(name, stored, removed)
 
-    def _answered(self, attempt: Attempt, promised: bool) -> None:
-        self.calls.send(lambda: self.conductor.asked(attempt, promised), reliable=True)
+    def _changed(self, name: str) -> None:
+        self.conductor.members.changed(name)
 
-    def _token(self, attempt: Attempt) -> None:
-        self.calls.send(lambda: self.conductor.first_token(attempt))
+    def _tokens(self, name: str, stream: int, news: list[Told]) -> None:
+        self.conductor.orders.streams.get(name).tell(stream, news)
 
-    def _open(self, attempt: Attempt) -> Link | None:
-        decode = self.decodes[attempt.decode]
-        return decode.receives if decode.up and decode.open(attempt) else None
+    def _failed(self, name: str, stream: int, transfer: int, why: str) -> None:
+        self.conductor.orders.streams.get(name).refuse(stream, transfer, why)
 
-    def _whole(self, attempt: Attempt) -> bool:
-        attempt.whole = self.decodes[attempt.decode].kv_whole(attempt)
-        return attempt.whole
+    def _at(self, target: Target) -> DecodeInstance | None:
+        """The instance of a promise, if it is there still."""
+        decode = self.decodes[int(target.decode[1:])]
+        return decode if decode.up and decode.incarnation == target.incarnation else None
 
-    def _ended(self, attempt: Attempt) -> None:
-        self.calls.send(lambda: self.conductor.answered(attempt))
+    def _open(self, target: Target) -> Link | None:
+        decode = self._at(target)
+        return decode.receives if decode is not None and decode.open(target.transfer_id) else None
 
-    def _room(self, decode: int) -> None:
-        self.calls.send(lambda: self.conductor.room(decode), reliable=True)
+    def _heard(self, target: Target) -> None:
+        if (decode := self._at(target)) is not None:
+            decode.heard(target.transfer_id)
 
-    def _given_up(self, attempt: Attempt) -> None:
-        self.calls.send(lambda: self.conductor.failed(attempt))
+    def _whole(self, target: Target) -> bool:
+        decode = self._at(target)
+        return decode is not None and decode.kv_whole(target.transfer_id)
+
+    def _give_up(self, target: Target) -> None:
+        if (decode := self._at(target)) is not None:
+            decode.give_up(target.transfer_id)
 
     # Faults
 
@@ -118,22 +136,27 @@ class Cluster:
         """An instance or store loses everything and comes back, empty, after some time."""
         kind, number = name[0], int(name[1:])
         if kind == "s":
-            self.stores[number].begin_anew()
-            for prefill in self.prefills:
-                prefill.lose_store(number)
-            self.conductor.store_lost(name)
+            self._replace_store(self.stores[number])
             return
         instance = self.prefills[number] if kind == "p" else self.decodes[number]
         if instance.up:
             instance.crash()
             instance.up = False
+            self.conductor.members.silence(name)
             self.world.after(ps(DETECTION_S), lambda _: self.conductor.lost(name))
-            self.world.after(ps(max(down_s, DETECTION_S) + 1.0), self._back, name)
+            self.world.after(ps(max(down_s, DETECTION_S) + 1.0), self._back, instance)
 
-    def _back(self, name: str) -> None:
-        instance = self.prefills[int(name[1:])] if name[0] == "p" else self.decodes[int(name[1:])]
+    def _replace_store(self, store: Store) -> None:
+        """By an empty one, of which the conductor hears at once."""
+        store.begin_anew()
+        for prefill in self.prefills:
+            prefill.lose_store(store.name)
+        if self.conductor.members.incarnation(store.name):
+            self.conductor.members.join(store.name, None)
+
+    def _back(self, instance: PrefillInstance | DecodeInstance) -> None:
         instance.up = True
-        self.conductor.back(name)
+        self.conductor.back(instance)
 
     # The end
 
@@ -143,13 +166,12 @@ class Cluster:
 
     def check_at_rest(self) -> None:
         """Asserts that every request has ended and that everything came back."""
-        assert not len(self.conductor)
         assert not self.network.flows
         for prefill in self.prefills:
             prefill.check_at_rest()
         for decode in self.decodes:
             decode.check_at_rest()
-        self.conductor.placement.check_at_rest()
+        self.conductor.check_at_rest()
 
     def use(self) -> dict[str, float]:
         """How busy the parts were: shares of the time, and means."""

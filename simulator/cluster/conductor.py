@@ -1,32 +1,72 @@
-"""The life of each request in virtual time: placed, its first token, its end; placed anew when an attempt fails."""
+"""The conductor in virtual time: the service's own core decides, this does what it says and keeps the requests."""
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from moonpool.errors import InvalidRequest, Unavailable
+from moonpool.core.kernel import Cancel
+from services.conductor.core.conductor import ConductorCore
+from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.messages import (
+    Action,
+    Announce,
+    Arrived,
+    Ask,
+    ClientGone,
+    Complete,
+    Drop,
+    Event,
+    Fail,
+    Prefill,
+    Rehash,
+    Rehashed,
+    Renew,
+    Reserve,
+    Resync,
+    Start,
+    Undo,
+)
 from services.conductor.core.plan import Plan
+from services.prefill.core.actions import TellToken
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.decode import DecodeInstance
-from simulator.cluster.entrance import Entrance
-from simulator.cluster.placement import Placement
+from simulator.cluster.entrance import FOREVER_S, LateCheck, limits_of, slo_of
+from simulator.cluster.host import Host
+from simulator.cluster.members import Members
+from simulator.cluster.orders import Orders
+from simulator.cluster.policies import picture_of
 from simulator.cluster.prefill import PrefillInstance
-from simulator.cluster.requests import Attempt, Request
+from simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Made, Request, Sequence, keys_of_chain
 from simulator.kernel.calls import Calls
-from simulator.kernel.clock import World, ps
+from simulator.kernel.clock import PS, World, ps
 
-REFUSED = "refused"
-TOO_LARGE = "too_large"
-GIVEN_UP = "given_up"
-DONE = "done"
 RETRY_S = 1.0
-"""Pause before a request is placed anew after an instance was lost."""
+"""Pause after which a client tries again when nobody can take its request."""
+
+
+@dataclass(slots=True, eq=False)
+class Serving:
+    """A request that the core has not ended."""
+
+    ask: Ask
+    request: Request
+    continued: int = 0
+    """Tokens of the answer that are not made again, as at the last placement."""
+    sequence: Sequence | None = None
+    """The last one that engines have heard of."""
+    plan: Plan | None = None
+    decode: str = ""
+    """Where it was placed at last."""
 
 
 class Conductor:
-    """The life of each request: placed, its first token, its end; placed anew when an attempt fails.
+    """Owns the conductor's core.
 
     Args:
+        world: the time.
+        config: of the cluster.
+        calls: carry messages.
+        prefills, decodes: the instances.
+        stores: names of the kvstores that are to join.
         ended: called with each request when it has ended.
     """
 
@@ -35,188 +75,160 @@ class Conductor:
         world: World,
         config: ClusterConfig,
         calls: Calls,
-        prefills: Sequence[PrefillInstance],
-        decodes: Sequence[DecodeInstance],
+        prefills: list[PrefillInstance],
+        decodes: list[DecodeInstance],
+        stores: Iterable[str],
         ended: Callable[[Request], None],
     ) -> None:
-        self.placement = Placement(config)
-        self.entrance = Entrance(config, self.placement.picture)
-        self._world, self._config, self._calls = world, config, calls
-        self._prefills, self._decodes, self._ended = prefills, decodes, ended
-        self._attempts: dict[Request, Attempt] = {}
-        self._waiting: dict[int, deque[Attempt]] = {}
-        self._asking: dict[int, Attempt] = {}
+        self.core = ConductorCore(limits_of(config), picture_of(config))
+        self.host: Host[Event, Action] = Host(world, self.core, self._perform)
+        self.members = Members(config, calls, self.host.post)
+        self.orders = Orders(
+            calls, prefills, decodes, self.members, config.reserve_timeout_s, self.host.post, self._first_token
+        )
+        self.late = LateCheck(config, self.core.picture.forecasts)
+        self._world, self._config, self._ended = world, config, ended
+        self._slo, self._deadline_s = slo_of(config), config.deadline_s or FOREVER_S
+        self._serving: dict[int, Serving] = {}
+        self._open: dict[Request, Serving | None] = {}
+        self._asked = 0
         self.ended_at = 0
         """When the last request ended."""
+        instances: list[PrefillInstance | DecodeInstance] = [*prefills, *decodes]
+        for instance in instances:
+            self.members.join(instance.name, instance.load, instance.incarnation)
+        for store in stores:
+            self.members.join(store, None)
 
     def __len__(self) -> int:
         """Requests that have not ended."""
-        return len(self._attempts)
+        return len(self._open)
+
+    def check_at_rest(self) -> None:
+        """Asserts that nothing is counted or under way."""
+        self.core.check_invariants()
+        assert not len(self)
+        assert not len(self.core.requests)
+        assert not self.core.picture.claims
+        assert not len(self.orders)
+        assert not len(self.orders.streams)
 
     # The life of a request
 
-    def place(self, request: Request) -> None:
-        """Places a request, or ends it."""
-        try:
-            plan = self.placement.plan(request, self._world.seconds)
-        except Unavailable:
-            self._world.after(ps(RETRY_S), self._again, request)
-        except InvalidRequest:
-            self._finish(request, TOO_LARGE)
-        else:
-            self._go(request, plan)
+    def arrive(self, request: Request) -> None:
+        """A request has come; the core hears of it when it is tokenised and hashed."""
+        self._open[request] = None
+        self._world.after(ps(self._config.delays.prompt_s), self._ask, request)
 
-    def _go(self, request: Request, plan: Plan) -> None:
-        if not request.attempts:
-            request.predicted_ttft_s = plan.prefill.ttft_s
-            able = self.entrance.let_in(plan, self._world.seconds)
-            if able is None:
-                self._finish(request, REFUSED)
-                return
-            plan = able
-        request.attempts += 1
-        self._begin(self._attempt(request, plan), plan)
-
-    def _attempt(self, request: Request, plan: Plan) -> Attempt:
-        return Attempt(
-            request,
-            request.attempts,
-            prefill=_number(plan.prefill.id),
-            decode=_number(plan.decodes[0].id) if plan.decodes else -1,
-            store=_number(plan.prefill.kvstore),
-            loaded_blocks=plan.prefill.used_blocks,
-            prefill_s=plan.prefill.prefill_s,
-            write_to=_number(plan.write_back[0].id) if plan.write_back else -1,
-            begun=self._world.now,
-            tokens=request.tokens + request.made,
-            left=request.answer - request.made,
+    def _ask(self, request: Request) -> None:
+        self._asked += 1
+        arrived = request.arrived / PS
+        ask = Ask(
+            number=self._asked,
+            id=f"r{request.number}",
+            prompt_tokens=request.tokens,
+            max_tokens=request.answer,
+            prompt_key=request.keys[0] if request.keys else request.number.to_bytes(32, "little"),
+            slo=self._slo,
+            arrived=arrived,
+            deadline=arrived + self._deadline_s,
         )
+        self._open[request] = self._serving[ask.number] = Serving(ask, request)
+        self.host.post(Arrived(ask, request.keys))
 
-    def _begin(self, attempt: Attempt, plan: Plan) -> None:
-        self._attempts[attempt.request] = attempt
-        self.placement.claim(attempt, plan, self._world.seconds)
-        first = self._ask if attempt.decode >= 0 else self._submit
-        self._calls.send(partial(first, attempt), longer_s=self._config.delays.prompt_s)
-        if self._config.deadline_s:
-            self._world.after(ps(self._config.deadline_s), self.failed, attempt)
-
-    def _submit(self, attempt: Attempt) -> None:
-        instance = self._prefills[attempt.prefill]
-        if instance.up and not attempt.over:
-            instance.submit(attempt)
-
-    def _ask(self, attempt: Attempt) -> None:
-        instance = self._decodes[attempt.decode]
-        if instance.up and not attempt.over:
-            instance.ask(attempt)
-
-    def asked(self, attempt: Attempt, promised: bool) -> None:
-        """A decode instance has answered. Who was refused waits there for room, first come first."""
-        decode = attempt.decode
-        if promised and not attempt.over:
-            self._calls.send(lambda: self._submit(attempt))
-        if self._asking.get(decode) is attempt:
-            del self._asking[decode]
-            if promised:
-                self.room(decode)
-            else:
-                self._waiting[decode].appendleft(attempt)
-        elif not promised:
-            self._waiting.setdefault(decode, deque()).append(attempt)
-
-    def room(self, decode: int) -> None:
-        """Somebody has left a decode instance: the first who waits there asks again."""
-        waiting = self._waiting.get(decode)
-        while waiting and decode not in self._asking:
-            attempt = waiting.popleft()
-            if not attempt.over:
-                self._asking[decode] = attempt
-                self._calls.send(partial(self._ask, attempt), reliable=True)
-
-    def first_token(self, attempt: Attempt) -> None:
-        """A prefill instance has the first token of an attempt."""
-        request = attempt.request
-        if attempt.over:
-            return
-        if self.entrance.too_late(attempt):
-            self._give_up(attempt)
-            self._finish(request, REFUSED)
-            return
-        self.placement.prompt_done(attempt, self._world.seconds)
-        self.placement.started(attempt, self._world.seconds)
+    def _first_token(self, sequence: Sequence, told: TellToken) -> bool:
+        request = sequence.request
+        serving = self._open[request]
+        assert serving is not None
+        assert serving.plan is not None
+        if self.late.refuses(request, serving.decode, serving.plan.prefill.prefill_s):
+            self.host.post(ClientGone(serving.ask.number))
+            return False
+        request.reused = told.cached_tokens + told.loaded_tokens
         now = self._world.now
-        if request.made:
-            request.intervals.append(now - request.last_at)
-        else:
-            request.first_at = now
-        request.made += 1
-        request.last_at = now
-        if attempt.decode < 0:
-            self.answered(attempt)
-        else:
-            self._calls.send(lambda: self._decodes[attempt.decode].start(attempt))
+        request.take(Made(now, [], now))
+        return True
 
-    def answered(self, attempt: Attempt) -> None:
-        """All tokens have come."""
-        if not attempt.over:
-            self._close(attempt)
-            self._finish(attempt.request, DONE)
-
-    def failed(self, attempt: Attempt) -> None:
-        """An attempt cannot go on: what its instances hold comes back, and the request is placed anew."""
-        if not attempt.over:
-            self._give_up(attempt)
-            self._world.after(ps(RETRY_S), self._again, attempt.request)
-
-    def _give_up(self, attempt: Attempt) -> None:
-        self._close(attempt)
-        self._calls.send(lambda: self._prefills[attempt.prefill].cancel(attempt), reliable=True)
-        if attempt.decode >= 0:
-            self._calls.send(lambda: self._decodes[attempt.decode].cancel(attempt), reliable=True)
-
-    def _again(self, request: Request) -> None:
-        if request.made >= request.answer:
-            self._finish(request, DONE)
-        elif request.attempts >= self._config.attempts:
-            self._finish(request, GIVEN_UP)
-        else:
-            self.place(request)
-
-    def lost(self, name: str) -> None:
-        """An instance is lost: attempts that need it fail."""
-        number, prefill = int(name[1:]), name[0] == "p"
-        self.placement.lost(name)
-        if not prefill:
-            self._waiting.pop(number, None)
-            self._asking.pop(number, None)
-        for attempt in list(self._attempts.values()):
-            if attempt.prefill == number and not attempt.whole if prefill else attempt.decode == number:
-                self.failed(attempt)
-
-    def store_lost(self, name: str) -> None:
-        """A kvstore is replaced by an empty one, if the conductor knows it."""
-        if self.placement.knows(name):
-            self.placement.joined(name, self._world.seconds)
-
-    def back(self, name: str) -> None:
-        """An instance is there again, empty."""
-        self.placement.joined(name, self._world.seconds)
-
-    def _close(self, attempt: Attempt) -> None:
-        if attempt.decode >= 0:
-            self._decodes[attempt.decode].settle()
-        attempt.over = True
-        self.placement.prompt_done(attempt, self._world.seconds)
-        self.placement.answer_done(attempt, self._world.seconds)
-
-    def _finish(self, request: Request, outcome: str) -> None:
-        self._attempts.pop(request, None)
-        self.placement.over(request, done=outcome == DONE)
+    def _end(self, number: int, outcome: str) -> None:
+        request = self._serving.pop(number).request
+        del self._open[request]
         request.outcome, request.ended_at = outcome, self._world.now
         self.ended_at = self._world.now
         self._ended(request)
 
+    def _fail(self, action: Fail) -> None:
+        request, failure = self._serving[action.request].request, action.failure
+        nobody = action.refused and failure.kind is Kind.UNAVAILABLE and not request.made
+        if nobody and self._world.seconds + RETRY_S < request.arrived / PS + self._deadline_s:
+            del self._serving[action.request]
+            self._world.after(ps(RETRY_S), self._ask, request)
+        else:
+            self._end(action.request, _outcome(failure))
 
-def _number(name: str) -> int:
-    """Of an instance; -1 for none."""
-    return int(name[1:]) if name else -1
+    # The core's actions
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Announce() | Rehash():
+                self._place(action, self._serving[action.request])
+            case Complete(request):
+                self._end(request, DONE)
+            case Fail():
+                self._fail(action)
+            case Drop(request):
+                self._end(request, REFUSED)  # the late check alone sends clients away
+            case Reserve():
+                self.orders.reserve(action, self._sequence(action))
+            case Prefill():
+                self.orders.prefill(action, self._sequence(action))
+            case Start():
+                self.orders.start(action, self._sequence(action))
+            case Renew():
+                self.orders.renew(action)
+            case Undo():
+                self.orders.undo(action)
+            case Cancel(io):
+                self.orders.cancel(io)
+            case Resync(instance):
+                raise AssertionError(f"a message of {instance} is missing")
+
+    def _place(self, action: Announce | Rehash, serving: Serving) -> None:
+        request = serving.request
+        if isinstance(action, Announce):
+            request.attempts += 1
+            if request.attempts == 1:
+                request.predicted_ttft_s = action.waited_s + action.plan.prefill.ttft_s
+            serving.plan, serving.decode = action.plan, action.target.decode if action.target is not None else ""
+            return
+        serving.continued = request.made
+        keys = keys_of_chain(request, (request.tokens + request.made) // self._config.block_tokens)
+        self.host.post(Rehashed(action.request, request.made, keys))
+
+    def _sequence(self, action: Reserve | Prefill | Start) -> Sequence:
+        """What engines are told under the id of an order."""
+        serving = self._serving[action.request]
+        if serving.sequence is None or serving.sequence.id != action.sequence:
+            request, made = serving.request, serving.continued
+            serving.sequence = Sequence(request, action.sequence, request.tokens + made, request.answer - made)
+        return serving.sequence
+
+    # Instances
+
+    def lost(self, name: str) -> None:
+        """An instance is lost."""
+        self.members.leave(name, "is lost")
+        self.orders.streams.lost(name)
+
+    def back(self, instance: PrefillInstance | DecodeInstance) -> None:
+        """An instance is there again, empty."""
+        self.members.join(instance.name, instance.load, instance.incarnation)
+
+
+def _outcome(failure: Failure) -> str:
+    match failure.kind:
+        case Kind.INVALID:
+            return TOO_LARGE
+        case Kind.OVERLOADED:
+            return REFUSED
+        case _:
+            return GIVEN_UP

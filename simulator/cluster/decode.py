@@ -1,30 +1,17 @@
 """A decode instance in virtual time: the service's own core decides, this does what it says.
 
-Steps take the time of the profile, copies and write-back that of their links. A run of several steps is one event
-here: they end when steps taken one by one would.
+Steps take the time of the profile (`simulator.cluster.engine`), copies and write-back that of their links.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Listed
+from dataclasses import dataclass
 
-from moonpool.cost import prefill_seconds
 from moonpool.kv.keys import BlockKey
-from services.decode.core.actions import (
-    Action,
-    Cut,
-    Ending,
-    Finish,
-    Gone,
-    Grew,
-    Load,
-    Promised,
-    Refused,
-    Run,
-    Store,
-    SwapIn,
-    SwapOut,
-    Table,
-)
+from services.conductor.core.facts import LoadFacts
+from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.messages import Promised, Target
+from services.decode.core import actions
 from services.decode.core.config import CoreConfig
 from services.decode.core.events import (
     Arrived,
@@ -36,70 +23,55 @@ from services.decode.core.events import (
     StepDone,
     Stepped,
     Stop,
+    StreamClosed,
     StreamOpened,
 )
 from services.decode.core.machine import DecodeCore
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.copies import Copies
+from simulator.cluster.engine import STOPPED, Engine
 from simulator.cluster.host import Host
-from simulator.cluster.requests import Attempt, Request, answer_key, keys_of_chain
-from simulator.cluster.steps import Leap, StepTimes
-from simulator.cluster.store import Store as KVStore
-from simulator.kernel.clock import PS, World, ps
+from simulator.cluster.requests import Sequence
+from simulator.cluster.seats import DecodeUse, Seat, Told
+from simulator.cluster.store import Store
+from simulator.kernel.clock import World, ps
 from simulator.kernel.links import Link, Network
 
-STREAM = 1
-"""The conductor's stream."""
+CONDUCTOR = "conductor"
+"""The only one."""
 HEARD_PER_LEASE = 8
 """The core is told that a transfer lives so often in a lease, as in the service."""
-STOPPED = 1
-"""Why answers end."""
+TELL_S = 1.0
+"""The conductor is told of tokens with an answer's first and last one, and so often at least while things happen.
+
+The service tells it with each step. What the conductor makes of them, it makes of their times, which are told."""
+RETRY_S = 1.0
+"""After which a refused request may try again, as the service says."""
 
 
-@dataclass(slots=True)
-class DecodeUse:
-    """What an instance did."""
+@dataclass(frozen=True, slots=True)
+class Ears:
+    """Who hears of an instance.
 
-    steps: int = 0
-    sequence_steps: int = 0
-    busy: int = 0
-    most_sequences: int = 0
-    sequences_time: float = 0.0
-    """Sequences times picoseconds."""
-    slots_time: float = 0.0
-    """Slots of the batch's blocks times picoseconds."""
-    tokens_time: float = 0.0
-    """Of these, slots with a token."""
+    Attributes:
+        tokens: a conductor's stream, and news of its sequences.
+        failed: a conductor's stream, a transfer on it that cannot go on, and why.
+        keys: keys that came into the pool, and those that left it.
+        changed: load or keys are others now.
+    """
 
-
-@dataclass(slots=True, eq=False)
-class Seat:
-    """One attempt at a decode instance."""
-
-    attempt: Attempt
-    number: int
-    """Its name in the core."""
-    tokens: int
-    """Of prompt and answer, the latest one included."""
-    left: int
-    """Tokens that it still makes."""
-    keys: int
-    """Full blocks whose keys the core knows."""
-    heard_at: int
-    """When the core was last told that its transfer lives."""
-    blocks: int = 0
+    tokens: Callable[[int, list[Told]], None]
+    failed: Callable[[int, int, str], None]
+    keys: Callable[[Listed[BlockKey], Listed[BlockKey]], None]
+    changed: Callable[[], None]
 
 
 class DecodeInstance:
-    """One instance.
+    """One instance. Transfers are named by the core's numbers of their sequences, which are never used twice.
 
     Args:
         stores: of the cluster; the answers' blocks are written there.
-        on_answer: called with an attempt that asked for room, and whether it was promised.
-        on_room: called when somebody has left.
-        on_end: called when an attempt's answer is complete.
-        on_fail: called when the core gives an attempt up by itself.
-        on_keys: called with the keys that came into the pool and those that left it.
+        ears: are told what happens.
         longest_run: steps at once at most.
     """
 
@@ -109,268 +81,237 @@ class DecodeInstance:
         network: Network,
         config: ClusterConfig,
         name: str,
-        stores: Sequence[KVStore],
-        on_answer: Callable[[Attempt, bool], None],
-        on_room: Callable[[], None],
-        on_end: Callable[[Attempt], None],
-        on_fail: Callable[[Attempt], None],
-        on_keys: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None],
+        stores: Iterable[Store],
+        ears: Ears,
         longest_run: int = 1 << 40,
     ) -> None:
         self.name = name
         self.receives = Link(f"{name} in", config.transfer_bytes_per_s)
-        self._world, self._network, self._config, self._stores = world, network, config, stores
-        self._on_answer, self._on_room, self._on_end = on_answer, on_room, on_end
-        self._on_fail, self._on_keys = on_fail, on_keys
-        self._times = StepTimes.of(config.profile.speeds)
+        self._world, self._network, self._config, self._ears = world, network, config, ears
+        self._stores = {store.name: store for store in stores}
         self._core_config = core_config(config, longest_run)
         self._came = 0
         self._preempted = 0
+        self.incarnation = 0
         self.up = True
         self.use = DecodeUse()
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """An empty instance, as after a crash; what was under way has no effect."""
+        self.incarnation += 1
         self.core = DecodeCore(self._core_config)
-        self.host: Host[Event, Action] = Host(self._world, self.core, self._perform, before_tick=self.settle)
+        self.host: Host[Event, actions.Action] = Host(self._world, self.core, self._perform, before_tick=self._settle)
         self._copies = Copies(self._world, self._network, self._config, self.name, self.receives, self._tell)
         self._seats: dict[int, Seat] = {}
-        self._numbers: dict[Attempt, int] = {}
-        self._run: Run | None = None
-        self._leap = Leap(0, 0, 0, 0)
-        self._told = 0
-        self.host.post(StreamOpened(STREAM, "conductor"))
+        self._answers: dict[int, Promised | Failure] = {}
+        self._taken = 0
+        self._told_at = self._world.now
+        self._engine = Engine(
+            self._world, self._config, self.core, self._seats, self.use, self._stepped, self._run_ended, self._say
+        )
 
     def crash(self) -> None:
         """Loses everything; what was generated by now has been sent."""
-        self.settle()
+        self._settle()
+        self._say(self._seats.values())
         self.host.close()
+        self._engine.close()
         self._copies.close()
         self._preempted = self.preempted
         self.begin_anew()
 
     # What others tell it
 
-    def ask(self, attempt: Attempt) -> None:
-        """An attempt wants room; answered by `on_answer` at once."""
+    def reserve(
+        self, sequence: Sequence, tbt_slo_s: float = 0.0, starts_in_s: float = 0.0, stores: tuple[str, ...] = ()
+    ) -> Promised | Failure:
+        """A sequence wants room."""
         self._came += 1
-        keys = keys_of_chain(attempt, self._config.block_tokens)
-        now = self._world.now
-        self._seats[self._came] = Seat(attempt, self._came, attempt.tokens + 1, attempt.left - 1, len(keys), now)
-        self._numbers[attempt] = self._came
-        tbt_slo_s = self._config.slo.tbt_s if self._config.keep_tbt else 0.0
-        request, stores = attempt.request, int(attempt.write_to >= 0)
-        prompt, total = request.tokens, request.tokens + (request.max_tokens or request.answer)
-        self._tell(Reserve(self._came, keys, attempt.tokens, prompt, total, tbt_slo_s, "conductor", stores))
+        number, request = self._came, sequence.request
+        keys = sequence.keys(self._config.block_tokens)
+        self._seats[number] = Seat(
+            sequence, number, stores, sequence.tokens + 1, sequence.left - 1, len(keys), self._world.now
+        )
+        asked = keys, sequence.tokens, request.tokens, request.longest, tbt_slo_s, CONDUCTOR, len(stores)
+        self._tell(Reserve(number, *asked, starts_in_s=starts_in_s))
+        return self._answers.pop(number)
 
-    def open(self, attempt: Attempt) -> bool:
+    def open(self, transfer: int) -> bool:
         """The prompt's KV begins to come; returns whether it is wanted."""
-        number = self._numbers.get(attempt)
-        if number is not None:
-            self._tell(Open(number))
-        return number is not None
+        if self._wanted(transfer) is None:
+            return False
+        self._tell(Open(transfer))
+        return self._wanted(transfer) is not None
 
-    def heard(self, attempt: Attempt) -> None:
+    def heard(self, transfer: int) -> None:
         """Some of the prompt's KV has come."""
-        seat = self._seats.get(self._numbers.get(attempt, 0))
-        if seat is not None and self._world.now - seat.heard_at >= ps(self._config.memory.lease_s) // HEARD_PER_LEASE:
-            seat.heard_at = self._world.now
-            self._tell(Heard(seat.number))
+        seat, now = self._wanted(transfer), self._world.now
+        if seat is not None and now - seat.heard_at >= ps(self._config.memory.lease_s) // HEARD_PER_LEASE:
+            seat.heard_at = now
+            self._tell(Heard(transfer))
 
-    def kv_whole(self, attempt: Attempt) -> bool:
+    def kv_whole(self, transfer: int) -> bool:
         """All of the prompt's KV has come; returns whether it is wanted."""
-        number = self._numbers.get(attempt)
-        if number is not None:
-            self._tell(Arrived(number))
-        return number is not None
+        if self._wanted(transfer) is None:
+            return False
+        self._tell(Arrived(transfer))
+        return True
 
-    def start(self, attempt: Attempt) -> None:
+    def give_up(self, transfer: int) -> None:
+        """The prompt's KV does not come (any more)."""
+        if self._wanted(transfer) is not None:
+            self._tell(Stop(transfer, "the sender gave up"))
+
+    def stream_opened(self, stream: int) -> None:
+        """The conductor has opened a stream."""
+        self._tell(StreamOpened(stream, CONDUCTOR))
+
+    def stream_closed(self, stream: int) -> None:
+        """A stream has ended."""
+        for seat in self._seats.values():
+            seat.stream = 0 if seat.stream == stream else seat.stream
+        self._tell(StreamClosed(stream))
+
+    def start(self, stream: int, transfer: int) -> None:
         """The first token is known."""
-        number = self._numbers.get(attempt)
-        if number is not None:
-            self._tell(Start(number, STREAM, STOPPED if attempt.left == 1 else 0))
+        seat = self._wanted(transfer)
+        if seat is None:
+            self._ears.failed(stream, transfer, "there is no such transfer here (any more)")
+            return
+        seat.stream = stream
+        self._tell(Start(transfer, stream, 0 if seat.left else STOPPED))
 
-    def cancel(self, attempt: Attempt) -> None:
-        """An attempt is over; unknown ones are fine."""
-        number = self._numbers.get(attempt)
-        if number is not None:
-            self._tell(Stop(number, "cancelled"))
+    def cancel(self, transfer: int) -> None:
+        """A sequence is not wanted any more; unknown ones are fine."""
+        seat = self._wanted(transfer)
+        if seat is not None:
+            seat.stream = 0
+            self._tell(Stop(transfer, "cancelled"))
+
+    def _wanted(self, transfer: int) -> Seat | None:
+        seat = self._seats.get(transfer)
+        return seat if seat is not None and not seat.ending else None
+
+    # What it tells
 
     @property
     def preempted(self) -> int:
         """Preemptions so far."""
         return self._preempted + self.core.parking.preemptions
 
+    def load(self) -> LoadFacts:
+        """As the service reports it."""
+        self._settle()
+        core = self.core
+        return LoadFacts(
+            running=len(core.planner.batch),
+            waiting=core.sequences - len(core.planner.batch),
+            free_blocks=core.blocks.num_free,
+            cached_blocks=core.blocks.num_cached,
+            promised_blocks=core.room.promised + core.room.claims,
+            context_tokens=core.context_tokens,
+            speeds=core.tracker.speeds,
+            taken=self._taken,
+            answer_tokens=core.expected_answer_tokens,
+        )
+
     def check_at_rest(self) -> None:
         """Asserts that nothing is held."""
         self.core.check_invariants()
         assert not self._seats
-        assert not self._numbers
         assert not self.core.requests
-        assert self._run is None
+        assert self._engine.idle
         assert self.core.blocks.num_used == 0
 
-    # Runs of steps
-
     def _tell(self, event: Event) -> None:
-        self.settle()
+        self._settle()
         self.host.post(event)
+        if self._world.now - self._told_at >= ps(TELL_S):
+            self._told_at = self._world.now
+            self._say(self._seats.values())
         self._note_keys()
+        self._ears.changed()
 
-    def settle(self) -> None:
-        """Counts the steps that are over by now, and tells the core."""
-        if self._run is None:
-            return
-        steps = self._leap.over_by(self._world.now) - self._told
-        if steps:
-            seconds = self._advance(self._run, steps)
-            self.host.post(Stepped(self._run.step, steps, seconds))
+    def _settle(self) -> None:
+        self._engine.settle()
 
-    def _begin(self, run: Run) -> None:
-        first = self._first_step(run)
-        steps = min([run.steps, *(self._seats[number].left for number in run.batch)])
-        more = self._times.per_context_token * len(run.batch)
-        self._run, self._told = run, 0
-        self._leap = Leap(self._world.now, steps, max(1, first), more)
-        self._world.at(self._leap.end, self._over, self._leap, first=True)
+    def _stepped(self, event: Stepped | StepDone) -> None:
+        self.host.post(event)
+        if isinstance(event, StepDone):
+            self._note_keys()
 
-    def _first_step(self, run: Run) -> int:
-        """Picoseconds of the run's first step; as emulated engines count, one token of a chunk is as any other."""
-        ones = [chunk.start + 1 for chunk in run.chunks if chunk.count == 1]
-        context = self.core.planner.batch.context + sum(ones)
-        speeds = self._config.profile.speeds
-        again = sum(
-            prefill_seconds(speeds, chunk.count, chunk.start, steps=0, begins=False)
-            for chunk in run.chunks
-            if chunk.count > 1
-        )
-        return self._times.step(len(run.batch) + len(ones), context) + ps(again)
+    def _run_ended(self, news: list[Seat], changed: bool) -> None:
+        self._say(news)
+        if changed:
+            self._ears.changed()
 
-    def _cut(self) -> None:
-        if self._leap.steps > self._told + 1:
-            self._leap = replace(self._leap, steps=self._told + 1)
-            self._world.at(self._leap.end, self._over, self._leap, first=True)
-
-    def _over(self, leap: Leap) -> None:
-        run = self._run
-        if leap is not self._leap or run is None:
-            return
-        steps = leap.steps - self._told
-        seconds = self._advance(run, steps)
-        chunks = [self._seats[chunk.id] for chunk in run.chunks if chunk.sample]
-        for seat in chunks:
-            self._token(seat)
-        sampled = [*(self._seats[number] for number in run.batch), *chunks]
-        self._run = None
-        ended = [seat for seat in sampled if not seat.left]
-        for seat in ended:
-            self._end(seat)
-        filled = tuple((seat.number, key) for seat in sampled if (key := self._filled(seat)) is not None)
-        done = StepDone(run.step, False, seconds, tuple((seat.number, STOPPED) for seat in ended), filled, steps)
-        self.host.post(done)
-        self._note_keys()
-
-    def _advance(self, run: Run, steps: int) -> float:
-        """Counts steps of the run; returns their seconds."""
-        leap, begin, end = self._leap, self._told, self._told + steps
-        first, gaps, last = leap.time_of(begin + 1), leap.durations(begin + 1, end), leap.time_of(end)
-        blocks = tokens = 0
-        for number in run.batch:
-            seat = self._seats[number]
-            seat.tokens += steps
-            seat.left -= steps
-            blocks += seat.blocks
-            tokens += seat.tokens
-            if not seat.attempt.over:
-                _add_tokens(seat.attempt.request, first, gaps, last)
-        self._told = end
-        elapsed = last - leap.time_of(begin)
-        use, batch = self.use, len(run.batch)
-        use.steps += steps
-        use.sequence_steps += steps * batch
-        use.busy += elapsed
-        use.sequences_time += elapsed * batch
-        use.most_sequences = max(use.most_sequences, batch)
-        use.tokens_time += elapsed * (tokens - batch * (steps + 1) / 2)
-        use.slots_time += elapsed * blocks * self._config.block_tokens
-        return elapsed / PS
-
-    def _token(self, seat: Seat) -> None:
-        """A sequence that comes back has its next token."""
-        seat.tokens += 1
-        seat.left -= 1
-        if not seat.attempt.over:
-            _add_tokens(seat.attempt.request, self._world.now, (), self._world.now)
-
-    def _filled(self, seat: Seat) -> BlockKey | None:
-        """Key of the block that became full with the last step; None when none did."""
-        index, rest = divmod(seat.tokens - 1, self._config.block_tokens)
-        if rest or index <= seat.keys:
-            return None
-        seat.keys = index
-        return answer_key(seat.attempt.request, index - 1)
-
-    def _end(self, seat: Seat) -> None:
-        self._numbers.pop(seat.attempt, None)
-        self._on_end(seat.attempt)
+    def _say(self, seats: Iterable[Seat]) -> None:
+        """Tells the conductor of new tokens."""
+        told: dict[int, list[Told]] = {}
+        for seat in seats:
+            if seat.stream and seat.made is not None:
+                told.setdefault(seat.stream, []).append(Told(seat.number, seat.made, not seat.left))
+            seat.told, seat.made = seat.told or seat.made is not None, None
+        for stream, news in told.items():
+            self._ears.tokens(stream, news)
 
     # The core's actions
 
-    def _perform(self, action: Action) -> None:
+    def _perform(self, action: actions.Action) -> None:
         match action:
-            case Run():
-                self._begin(action)
-            case Cut():
-                self._cut()
-            case Promised(number, held):
-                self._promised(self._seats[number].attempt, held)
-            case Refused(number):
-                self._refused(number)
-            case Table(number, blocks):
+            case actions.Run():
+                self._engine.begin(action)
+            case actions.Cut():
+                self._engine.cut()
+            case actions.Promised() | actions.Refused():
+                self._answer(action)
+            case actions.Table(number, blocks):
                 self._seats[number].blocks = len(blocks)
-            case Grew(number):
+            case actions.Grew(number):
                 self._seats[number].blocks += 1
-            case Finish(number):
-                self._end(self._seats[number])
-            case Ending(number):
-                self._ending(self._seats[number].attempt)
-            case Gone(number):
+            case actions.Finish(number):
+                self._ears.tokens(self._seats[number].stream, [Told(number, None, over=True)])
+            case actions.Ending(number, why):
+                self._ending(self._seats[number], why)
+            case actions.Gone(number):
                 del self._seats[number]
-                self._on_room()
-            case SwapOut() | SwapIn() | Store() | Load():
+            case actions.SwapOut() | actions.SwapIn() | actions.Store() | actions.Load():
                 self._io(action)
 
-    def _promised(self, attempt: Attempt, held: int) -> None:
-        attempt.held = held
-        self._on_answer(attempt, True)
+    def _answer(self, action: actions.Promised | actions.Refused) -> None:
+        if isinstance(action, actions.Promised):
+            self._taken += 1
+            target = Target(self.name, self.incarnation, "", action.id, 0, action.held)
+            self._answers[action.id] = Promised(target, self._core_config.lease_s, self._taken)
+            return
+        del self._seats[action.id]
+        self._answers[action.id] = Failure(
+            Kind.OVERLOADED, action.why, reason=action.reason, predicted_tbt_s=action.tbt_s, retry_after_s=RETRY_S
+        )
 
-    def _refused(self, number: int) -> None:
-        attempt = self._seats.pop(number).attempt
-        del self._numbers[attempt]
-        self._on_answer(attempt, False)
+    def _ending(self, seat: Seat, why: str) -> None:
+        seat.ending = True
+        if seat.stream:
+            self._ears.failed(seat.stream, seat.number, why)
+            seat.stream = 0
 
-    def _ending(self, attempt: Attempt) -> None:
-        self._numbers.pop(attempt, None)
-        if not attempt.over:
-            self._on_fail(attempt)
-
-    def _io(self, action: SwapOut | SwapIn | Store | Load) -> None:
-        if isinstance(action, SwapOut | SwapIn):
+    def _io(self, action: actions.SwapOut | actions.SwapIn | actions.Store | actions.Load) -> None:
+        if isinstance(action, actions.SwapOut | actions.SwapIn):
             self._copies.swap(action.io, len(action.blocks))
             return
-        attempt, size = self._seats[action.id].attempt, self._config.block_tokens
-        store = self._stores[attempt.write_to]
-        if isinstance(action, Store):
-            self._copies.write(action.io, store, keys_of_chain(attempt, size, action.index + 1))
+        seat, size = self._seats[action.id], self._config.block_tokens
+        store = self._stores[seat.stores[action.store]]
+        if isinstance(action, actions.Store):
+            self._copies.write(action.io, store, seat.sequence.keys(size, action.index + 1))
         else:
-            chain = keys_of_chain(attempt, size, action.first + len(action.blocks))
+            chain = seat.sequence.keys(size, action.first + len(action.blocks))
             self._copies.read(action.io, store, chain, action.first, action.timeout_s)
 
     def _note_keys(self) -> None:
         events = self.core.blocks.take_events()
         if events.stored or events.removed:
-            self._on_keys(events.stored, events.removed)
+            self._ears.keys(events.stored, events.removed)
 
 
 def core_config(config: ClusterConfig, run_steps: int) -> CoreConfig:
@@ -390,11 +331,3 @@ def core_config(config: ClusterConfig, run_steps: int) -> CoreConfig:
         assumed_answer_tokens=memory.assumed_answer_tokens,
         run_steps=run_steps,
     )
-
-
-def _add_tokens(request: Request, first: int, gaps: Sequence[int], last: int) -> None:
-    """Tokens at `first` and after the `gaps` behind it, until `last`."""
-    request.intervals.append(first - request.last_at)
-    request.intervals.extend(gaps)
-    request.made += 1 + len(gaps)
-    request.last_at = last

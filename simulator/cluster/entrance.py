@@ -1,63 +1,70 @@
-"""Who is let in: the conductor's own gate; and the paper's check at decode when a prompt has been computed."""
-
-from collections.abc import Sequence
-from dataclasses import replace
+"""Who is let in: the conductor's own gate; and, for the paper's baseline, a check when a prompt has been computed."""
 
 from moonpool.errors import ConfigError
-from services.conductor.core.admission import Admission, Gate, Slo
-from services.conductor.core.cost import DecodeChoice
-from services.conductor.core.failures import Failure
-from services.conductor.core.outlook import Outlook
-from services.conductor.core.picture import Picture
-from services.conductor.core.plan import Plan
+from services.conductor.core.admission import Admission, Slo
+from services.conductor.core.outlook import Forecasts, Outlook
+from services.conductor.core.placing import Limits
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.requests import Attempt
+from simulator.cluster.requests import Request
 
 ADMISSIONS = {
     "all": "nobody is refused",
     "baseline": "each stage refuses for itself when its work begins: prefill by its queue, decode when the KV comes",
-    "early": "refused before prefill by the load of both stages as it is now; decode looks again when the KV comes",
+    "early": "refused before prefill by the load of both stages as it is now",
     "predictive": "the same by the load that decode is expected to have when the prompt is computed",
 }
 """Who is let in; the last three in the order of the Mooncake paper."""
 HEADROOM = 0.9
 """Share of the TBT limit up to which requests are let in: contexts grow, and a request is judged by its longest tenth
 of intervals, not by the mean."""
+FOREVER_S = 1e7
 _GATES = {"all": Admission.NONE, "baseline": Admission.EARLY}
 
 
-class Entrance:
-    """Lets requests in, or refuses them.
+def limits_of(config: ClusterConfig) -> Limits:
+    """The conductor's limits."""
+    if config.admission not in ADMISSIONS:
+        raise ConfigError("admission", f"is one of {', '.join(ADMISSIONS)}, not {config.admission!r}")
+    return Limits(
+        retries=config.retries,
+        recovery_s=config.recovery_s,
+        room_wait_s=config.room_wait_s or FOREVER_S,
+        reserve_timeout_s=config.reserve_timeout_s,
+        admission=_GATES.get(config.admission) or Admission(config.admission),
+    )
+
+
+def slo_of(config: ClusterConfig) -> Slo:
+    """What each request expects."""
+    tbt_s = HEADROOM * config.slo.tbt_s
+    if config.admission == "all":
+        return Slo(None, config.slo.tbt_s if config.keep_tbt else None)
+    return Slo(config.slo.ttft_s, None if config.admission == "baseline" else tbt_s)
+
+
+class LateCheck:
+    """The baseline's check at decode, of requests whose prompts have been computed.
 
     Args:
-        config: of the cluster; its limits count for every request.
-        picture: the conductor's.
+        config: of the cluster.
+        forecasts: the conductor's.
     """
 
-    def __init__(self, config: ClusterConfig, picture: Picture) -> None:
-        if config.admission not in ADMISSIONS:
-            raise ConfigError("admission", f"is one of {', '.join(ADMISSIONS)}, not {config.admission!r}")
-        self._config = config
-        self._forecasts = picture.forecasts
-        self._gate = Gate(_GATES.get(config.admission) or Admission(config.admission), picture.forecasts)
+    def __init__(self, config: ClusterConfig, forecasts: Forecasts) -> None:
+        self._wanted = config.admission == "baseline"
         self._tbt_s = HEADROOM * config.slo.tbt_s
-        self._slo = Slo(config.slo.ttft_s, None if config.admission == "baseline" else self._tbt_s)
-        self.refused_late = 0
-        """Requests that decode refused when their prompts were computed."""
+        self._forecasts = forecasts
+        self.refused = 0
+        """Requests that decode refused."""
         self.wasted_s = 0.0
-        """Seconds that computing these prompts took."""
+        """Seconds that computing their prompts took."""
 
-    def let_in(self, plan: Plan, now: float) -> Plan | None:
-        """The plan with the decode instances that may serve it; None when the request is refused."""
-        found: Failure | Sequence[DecodeChoice] = self._gate.check(self._slo, plan, now, 0.0)
-        return None if isinstance(found, Failure) else replace(plan, decodes=tuple(found))
-
-    def too_late(self, attempt: Attempt) -> bool:
-        """Whether decode refuses a request whose prompt has been computed, because it is too slow now."""
-        if self._config.admission == "all" or attempt.decode < 0 or attempt.request.attempts > 1:
+    def refuses(self, request: Request, decode: str, prefill_s: float) -> bool:
+        """Whether a decode instance is too slow now for a request whose prompt took `prefill_s` to compute."""
+        if not self._wanted or not decode or request.attempts > 1:
             return False
-        if self._forecasts.tbt_now(f"d{attempt.decode}", Outlook(1, attempt.tokens)) <= self._tbt_s:
+        if self._forecasts.tbt_now(decode, Outlook(1, request.tokens)) <= self._tbt_s:
             return False
-        self.refused_late += 1
-        self.wasted_s += attempt.prefill_s
+        self.refused += 1
+        self.wasted_s += prefill_s
         return True

@@ -1,6 +1,6 @@
 """Prefixes that a simulated prefill instance loads from stores, layer by layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from moonpool.core.kernel import Ended
@@ -40,7 +40,7 @@ class Loading:
         self,
         world: World,
         network: Network,
-        stores: Sequence[Store],
+        stores: Iterable[Store],
         receives: Link,
         slice_bytes: int,
         layers: int,

@@ -3,23 +3,27 @@
 Steps take the time of the profile, spread evenly over the layers; loads, slices and write-back that of their links.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from moonpool.core.kernel import Cancel, Ended, Tick
 from moonpool.cost import prefill_seconds
-from moonpool.kv.keys import BlockKey
+from moonpool.engine.setup import WRITE_BACK_SHARE
+from services.conductor.core.facts import LoadFacts
+from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.messages import Target
 from services.prefill.core import actions, events
 from services.prefill.core.core import PrefillCore
 from services.prefill.core.state import Settings
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.host import Host
 from simulator.cluster.loading import Loading
-from simulator.cluster.requests import Attempt, keys_of_chain
+from simulator.cluster.prompts import Client, Peers, Prompt
+from simulator.cluster.requests import Sequence
 from simulator.cluster.store import Store
 from simulator.kernel.calls import Calls
 from simulator.kernel.clock import PS, World, ps
-from simulator.kernel.links import Flow, Link, Network
+from simulator.kernel.links import Link, Network
 
 Event = events.Event | Ended[events.Result] | Tick
 
@@ -51,39 +55,6 @@ class PrefillUse:
     reused_tokens: int = 0
 
 
-@dataclass(slots=True, frozen=True)
-class Peers:
-    """Whom an instance tells what. `receives`: the link over which decode gets KV; None when it is not there.
-
-    Attributes:
-        on_token: an attempt's first token is there.
-        on_fail: the core has ended an attempt that was still wanted.
-        on_keys: keys came into the pool, and left it.
-        open: a transfer begins; returns the link to send it over, None when decode does not know it.
-        heard: some of a transfer has come.
-        whole: all of a transfer has come; returns whether decode wants it.
-    """
-
-    on_token: Callable[[Attempt], None]
-    on_fail: Callable[[Attempt], None]
-    on_keys: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None]
-    open: Callable[[Attempt], Link | None]
-    heard: Callable[[Attempt], None]
-    whole: Callable[[Attempt], bool]
-
-
-@dataclass(slots=True, eq=False)
-class Prompt:
-    """An attempt's prompt at its prefill instance."""
-
-    attempt: Attempt
-    keys: tuple[BlockKey, ...]
-    begun: bool = False
-    """Some of it is computed, or is being."""
-    to: Link | None = None
-    flows: dict[int, Flow] = field(default_factory=dict)
-
-
 class PrefillInstance:
     """One instance.
 
@@ -99,31 +70,35 @@ class PrefillInstance:
         network: Network,
         config: ClusterConfig,
         name: str,
-        stores: Sequence[Store],
+        stores: Iterable[Store],
         calls: Calls,
         peers: Peers,
     ) -> None:
         self.name = name
         self.sends = Link(f"{name} out", config.transfer_bytes_per_s)
-        self._world, self._network, self._config, self._stores = world, network, config, stores
+        self._world, self._network, self._config = world, network, config
+        self._stores = {store.name: store for store in stores}
         self._calls, self._peers = calls, peers
         self._settings = core_settings(config)
         self._receives = Link(f"{name} in", config.load_bytes_per_s)
         self._came = 0
+        self.incarnation = 0
         self.up = True
         self.use = PrefillUse()
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """An empty instance, as after a crash; what was under way has no effect."""
+        self.incarnation += 1
         self.core = PrefillCore(self._settings, self._config.profile.speeds)
         self.host: Host[Event, actions.Action] = Host(self._world, self.core, self._perform)
         self._prompts: dict[int, Prompt] = {}
-        self._numbers: dict[Attempt, int] = {}
+        self._opened: dict[int, Target] = {}
+        self._write_back_room = max(1, self._settings.blocks // WRITE_BACK_SHARE)
         self._step: Step | None = None
         self._loading = Loading(
-            self._world, self._network, self._stores, self._receives, self._settings.slice_bytes,
-            self._settings.layers, self._tell,
+            self._world, self._network, self._stores.values(), self._receives, self._settings.slice_bytes,
+            self._settings.layers, self._came_in,
         )  # fmt: skip
 
     def crash(self) -> None:
@@ -137,40 +112,64 @@ class PrefillInstance:
 
     # What others tell it
 
-    def submit(self, attempt: Attempt) -> None:
-        """An attempt's prompt is to be computed."""
+    def submit(
+        self,
+        sequence: Sequence,
+        target: Target | None,
+        client: Client,
+        sources: tuple[events.Source, ...] = (),
+        copies: tuple[events.Copy, ...] = (),
+    ) -> int:
+        """A prompt is to be computed, and sent to a target if there is one; returns its number."""
         self._came += 1
-        keys = keys_of_chain(attempt, self._config.block_tokens)
-        self._prompts[self._came] = Prompt(attempt, keys)
-        self._numbers[attempt] = self._came
-        held = None if attempt.decode < 0 else attempt.held
-        sources = (events.Source(f"s{attempt.store}", attempt.loaded_blocks),) if attempt.store >= 0 else ()
-        copies = (events.Copy(f"s{attempt.write_to}", None),) if attempt.write_to >= 0 else ()
-        self._tell(events.Arrive(self._came, attempt.tokens, keys, held, sources, copies))
+        keys = sequence.keys(self._config.block_tokens)
+        self._prompts[self._came] = Prompt(sequence, keys, target, sources, copies, client)
+        held = None if target is None else target.held_blocks
+        self._tell(events.Arrive(self._came, sequence.tokens, keys, held, sources, copies))
+        return self._came
 
-    def cancel(self, attempt: Attempt) -> None:
-        """An attempt is over; unknown ones are fine."""
-        number = self._numbers.get(attempt)
-        if number is not None:
+    def leave(self, number: int) -> None:
+        """A prompt is not wanted any more; one that has ended is fine."""
+        if number in self._prompts:
             self._tell(events.Leave(number))
 
-    def lose_store(self, store: int) -> None:
+    def load(self) -> LoadFacts:
+        """As the service reports it."""
+        state = self.core.state
+        return LoadFacts(
+            running=len(state.jobs) - len(state.waiting),
+            waiting=len(state.waiting),
+            free_blocks=state.manager.num_free,
+            cached_blocks=state.manager.num_cached,
+            drain_s=self.core.drain_seconds(self._world.seconds),
+            speeds=state.tracker.speeds,
+            taken=self.core.taken,
+        )
+
+    def lose_store(self, store: str) -> None:
         """A store is gone, and what is being loaded from it."""
-        self._loading.lose(f"s{store}")
+        self._loading.lose(store)
 
     def check_at_rest(self) -> None:
         """Asserts that nothing is held."""
         self.core.check_invariants()
         assert not self._prompts
-        assert not self._numbers
         assert not len(self.core.state.ios)
         assert self.core.state.manager.num_used == 0
 
     def _tell(self, event: Event) -> None:
+        self._hear(event)
+        self._peers.changed()
+
+    def _hear(self, event: Event) -> None:
+        """Of progress, which changes no load that is worth a report."""
         self.host.post(event)
         keys = self.core.state.manager.take_events()
         if keys.stored or keys.removed:
-            self._peers.on_keys(keys.stored, keys.removed)
+            self._peers.keys(keys.stored, keys.removed)
+
+    def _came_in(self, event: events.LayerLoaded | Ended[events.Result]) -> None:
+        (self._hear if isinstance(event, events.LayerLoaded) else self._tell)(event)
 
     def _tell_if(self, host: "Host[Event, actions.Action]", event: Event) -> None:
         """Tells the core that has begun some I/O, unless it was lost."""
@@ -206,7 +205,7 @@ class PrefillInstance:
         step.computing = False
         if not step.aborted:
             step.done += 1
-            self._tell(events.LayerComputed(step.order.io, step.done - 1))
+            self._hear(events.LayerComputed(step.order.io, step.done - 1))
         if step.aborted or step.done == step.layers:
             self._over(step)
         else:
@@ -244,61 +243,88 @@ class PrefillInstance:
                 self._load(action)
             case actions.PutBlocks():
                 self._put(action)
-            case actions.TellToken() | actions.EndJob() | actions.Refuse():
+            case actions.Accept() | actions.TellToken() | actions.EndJob() | actions.Refuse():
                 self._say(action)
             case actions.OpenTransfer() | actions.SendSlices() | actions.AwaitVerdict():
                 self._transfer(action)
+            case actions.CloseTransfer(job, aborted=True) if (target := self._opened.pop(job, None)) is not None:
+                self._calls.send(lambda: self._peers.give_up(target), reliable=True)
 
-    def _say(self, action: actions.TellToken | actions.EndJob | actions.Refuse) -> None:
-        attempt = self._prompts[action.job].attempt
-        if isinstance(action, actions.TellToken):
-            attempt.request.reused = action.cached_tokens + action.loaded_tokens
-            self.use.reused_tokens += attempt.request.reused
-            self._peers.on_token(attempt)
+    def _say(self, action: actions.Accept | actions.TellToken | actions.EndJob | actions.Refuse) -> None:
+        prompt = self._prompts[action.job]
+        match action:
+            case actions.Accept(job):
+                prompt.client.accepted(job)
+            case actions.TellToken():
+                self.use.reused_tokens += action.cached_tokens + action.loaded_tokens
+                prompt.client.token(action)
+            case actions.Refuse():
+                del self._prompts[action.job]
+                prompt.client.over(_refusal(action))
+            case actions.EndJob():
+                del self._prompts[action.job]
+                self._end(action, prompt)
+
+    def _end(self, action: actions.EndJob, prompt: Prompt) -> None:
+        if action.outcome is actions.Outcome.DONE:
+            prompt.client.delivered()
+            prompt.client.over(None)
             return
-        done = isinstance(action, actions.EndJob) and action.outcome is actions.Outcome.DONE
-        del self._prompts[action.job]
-        self._numbers.pop(attempt, None)
-        if not done and not attempt.over:
-            self._peers.on_fail(attempt)
+        failed = action.outcome is actions.Outcome.IO_FAILED
+        prompt.client.over(Failure(Kind.TRANSFER if failed else Kind.UNAVAILABLE, f"the prompt {action.outcome.value}"))
 
     def _load(self, action: actions.LoadBlocks) -> None:
         prompt = self._prompts[action.job]
         keys = prompt.keys[: action.first + len(action.blocks)]
-        self._loading.begin(action.io, f"s{prompt.attempt.store}", keys, action.first, action.timeout_s)
+        self._loading.begin(action.io, prompt.sources[action.source].store, keys, action.first, action.timeout_s)
 
     def _put(self, action: actions.PutBlocks) -> None:
         prompt, host = self._prompts[action.job], self.host
-        store = self._stores[prompt.attempt.write_to]
+        store = self._stores[prompt.copies[action.copy].store]
+        blocks = min(len(action.blocks), self._write_back_room)
+        self._write_back_room -= blocks
 
-        chain = prompt.keys[: action.first + len(action.blocks)]
-        store.write(chain, self.sends, lambda: self._tell_if(host, Ended(action.io, events.Done())))
+        def over() -> None:
+            if not host.closed:
+                self._write_back_room += blocks
+                self._tell(Ended(action.io, events.Done()))
+
+        if blocks:
+            store.write(prompt.keys[: action.first + blocks], self.sends, over)
+        else:
+            self._world.after(0, lambda _: over())
 
     # Transfers
 
     def _transfer(self, action: actions.OpenTransfer | actions.SendSlices | actions.AwaitVerdict) -> None:
         prompt, host = self._prompts[action.job], self.host
+        assert prompt.target is not None
         match action:
-            case actions.OpenTransfer(io):
-                self._calls.send(lambda: self._open(host, io, prompt), reliable=True)
+            case actions.OpenTransfer():
+                self._calls.send(lambda: self._open(host, action, prompt), reliable=True)
             case actions.SendSlices():
-                self._send(action, prompt)
+                self._send(action, prompt, prompt.target)
             case actions.AwaitVerdict(io):
-                result = events.Done() if self._peers.whole(prompt.attempt) else events.Failed()
+                del self._opened[action.job]
+                result = events.Done() if self._peers.whole(prompt.target) else events.Failed()
                 self._calls.send(lambda: self._tell_if(host, Ended(io, result)), reliable=True)
 
-    def _open(self, host: "Host[Event, actions.Action]", io: int, prompt: Prompt) -> None:
-        if not host.closed:
-            prompt.to = self._peers.open(prompt.attempt)
-            self._tell(Ended(io, events.Failed() if prompt.to is None else events.Done()))
+    def _open(self, host: "Host[Event, actions.Action]", order: actions.OpenTransfer, prompt: Prompt) -> None:
+        if host.closed:
+            return
+        assert prompt.target is not None
+        prompt.to = self._peers.open(prompt.target)
+        if prompt.to is not None:
+            self._opened[order.job] = prompt.target
+        self._tell(Ended(order.io, events.Failed() if prompt.to is None else events.Done()))
 
-    def _send(self, action: actions.SendSlices, prompt: Prompt) -> None:
+    def _send(self, action: actions.SendSlices, prompt: Prompt, target: Target) -> None:
         nbytes, begun = sum(self._bytes(piece, prompt) for piece in action.pieces), self._world.now
         assert prompt.to is not None
 
         def sent() -> None:
             del prompt.flows[action.io]
-            self._peers.heard(prompt.attempt)
+            self._peers.heard(target)
             self._tell(Ended(action.io, events.SlicesSent(nbytes, (self._world.now - begun) / PS)))
 
         prompt.flows[action.io] = self._network.send([self.sends, prompt.to], nbytes, sent)
@@ -306,7 +332,7 @@ class PrefillInstance:
     def _bytes(self, piece: actions.Piece, prompt: Prompt) -> int:
         """Of the tokens in the blocks; the last block of a prompt may be part-filled."""
         size = self._config.block_tokens
-        tokens = min(prompt.attempt.tokens, (piece.first + len(piece.blocks)) * size) - piece.first * size
+        tokens = min(prompt.sequence.tokens, (piece.first + len(piece.blocks)) * size) - piece.first * size
         return tokens * self._settings.slice_bytes // size
 
 
@@ -320,3 +346,12 @@ def core_settings(config: ClusterConfig) -> Settings:
         step_tokens=max(config.step_tokens, config.block_tokens),
         max_queue=config.max_queue,
     )
+
+
+def _refusal(refused: actions.Refuse) -> Failure:
+    if refused.why is actions.Refusal.QUEUE_FULL:
+        return Failure(
+            Kind.OVERLOADED, "too many prompts wait", reason="queue_full", retry_after_s=refused.retry_after_s
+        )
+    kind = Kind.INVALID if refused.why is actions.Refusal.TOO_LONG else Kind.UNAVAILABLE
+    return Failure(kind, f"the prompt is not taken: {refused.why.value}")

@@ -1,11 +1,40 @@
-"""A request, and one attempt to serve it on a prefill and a decode instance."""
+"""A request, what engines see of it when it is placed, and tokens as they are made."""
 
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 
 from blake3 import blake3
 
 from moonpool.kv.keys import BlockKey
 from simulator.traces.mooncake import TraceRequest
+
+DONE = "done"
+REFUSED = "refused"
+"""Early, for a limit, or because it found no room in time."""
+TOO_LARGE = "too_large"
+GIVEN_UP = "given_up"
+"""After too many failures, or after its deadline."""
+
+
+@dataclass(slots=True)
+class Made:
+    """Tokens of one sequence, one after the other, and when they were made. Picoseconds."""
+
+    first: int
+    gaps: list[int]
+    """From each to the next."""
+    last: int
+
+    @property
+    def count(self) -> int:
+        """Tokens."""
+        return 1 + len(self.gaps)
+
+    def add(self, first: int, gaps: Listed[int], last: int) -> None:
+        """More of them."""
+        self.gaps.append(first - self.last)
+        self.gaps.extend(gaps)
+        self.last = last
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +54,7 @@ class Request:
     made: int = 0
     """Tokens that the client has of the answer."""
     attempts: int = 0
+    """Placements."""
     reused: int = 0
     """Prompt tokens that the last attempt did not compute."""
     predicted_ttft_s: float = 0.0
@@ -37,39 +67,35 @@ class Request:
     intervals: list[int] = field(default_factory=list)
     """Between tokens."""
 
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and answer that room may be needed for."""
+        return self.tokens + (self.max_tokens or self.answer)
+
+    def take(self, tokens: Made) -> None:
+        """The client has more tokens."""
+        if self.made:
+            self.intervals.append(tokens.first - self.last_at)
+        else:
+            self.first_at = tokens.first
+        self.intervals.extend(tokens.gaps)
+        self.made += tokens.count
+        self.last_at = tokens.last
+
 
 @dataclass(slots=True, eq=False)
-class Attempt:
-    """One placement of a request. What an instance still does for an attempt that is over has no effect."""
+class Sequence:
+    """A request as engines see it when it is placed: the prompt and what the client has of the answer."""
 
     request: Request
-    fence: int
-    """Counts the attempts of the request."""
-    prefill: int
-    decode: int
-    store: int
-    """-1: nothing is loaded."""
-    loaded_blocks: int
-    """Leading blocks that the store is to hold."""
-    write_to: int
-    """The store that shall hold the chain; -1: none."""
-    begun: int = 0
-    tokens: int = 0
-    """To prefill: the prompt, and what the client has of the answer."""
-    left: int = 0
-    """Tokens of the answer that were still to be made when it began."""
-    prefill_claim: int = 0
-    decode_claim: int = 0
-    """Where the conductor counts it; 0 = nowhere."""
-    busy_s: float = 0.0
-    """Seconds that it is predicted to keep its prefill instance busy; 0 once it has its first token."""
-    held: int = 0
-    """Leading blocks that decode has already."""
-    prefill_s: float = 0.0
-    """That computing what is not loaded is predicted to take."""
-    whole: bool = False
-    """Decode has all KV: the prefill instance does not matter any more."""
-    over: bool = False
+    id: str
+    tokens: int
+    left: int
+    """Tokens of the answer that were still to be made when it was placed."""
+
+    def keys(self, block_tokens: int, blocks: int = -1) -> tuple[BlockKey, ...]:
+        """Of the leading full blocks; by default of those whose KV comes from prefill."""
+        return keys_of_chain(self.request, self.tokens // block_tokens if blocks < 0 else blocks)
 
 
 def keys_of(request: TraceRequest, block_tokens: int) -> tuple[BlockKey, ...]:
@@ -83,8 +109,7 @@ def answer_key(request: Request, index: int) -> BlockKey:
     return BlockKey(b"answer".ljust(16, b"\0") + (request.number << 32 | index).to_bytes(16, "little"))
 
 
-def keys_of_chain(attempt: Attempt, block_tokens: int, blocks: int = -1) -> tuple[BlockKey, ...]:
-    """Of the leading full blocks; by default of those whose KV comes from prefill."""
-    keys = attempt.request.keys
-    full = attempt.tokens // block_tokens if blocks < 0 else blocks
-    return (*keys[:full], *(answer_key(attempt.request, index) for index in range(len(keys), full)))
+def keys_of_chain(request: Request, blocks: int) -> tuple[BlockKey, ...]:
+    """Of the leading blocks of a request's prompt and answer."""
+    keys = request.keys
+    return (*keys[:blocks], *(answer_key(request, index) for index in range(len(keys), blocks)))

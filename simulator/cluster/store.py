@@ -1,7 +1,8 @@
 """A kvstore in virtual time: blocks in DRAM under an eviction policy, more of them on SSD, and a link."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from moonpool.kv.keys import BlockKey
 from services.kvstore.policies import POLICIES
@@ -10,6 +11,18 @@ from simulator.kernel.clock import World
 from simulator.kernel.disks import Disk
 from simulator.kernel.links import Link, Network, Priority
 from simulator.policy_pool import Pool
+
+WRITES_AT_ONCE = 16
+"""Puts that a store takes at once; further ones wait in their order, as for credits. Two fill its link."""
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Blocks that are to be written."""
+
+    keys: Sequence[BlockKey]
+    source: Link
+    done: Callable[[], None]
 
 
 class Store:
@@ -35,6 +48,7 @@ class Store:
         self.sends = Link(f"{name} out", config.load_bytes_per_s)
         self._receives = Link(f"{name} in", config.load_bytes_per_s)
         self._world, self._network, self._config, self._on_keys = world, network, config, on_keys
+        self._puts: deque[Put] = deque()
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -47,6 +61,10 @@ class Store:
         self._disk = Disk(self._world, config.disk_bytes_per_s)
         self._gone: list[BlockKey] = []
         self._life = object()
+        for put in self._puts:
+            self._world.after(0, _call, put.done)
+        self._puts.clear()
+        self._writing = 0
         self.read_blocks = self.disk_blocks = self.written_blocks = 0
 
     def holds(self, keys: Sequence[BlockKey]) -> int:
@@ -72,20 +90,31 @@ class Store:
 
         `done` is called when that has ended, whether it was of use or not.
         """
-        missing = sum(not self._has(key) for key in keys)
+        self._puts.append(Put(keys, source, done))
+        self._write_next()
+
+    def _write_next(self) -> None:
+        while self._puts and self._writing < WRITES_AT_ONCE:
+            self._write(self._puts.popleft())
+
+    def _write(self, put: Put) -> None:
+        missing, life = sum(not self._has(key) for key in put.keys), self._life
         if not missing:
-            self._keep(keys)
-            self._world.after(0, _call, done)
+            self._keep(put.keys)
+            self._world.after(0, _call, put.done)
             return
-        nbytes, life = missing * self._config.block_bytes, self._life
 
         def written() -> None:
             if self._life is life:
                 self.written_blocks += missing
-                self._keep(keys)
-            done()
+                self._keep(put.keys)
+                self._writing -= 1
+                self._write_next()
+            put.done()
 
-        self._network.send([source, self._receives], nbytes, written, Priority.BACKGROUND)
+        self._writing += 1
+        nbytes = missing * self._config.block_bytes
+        self._network.send([put.source, self._receives], nbytes, written, Priority.BACKGROUND)
 
     def _keep(self, keys: Sequence[BlockKey]) -> None:
         """The blocks of a chain are in DRAM now and were used."""

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from simulator.cluster.cluster import Cluster
-from simulator.cluster.conductor import DONE
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.requests import Request
+from simulator.cluster.requests import DONE, Request
 from simulator.kernel.clock import PS
 from simulator.traces.mooncake import TraceRequest
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 from moonpool.core.draws import draw_below, draw_unit
 from moonpool.errors import ConfigError
 from simulator.cluster.cluster import Cluster
-from simulator.cluster.conductor import DONE
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.requests import Request
+from simulator.cluster.requests import DONE, Request
 from simulator.experiments.frame import Progress, Result, Source
 from simulator.kernel.calls import CallDelays
 from simulator.kernel.clock import ps
@@ -17,7 +16,8 @@ from simulator.traces.mooncake import TraceRequest
 from simulator.traces.workload import CHAT, Workload
 
 REQUESTS = 40
-DEADLINE_S = 120.0
+RETRIES, RECOVERY_S = 20, 60.0
+"""So patient is the conductor: several crashes may come to a request, and all instances of a kind be away at once."""
 _MOST_CRASHES = 4
 _MOST_DROPPED, _MOST_LATE = 0.03, 0.05
 
@@ -27,7 +27,7 @@ def cluster_of(config: ClusterConfig, seed: int) -> ClusterConfig:
     delays = CallDelays(
         drop_share=_MOST_DROPPED * draw_unit(seed, 1), late_share=_MOST_LATE * draw_unit(seed, 2), late_s=5.0
     )
-    return replace(config, delays=delays, seed=seed, deadline_s=DEADLINE_S, attempts=20)
+    return replace(config, delays=delays, seed=seed, retries=RETRIES, recovery_s=RECOVERY_S)
 
 
 def crashes_of(config: ClusterConfig, seed: int, until_s: float) -> list[tuple[float, str, float]]:
@@ -91,6 +91,7 @@ def faults(config: ClusterConfig, seeds: int, first_seed: int, progress: Progres
         "instances": f"{config.prefill} prefill, {config.decode} decode, {config.kvstore} kvstore",
         "trace": source.describe() if source.path else f"chat, seed {source.seed}, {len(requests)} requests",
         "first_seed": first_seed,
-        "deadline_s": DEADLINE_S,
+        "retries": RETRIES,
+        "recovery_s": RECOVERY_S,
     }
     return Result("faults", facts, [row], chart)

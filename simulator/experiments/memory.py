@@ -2,16 +2,19 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field, replace
 
 from moonpool.core.draws import draw_unit
 from moonpool.engine.emulated.profile import Profile
 from moonpool.kv.keys import BlockKey
+from services.conductor.core.messages import Promised
 from services.decode.core.config import Preemption
 from simulator.cluster.config import ClusterConfig, DecodeMemory
-from simulator.cluster.decode import DecodeInstance
-from simulator.cluster.requests import Attempt, Request
+from simulator.cluster.decode import DecodeInstance, Ears
+from simulator.cluster.requests import Made, Request, Sequence
+from simulator.cluster.seats import Told
 from simulator.experiments.frame import Progress, Result
 from simulator.kernel.clock import PS, World
 from simulator.kernel.links import Network
@@ -20,6 +23,8 @@ from simulator.report.quantiles import digits
 
 _ANSWERS = 7
 """Counter of the draws of answers' lengths."""
+STREAM = 1
+"""On which the answers come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +80,13 @@ class Crowd:
         at_once: sequences that may be there at most; 0 = as many as the core lets in.
     """
 
-    def __init__(self, config: ClusterConfig, requests: Sequence[Request], at_once: int) -> None:
+    def __init__(self, config: ClusterConfig, requests: Listed[Request], at_once: int) -> None:
         self.world = World()
-        self.instance = DecodeInstance(
-            self.world, Network(self.world), config, "d0", (), self._answered, self._room, self._ended, _failed, _ignore
-        )
+        ears = Ears(self._tokens, _failed, _ignore, lambda: None)
+        self.instance = DecodeInstance(self.world, Network(self.world), config, "d0", (), ears)
+        self.instance.stream_opened(STREAM)
         self._waiting, self._at_once = deque(requests), at_once
-        self._there = 0
-        self._full = False
+        self._running: dict[int, Request] = {}
         self.tokens = self.ended_at = 0
 
     def run(self) -> None:
@@ -92,36 +96,41 @@ class Crowd:
         self.instance.check_at_rest()
         assert not self._waiting
 
-    def _room(self) -> None:
-        self.world.after(0, lambda _: self._go_on())
-
-    def _go_on(self) -> None:
-        self._full = False
-        while self._waiting and not self._full and not 0 < self._at_once <= self._there:
+    def _go_on(self, _: object = None) -> None:
+        """Lets requests in until one is refused, which tries again when somebody has left."""
+        while self._waiting and not 0 < self._at_once <= len(self._running):
             request = self._waiting[0]
-            self.instance.ask(Attempt(request, 1, 0, 0, -1, 0, -1, tokens=request.tokens, left=request.answer))
-
-    def _answered(self, attempt: Attempt, promised: bool) -> None:
-        self._full = not promised
-        if promised:
+            answer = self.instance.reserve(Sequence(request, f"r{request.number}", request.tokens, request.answer))
+            if not isinstance(answer, Promised):
+                return
             self._waiting.popleft()
-            self._there += 1
-            attempt.request.made, attempt.request.last_at = 1, self.world.now  # the first token comes from prefill
-            self.instance.open(attempt)
-            self.instance.kv_whole(attempt)
-            self.instance.start(attempt)
+            self._start(request, answer.target.transfer_id)
 
-    def _ended(self, attempt: Attempt) -> None:
-        self._there -= 1
+    def _start(self, request: Request, transfer: int) -> None:
+        self._running[transfer] = request
+        request.take(Made(self.world.now, [], self.world.now))  # the first token comes from prefill
+        self.instance.open(transfer)
+        self.instance.kv_whole(transfer)
+        self.instance.start(STREAM, transfer)
+
+    def _tokens(self, stream: int, news: Listed[Told]) -> None:
+        for told in news:
+            if told.made is not None:
+                self._running[told.number].take(told.made)
+            if told.over:
+                self._end(self._running.pop(told.number))
+
+    def _end(self, request: Request) -> None:
         self.ended_at = self.world.now
-        self.tokens += attempt.request.made
+        self.tokens += request.made
+        self.world.after(0, self._go_on)
 
 
-def _failed(attempt: Attempt) -> None:
-    raise AssertionError(f"request {attempt.request.number} was given up")
+def _failed(stream: int, transfer: int, why: str) -> None:
+    raise AssertionError(f"transfer {transfer} was given up: {why}")
 
 
-def _ignore(stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+def _ignore(stored: Listed[BlockKey], removed: Listed[BlockKey]) -> None:
     """Nobody asks what the instance holds."""
 
 
@@ -188,7 +197,7 @@ def ways(load: MemoryLoad) -> Mapping[str, tuple[MemoryLoad, Way]]:
 
 def memory(profile: Profile, load: MemoryLoad, progress: Progress) -> Result:
     """A row per way of filling the pool."""
-    rows: Sequence[dict[str, object]] = []
+    rows: Listed[dict[str, object]] = []
     for name, (wanted, way) in ways(load).items():
         rows = [*rows, _row(name, wanted, way, run_pool(profile, wanted, way))]
         progress(f"{name}: {rows[-1]['most_sequences']} sequences at most")

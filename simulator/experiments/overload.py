@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev
 
 from simulator.cluster.cluster import Cluster
-from simulator.cluster.conductor import REFUSED
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.entrance import ADMISSIONS
+from simulator.cluster.requests import REFUSED
 from simulator.experiments.frame import Progress, Result, Row, Source, assumptions
 from simulator.kernel.clock import ps
 from simulator.report.charts import Chart
@@ -33,15 +33,15 @@ class Loads:
     decode: list[float] = field(default_factory=list)
 
     def sample(self, _: object = None) -> None:
-        """Takes a sample, and the next one after a while, as long as there is something to come."""
+        """Takes a sample, and the next one after a while, as long as there are requests."""
         cluster, config = self.cluster, self.cluster.config
-        placement = cluster.conductor.placement
-        queued_s = fmean([placement.queued_s(f"p{number}") for number in range(config.prefill)])
-        forecasts = placement.picture.forecasts
+        now = cluster.world.seconds
+        queued_s = fmean([prefill.core.drain_seconds(now) for prefill in cluster.prefills])
+        forecasts = cluster.conductor.core.picture.forecasts
         step_s = fmean([forecasts.tbt_now(f"d{number}") for number in range(config.decode)])
         self.prefill.append(queued_s / config.slo.ttft_s)
         self.decode.append(step_s / config.slo.tbt_s)
-        if len(cluster.world):
+        if cluster.busy:
             cluster.world.after(ps(SAMPLE_S), self.sample)
 
 
@@ -70,13 +70,12 @@ def _run(config: ClusterConfig, requests: Iterable[TraceRequest]) -> tuple[Loads
 
 
 def _row(name: str, summary: Summary, cluster: Cluster, loads: Loads) -> Row:
-    entrance = cluster.conductor.entrance
     return {
         "admission": name,
         "requests": summary.requests,
         "refused": summary.outcomes.get(REFUSED, 0),
-        "after_prefill": entrance.refused_late,
-        "wasted_prefill_s": digits(entrance.wasted_s),
+        "after_prefill": cluster.conductor.late.refused,
+        "wasted_prefill_s": digits(cluster.conductor.late.wasted_s),
         "goodput_share": summary.goodput_share,
         "ttft_p90_s": summary.ttft_s.get("p90"),
         "tbt_p90_s": summary.tbt_s.get("p90"),

@@ -5,14 +5,20 @@ Solved for B it is the prefix's bytes over the seconds of computing it. The simu
 once, the rest of the prompt that is computed anyway, and layers that load while others compute.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from collections.abc import Sequence as Listed
+from dataclasses import dataclass, replace
 
 from moonpool.engine.emulated.profile import Profile
 from moonpool.kv.keys import BlockKey
+from services.conductor.core.failures import Failure
+from services.conductor.core.messages import Target
+from services.prefill.core.actions import TellToken
+from services.prefill.core.events import Source
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.prefill import Peers, PrefillInstance
-from simulator.cluster.requests import Attempt, Request
+from simulator.cluster.prefill import PrefillInstance
+from simulator.cluster.prompts import Peers
+from simulator.cluster.requests import Request, Sequence
 from simulator.cluster.store import Store
 from simulator.experiments.frame import Progress, Result
 from simulator.kernel.calls import CallDelays, Calls
@@ -36,24 +42,46 @@ def ttft_s(profile: Profile, prefix: int, bytes_per_s: float) -> float:
     network = Network(world)
     store = Store(world, network, config, "s0", _ignore)
     calls = Calls(world, CallDelays(0.0, 0.0), seed=0)
-    peers = Peers(lambda _: ends.append(world.seconds), _alone, _ignore, lambda _: None, _alone, lambda _: False)
+    peers = Peers(_ignore, lambda: None, lambda _: None, _alone, lambda _: False, _alone)
     instance = PrefillInstance(world, network, config, "p0", [store], calls, peers)
     keys = tuple(BlockKey(number.to_bytes(32, "little")) for number in range(prefix // config.block_tokens))
     if bytes_per_s:
         store.write(keys, Link("elsewhere", 1e18), lambda: None)
         world.run()
     begun = world.seconds
-    request = Request(1, world.now, prefix + REST, 1, keys)
-    instance.submit(Attempt(request, 1, 0, -1, 0 if bytes_per_s else -1, len(keys), -1, world.now, prefix + REST))
+    prompt = Sequence(Request(1, world.now, prefix + REST, 1, keys), "r1", prefix + REST, 1)
+    sources = (Source("s0", len(keys)),) if bytes_per_s else ()
+    instance.submit(prompt, None, _Waits(lambda: ends.append(world.seconds)), sources)
     world.run()
     return ends[0] - begun
 
 
-def _alone(attempt: Attempt) -> None:
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """Waits for the first token."""
+
+    came: Callable[[], None]
+
+    def accepted(self, number: int) -> None:
+        """See `Client.accepted`."""
+
+    def token(self, told: TellToken) -> None:
+        """See `Client.token`."""
+        self.came()
+
+    def delivered(self) -> None:
+        """See `Client.delivered`."""
+
+    def over(self, failure: Failure | None) -> None:
+        """See `Client.over`."""
+        assert failure is None, failure
+
+
+def _alone(target: Target) -> None:
     raise AssertionError("nobody else is there")
 
 
-def _ignore(stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+def _ignore(stored: Listed[BlockKey], removed: Listed[BlockKey]) -> None:
     """Nobody asks what the parts hold."""
 
 
@@ -77,7 +105,7 @@ def paper_line(profile: Profile, prefix: int, operations_per_s: float) -> float:
     return prefix * profile.token_bytes * operations_per_s / operations
 
 
-def transfer(profile: Profile, progress: Progress, prefixes: Sequence[int] = PREFIXES) -> Result:
+def transfer(profile: Profile, progress: Progress, prefixes: Listed[int] = PREFIXES) -> Result:
     """A row per length of prefix."""
     reference = 8192
     seconds = ttft_s(profile, reference, 0.0) - ttft_s(profile, 0, 0.0)

@@ -3,16 +3,25 @@
 A flow crosses some links and gets the same rate on all of them. Urgent flows share what there is by max-min fairness;
 background flows share by the same rule what urgent ones leave. Rates change only when a flow begins or ends, and only
 those of flows that share links with it, directly or through others.
+
+Where many flows are under way (`MANY`), a single store may connect all of them, and each begin and end would change
+the rates of all. There shares are dealt out at most every `DEAL_S`: until then who begins has what nobody uses of its
+links, and what somebody leaves is free. So no link ever carries more than it can, and a flow is late by at most that
+time for each change that meets it, and by as much again at its end.
 """
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from heapq import heapify, heappop, heappush
 from math import ceil
 
-from simulator.kernel.clock import PS, World
+from simulator.kernel.clock import PS, World, ps
 
+MANY = 96
+"""Flows at once from which on shares are not dealt out with each change."""
+DEAL_S = 0.002
+"""Between two deals then. A slice of a layer takes some ten milliseconds."""
 _ROUNDING = 1e-9
 """A smaller share of a link is an error of rounding, not room."""
 
@@ -34,6 +43,12 @@ class Link:
     """Bytes of flows that have ended."""
     flows: "dict[int, Flow]" = field(default_factory=dict)
 
+    @property
+    def unused(self) -> float:
+        """Bytes per second that no flow has."""
+        spare = self.bytes_per_s - sum([flow.rate for flow in self.flows.values()])
+        return spare if spare > _ROUNDING * self.bytes_per_s else 0.0
+
 
 @dataclass(slots=True, eq=False)
 class Flow:
@@ -49,16 +64,24 @@ class Flow:
     since: int
     rate: float = 0.0
     """Bytes per second since then."""
-    version: int = 0
-    """Counts changes of the rate: an expected end of an earlier version is none."""
+    end: int | None = None
+    """When the last byte arrives at this rate; None = never."""
+    looked_at: int | None = None
+    """When that is looked at next; not after `end`."""
 
 
 class Network:
-    """All links and the flows on them."""
+    """All links and the flows on them.
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    Args:
+        world: the time.
+        many: flows at once from which on shares are dealt out every `DEAL_S` only.
+    """
+
+    def __init__(self, world: World, many: int = MANY) -> None:
+        self._world, self._many = world, many
         self._made = 0
+        self._changed: dict[Link, None] = {}
         self.flows: dict[int, Flow] = {}
 
     def send(
@@ -73,50 +96,82 @@ class Network:
         flow = Flow(self._made, tuple(path), nbytes, priority, done, float(nbytes), self._world.now)
         self.flows[flow.number] = flow
         if nbytes:
+            rate = min([link.unused for link in flow.path]) if self._deals else 0.0
             for link in flow.path:
                 link.flows[flow.number] = flow
-            self._share(_connected(flow.path))
+            self._set_rate(flow, rate)
+            self._share(flow.path)
         else:
-            self._world.at(self._world.now, self._ended, (flow, flow.version))
+            flow.end = flow.looked_at = self._world.now
+            self._world.at(self._world.now, self._look, flow)
         return flow
 
     def cancel(self, flow: Flow) -> None:
         """Ends a flow early; `done` is not called. One that has ended is left as it is."""
         if self._forget(flow):
-            self._share(_connected(flow.path))
+            self._share(flow.path)
+
+    @property
+    def _deals(self) -> bool:
+        return len(self.flows) > self._many
 
     def _forget(self, flow: Flow) -> bool:
         if self.flows.pop(flow.number, None) is None:
             return False
-        flow.version += 1
         for link in flow.path:
             link.flows.pop(flow.number, None)
         return True
 
-    def _ended(self, expected: tuple[Flow, int]) -> None:
-        flow, version = expected
-        if flow.version != version:
+    def _look(self, flow: Flow) -> None:
+        """Ends a flow whose last byte has arrived; its rate may have changed since this was planned."""
+        now = self._world.now
+        if flow.looked_at != now or flow.number not in self.flows:
+            return
+        flow.looked_at = None
+        if flow.end is None:
+            return
+        if flow.end > now:
+            self._look_at(flow, flow.end)
             return
         self._forget(flow)
         for link in flow.path:
             link.carried += flow.nbytes
         if flow.nbytes:
-            self._share(_connected(flow.path))
+            self._share(flow.path)
         flow.done()
 
-    def _share(self, flows: Sequence[Flow]) -> None:
+    def _share(self, path: Sequence[Link]) -> None:
+        """Something has changed on these links."""
+        if not self._deals and not self._changed:
+            self._deal(path)
+            return
+        if not self._changed:
+            self._world.after(ps(DEAL_S), self._deal_changed)
+        self._changed.update(dict.fromkeys(path))
+
+    def _deal_changed(self, _: None) -> None:
+        changed, self._changed = self._changed, {}
+        self._deal(changed)
+
+    def _deal(self, links: Iterable[Link]) -> None:
+        flows = _connected(tuple(links))
         rates = fair_rates(flows)
         for flow in flows:
-            if rates[flow.number] != flow.rate or not flow.version:
+            if rates[flow.number] != flow.rate:
                 self._set_rate(flow, rates[flow.number])
 
     def _set_rate(self, flow: Flow, rate: float) -> None:
         now = self._world.now
         flow.left = max(0.0, flow.left - flow.rate * (now - flow.since) / PS)
         flow.since, flow.rate = now, rate
-        flow.version += 1
-        if rate > 0:
-            self._world.after(ceil(flow.left / rate * PS), self._ended, (flow, flow.version))
+        flow.end = now + ceil(flow.left / rate * PS) if rate > 0 else None
+        soon = ps(DEAL_S) if self._deals else 0
+        if flow.end is not None and (flow.looked_at is None or flow.end + soon < flow.looked_at):
+            self._look_at(flow, flow.end)
+
+    def _look_at(self, flow: Flow, when: int) -> None:
+        flow.looked_at = when
+        self._world.at(when, self._look, flow)
 
 
 def _connected(path: Sequence[Link]) -> list[Flow]:
@@ -152,15 +207,33 @@ def fair_rates(flows: Sequence[Flow]) -> dict[int, float]:
 
 
 def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, float]) -> None:
-    """Progressive filling: the link with the least per flow sets the rate of its flows; then the next one does."""
-    waiting = flows
+    """Progressive filling: the link with the least per flow sets the rate of its flows; then the next one does.
+
+    What is left per flow of a link only grows while others are filled, so an outdated entry of the heap is too small.
+    """
+    crowds: dict[Link, list[Flow]] = {}
+    for flow in flows:
+        for link in flow.path:
+            crowds.setdefault(link, []).append(flow)
+    counts = {link: len(crowd) for link, crowd in crowds.items()}
+    heap = [(spare[link] / count, place, link) for place, (link, count) in enumerate(counts.items())]
+    heapify(heap)
+    waiting = len(flows)
     while waiting:
-        crowd = Counter(link for flow in waiting for link in flow.path)
-        share, tightest = min(((spare[link] / count, link) for link, count in crowd.items()), key=lambda pair: pair[0])
-        for flow in waiting:
-            if tightest in flow.path:
-                rates[flow.number] = share
-                for link in flow.path:
-                    left = spare[link] - share
-                    spare[link] = left if left > _ROUNDING * link.bytes_per_s else 0.0
-        waiting = [flow for flow in waiting if tightest not in flow.path]
+        share, place, link = heappop(heap)
+        count = counts[link]
+        if count and share != spare[link] / count:
+            heappush(heap, (spare[link] / count, place, link))
+        elif count:
+            waiting -= count
+            for flow in crowds[link]:
+                if flow.number not in rates:
+                    rates[flow.number] = share
+                    _take(flow.path, share, spare, counts)
+
+
+def _take(path: Sequence[Link], share: float, spare: dict[Link, float], counts: dict[Link, int]) -> None:
+    for link in path:
+        left = spare[link] - share
+        spare[link] = left if left > _ROUNDING * link.bytes_per_s else 0.0
+        counts[link] -= 1

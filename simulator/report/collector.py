@@ -5,9 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from simulator.cluster.conductor import DONE
 from simulator.cluster.config import Slo
-from simulator.cluster.requests import Request
+from simulator.cluster.requests import DONE, Request
 from simulator.kernel.clock import PS
 from simulator.report.quantiles import Quantiles, digits
 

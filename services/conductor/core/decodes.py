@@ -113,7 +113,8 @@ class Decode:
             seconds = decode_step_seconds(load.speeds, TYPICAL_BATCH, TYPICAL_CONTEXT)
             idle = not load.running + load.waiting
             believed = self.vigil.hear(load.speeds, seconds, now, slow_factor, idle=idle)
-            self.speeds = self.speeds if believed == self.speeds else believed
+            if believed != self.speeds:  # an equal one stays the same object, by which ranks know it
+                self.speeds = believed
         if self.unreported:
             for answer in self.answers.values():
                 if not answer.covered and answer.number is not None and answer.number <= load.taken:

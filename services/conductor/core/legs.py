@@ -165,14 +165,22 @@ class Legs:
         attempt.prefill = PrefillLeg.TOKEN
         self._release_claim(attempt, now)
 
-    def start(self, request: Request, attempt: Attempt, out: list[Action]) -> None:
+    def compute(self, request: Request, attempt: Attempt, now: float, out: list[Action]) -> None:
+        """Starts the sequence at decode, which computes the rest of the prompt: there is nothing for prefill to do."""
+        self._release_claim(attempt, now)
+        attempt.prefill, attempt.delivered = PrefillLeg.OVER, True
+        if request.ask.choices == 1:
+            self._picture.forecasts.lengths.begin(request.ask.number, request.ask.stratum)
+        self.start(request, attempt, out, compute=True)
+
+    def start(self, request: Request, attempt: Attempt, out: list[Action], *, compute: bool = False) -> None:
         """Starts the sequence at decode; its call holds the room from now on."""
         target, number = attempt.target, request.ask.number
         assert target is not None
         hold = Hold(Call.SEQUENCE, number, attempt.sequence, target.decode, target.incarnation, attempt.promise)
         attempt.decode, attempt.promise, attempt.sequence_io = DecodeLeg.STARTED, 0, self.calls.begin(hold)
         self._timers.clear(("renew", number))
-        out.append(Start(attempt.sequence_io, number, attempt.sequence, target))
+        out.append(Start(attempt.sequence_io, number, attempt.sequence, target, compute))
 
     def renew(self, request: int, attempt: Attempt, now: float, out: list[Action]) -> None:
         """Keeps the promise, now and within its lease again."""

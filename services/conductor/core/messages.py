@@ -277,12 +277,16 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Tell decode the first token and follow the sequence. `Cancel` ends it there and here."""
+    """Tell decode the first token and follow the sequence. `Cancel` ends it there and here.
+
+    With `compute` decode computes what it does not hold of the prompt, and the first token.
+    """
 
     io: int
     request: int
     sequence: str
     target: Target
+    compute: bool = False
 
 
 @dataclass(frozen=True, slots=True)

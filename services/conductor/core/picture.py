@@ -7,16 +7,18 @@ request counts from the moment its place is chosen (a *claim*), so that a burst 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from moonpool.core.digest import digest_of
-from moonpool.errors import InvalidRequest, Unavailable
-from services.conductor.core.cost import DecodeChoice, DecodeModel, PrefillChoice, PrefillModel
+from moonpool.errors import Unavailable
+from services.conductor.core.candidates import Policy
 from services.conductor.core.decodes import Answer, Decode, Decodes
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts, Shape
 from services.conductor.core.index import Applied, PrefixIndex
 from services.conductor.core.instances import Instance, instance_of
 from services.conductor.core.outlook import Forecasts
 from services.conductor.core.plan import Plan
+from services.conductor.core.planning import Planning, Wanted
+from services.conductor.core.policies import DEFAULT, POLICIES
 from services.conductor.core.prefills import Prefill, Prefills
-from services.conductor.core.stores import Store, Stores, StoreView, first_by_reading, sources
+from services.conductor.core.stores import Store, Stores
 
 EXPECTED_ANSWER_TOKENS = 256
 """Answers are mostly shorter than their limit; decode instances are compared for at most so many tokens."""
@@ -29,23 +31,33 @@ class Picture:
         max_index_keys: KV blocks remembered at most.
         balancing_threshold: a prefix in a kvstore is considered when it is so many times longer than the instance's.
         kvstore_replicas: stores that shall hold each chain.
+        policy: how prefill instances are chosen.
+        seed: of the policy's draws.
+        rest_tokens: so many tokens of a prompt at most are computed at decode.
         slow_factor: an instance so many times slower than usual gets nothing new (`Vigil`); 0 = it is used as it is.
     """
 
     def __init__(
-        self, max_index_keys: int = 4_000_000, balancing_threshold: float = 1.0, kvstore_replicas: int = 1,
+        self,
+        max_index_keys: int = 4_000_000,
+        balancing_threshold: float = 1.0,
+        kvstore_replicas: int = 1,
+        policy: Policy = POLICIES[DEFAULT],
+        seed: int = 0,
+        rest_tokens: int = 0,
         slow_factor: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.index = PrefixIndex(max_index_keys)
         self.shape: Shape | None = None
         """Of the KV that is served; None while there is no engine."""
-        self._threshold = balancing_threshold
         self._slow_factor = slow_factor
         self._instances: dict[str, Instance] = {}
-        self._prefills = Prefills()
+        self._prefills = Prefills(policy, seed)
         self.decodes = Decodes()  # to be asked about
         self.forecasts = Forecasts(self.decodes, EXPECTED_ANSWER_TOKENS)
         self._stores = Stores(kvstore_replicas)
+        holders = self.index, self._prefills, self.decodes, self._stores if policy.stores else None
+        self._planning = Planning(*holders, balancing_threshold, rest_tokens)
         self._claims: dict[int, list[Instance]] = {}
         self._next_claim = 1
 
@@ -265,6 +277,7 @@ class Picture:
         now: float,
         suspects: Collection[str] = (),
         choices: int = 1,
+        at_decode: bool = False,
     ) -> Plan:
         """Plans a sequence of `tokens` tokens to compute and `answer_tokens` more to generate.
 
@@ -276,6 +289,7 @@ class Picture:
             now: seconds.
             suspects: ids of instances that failed this request before; used only when no other is left.
             choices: answers to generate.
+            at_decode: decode may compute the rest of the prompt.
 
         Raises:
             Unavailable: no instance that is large enough takes requests now.
@@ -291,50 +305,7 @@ class Picture:
             decode_tokens=min(answer_tokens - 1, EXPECTED_ANSWER_TOKENS),
             choices=choices,
         )
-        prefixes = self.index.match(keys)
-        views = self._stores.views(keys, prompt_key, prefixes)
-        candidates = self._choose_prefill(demand, shape, prefixes, views, now, suspects)
-        decodes = self._choose_decode(demand, shape, prefixes, suspects) if answer_tokens > 1 else []
-        best = candidates[0]
-        return Plan(
-            prefill=best,
-            decodes=tuple(decodes),
-            sources=sources(views, best.kvstore, best.local_blocks),
-            write_back=self._stores.write_back(keys, prompt_key, views),
-            candidates=tuple(candidates),
-            demand=demand,
-            index_version=self.index.version,
-            emulated=shape.emulated,
-        )
-
-    def _choose_prefill(
-        self,
-        demand: Demand,
-        shape: Shape,
-        prefixes: Sequence[tuple[int, int]],
-        views: Sequence[StoreView],
-        now: float,
-        suspects: Collection[str],
-    ) -> list[PrefillChoice]:
-        model = PrefillModel(demand, shape, first_by_reading(views), self._threshold)
-        choices = self._prefills.choose(demand, model, prefixes, now, self._prefills.mask_of(suspects))
-        if choices[0].excluded:
-            if demand.prompt_blocks <= self._prefills.largest_blocks:
-                raise Unavailable(f"no prefill instance takes the prompt now ({choices[0].excluded})")
-            raise InvalidRequest("prompt", f"no prefill instance can take it ({choices[0].excluded})")
-        return choices
-
-    def _choose_decode(
-        self, demand: Demand, shape: Shape, prefixes: Sequence[tuple[int, int]], suspects: Collection[str]
-    ) -> list[DecodeChoice]:
-        pool = self.decodes
-        choices = pool.choose(demand, DecodeModel(demand, shape), prefixes, pool.mask_of(suspects))
-        if not choices:
-            need = f"prompt and answer need {demand.total_blocks} KV blocks, no decode instance"
-            if demand.total_blocks <= pool.largest_blocks:
-                raise Unavailable(f"{need} with so many takes requests now")
-            raise InvalidRequest("sampling.max_tokens", f"{need} has more than {pool.largest_blocks}")
-        return choices
+        return self._planning.plan(Wanted(demand, shape, keys, prompt_key, now, suspects, at_decode))
 
     def _missing(self) -> str:
         pools = (("prefill", self._prefills), ("decode", self.decodes))

@@ -70,20 +70,35 @@ class Placing:
     def place(self, now: float, request: Request, out: list[Action]) -> None:
         """Plans a request and begins an attempt, or lets it wait, or refuses it."""
         self._book.memberless.pop(request.ask.number, None)
-        plan = self._plan(now, request)
+        ask = request.ask
+        at_decode = not request.attempts and ask.choices == 1 and not ask.beams
+        plan, able = self._considered(now, request, at_decode=at_decode)
+        if (
+            isinstance(plan, Plan)
+            and plan.at_decode
+            and (isinstance(able, Failure) or not self._options(request, able))
+        ):
+            plan, able = self._considered(now, request, at_decode=False)
         if isinstance(plan, Failure):
             self._nowhere(now, request, plan, out)
-            return
-        ask = request.ask
-        able = plan.decodes if request.recovering else self._gate.check(ask.slo, plan, now, now - ask.arrived)
-        if isinstance(able, Failure):
+        elif isinstance(able, Failure):
             self._book.fail(now, request, able, out, refused=True, candidates=plan.candidates)
-            return
-        attempt = self._legs.begin(request, plan, self._options(request, able), now)
-        if plan.decodes:
-            self.ask(now, request, attempt, out)
         else:
-            self.placed(request, attempt, out)
+            attempt = self._legs.begin(request, plan, self._options(request, able), now)
+            if plan.decodes:
+                self.ask(now, request, attempt, out)
+            else:
+                self.placed(now, request, attempt, out)
+
+    def _considered(
+        self, now: float, request: Request, *, at_decode: bool
+    ) -> tuple[Plan | Failure, Sequence[DecodeChoice] | Failure]:
+        """A plan, and the decode instances that may serve it; either may be a refusal."""
+        plan, ask = self._plan(now, request, at_decode=at_decode), request.ask
+        if isinstance(plan, Failure):
+            return plan, plan
+        elapsed_s = now - ask.arrived
+        return plan, plan.decodes if request.recovering else self._gate.check(ask.slo, plan, now, elapsed_s)
 
     def ask(self, now: float, request: Request, attempt: Attempt, out: list[Action]) -> None:
         """Asks the next decode instance; after the last one the request waits, or fails."""
@@ -91,7 +106,9 @@ class Placing:
             return
         full, failed = attempt.full, attempt.failed
         self._legs.end_attempt(request, now, out)
-        if request.adopted:
+        if attempt.plan.at_decode:  # others may have room for it when prefill computes it
+            self.place(now, request, out)
+        elif request.adopted:
             stay(request)
         elif full is not None or failed is None:
             self._no_room(now, request, admission.no_room(full, attempt.plan), attempt.plan, out)
@@ -112,16 +129,23 @@ class Placing:
         attempt.failed = result if isinstance(result, Failure) else restarted
         request.suspect(hold.instance)
 
-    def placed(self, request: Request, attempt: Attempt, out: list[Action]) -> None:
-        """The attempt has what it needs: prefill is called."""
-        number = request.ask.number
+    def placed(self, now: float, request: Request, attempt: Attempt, out: list[Action]) -> None:
+        """The attempt has what it needs: prefill is called, or decode computes what it lacks."""
+        plan, number = attempt.plan, request.ask.number
+        if plan.at_decode and attempt.target is not None and attempt.target.held_blocks != plan.prefill.used_blocks:
+            self._legs.end(request, now, out)  # it holds less than was thought, or all of it in full blocks
+            self.place(now, request, out)
+            return
         for kind in ("wait", "pause"):
             self._timers.clear((kind, number))
         request.waits_since = request.refusal = None
         request.unasked = 0
         waited_s = attempt.begun - request.ask.arrived
-        out.append(Announce(number, attempt.plan, attempt.sequence, attempt.target, waited_s))
-        self._legs.prefill(request, attempt, out)
+        out.append(Announce(number, plan, attempt.sequence, attempt.target, waited_s))
+        if plan.at_decode:
+            self._legs.compute(request, attempt, now, out)
+        else:
+            self._legs.prefill(request, attempt, out)
 
     def room_news(self, now: float, decode: str, out: list[Action]) -> None:
         """A decode instance has reported or joined: those who fit there look for a place again."""
@@ -163,7 +187,7 @@ class Placing:
         request.refusal = Failure(Kind.UNAVAILABLE, f"{instance} drains, or is slow")
         self.rehash(request, out)
 
-    def _plan(self, now: float, request: Request) -> Plan | Failure:
+    def _plan(self, now: float, request: Request, *, at_decode: bool) -> Plan | Failure:
         ask = request.ask
         try:
             return self._picture.plan(
@@ -174,6 +198,7 @@ class Placing:
                 prompt_key=ask.prompt_key,
                 now=now,
                 suspects=request.suspects,
+                at_decode=at_decode,
             )
         except Unavailable as error:
             return Failure(Kind.UNAVAILABLE, error.message)

@@ -20,6 +20,7 @@ class Plan:
         demand: what was asked for.
         index_version: state of the index behind the plan, for `Picture.forget`.
         emulated: compute is emulated.
+        at_decode: the one decode instance computes the rest of the prompt itself; `prefill` says what that takes.
     """
 
     prefill: PrefillChoice
@@ -30,3 +31,4 @@ class Plan:
     demand: Demand
     index_version: int
     emulated: bool = False
+    at_decode: bool = False

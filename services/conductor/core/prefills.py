@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from moonpool.core.digest import digest_of
+from moonpool.core.draws import draw_below
 from moonpool.cost import Speeds, prefill_seconds
+from services.conductor.core.candidates import Candidates, Policy
 from services.conductor.core.corrections import Corrections
 from services.conductor.core.cost import PrefillChoice, PrefillModel
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
 from services.conductor.core.pool import Pool, blocks_at
-from services.conductor.core.ranks import SHORTLIST, RankClass, Ranks
+from services.conductor.core.ranks import SHORTLIST, Ranks
 from services.conductor.core.sets import members
 from services.conductor.core.vigil import Vigil
 
@@ -113,10 +115,18 @@ class Prefill:
 
 
 class Prefills(Pool[Prefill]):
-    """All prefill instances, ranked by when they will be free."""
+    """All prefill instances, ranked by when they will be free.
 
-    def __init__(self) -> None:
+    Args:
+        policy: which is chosen.
+        seed: of its draws.
+    """
+
+    def __init__(self, policy: Policy, seed: int = 0) -> None:
         super().__init__(Ranks(CLASS_WIDTH, TypicalSeconds()))
+        self._policy = policy
+        self._seed = seed
+        self._decisions = 0
 
     def rank(self, instance: Prefill) -> None:
         """Ranks an instance anew, after its load or speeds have changed."""
@@ -134,7 +144,7 @@ class Prefills(Pool[Prefill]):
     def choose(
         self, demand: Demand, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, suspects: int
     ) -> list[PrefillChoice]:
-        """Predictions for the best instances, best first, then for some that cannot be used.
+        """Predictions for the best instances by the policy, best first, then for some that cannot be used.
 
         Args:
             demand: of the request.
@@ -143,35 +153,35 @@ class Prefills(Pool[Prefill]):
             now: seconds.
             suspects: mask of instances that failed this request before; they come after all others.
         """
+        self._decisions += 1
         able = self.able(demand.prompt_blocks)
         choices: list[PrefillChoice] = []
         for allowed in (able & ~suspects, able & suspects):
             if allowed and len(choices) < SHORTLIST:
-                choices += self._best(model, prefixes, now, allowed, SHORTLIST - len(choices))
+                candidates = self._candidates(model, prefixes, now, allowed)
+                found = self._policy.order(candidates, SHORTLIST - len(choices))
+                if not found:
+                    raise ValueError(f"the policy has chosen none of {len(candidates)} instances")
+                choices += found
         if len(choices) < SHORTLIST:
             others = islice(members(self.mask & ~able), SHORTLIST - len(choices))
             choices += [self._excluded(model, prefixes, now, slot, demand) for slot in others]
         return choices
 
-    def _best(
-        self, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, allowed: int, limit: int
-    ) -> list[PrefillChoice]:
-        def cost(found: RankClass, blocks: int) -> float:
-            key = found.key
-            cost = model.cost(found.speeds, key.stages, key.step_tokens, blocks)
-            return cost.load_s + cost.prefill_s
-
-        found = self.ranks.search(allowed, prefixes, cost, lambda free_at: max(free_at - now, 0.0), limit)
-        places = [(place, blocks) for _, place, blocks in found]
-        overlooked = self.overlooked(allowed)
-        if overlooked is not None and all(place.slot != overlooked for place, _ in places):
-            places.append((self.ranks.place(overlooked), blocks_at(prefixes, overlooked)))
-        rescored = []
-        for place, blocks in places:
-            choice = self._choice(model, place.slot, blocks, now)
-            rescored.append((choice.ttft_s, place, choice))
-        rescored.sort()
-        return [choice for _, _, choice in rescored]
+    def _candidates(
+        self, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, allowed: int
+    ) -> Candidates:
+        decision = self._decisions
+        return Candidates(
+            now,
+            lambda limit, counter: draw_below(limit, self._seed, decision, counter),
+            allowed,
+            self.ranks,
+            prefixes,
+            lambda found, blocks: model.cost(found.speeds, found.key.stages, found.key.step_tokens, blocks),
+            lambda slot, blocks: self._choice(model, slot, blocks, now),
+            self.overlooked(allowed),
+        )
 
     def _choice(self, model: PrefillModel, slot: int, blocks: int, now: float, excluded: str = "") -> PrefillChoice:
         instance = self.by_slot[slot]
@@ -195,6 +205,10 @@ class Prefills(Pool[Prefill]):
         small = f"too small: {has} blocks, the prompt needs {demand.prompt_blocks}"
         why = "draining" if self.draining >> slot & 1 else "slow" if self.resting >> slot & 1 else small
         return self._choice(model, slot, blocks_at(prefixes, slot), now, why)
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        return digest_of(super().digest(), self._decisions)
 
 
 @dataclass(frozen=True, slots=True)

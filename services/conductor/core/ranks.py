@@ -219,6 +219,10 @@ class Ranks:
         """The speeds that stand for an instance's class."""
         return self._of[slot][0].speeds
 
+    def stages(self, slot: int) -> int:
+        """Stages of an instance's pipeline."""
+        return self._of[slot][0].key.stages
+
     def _levels(self, speeds: Speeds) -> Levels:
         return tuple([log(seconds) / self._log_width if seconds > 0.0 else None for seconds in self._typical(speeds)])
 

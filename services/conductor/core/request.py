@@ -1,7 +1,6 @@
 """The life of requests: placed, reserved, prefilled, decoded; again after a failed attempt; each ends exactly once.
 
-A new attempt starts from the prompt and the tokens generated so far. Sampling is a pure function of the position, so
-the stream continues where it stopped. docs/adr/0006-the-life-of-a-request.md has the states.
+A new attempt goes on from the prompt and the tokens so far: sampling depends on the position alone (docs/adr/0006).
 """
 
 from moonpool.core.digest import digest_of
@@ -227,7 +226,7 @@ class Requests:
         if attempt is None:
             return
         if got:
-            self._placing.placed(request, attempt, out)
+            self._placing.placed(now, request, attempt, out)
         elif attempt.decode is DecodeLeg.ASKED:
             if attempt.sequence == hold.sequence:
                 self._placing.refused(request, attempt, hold, result)

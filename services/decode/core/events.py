@@ -90,6 +90,15 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class Compute:
+    """No KV comes: what is not held of the prompt is computed here, and the first token with it."""
+
+    id: int
+    stream: int
+    """The conductor's stream."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """The request is not wanted any more, or cannot go on."""
 
@@ -204,6 +213,7 @@ Event = (
     | Heard
     | Arrived
     | Start
+    | Compute
     | Stop
     | Adopt
     | StreamOpened

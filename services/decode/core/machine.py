@@ -12,6 +12,7 @@ from services.decode.core.config import CoreConfig
 from services.decode.core.events import (
     Adopt,
     Arrived,
+    Compute,
     Died,
     Event,
     Heard,
@@ -38,6 +39,7 @@ from services.decode.core.roster import Roster
 from services.decode.core.runs import observe
 from services.decode.core.shelf import Shelf
 
+_OfOne = Open | Arrived | Start | Compute | Stop
 _IN_USE = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
 
 
@@ -143,7 +145,7 @@ class DecodeCore:
         out.append(Promised(event.id, len(request.blocks), tbt_s))
 
     def _progress(self, now: float, event: Event, out: list[Action]) -> None:
-        request = self.requests.get(event.id) if isinstance(event, Open | Arrived | Start | Stop) else None
+        request = self.requests.get(event.id) if isinstance(event, _OfOne) else None
         if request is None or request.state is State.LEAVING:
             return
         match event:
@@ -156,6 +158,8 @@ class DecodeCore:
                 self._arrived(now, request, out)
             case Start() if not request.is_started:
                 self._start(request, event, out)
+            case Compute() if request.state is State.PROMISED and not request.is_started:
+                self._compute(request, event, out)
             case Stop():
                 self._end(request, event.why, out)
 
@@ -176,6 +180,14 @@ class DecodeCore:
         assert request.search or len(request.finishes) == request.width, "a first token for each sequence"
         request.members[0].tokens += 1
         self._join(request, out)
+
+    def _compute(self, request: Request, event: Compute, out: list[Action]) -> None:
+        if event.stream in self._streams and self.planner.compute(request):
+            request.stream = event.stream
+            self._leases.clear(request.id)
+            out.append(Table(request.id, tuple(request.blocks)))
+        else:
+            self._end(request, "the prompt cannot be computed here now", out)
 
     def _join(self, request: Request, out: list[Action]) -> None:
         """Goes on when both the KV and the first token are there."""
@@ -210,12 +222,9 @@ class DecodeCore:
             if waits and now < request.until and request.conductor in open_conductors:
                 self._leases.set(number, min(now + self.config.lease_s, request.until))
             else:
-                self._end(request, self._why_expired(request, waits), out)
-
-    def _why_expired(self, request: Request, waits: bool) -> str:
-        if waits and request.conductor in self._streams.values():
-            return f"the promise was not taken up for {self.config.promise_s:g} s"
-        return f"no frame of the transfer came for {self.config.lease_s:g} s"
+                waited = f"the promise was not taken up for {self.config.promise_s:g} s"
+                silent = f"no frame of the transfer came for {self.config.lease_s:g} s"
+                self._end(request, waited if waits and request.conductor in open_conductors else silent, out)
 
     def _stream(self, event: StreamOpened | StreamClosed, out: list[Action]) -> None:
         if isinstance(event, StreamOpened):
@@ -319,6 +328,7 @@ class DecodeCore:
             request = self._roster.of(chunk.id)
             if request.state is not State.LEAVING:
                 self.planner.caught(chunk, request)
+                self.shelf.write_prompt(request, out)
         for number, key in event.filled:
             request, member = self._roster.of(number), self._roster.find(number)
             if request.state is not State.LEAVING and member is not None:
@@ -372,16 +382,13 @@ class DecodeCore:
 
     def digest(self) -> bytes:
         """Hash of the whole state."""
-        planner = self.planner
         return digest_of(
             list(self.requests.values()),
             [(number, self._leases.at(number)) for number in self.requests],
             self.blocks,
             (self.room.promised, self.room.claims),
-            (planner.batch.ids, planner.batch.ticks, planner.batch.context, planner.steps),
-            planner.flight.run if planner.flight is not None else None,
-            [[request.id for request in place] for place in (planner.ready, planner.catching)],
-            (list(planner.seats_kept), planner.recomputed_tokens, [request.id for request in self._leaving]),
+            self.planner,
+            [request.id for request in self._leaving],
             self.parking,
             self._lengths,
             self.tracker.speeds,

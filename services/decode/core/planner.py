@@ -5,6 +5,7 @@ The members of a request do all of this together.
 
 from bisect import insort
 
+from moonpool.core.digest import digest_of
 from moonpool.cost import Speeds, SpeedTracker, decode_step_seconds, prefill_seconds
 from services.decode.core import groups
 from services.decode.core.actions import Action, Chunk, Grew, Run
@@ -53,6 +54,8 @@ class Planner:
         self._waiting = 0  # blocks of those being copied that somebody waits for
         self.steps = 0
         self.recomputed_tokens = 0
+        self.prompts = 0
+        """Those computed here so far."""
         self._upset = False  # by this plan: who waits may fit into the next step
 
     # --- who is here -----------------------------------------------------------------------------------------------
@@ -315,6 +318,29 @@ class Planner:
 
     # --- catching up -----------------------------------------------------------------------------------------------
 
+    def compute(self, request: Request) -> bool:
+        """Turns a promise into a sequence that computes what is not held of its prompt, as if it came back.
+
+        Returns:
+            False when that is not possible: there is no place in a step, others wait for blocks, or the whole prompt is
+            held in full blocks, none of which may be written again.
+        """
+        [member], size = request.members, self._config.block_tokens
+        held, before_last = len(member.table), (member.tokens - 1) // size
+        kept = sum(self.seats_kept.values()) - self.seats_kept.get(request.id, 0)
+        if request.is_group or self._parking.parked or held > before_last:
+            return False
+        if self.places_taken + kept >= self._config.max_batch:
+            return False
+        self._room.bind(request)
+        del member.keys[before_last:]  # a last block that is full has its key when it is computed, as an answer's
+        member.stored = [held] * request.stores
+        request.prompt_here, request.shape = True, groups.shape_of(request, self._config)
+        groups.comes_with(request, range(held), self._config)
+        self.returned(request)
+        self.prompts += 1
+        return True
+
     def _chunks(self) -> tuple[Chunk, ...]:
         """What is computed again beside the batch: less of it when the batch's time between tokens was promised."""
         if not self.catching:
@@ -331,7 +357,7 @@ class Planner:
 
         With its last one a sequence alone has got a token and is in the batch again; a group is ready when all are.
         """
-        self.recomputed_tokens += chunk.count
+        self.recomputed_tokens += 0 if request.prompt_here else chunk.count
         member = groups.computed(request, chunk, self._config, self._room.blocks)
         if chunk.sample:
             self.catching.remove(request)
@@ -340,6 +366,12 @@ class Planner:
         elif request.is_group and groups.is_whole(request):
             self.catching.remove(request)
             self.add(request)
+
+    def digest(self) -> bytes:
+        """Hash of what is not the requests' own."""
+        waiting = [[request.id for request in place] for place in (self.ready, self.catching)]
+        counts = (self.batch.ids, self.batch.ticks, self.batch.context, self.steps, self.recomputed_tokens)
+        return digest_of(counts, self.flight.run if self.flight is not None else None, waiting, list(self.seats_kept))
 
     # --- checks ----------------------------------------------------------------------------------------------------
 

@@ -116,6 +116,8 @@ class Request:
     opening: Candidates = ()
     """What may follow the prompt, where beams are wanted."""
     preemptions: int = 0
+    prompt_here: bool = False
+    """Its prompt is computed here: nobody else writes it to its kvstores."""
     recompute: bool = False
     """Was parked to be computed anew wholly."""
     shape: Shape | None = None

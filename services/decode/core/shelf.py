@@ -68,6 +68,16 @@ class Shelf:
             for index in range(source.blocks, len(member.keys)):
                 self.write(request, member, index, source.store, out)
 
+    def write_prompt(self, request: Request, out: list[Action]) -> None:
+        """Writes the full blocks of a prompt that were computed here; of other prompts it is prefill's business."""
+        if not request.prompt_here:
+            return
+        [member] = request.members
+        full = min(member.computed // self._config.block_tokens, len(member.keys))
+        for store, there in enumerate(member.stored):
+            for index in range(there, full):
+                self.write(request, member, index, store, out)
+
     def written(self, holds: Writing, result: object) -> None:
         """A write is over."""
         self._room.blocks.release([holds.block])

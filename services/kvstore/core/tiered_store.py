@@ -110,15 +110,13 @@ class TieredStore:
         Returns those that were taken: all but blocks that have come to DRAM in another way meanwhile.
         """
         taken: list[DramBlock] = []
-        new: list[BlockKey] = []
         for block in blocks:
             if block.info.key in self.dram:
                 self.dram.unreserve(block.info.nbytes, block.info.tenant)
-                continue
-            if not self.durable(block.info.key):
-                new.append(block.info.key)
-            self.dram.insert(block)
-            taken.append(block)
+            else:
+                taken.append(block)
+        new = [block.info.key for block in taken if not self.durable(block.info.key)]
+        self.dram.insert(taken)
         if new:
             self.listener.changed(new, ())
         return taken

@@ -104,8 +104,7 @@ class DramTier(PartTable[DramBlock]):
         victims = self._victims(nbytes, tenant)
         if victims is None:
             return None
-        for block in victims:
-            self.discard(block.info.key)
+        self._discard(victims)
         self.evictions += len(victims)
         self.reserved.add(tenant, nbytes)
         return [block.info.key for block in victims]
@@ -125,55 +124,59 @@ class DramTier(PartTable[DramBlock]):
         if over > evictable or own > self.account.used[tenant] - self.fixed[tenant]:
             return None  # decides the common cases without a walk over the blocks
         victims: dict[BlockKey, DramBlock] = {}
-        going = TenantBytes()
-
-        def enough(own_only: bool) -> bool:
-            return going[tenant] >= own if own_only else going.total_bytes >= over
-
-        for own_only in (True, False):
-            for key in () if enough(own_only) else self._policy.candidates():
+        going = {tenant: 0}  # bytes by tenant
+        for own_only, wanted in ((True, own), (False, over)):
+            gone = going[tenant] if own_only else sum(going.values())
+            for key in self._policy.candidates() if gone < wanted else ():
                 block = self[key]
                 owner, size = block.info.tenant, block.info.nbytes
                 if block.holds or key in victims:
                     continue
-                if owner != tenant and (own_only or self.account.guards(owner, going[owner] + size)):
+                if owner != tenant and (own_only or self.account.guards(owner, going.get(owner, 0) + size)):
                     continue
                 victims[key] = block
-                going.add(owner, size)
-                if enough(own_only):
+                going[owner] = going.get(owner, 0) + size
+                gone += size
+                if gone >= wanted:
                     break
-        return list(victims.values()) if enough(True) and enough(False) else None
+            if gone < wanted:
+                return None
+        return list(victims.values())
 
     def unreserve(self, nbytes: int, tenant: str = "") -> None:
         self.reserved.add(tenant, -nbytes)
 
     # Blocks
 
-    def insert(self, block: DramBlock) -> None:
-        """Takes a whole block in, in the place of as many bytes that were reserved for its tenant."""
-        key, size, tenant = block.info.key, block.info.nbytes, block.info.tenant
-        assert key not in self
-        assert block.holds == 0
-        self.reserved.add(tenant, -size)
-        self.account.used.add(tenant, size)
-        self[key] = block
-        self._policy.added(block.info)
-        if key in self.pins:
-            self._set_pinned(block, True)
-
-    def discard(self, key: BlockKey) -> None:
-        """Drops a block that is neither held nor pinned."""
-        block = self.pop(key)
-        assert block.holds == 0
-        assert not block.pinned
-        self._policy.removed(key)
-        self.account.used.add(block.info.tenant, -block.info.nbytes)
+    def insert(self, blocks: Sequence[DramBlock]) -> None:
+        """Takes whole blocks in, in the place of as many bytes that were reserved for their tenants."""
+        for tenant, nbytes in _by_tenant(blocks).items():
+            self.reserved.add(tenant, -nbytes)
+            self.account.used.add(tenant, nbytes)
+        for block in blocks:
+            key = block.info.key
+            assert key not in self
+            assert block.holds == 0
+            self[key] = block
+            self._policy.added(block.info)
+            if key in self.pins:
+                self._set_pinned(block, True)
 
     def drop(self, block: DramBlock) -> None:
         """Drops a block that is not held, pinned or not; its pins stay, for when it comes again."""
         if block.pinned:
             self._set_pinned(block, False)
-        self.discard(block.info.key)
+        self._discard([block])
+
+    def _discard(self, blocks: Sequence[DramBlock]) -> None:
+        """Drops blocks that are neither held nor pinned."""
+        for block in blocks:
+            assert block.holds == 0
+            assert not block.pinned
+            del self[block.info.key]
+            self._policy.removed(block.info.key)
+        for tenant, nbytes in _by_tenant(blocks).items():
+            self.account.used.add(tenant, -nbytes)
 
     def hold(self, block: DramBlock) -> None:
         """Keeps the block until it is released as often as it was held."""

@@ -8,7 +8,7 @@ from moonpool.telemetry.metrics import AGES, SECONDS, Metrics
 from services.kvstore.operate.reuse import ReuseSample
 from services.kvstore.policies.sample import KeySample
 
-SAMPLE_KEYS = 65536
+SAMPLE_KEYS = 4096
 
 
 class Observer:

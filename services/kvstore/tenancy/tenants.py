@@ -80,8 +80,11 @@ class TenantBytes(collections.Counter[str]):
     @staticmethod
     def of(counts: Iterable[tuple[str, int]]) -> "TenantBytes":
         """Sums up (tenant, bytes)."""
-        found = TenantBytes()
+        sums: dict[str, int] = {}
         for tenant, nbytes in counts:
+            sums[tenant] = sums.get(tenant, 0) + nbytes
+        found = TenantBytes()
+        for tenant, nbytes in sums.items():
             found.add(tenant, nbytes)
         return found
 

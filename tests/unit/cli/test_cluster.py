@@ -41,6 +41,7 @@ def explained() -> FakeConductor:
             pb.CandidateExplanation(instance="prefill-2", excluded="draining"),
         ],
         measured_ttft_s=0.3,
+        policy="cache_aware",
     )
     fake.explanations["r2"] = pb.ExplainResponse(refused="predicted time to first token 9 s exceeds the limit")
     return fake
@@ -68,6 +69,7 @@ def test_explain_lists_candidates_best_first_and_marks_the_choice(capsys: pytest
     with explained().client() as client:
         run_explain(client, "r1", as_json=False)
     lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "policy cache_aware"
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
     assert rows == [
         ["prefill-1", "3", "5", "0.0000", "0.0500", "0.2000", "0.0000", "0.2500", "chosen"],

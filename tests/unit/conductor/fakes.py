@@ -140,6 +140,8 @@ class ScriptedDecode(FakeMember):
     slow: list[asyncio.Event] = field(default_factory=list)  # promises are told after these, first come first used
     lease_s: float = 5.0
     predicted_tbt_s: float = 0.0
+    held_blocks: int = 0  # of every prompt
+    computed: list[str] = field(default_factory=list)  # sequences whose prompts it has computed itself
     fail_at: list[int] = field(default_factory=list)  # output positions at which a sequence fails, once each
     hold_at: int = -1  # position at which sequences wait for `go`
     break_at: list[int] = field(default_factory=list)  # positions at which the whole stream breaks, once each
@@ -167,7 +169,9 @@ class ScriptedDecode(FakeMember):
         self.note()
         if self.slow:
             await self.slow.pop(0).wait()
-        target = kv_pb2.TransferTarget(decode=self.instance, transfer_id=next(self.ids), generation=1)
+        target = kv_pb2.TransferTarget(
+            decode=self.instance, transfer_id=next(self.ids), generation=1, held_blocks=self.held_blocks
+        )
         return decode_pb2.ReserveResponse(target=target, lease_s=self.lease_s, predicted_tbt_s=self.predicted_tbt_s)
 
     async def Steps(self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Any) -> None:
@@ -207,6 +211,10 @@ class ScriptedDecode(FakeMember):
             elif request.HasField("start"):
                 start = request.start
                 tokens = tokens_from_bytes(self.reserved[start.request_id].sequence.token_ids)
+                if start.compute_prompt:
+                    self.computed.append(start.request_id)
+                    tasks[start.request_id] = self._run(start.request_id, list(tokens), outgoing)
+                    continue
                 assert start.first_token_id == next_token(len(tokens))
                 for choice, token in enumerate(start.further_token_ids, 1):
                     assert token == choice_token(len(tokens), choice)

@@ -84,6 +84,17 @@ class Conductor:
         )
         await self.call.write(decode_pb2.StepsRequest(start=started))
 
+    async def compute(self, request_id: str, target: kv_pb2.TransferTarget) -> None:
+        """Starts a request whose prompt is computed there."""
+        self.expect(request_id, 0)
+        started = decode_pb2.StartSequence(
+            request_id=request_id,
+            transfer_id=target.transfer_id,
+            generation=target.generation,
+            compute_prompt=True,
+        )
+        await self.call.write(decode_pb2.StepsRequest(start=started))
+
     async def cancel(self, request_id: str, target: kv_pb2.TransferTarget, choice: int | None = None) -> None:
         cancel = decode_pb2.CancelSequence(
             request_id=request_id, transfer_id=target.transfer_id, generation=target.generation, choice=choice

@@ -15,12 +15,12 @@ from moonpool.bundled import model_dir
 from moonpool.checkpoint import Tokenizer
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor
+from moonpool.rpc.keys import ApiKeys
 from moonpool.telemetry.metrics import Metrics
 from moonpool.v1 import conductor_pb2 as pb
 from services.gateway.app import make_app
 from services.gateway.config import GatewayConfig
 from services.gateway.endpoints import Endpoints
-from services.gateway.keys import ApiKeys
 from services.gateway.measuring import Meter
 from services.gateway.text import Texts
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from moonpool.client.testing import FakeConductor
-from moonpool.errors import ConfigError
-from services.gateway.errors import HttpError
-from services.gateway.keys import ApiKeys, hashed, parse_keys
+from moonpool.errors import ConfigError, Unauthenticated
+from moonpool.rpc.keys import ApiKeys, hashed, parse_keys
 
 from .fakes import answering
 
@@ -59,7 +58,7 @@ def test_changes_are_read(tmp_path: Path) -> None:
     assert keys.tenant("ann-key") == "ann"
     write(path, BOB, 2)
     assert keys.tenant("bob-key") == "bob & co"
-    with pytest.raises(HttpError):
+    with pytest.raises(Unauthenticated):
         keys.tenant("ann-key")
     write(path, "nonsense", 3)
     assert keys.tenant("bob-key") == "bob & co"

@@ -9,6 +9,7 @@ from moonpool.cost import Speeds
 from services.conductor.core.cost import DecodeModel, PrefillModel
 from services.conductor.core.decodes import Decodes
 from services.conductor.core.facts import Demand
+from services.conductor.core.policies import DEFAULT, POLICIES
 from services.conductor.core.pool import blocks_at
 from services.conductor.core.prefills import Prefills
 from services.conductor.core.ranks import SHORTLIST, Found, RankClass, Ranks
@@ -165,7 +166,7 @@ def test_the_best_prefills_equal_a_full_scan(
     need: int,
     stages: int,
 ) -> None:
-    pool, now = Prefills(), 0.05
+    pool, now = Prefills(POLICIES[DEFAULT]), 0.05
     for slot, (base, factor, free_at, _, blocks) in enumerate(engines):
         speeds = base.slowed_prefill(factor)
         one = facts(f"prefill-{slot}", speeds=speeds, total_blocks=blocks, stages=stages, step_tokens=64)

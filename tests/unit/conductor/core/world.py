@@ -69,9 +69,15 @@ class World:
     """The core, its picture, and a shell that keeps count of what was ordered and what was answered."""
 
     def __init__(
-        self, prefills: int = 2, decodes: int = 2, limits: Limits = LIMITS, total: int = 64, slow_factor: float = 0.0
+        self,
+        prefills: int = 2,
+        decodes: int = 2,
+        limits: Limits = LIMITS,
+        total: int = 64,
+        rest_tokens: int = 0,
+        slow_factor: float = 0.0,
     ) -> None:
-        self.core = ConductorCore(limits, CountedPicture(slow_factor=slow_factor))
+        self.core = ConductorCore(limits, CountedPicture(rest_tokens=rest_tokens, slow_factor=slow_factor))
         self.members: dict[str, InstanceFacts] = {}
         self.now = 0.0
         self.actions: list[Action] = []

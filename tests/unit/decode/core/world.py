@@ -39,6 +39,7 @@ from services.decode.core.events import (
     Arrived,
     Beams,
     Candidates,
+    Compute,
     Event,
     LoadEnd,
     Open,
@@ -166,6 +167,11 @@ class World:
             self.followers[other], self.heard[other] = stream, list(self.answers[other])
             finishes.append(STOP if it.answer == 1 else 0)
         self.post(Start(number, stream, finishes[0], tuple(finishes[1:])))
+
+    def compute(self, number: int, stream: int = 1) -> list[Action]:
+        """A promised request's prompt is computed here."""
+        self.answers[number], self.heard[number], self.followers[number] = [], [], stream
+        return self.post(Compute(number, stream))
 
     def adopt(self, number: int, stream: int, fence: int) -> list[Action]:
         """A conductor resumes for a client that has what it has heard."""

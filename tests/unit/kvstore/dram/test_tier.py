@@ -17,7 +17,7 @@ def tier(blocks: int = 3) -> DramTier:
 def insert(dram: DramTier, *keys: bytes) -> None:
     for key in keys:
         assert dram.reserve(BLOCK) == []
-        dram.insert(block_of(key))  # type: ignore[arg-type]
+        dram.insert([block_of(key)])  # type: ignore[arg-type]
         dram.check_invariants()
 
 

@@ -44,7 +44,7 @@ async def test_a_full_device_is_tried_again_with_less_on_it(tmp_path: Path, oper
     with store(tmp_path, files=files) as driven:
         driven.flush(KEYS[:4])
         for key in KEYS[:4]:
-            driven.store.tiers.dram.discard(key)
+            driven.store.tiers.dram.drop(driven.store.tiers.dram[key])
         session = driven.put([KEYS[4]])
         files.fail(operation, error, 2)
         writer = await written(driven)
@@ -173,7 +173,7 @@ def test_a_passing_error_while_reading_is_a_miss_and_the_block_stays(tmp_path: P
     with store(tmp_path, files=files) as driven:
         driven.flush(KEYS[:3])
         for key in KEYS[:3]:
-            driven.store.tiers.dram.discard(key)
+            driven.store.tiers.dram.drop(driven.store.tiers.dram[key])
         files.fail("read", OSError(number, "passing"))
         assert driven.read(KEYS[:3], promote=True) == []
         files.mend()
@@ -192,7 +192,7 @@ async def test_a_passing_error_while_carrying_takes_no_kept_block(tmp_path: Path
     driven = Driven(ssd)
     for key in KEYS[:8]:
         driven.flush([key])
-        driven.store.tiers.dram.discard(key)
+        driven.store.tiers.dram.drop(driven.store.tiers.dram[key])
     files.fail("read", OSError(number, "passing"), 1)
     driven.put(KEYS[8:9])
     writer = await written(driven)
@@ -218,7 +218,7 @@ def test_a_tier_of_many_segments_keeps_few_of_them_open(tmp_path: Path) -> None:
     with store(tmp_path, files=files) as driven:
         for key in keys:
             driven.flush([key])
-            driven.store.tiers.dram.discard(key)
+            driven.store.tiers.dram.drop(driven.store.tiers.dram[key])
             assert open_segments(tmp_path) <= 4
         assert len(ssd_of(driven).catalogue.segments) == 40
         for key in keys:

@@ -168,7 +168,7 @@ def test_the_budget_is_kept_by_dropping_the_oldest_segment(tmp_path: Path) -> No
     with store(tmp_path, capacity=4 * RECORD, segment=2 * RECORD) as (driven, ssd):
         driven.flush(KEYS[:4])
         for key in KEYS[:4]:
-            driven.store.tiers.dram.discard(key)
+            driven.store.tiers.dram.drop(driven.store.tiers.dram[key])
         driven.flush([KEYS[4]])
         assert set(ssd.catalogue) == {KEYS[2], KEYS[3], KEYS[4]}
         assert driven.removed == KEYS[:2]

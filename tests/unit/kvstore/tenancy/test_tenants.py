@@ -79,7 +79,7 @@ def insert(dram: DramTier, tenant: str, *keys: BlockKey, block_format: BlockForm
         victims = dram.reserve(block_format.layout.block_bytes, tenant)
         assert victims is not None
         evicted += victims
-        dram.insert(block_of(key, tenant, block_format))
+        dram.insert([block_of(key, tenant, block_format)])
         dram.check_invariants()
     return evicted
 

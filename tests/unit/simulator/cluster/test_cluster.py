@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from services.decode.core.config import Preemption
 from simulator.cluster.cluster import Cluster
-from simulator.cluster.conductor import DONE, GIVEN_UP, REFUSED, TOO_LARGE
 from simulator.cluster.config import DecodeMemory, Slo
-from simulator.cluster.requests import Request
+from simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Request
 from simulator.kernel.calls import CallDelays
 from simulator.kernel.clock import PS, ps
 from simulator.traces.mooncake import TraceRequest
@@ -96,11 +95,12 @@ def test_what_fits_nowhere_is_too_large() -> None:
 
 
 def test_the_tbt_limit_bounds_the_batch() -> None:
+    """As the conductor does: who would be too slow, or make others too slow, is refused and does not wait."""
     trace = [request(0.0, 10, 200, number) for number in range(30)]
     tight = config(kvstore=0, keep_tbt=True, slo=Slo(tbt_s=0.0205))
     crowded, cluster = run(tight, trace)
     assert cluster.decodes[0].use.most_sequences == 10  # 10 ms + 11 x 1 ms would be too slow
-    assert [one.outcome for one in crowded] == [DONE] * 30
+    assert [one.outcome for one in crowded] == [DONE] * 10 + [REFUSED] * 20
 
 
 # Leaps

@@ -15,7 +15,7 @@ from benchmarks.frame import Skipped
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.placement import POLICIES
+from simulator.cluster.policies import POLICIES
 from simulator.experiments.cache import cache
 from simulator.experiments.faults import faults
 from simulator.experiments.frame import Result, Source

@@ -1,18 +1,19 @@
 """Links: fair shares, two priorities, and no byte appears or vanishes."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.kernel.clock import World, ps
-from simulator.kernel.links import Flow, Link, Network, Priority, fair_rates
+from simulator.kernel.links import MANY, Flow, Link, Network, Priority, fair_rates
 
 
 class Rig:
     """A network, and when each flow ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, many: int = MANY) -> None:
         self.world = World()
-        self.network = Network(self.world)
+        self.network = Network(self.world, many)
         self.ends: dict[str, float] = {}
         self.flows: dict[str, Flow] = {}
 
@@ -117,3 +118,64 @@ def test_shares_are_fair_and_leave_nothing_unused(
                  >= link.bytes_per_s * (1 - 1e-9))
             for link, others in peers.items()
         )  # fmt: skip
+
+
+# Many flows
+
+
+def hub(count: int, many: int) -> tuple[Rig, Link]:
+    """So many flows from links of their own into one, each begun 0.3 ms after the one before."""
+    rig, shared = Rig(many), Link("hub", 1e6)
+    for place in range(count):
+        rig.send(place * 3e-4, str(place), 10_000, Link(str(place), 1e5), shared)
+    return rig, shared
+
+
+def test_shares_of_many_flows_are_dealt_out_at_intervals() -> None:
+    """The eleventh flow comes when ten of them fill the link: it waits for the next deal, 2 ms after the first one."""
+    rig, shared = hub(11, many=5)
+    rig.world.run(until=ps(0.003))
+    assert [flow.rate for flow in rig.flows.values()] == [1e5] * 10 + [0.0]
+    rig.world.run(until=ps(0.0057))  # dealt out at 3.7 ms, and at 5.7 ms again
+    assert [flow.rate for flow in rig.flows.values()] == pytest.approx([1e6 / 11] * 11)
+    rig.world.run()
+    assert shared.carried == 110_000
+
+
+def test_flows_that_do_not_meet_begin_and_end_at_once_among_many() -> None:
+    rig = Rig(many=1)
+    for place in range(4):
+        rig.send(0.1 * place, str(place), 100, Link(str(place), 100.0))
+    rig.world.run()
+    assert rig.ends == {str(place): pytest.approx(0.1 * place + 1.0) for place in range(4)}
+
+
+def test_dealing_at_intervals_is_near_to_dealing_at_once() -> None:
+    """300 flows through one link: each ends within 1.5 % of the whole, and the link is done as soon."""
+    often, _ = hub(300, many=300)
+    seldom, _ = hub(300, many=10)
+    often.world.run()
+    seldom.world.run()
+    whole = max(often.ends.values())
+    assert max(abs(seldom.ends[name] - often.ends[name]) for name in often.ends) < 0.015 * whole
+    assert max(seldom.ends.values()) == pytest.approx(whole, rel=0.002)
+    assert seldom.world.events < often.world.events
+
+
+@given(st.lists(FLOW, max_size=20), st.lists(st.integers(1, 500), min_size=4, max_size=4))
+def test_no_link_of_many_flows_is_overcommitted(
+    plans: list[tuple[int, int, set[int], Priority]], speeds: list[int]
+) -> None:
+    rig = Rig(many=3)
+    links = [Link(str(place), float(speed)) for place, speed in enumerate(speeds)]
+    for place, (at, nbytes, path, priority) in enumerate(plans):
+        rig.send(at / 1000, str(place), nbytes, *(links[n] for n in sorted(path)), priority=priority)
+    while len(rig.world):
+        rig.world.run(until=rig.world.now + ps(0.0011))
+        for link in links:
+            assert sum(flow.rate for flow in link.flows.values()) <= link.bytes_per_s * (1 + 1e-9)
+        if rig.world.now > ps(0.1):
+            rig.world.run()
+    assert len(rig.ends) == len(plans)
+    for place, link in enumerate(links):
+        assert link.carried == sum(nbytes for _, nbytes, path, _ in plans if place in path)

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from http import HTTPStatus
 from pathlib import Path
 
-from moonpool.errors import ConfigError
+from moonpool.errors import ConfigError, Unauthenticated
 from moonpool.telemetry.logs import get_logger
-from services.gateway.errors import HttpError
 
 MAX_TENANT_CHARS = 256
 _LINE = re.compile(r"sha256:(?P<hash>[0-9a-f]{64})[ \t]+(?P<tenant>\S.*)", re.IGNORECASE)
@@ -70,14 +68,14 @@ class ApiKeys:
         """The tenant of a key.
 
         Raises:
-            HttpError: 401, when no key was given or there is no such key.
+            Unauthenticated: no key was given, or there is no such key.
         """
         self._renew()
         if not key:
-            raise _unauthorized("no API key was given; send it as `Authorization: Bearer KEY`")
+            raise Unauthenticated("no API key was given; send it as `Authorization: Bearer KEY`")
         tenant = self._tenants.get(hashed(key))
         if tenant is None:
-            raise _unauthorized("this API key is not known")
+            raise Unauthenticated("this API key is not known")
         return tenant
 
     def _renew(self) -> None:
@@ -102,7 +100,3 @@ class ApiKeys:
 
     def _read(self) -> dict[str, str]:
         return parse_keys(self._path.read_text(encoding="utf-8"))
-
-
-def _unauthorized(message: str) -> HttpError:
-    return HttpError(HTTPStatus.UNAUTHORIZED, "invalid_api_key", message, parameter="authorization")

@@ -1,0 +1,175 @@
+"""`moonpool certs`: a local certificate authority, for clusters that have no other.
+
+Keys are on the curve P-256. A service's certificate carries the DNS name that Moonpool's channels check, its hosts for
+others' programs, its role as a URI, and its instance's or tenant's name as common name.
+"""
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from moonpool.errors import ConfigError
+from moonpool.rpc.roles import ROLE_URI, ROLES, fingerprint
+from moonpool.rpc.tls import NAME
+
+AUTHORITY_DAYS = 3650
+CLOCK_SKEW = datetime.timedelta(minutes=5)
+"""Certificates are valid from so long ago on: clocks of machines differ."""
+MAX_NAME_CHARS = 64
+"""X.509's bound of a common name."""
+_UTC = datetime.UTC
+
+app = typer.Typer(
+    name="moonpool certs", help="A local certificate authority.", no_args_is_help=True, add_completion=False
+)
+
+
+@app.callback()
+def _verbs() -> None:
+    """Makes `create` a verb of its own."""
+
+
+@app.command()
+def create(
+    folder: Annotated[Path, typer.Argument(help="Where the authority lies, or is made: ca.pem and ca.key.")],
+    role: Annotated[
+        list[str], typer.Option(help=f"One of {', '.join(ROLES)}; may be given again. Default: one of each.")
+    ] = [],  # noqa: B006
+    name: Annotated[str, typer.Option(help="The instance, or a client's tenant; default: the role.")] = "",
+    host: Annotated[
+        list[str], typer.Option(help="DNS name or IP address that other programs check; may be given again.")
+    ] = [],  # noqa: B006
+    days: Annotated[int, typer.Option(min=1, max=AUTHORITY_DAYS, help="How long they are valid.")] = 365,
+) -> None:
+    """Make certificates: NAME.pem and NAME.key in the folder, and the authority when it is not there yet."""
+    roles = role or list(ROLES)
+    for one in roles:
+        if one not in ROLES:
+            raise ConfigError("role", f"is one of {', '.join(ROLES)}, not {one!r}")
+    if name and len(roles) > 1:
+        raise ConfigError("name", "is for one role at a time")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    authority = Authority.at(folder)
+    for one in roles:
+        path = authority.issue(folder, one, name or one, host, days)
+        typer.echo(f"{path}  {one}  sha256:{fingerprint(path.read_bytes())}")
+
+
+class Authority:
+    """A certificate authority in a folder."""
+
+    def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+        self._certificate = certificate
+        self._key = key
+
+    @classmethod
+    def at(cls, folder: Path) -> "Authority":
+        """The authority in `folder`, made when it is not there.
+
+        Raises:
+            ConfigError: its files cannot be used.
+        """
+        certificate, key = folder / "ca.pem", folder / "ca.key"
+        if not certificate.exists() and not key.exists():
+            return cls._make(certificate, key)
+        try:
+            private = serialization.load_pem_private_key(key.read_bytes(), None)
+            if not isinstance(private, ec.EllipticCurvePrivateKey):
+                raise ValueError("its key is not one that this command made")
+            return cls(x509.load_pem_x509_certificate(certificate.read_bytes()), private)
+        except (OSError, ValueError) as error:
+            raise ConfigError("folder", f"the authority in {folder} cannot be used: {error}") from error
+
+    @classmethod
+    def _make(cls, certificate: Path, key: Path) -> "Authority":
+        private = ec.generate_private_key(ec.SECP256R1())
+        subject = _common_name("Moonpool local authority")
+        builder = (
+            _builder(subject, subject, private, AUTHORITY_DAYS)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(certificates=True), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(private.public_key()), critical=False)
+        )
+        made = builder.sign(private, hashes.SHA256())
+        _write(key, _private(private), 0o600)
+        _write(certificate, made.public_bytes(serialization.Encoding.PEM), 0o644)
+        return cls(made, private)
+
+    def issue(self, folder: Path, role: str, name: str, hosts: Sequence[str], days: int) -> Path:
+        """Makes NAME.pem and NAME.key, in the place of earlier ones; returns the former's path.
+
+        Raises:
+            ConfigError: the name cannot be used.
+        """
+        if name in ("ca", "") or len(name) > MAX_NAME_CHARS or "/" in name:
+            raise ConfigError("name", f"must be a file's name of at most {MAX_NAME_CHARS} characters, and not ca")
+        private = ec.generate_private_key(ec.SECP256R1())
+        names: list[x509.GeneralName] = [x509.DNSName(NAME), x509.UniformResourceIdentifier(ROLE_URI + role)]
+        authority_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        usages = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+        made = (
+            _builder(_common_name(name), self._certificate.subject, private, days)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName([*names, *map(_host, hosts)]), critical=False)
+            .add_extension(_usage(certificates=False), critical=True)
+            .add_extension(usages, critical=False)
+            .add_extension(authority_key, critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        _write(folder / f"{name}.key", _private(private), 0o600)
+        path = folder / f"{name}.pem"
+        _write(path, made.public_bytes(serialization.Encoding.PEM), 0o644)
+        return path
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, private: ec.EllipticCurvePrivateKey, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(_UTC)
+    return x509.CertificateBuilder(
+        issuer, subject, private.public_key(), x509.random_serial_number(),
+        now - CLOCK_SKEW, now + datetime.timedelta(days=days),
+    )  # fmt: skip
+
+
+def _common_name(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _usage(*, certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not certificates, content_commitment=False, key_encipherment=False, data_encipherment=False,
+        key_agreement=False, key_cert_sign=certificates, crl_sign=certificates, encipher_only=False,
+        decipher_only=False,
+    )  # fmt: skip
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    """In the place of an earlier file at once, so that whoever reads it meanwhile reads one of the two."""
+    beside = path.with_name(path.name + ".new")
+    beside.unlink(missing_ok=True)
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+    beside.replace(path)

@@ -1,0 +1,147 @@
+"""TLS between processes: a certificate of one's own, the authority that others' certificates must come from.
+
+Files are read again when they change: new connections use what they say now, those that are open stay.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from moonpool.config import ENV_PREFIX
+from moonpool.errors import ConfigError
+from moonpool.telemetry.logs import get_logger
+
+NAME = "moonpool"
+"""DNS name in every service's certificate. Channels check it whatever address they connect to: instances move."""
+CHANNEL_OPTIONS: list[tuple[str, Any]] = [("grpc.ssl_target_name_override", NAME)]
+
+Signature = tuple[tuple[int, int, int] | None, ...]
+
+log = get_logger(__name__)
+
+
+class Tls:
+    """Certificates of one process.
+
+    Attributes:
+        generation: grows each time the files were read again.
+    """
+
+    def __init__(self, ca: Path, cert: Path | None = None, key: Path | None = None) -> None:
+        """Read the files, all PEM.
+
+        Args:
+            ca: certificates of the authorities that peers' certificates must come from.
+            cert: own certificate, those between it and the authority behind it; None for a client that shows none.
+            key: its private key.
+
+        Raises:
+            ConfigError: naming the file's setting: it cannot be read, or only one of certificate and key is given.
+        """
+        if (cert is None) != (key is None):
+            raise ConfigError("tls_key" if key is None else "tls_cert", "certificate and key go together")
+        self._paths = {"tls_ca": ca, "tls_cert": cert, "tls_key": key}
+        self.generation = 0
+        self._signature = self._sign()
+        self._files = self._read()
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Tls | None:
+        """What MOONPOOL_TLS_CA, MOONPOOL_TLS_CERT and MOONPOOL_TLS_KEY name; None without the first.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
+        ca, cert, key = (environment.get(f"{ENV_PREFIX}TLS_{name}") for name in ("CA", "CERT", "KEY"))
+        if not ca:
+            return None
+        return cls(Path(ca), Path(cert) if cert else None, Path(key) if key else None)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For one new channel."""
+        self.renew()
+        return grpc.ssl_channel_credentials(
+            self._files["tls_ca"], self._files.get("tls_key"), self._files.get("tls_cert")
+        )
+
+    def server_credentials(self, *, client_certificates: bool) -> grpc.ServerCredentials:
+        """For a server's port, asked again with each connection.
+
+        Args:
+            client_certificates: peers must show a certificate of the authority.
+        """
+        shown = self.generation
+
+        def fetch() -> Any:  # None: as before
+            nonlocal shown
+            self.renew()
+            if shown == self.generation:
+                return None
+            shown = self.generation
+            return self._server_configuration()
+
+        return grpc.dynamic_ssl_server_credentials(
+            self._server_configuration(), fetch, require_client_authentication=client_certificates
+        )
+
+    def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        pair = self._files["tls_key"], self._files["tls_cert"]
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=self._files["tls_ca"])
+
+    def renew(self) -> None:
+        """Read the files again when they have changed; when one is gone, all stay as they were."""
+        signature = self._sign()
+        if signature == self._signature:
+            return
+        self._signature = signature
+        try:
+            self._files = self._read()
+        except ConfigError as error:
+            log.warning("certificates not read again", reason=str(error))
+            return
+        self.generation += 1
+        log.info("certificates read again", files=[str(path) for path in self._paths.values() if path])
+
+    def _sign(self) -> Signature:
+        """What differs when a file has changed."""
+        return tuple(_sign(path) for path in self._paths.values() if path is not None)
+
+    def _read(self) -> dict[str, bytes]:
+        found = {}
+        for name, path in self._paths.items():
+            if path is None:
+                continue
+            try:
+                found[name] = path.read_bytes()
+            except OSError as error:
+                raise ConfigError(name, f"cannot read {path}: {error.strerror}") from error
+            if b"-----BEGIN " not in found[name]:
+                raise ConfigError(name, f"{path} is not a PEM file")
+        return found
+
+
+def _sign(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+def open_blocking_channel(address: str) -> grpc.Channel:
+    """A new channel for blocking calls of a command, secured as the environment says (`Tls.from_environment`).
+
+    Raises:
+        ConfigError: a file that the environment names cannot be read.
+    """
+    tls = Tls.from_environment()
+    # Not through a proxy of the environment: the service itself must answer.
+    options: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=[*options, *CHANNEL_OPTIONS])

@@ -1,0 +1,107 @@
+"""Makes plans: where a request could go, by what the picture knows."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from moonpool.errors import InvalidRequest, Unavailable
+from services.conductor.core.cost import DecodeChoice, DecodeModel, PrefillChoice, PrefillModel
+from services.conductor.core.decodes import Decodes
+from services.conductor.core.facts import Demand, Shape
+from services.conductor.core.index import PrefixIndex
+from services.conductor.core.plan import Plan
+from services.conductor.core.prefills import Prefills
+from services.conductor.core.rests import Rests
+from services.conductor.core.stores import Stores, StoreView, first_by_reading, sources
+
+Prefixes = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a plan is wanted for; `Picture.plan` describes the parts."""
+
+    demand: Demand
+    shape: Shape
+    keys: Sequence[bytes]
+    prompt_key: bytes
+    now: float
+    suspects: Collection[str]
+    at_decode: bool
+
+
+class Planning:
+    """Plans from the pools and the index.
+
+    Args:
+        index: who holds what.
+        prefills: the prefill instances.
+        decodes: the decode instances.
+        stores: the kvstores; None = they do not count.
+        threshold: see `PrefillModel`.
+        rest_tokens: see `Rests`.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        prefills: Prefills,
+        decodes: Decodes,
+        stores: Stores | None,
+        threshold: float,
+        rest_tokens: int,
+    ) -> None:
+        self._index = index
+        self._prefills = prefills
+        self._decodes = decodes
+        self._stores = stores
+        self._threshold = threshold
+        self._rests = Rests(decodes, rest_tokens)
+
+    def plan(self, wanted: Wanted) -> Plan:
+        """Plans a request.
+
+        Raises:
+            Unavailable: no instance that is large enough takes requests now.
+            InvalidRequest: no instance that was ever here is large enough.
+        """
+        demand, keys, stores = wanted.demand, wanted.keys, self._stores
+        prefixes = self._index.match(keys)
+        views = stores.views(keys, wanted.prompt_key, prefixes) if stores is not None else []
+        candidates = self._prefill(wanted, prefixes, views)
+        decodes = self._decode(wanted, prefixes) if demand.decode_tokens else []
+        best = candidates[0]
+        rest = self._rests.best(wanted.demand, wanted.shape, prefixes, wanted.suspects, best) if decodes else None
+        at_decode = rest is not None and wanted.at_decode and rest.pays
+        if rest is not None and wanted.at_decode:
+            candidates = [rest.prefill, *candidates] if at_decode else [*candidates, rest.prefill]
+        return Plan(
+            prefill=candidates[0],
+            decodes=(rest.decode,) if at_decode and rest is not None else tuple(decodes),
+            sources=sources(views, best.kvstore, best.local_blocks) if not at_decode else (),
+            write_back=stores.write_back(keys, wanted.prompt_key, views) if stores is not None else (),
+            candidates=tuple(candidates),
+            demand=demand,
+            index_version=self._index.version,
+            emulated=wanted.shape.emulated,
+            at_decode=at_decode,
+        )
+
+    def _prefill(self, wanted: Wanted, prefixes: Prefixes, views: Sequence[StoreView]) -> list[PrefillChoice]:
+        demand, pool = wanted.demand, self._prefills
+        model = PrefillModel(demand, wanted.shape, first_by_reading(views), self._threshold)
+        choices = pool.choose(demand, model, prefixes, wanted.now, pool.mask_of(wanted.suspects))
+        if choices[0].excluded:
+            if demand.prompt_blocks <= pool.largest_blocks:
+                raise Unavailable(f"no prefill instance takes the prompt now ({choices[0].excluded})")
+            raise InvalidRequest("prompt", f"no prefill instance can take it ({choices[0].excluded})")
+        return choices
+
+    def _decode(self, wanted: Wanted, prefixes: Prefixes) -> list[DecodeChoice]:
+        demand, pool = wanted.demand, self._decodes
+        choices = pool.choose(demand, DecodeModel(demand, wanted.shape), prefixes, pool.mask_of(wanted.suspects))
+        if not choices:
+            need = f"prompt and answer need {demand.total_blocks} KV blocks, no decode instance"
+            if demand.total_blocks <= pool.largest_blocks:
+                raise Unavailable(f"{need} with so many takes requests now")
+            raise InvalidRequest("sampling.max_tokens", f"{need} has more than {pool.largest_blocks}")
+        return choices

@@ -1,0 +1,86 @@
+"""The policies that come with Moonpool: how the prefill instance of a request is chosen (docs/policies.md).
+
+All but the first are the baselines of the Mooncake paper, to compare with: they know nothing of kvstores.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+from operator import attrgetter
+
+from services.conductor.core.candidates import Candidates, Policy
+from services.conductor.core.cost import PrefillChoice
+
+_TTFT_S = attrgetter("ttft_s")
+_QUEUE_S = attrgetter("queue_s")
+_ALONE_S = attrgetter("alone_s")
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheCentric:
+    """The least predicted time to first token, with every prefix there is: Algorithm 1 of the Mooncake paper."""
+
+    stores: bool = True
+
+    def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
+        """By the predicted time to first token."""
+        return candidates.least(limit, _TTFT_S, _ALONE_S)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAware:
+    """The least predicted time to first token, each instance with its own blocks only."""
+
+    stores: bool = False
+
+    def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
+        """By the predicted time to first token."""
+        return candidates.least(limit, _TTFT_S, _ALONE_S)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBalance:
+    """The shortest queue in seconds, whoever holds what."""
+
+    stores: bool = False
+
+    def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
+        """By the seconds of queue."""
+        return candidates.least(limit, _QUEUE_S, lambda _: 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRobin:
+    """The instance that was chosen least recently."""
+
+    stores: bool = False
+
+    def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
+        """By the turn of each; by name before the first one."""
+        return [candidates.predict(place) for place in nsmallest(limit, candidates, key=attrgetter("turn", "name"))]
+
+
+@dataclass(frozen=True, slots=True)
+class Random:
+    """Any instance."""
+
+    stores: bool = False
+
+    def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
+        """The first ones of a random order (Fisher and Yates)."""
+        places = sorted(candidates, key=attrgetter("name"))
+        for at in range(min(limit, len(places))):
+            other = at + candidates.draw(len(places) - at, at)
+            places[at], places[other] = places[other], places[at]
+        return [candidates.predict(place) for place in places[:limit]]
+
+
+DEFAULT = "kvcache_centric"
+POLICIES: Mapping[str, Policy] = {
+    "random": Random(),
+    "round_robin": RoundRobin(),
+    "load_balance": LoadBalance(),
+    "cache_aware": CacheAware(),
+    DEFAULT: KVCacheCentric(),
+}
+"""By name, the simplest first."""

@@ -1,0 +1,143 @@
+"""The engine of a simulated decode instance: takes the steps that the core orders, many at once where it may.
+
+Steps take the time of the profile. A run of several steps is one event: they end when steps taken one by one would.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from moonpool.cost import prefill_seconds
+from services.decode.core.actions import Run
+from services.decode.core.events import StepDone, Stepped
+from services.decode.core.machine import DecodeCore
+from simulator.cluster.config import ClusterConfig
+from simulator.cluster.seats import DecodeUse, Seat
+from simulator.cluster.steps import Leap, StepTimes
+from simulator.kernel.clock import PS, World, ps
+
+STOPPED = 1
+"""Why answers end."""
+
+
+class Engine:
+    """Takes the steps of one core, until it is lost.
+
+    Args:
+        core: orders them.
+        seats: the sequences, by the core's numbers.
+        use: counts what is done.
+        post: tells the core.
+        ended: called when a run is over, with the sequences that ended or made their first tokens in it, and whether
+            the instance's load or keys have changed.
+        begun: called when sequences have made their first tokens in a run that goes on.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: ClusterConfig,
+        core: DecodeCore,
+        seats: dict[int, Seat],
+        use: DecodeUse,
+        post: Callable[[Stepped | StepDone], None],
+        ended: Callable[[list[Seat], bool], None],
+        begun: Callable[[list[Seat]], None],
+    ) -> None:
+        self._world, self._config, self._core, self._seats, self._use = world, config, core, seats, use
+        self._post, self._ended, self._begun = post, ended, begun
+        self._times = StepTimes.of(config.profile.speeds)
+        self._run: Run | None = None
+        self._leap = Leap(0, 0, 0, 0)
+        self._told = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether no step is being computed."""
+        return self._run is None
+
+    def close(self) -> None:
+        """The instance is lost."""
+        self._run = None
+
+    def settle(self) -> None:
+        """Counts the steps that are over by now, and tells the core."""
+        if self._run is None:
+            return
+        steps = self._leap.over_by(self._world.now) - self._told
+        if steps:
+            seconds = self._advance(self._run, steps)
+            self._post(Stepped(self._run.step, steps, seconds))
+
+    def begin(self, run: Run) -> None:
+        """Begins a run."""
+        first = self._first_step(run)
+        batch = [self._seats[number] for number in run.batch]
+        steps = min([run.steps, *(seat.left for seat in batch)])
+        self._run, self._told = run, 0
+        self._leap = Leap(self._world.now, steps, max(1, first), self._times.per_context_token * len(batch))
+        self._world.at(self._leap.end, self._over, self._leap, first=True)
+        if steps > 1 and (new := [seat for seat in batch if not seat.told]):
+            self._world.at(self._leap.time_of(1), self._first, (run, new))
+
+    def cut(self) -> None:
+        """Ends the run with the step that is being computed."""
+        if self._leap.steps > self._told + 1:
+            self._leap = replace(self._leap, steps=self._told + 1)
+            self._world.at(self._leap.end, self._over, self._leap, first=True)
+
+    def _first_step(self, run: Run) -> int:
+        """Picoseconds of the run's first step; as emulated engines count, one token of a chunk is as any other."""
+        ones = [chunk.start + 1 for chunk in run.chunks if chunk.count == 1]
+        context = self._core.planner.batch.context + sum(ones)
+        speeds = self._config.profile.speeds
+        again = sum(
+            prefill_seconds(speeds, chunk.count, chunk.start, steps=0, begins=False)
+            for chunk in run.chunks
+            if chunk.count > 1
+        )
+        return self._times.step(len(run.batch) + len(ones), context) + ps(again)
+
+    def _first(self, begun: tuple[Run, list[Seat]]) -> None:
+        run, seats = begun
+        if run is self._run:
+            self.settle()
+            self._begun(seats)
+
+    def _over(self, leap: Leap) -> None:
+        run = self._run
+        if leap is not self._leap or run is None:
+            return
+        steps = leap.steps - self._told
+        seconds = self._advance(run, steps)
+        batch = [self._seats[number] for number in run.batch]
+        again = [self._seats[chunk.id] for chunk in run.chunks if chunk.sample]
+        for seat in again:
+            seat.advance(self._world.now, (), self._world.now)
+        self._run = None
+        self._tell(run, [*batch, *again], steps, seconds)
+
+    def _tell(self, run: Run, sampled: list[Seat], steps: int, seconds: float) -> None:
+        over = [seat for seat in sampled if not seat.left]
+        size = self._config.block_tokens
+        filled = tuple((seat.number, key) for seat in sampled if (key := seat.filled(size)) is not None)
+        news = [seat for seat in sampled if not (seat.left and seat.told)]
+        self._ended(news, bool(over or filled))
+        ended = tuple((seat.number, STOPPED) for seat in over)
+        self._post(StepDone(run.step, False, seconds, ended, filled, steps))
+
+    def _advance(self, run: Run, steps: int) -> float:
+        """Counts steps of the run; returns their seconds."""
+        leap, begin, end = self._leap, self._told, self._told + steps
+        first, gaps, last = leap.time_of(begin + 1), leap.durations(begin + 1, end), leap.time_of(end)
+        blocks = tokens = 0
+        for number in run.batch:
+            seat = self._seats[number]
+            seat.advance(first, gaps, last)
+            blocks += seat.blocks
+            tokens += seat.tokens
+        self._told = end
+        elapsed, batch = last - leap.time_of(begin), len(run.batch)
+        self._use.count(steps, batch, elapsed)
+        self._use.tokens_time += elapsed * (tokens - batch * (steps + 1) / 2)
+        self._use.slots_time += elapsed * blocks * self._config.block_tokens
+        return elapsed / PS

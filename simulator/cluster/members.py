@@ -1,0 +1,162 @@
+"""Who has joined the conductor, and what each tells of itself: its keys and its load, soon after they change.
+
+As the services' agents do (`moonpool.cluster.join`), an instance waits a little after a change, and between reports.
+One without news says nothing: that it is alive is known here.
+"""
+
+from collections.abc import Callable, Iterable
+
+from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts, Shape
+from services.conductor.core.messages import Event, Joined, KeysChanged, Left, Reported
+from simulator.cluster.config import ClusterConfig
+from simulator.kernel.calls import Calls, Wire
+from simulator.kernel.clock import ps
+
+FLUSH_S = 0.02
+"""From a change to its report."""
+_KINDS = {"p": Kind.PREFILL, "d": Kind.DECODE, "s": Kind.KVSTORE}
+
+
+class Member:
+    """One instance, from its joining to its loss.
+
+    Args:
+        calls: carry its messages.
+        post: hands events to the conductor.
+        name, incarnation: of the instance.
+        load: tells it now; None for a kvstore.
+        gap: between two reports, picoseconds.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        post: Callable[[Event], None],
+        name: str,
+        incarnation: int,
+        load: Callable[[], LoadFacts] | None,
+        gap: int,
+    ) -> None:
+        self.incarnation = incarnation
+        self._world, self._post, self._name, self._load = calls.world, post, name, load
+        self._wire = Wire(calls, lambda: None)
+        self._sequence = 1
+        self._keys: dict[bytes, bool] = {}
+        self._gap, self._next_at = gap, 0
+        self._armed = False
+
+    def keys(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """Keys have come and left; only what became of each in the end is told."""
+        for keys, here in ((stored, True), (removed, False)):
+            for key in keys:
+                self._keys.pop(key, None)
+                self._keys[key] = here
+        self.changed()
+
+    def changed(self) -> None:
+        """Load or keys are others now."""
+        if not self._armed:
+            self._armed = True
+            self._world.at(max(self._world.now + ps(FLUSH_S), self._next_at), self._tell)
+
+    def lose(self) -> None:
+        """Nothing is heard of it any more."""
+        self._wire.close()
+
+    def _tell(self, _: None) -> None:
+        self._armed = False
+        self._next_at = self._world.now + self._gap
+        if self._wire.closed:
+            return
+        news: list[Event] = [message for message in (self._news_of_keys(), self._report()) if message is not None]
+        if news:
+            self._wire.send(lambda: self._arrive(news), reliable=True)
+
+    def _arrive(self, news: list[Event]) -> None:
+        for event in news:
+            self._post(event)
+
+    def _news_of_keys(self) -> KeysChanged | None:
+        keys, self._keys = self._keys, {}
+        if not keys:
+            return None
+        self._sequence += 1
+        stored = tuple([key for key, here in keys.items() if here])
+        removed = tuple([key for key, here in keys.items() if not here])
+        return KeysChanged(self._name, self._sequence, stored, removed, snapshot_begin=False, snapshot_end=False)
+
+    def _report(self) -> Reported | None:
+        return Reported(self._name, self._load()) if self._load is not None else None
+
+
+class Members:
+    """All members. Instances are called "p3", "d0", "s1".
+
+    Args:
+        config: of the cluster.
+        calls: carry their messages.
+        post: hands events to the conductor.
+    """
+
+    def __init__(self, config: ClusterConfig, calls: Calls, post: Callable[[Event], None]) -> None:
+        self._config, self._calls, self._post = config, calls, post
+        self._shape = Shape(config.block_tokens, config.profile.token_bytes, config.profile.layers, emulated=True)
+        self._members: dict[str, Member] = {}
+        self._lives: dict[str, int] = {}
+
+    def join(self, name: str, load: Callable[[], LoadFacts] | None, incarnation: int = 0) -> None:
+        """An instance joins, empty; who had its name before is lost. Incarnation 0: one that it had never."""
+        self.leave(name, "was restarted")
+        self._lives[name] = self._lives.get(name, 0) + 1
+        life, gap = incarnation or self._lives[name], ps(self._config.report_s)
+        member = self._members[name] = Member(self._calls, self._post, name, life, load, gap)
+        self._post(Joined(self._facts(name, member.incarnation)))
+        self._post(KeysChanged(name, 1, (), (), snapshot_begin=True, snapshot_end=True))
+        if load is not None:
+            self._post(Reported(name, load()))
+
+    def silence(self, name: str) -> None:
+        """Nothing comes from an instance any more."""
+        member = self._members.get(name)
+        if member is not None:
+            member.lose()
+
+    def leave(self, name: str, why: str) -> int:
+        """An instance is lost; returns which life of it was here, 0 for none."""
+        member = self._members.pop(name, None)
+        if member is None:
+            return 0
+        member.lose()
+        self._post(Left(name, member.incarnation, why))
+        return member.incarnation
+
+    def incarnation(self, name: str) -> int:
+        """Which life of an instance is here; 0 = it is not here."""
+        member = self._members.get(name)
+        return member.incarnation if member is not None else 0
+
+    def keys(self, name: str, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """An instance tells what came and what left; nobody listens to one that has not joined."""
+        member = self._members.get(name)
+        if member is not None:
+            member.keys(stored, removed)
+
+    def changed(self, name: str) -> None:
+        """Load or keys of an instance are others now."""
+        member = self._members.get(name)
+        if member is not None:
+            member.changed()
+
+    def _facts(self, name: str, incarnation: int) -> InstanceFacts:
+        config, kind = self._config, _KINDS[name[0]]
+        store = kind is Kind.KVSTORE
+        return InstanceFacts(
+            id=name,
+            incarnation=incarnation,
+            kind=kind,
+            total_blocks=0 if store else config.blocks,
+            shape=None if store else self._shape,
+            speeds=config.profile.speeds,
+            step_tokens=config.step_tokens,
+            capacity_bytes=config.store_bytes if store else 0,
+        )

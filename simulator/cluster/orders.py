@@ -1,0 +1,250 @@
+"""Does what the conductor's core orders at instances, in virtual time, as `services/conductor/calls.py` does for real.
+
+Each call that is started posts exactly one `Ended`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from moonpool.core.kernel import Ended
+from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.messages import (
+    Accepted,
+    Delivered,
+    Event,
+    Finish,
+    FirstToken,
+    Prefill,
+    Prefilled,
+    Renew,
+    Reserve,
+    Result,
+    Start,
+    Tokens,
+    Undo,
+)
+from services.prefill.core.actions import TellToken
+from services.prefill.core.events import Copy, Source
+from simulator.cluster.decode import DecodeInstance
+from simulator.cluster.members import Members
+from simulator.cluster.prefill import PrefillInstance
+from simulator.cluster.requests import Made, Sequence, keys_of_chain
+from simulator.cluster.streams import DecodeStreams
+from simulator.kernel.calls import Calls, Wire
+from simulator.kernel.clock import ps
+
+RESERVE_LIMIT = 2.0
+"""A `Reserve` call ends after so many times the seconds that the core waits for it, as in the service."""
+
+Token = Callable[[Sequence, TellToken], bool]
+"""Takes a prompt's first token; returns whether the request goes on."""
+
+
+@dataclass(slots=True, eq=False)
+class PrefillCall:
+    """One call of a prefill instance. What comes after its end at the conductor is not heard."""
+
+    order: Prefill
+    sequence: Sequence
+    instance: PrefillInstance
+    wire: Wire
+    tell: Callable[["PrefillCall", Event], None]
+    """Tells the core, unless the call has ended."""
+    token_came: Callable[["PrefillCall", TellToken], None]
+    ended: Callable[[int, Result], None]
+    sources: tuple[Source, ...] = ()
+    job: int = 0
+
+    @property
+    def io(self) -> int:
+        """Its number."""
+        return self.order.io
+
+    def accepted(self, number: int) -> None:
+        """See `Client.accepted`."""
+        self.wire.send(lambda: self.tell(self, Accepted(self.io, number)), back=True)
+
+    def token(self, told: TellToken) -> None:
+        """See `Client.token`."""
+        self.wire.send(lambda: self.token_came(self, told), back=True)
+
+    def delivered(self) -> None:
+        """See `Client.delivered`."""
+        self.wire.send(lambda: self.tell(self, Delivered(self.io)), back=True)
+
+    def over(self, failure: Failure | None) -> None:
+        """See `Client.over`."""
+        self.wire.send(lambda: self._over(failure), back=True)
+
+    def _over(self, failure: Failure | None) -> None:
+        self.wire.close()
+        self.ended(self.io, failure)
+
+
+@dataclass(slots=True, eq=False)
+class Following:
+    """Follows a sequence at decode: tokens go to its request, their number to the core."""
+
+    io: int
+    sequence: Sequence
+    post: Callable[[Event], None]
+    ended: Callable[[int, Result], None]
+
+    def tokens(self, made: Made | None, *, over: bool) -> None:
+        """See `Follower.tokens`."""
+        count = 0
+        if made is not None:
+            self.sequence.request.take(made)
+            count = made.count
+        self.post(Tokens(self.io, count, Finish.STOP if over else None, known=over))
+        if over:
+            self.ended(self.io, None)
+
+    def fail(self, why: str) -> None:
+        """See `Follower.fail`."""
+        self.ended(self.io, Failure(Kind.STREAM, why))
+
+
+class Orders:
+    """All calls that are under way.
+
+    Args:
+        calls: carry messages.
+        prefills, decodes: the instances.
+        members: who has joined.
+        reserve_timeout_s: for which the core waits for a promise.
+        post: hands an event to the core.
+        token_came: takes first tokens.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        prefills: list[PrefillInstance],
+        decodes: list[DecodeInstance],
+        members: Members,
+        reserve_timeout_s: float,
+        post: Callable[[Event], None],
+        token_came: Token,
+    ) -> None:
+        self.streams = DecodeStreams(calls, decodes)
+        self._calls, self._members, self._post, self._token_came = calls, members, post, token_came
+        self._prefills = {instance.name: instance for instance in prefills}
+        self._decodes = {instance.name: instance for instance in decodes}
+        self._limit = ps(RESERVE_LIMIT * reserve_timeout_s)
+        self._cancels: dict[int, Callable[[], None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._cancels)
+
+    def cancel(self, io: int) -> None:
+        """Gives up a call; its `Ended` follows, unless it has ended."""
+        cancel = self._cancels.get(io)
+        if cancel is not None:
+            cancel()
+
+    def _end(self, io: int, result: Result) -> None:
+        if self._cancels.pop(io, None) is not None:
+            self._post(Ended(io, result))
+
+    # --- Reserve ----------------------------------------------------------------------------------------------------
+
+    def reserve(self, order: Reserve, sequence: Sequence) -> None:
+        """Asks for room."""
+        self._cancels[order.io] = _never
+        if self._members.incarnation(order.decode) != order.incarnation:
+            self._end(order.io, Failure(Kind.UNAVAILABLE, f"{order.decode} has left"))
+            return
+        late = Failure(Kind.DEADLINE, f"{order.decode} has not answered")
+        self._calls.world.after(self._limit, lambda _: self._end(order.io, late))
+        self._calls.send(lambda: self._ask(order, sequence))
+
+    def _ask(self, order: Reserve, sequence: Sequence) -> None:
+        decode = self._decodes[order.decode]
+        if _is_alive(decode, order.incarnation):
+            answer = decode.reserve(sequence, order.tbt_slo_s or 0.0, order.starts_in_s, order.stores)
+            self._calls.send(partial(self._end, order.io, answer))
+
+    # --- Prefill ----------------------------------------------------------------------------------------------------
+
+    def prefill(self, order: Prefill, sequence: Sequence) -> None:
+        """Calls prefill."""
+        name, io = order.plan.prefill.id, order.io
+        instance, wire = self._prefills[name], Wire(self._calls, lambda: self._broken(call))
+        call = PrefillCall(order, sequence, instance, wire, self._tell, self._token, self._end)
+        self._cancels[io] = lambda: self._cancel_prefill(call)
+        if self._members.incarnation(name) != order.incarnation:
+            self._end(io, Failure(Kind.UNAVAILABLE, f"{name} has left"))
+            return
+        wire.send(lambda: self._submit(call))
+
+    def _submit(self, call: PrefillCall) -> None:
+        instance, plan = call.instance, call.order.plan
+        if not _is_alive(instance, call.order.incarnation):
+            return
+        there = self._members.incarnation
+        call.sources = tuple([Source(store.id, store.blocks) for store in plan.sources if there(store.id)])
+        copies = tuple([Copy(store.id, store.blocks) for store in plan.write_back if there(store.id)])
+        call.job = instance.submit(call.sequence, call.order.target, call, call.sources, copies)
+
+    def _tell(self, call: PrefillCall, event: Event) -> None:
+        if call.io in self._cancels:
+            self._post(event)
+
+    def _token(self, call: PrefillCall, told: TellToken) -> None:
+        request = call.sequence.request
+        if call.io not in self._cancels or not self._token_came(call.sequence, told):
+            return
+        misses = tuple(
+            (call.sources[miss.source].store, keys_of_chain(request, miss.block + 1)[-1]) for miss in told.misses
+        )
+        how = Prefilled(told.computed_tokens, told.queue_s + told.prefill_s, misses)
+        self._post(FirstToken(call.io, how, Finish.STOP if request.made == request.answer else None))
+
+    def _cancel_prefill(self, call: PrefillCall) -> None:
+        call.wire.send(lambda: self._leave(call), reliable=True)
+        self._end(call.io, Failure(Kind.UNAVAILABLE, "cancelled"))
+
+    def _leave(self, call: PrefillCall) -> None:
+        if _is_alive(call.instance, call.order.incarnation):
+            call.instance.leave(call.job)
+        call.wire.close()
+
+    def _broken(self, call: PrefillCall) -> None:
+        call.instance.leave(call.job)  # numbers are never used twice
+        self._end(call.io, Failure(Kind.STREAM, f"the call of {call.instance.name} broke"))
+
+    # --- sequences --------------------------------------------------------------------------------------------------
+
+    def start(self, order: Start, sequence: Sequence) -> None:
+        """Starts a sequence at decode, and follows it."""
+        stream, transfer = self.streams.get(order.target.decode), order.target.transfer_id
+
+        def cancel() -> None:
+            stream.cancel(transfer)
+            self._end(order.io, None)
+
+        self._cancels[order.io] = cancel
+        stream.start(transfer, Following(order.io, sequence, self._post, self._end))
+
+    def renew(self, order: Renew) -> None:
+        """Keeps a promise."""
+        if self._is_there(order.target.decode, order.target.incarnation):
+            self.streams.get(order.target.decode).open()
+
+    def undo(self, order: Undo) -> None:
+        """Gives a promise back."""
+        if self._is_there(order.target.decode, order.target.incarnation):
+            self.streams.get(order.target.decode).cancel(order.target.transfer_id)
+
+    def _is_there(self, name: str, incarnation: int) -> bool:
+        return self._members.incarnation(name) == incarnation
+
+
+def _never() -> None:
+    """A `Reserve` is never cancelled."""
+
+
+def _is_alive(instance: PrefillInstance | DecodeInstance, incarnation: int) -> bool:
+    return instance.up and instance.incarnation == incarnation

@@ -1,0 +1,86 @@
+"""Sequences at a simulated decode instance, the tokens that they make, and what the instance did in all."""
+
+from collections.abc import Sequence as Listed
+from dataclasses import dataclass
+
+from moonpool.kv.keys import BlockKey
+from simulator.cluster.requests import Made, Sequence, answer_key
+
+
+@dataclass(slots=True)
+class DecodeUse:
+    """What an instance did."""
+
+    steps: int = 0
+    sequence_steps: int = 0
+    busy: int = 0
+    most_sequences: int = 0
+    sequences_time: float = 0.0
+    """Sequences times picoseconds."""
+    slots_time: float = 0.0
+    """Slots of the batch's blocks times picoseconds."""
+    tokens_time: float = 0.0
+    """Of these, slots with a token."""
+
+    def count(self, steps: int, batch: int, elapsed: int) -> None:
+        """Steps over a batch are over."""
+        self.steps += steps
+        self.sequence_steps += steps * batch
+        self.busy += elapsed
+        self.sequences_time += elapsed * batch
+        self.most_sequences = max(self.most_sequences, batch)
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One sequence at a decode instance."""
+
+    sequence: Sequence
+    number: int
+    """Its name in the core, and its transfer's."""
+    stores: tuple[str, ...]
+    """That the answer's blocks are written to."""
+    tokens: int
+    """Of prompt and answer, the latest one included."""
+    left: int
+    """Tokens that it still makes."""
+    keys: int
+    """Full blocks whose keys the core knows."""
+    heard_at: int
+    """When the core was last told that its transfer lives."""
+    blocks: int = 0
+    stream: int = 0
+    """The conductor's stream that it was started on; 0 = nobody wants its tokens (any more)."""
+    ending: bool = False
+    """The core has ended it early."""
+    made: Made | None = None
+    """Tokens that the conductor was not told of yet."""
+    told: bool = False
+    """It was told of some."""
+
+    def advance(self, first: int, gaps: Listed[int], last: int) -> None:
+        """More tokens are made: at `first`, and after the `gaps` behind it, until `last`."""
+        count = 1 + len(gaps)
+        self.tokens += count
+        self.left -= count
+        if self.made is None:
+            self.made = Made(first, list(gaps), last)
+        else:
+            self.made.add(first, gaps, last)
+
+    def filled(self, block_tokens: int) -> BlockKey | None:
+        """Key of the block that became full with the last step; None when none did."""
+        index, rest = divmod(self.tokens - 1, block_tokens)
+        if rest or index <= self.keys:
+            return None
+        self.keys = index
+        return answer_key(self.sequence.request, index - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the conductor is told of a sequence: tokens, and whether it has ended with them."""
+
+    number: int
+    made: Made | None
+    over: bool

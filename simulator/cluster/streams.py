@@ -1,0 +1,140 @@
+"""The conductor's streams to decode instances: starts and cancels on their way there, tokens on their way back.
+
+One stream for all sequences of an instance, as in the service. When it breaks all of them fail, and the next order
+opens a new one.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from simulator.cluster.decode import DecodeInstance
+from simulator.cluster.requests import Made
+from simulator.cluster.seats import Told
+from simulator.kernel.calls import Calls, Wire
+
+
+class Follower(Protocol):
+    """Follows one sequence."""
+
+    def tokens(self, made: Made | None, *, over: bool) -> None:
+        """Tokens have come; with `over` the sequence has ended with them."""
+
+    def fail(self, why: str) -> None:
+        """The sequence cannot go on."""
+
+
+class DecodeStream:
+    """The stream to one life of a decode instance; opened on first use, and again after a break.
+
+    Args:
+        calls: carry its messages.
+        decode: the instance.
+        number: names an opening; never used twice.
+    """
+
+    def __init__(self, calls: Calls, decode: DecodeInstance, number: Callable[[], int]) -> None:
+        self._calls, self._decode, self._new_number = calls, decode, number
+        self._incarnation = decode.incarnation
+        self._number = 0
+        self._wire: Wire | None = None
+        self._followers: dict[int, Follower] = {}
+
+    def __len__(self) -> int:
+        """Sequences on the stream."""
+        return len(self._followers)
+
+    def open(self) -> Wire:
+        """Lets the stream be there: while it is, decode keeps what it has promised."""
+        if self._wire is None or self._wire.closed:
+            number = self._number = self._new_number()
+            self._wire = Wire(self._calls, self._broken)
+            self._wire.send(partial(self._there, lambda: self._decode.stream_opened(number)))
+        return self._wire
+
+    def start(self, transfer: int, follower: Follower) -> None:
+        """Starts a sequence and follows it."""
+        wire, number = self.open(), self._number
+        self._followers[transfer] = follower
+        wire.send(partial(self._there, lambda: self._decode.start(number, transfer)))
+
+    def cancel(self, transfer: int) -> None:
+        """A sequence, or the promise for it, is not wanted; it is not followed any more."""
+        self._followers.pop(transfer, None)
+        self.open().send(partial(self._there, lambda: self._decode.cancel(transfer)))
+
+    def lost(self, why: str) -> None:
+        """The instance is lost."""
+        if self._wire is not None:
+            self._wire.close()
+        self._fail(why)
+
+    # From the instance
+
+    def tell(self, number: int, news: list[Told]) -> None:
+        """The instance sends tokens."""
+        if self._wire is not None and number == self._number:
+            self._wire.send(lambda: self._hear(news), back=True)
+
+    def refuse(self, number: int, transfer: int, why: str) -> None:
+        """The instance says that a sequence cannot go on."""
+        if self._wire is not None and number == self._number:
+            self._wire.send(lambda: self._failed(transfer, why), back=True)
+
+    def _hear(self, news: list[Told]) -> None:
+        for told in news:
+            follower = self._followers.get(told.number)
+            if follower is not None:
+                if told.over:
+                    del self._followers[told.number]
+                follower.tokens(told.made, over=told.over)
+
+    def _failed(self, transfer: int, why: str) -> None:
+        follower = self._followers.pop(transfer, None)
+        if follower is not None:
+            follower.fail(why)
+
+    def _there(self, deliver: Callable[[], None]) -> None:
+        """At the instance, if it is there still."""
+        if self._decode.up and self._decode.incarnation == self._incarnation:
+            deliver()
+
+    def _broken(self) -> None:
+        number = self._number
+        self._there(lambda: self._decode.stream_closed(number))
+        self._fail("its stream broke")
+
+    def _fail(self, why: str) -> None:
+        followers, self._followers = self._followers, {}
+        for follower in followers.values():
+            follower.fail(why)
+
+
+class DecodeStreams:
+    """The streams to all decode instances."""
+
+    def __init__(self, calls: Calls, decodes: list[DecodeInstance]) -> None:
+        self._calls = calls
+        self._decodes = {decode.name: decode for decode in decodes}
+        self._streams: dict[str, DecodeStream] = {}
+        self._made = 0
+
+    def __len__(self) -> int:
+        """Sequences on all streams."""
+        return sum(map(len, self._streams.values()))
+
+    def get(self, decode: str) -> DecodeStream:
+        """The stream to the present life of an instance."""
+        if decode not in self._streams:
+            self._streams[decode] = DecodeStream(self._calls, self._decodes[decode], self._number)
+        return self._streams[decode]
+
+    def lost(self, decode: str) -> None:
+        """The instance is lost: its sequences fail."""
+        stream = self._streams.pop(decode, None)
+        if stream is not None:
+            stream.lost("its instance is lost")
+
+    def _number(self) -> int:
+        self._made += 1
+        return self._made

@@ -1,0 +1,110 @@
+"""A stack whose connections are all TLS: it serves whom it should, and a plaintext client gets nowhere."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from moonpool.cli.certs import Authority
+from moonpool.cli.health import run_health
+from moonpool.cli.stack import StackPlan
+from moonpool.client import AsyncClient, Client, SamplingParams
+from moonpool.errors import PermissionDenied, Unauthenticated, Unavailable
+from moonpool.model.create import create
+from moonpool.rpc.keys import hashed
+from moonpool.rpc.tls import Tls
+from tests.integration.conftest import BLOCK, SEED
+from tests.integration.reference import Reference
+from tests.integration.stack import CheckedStack
+
+KINDS = ("conductor", "kvstore", "prefill", "decode")
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+def flags(folder: Path, kind: str) -> list[str]:
+    """A service's certificate, key and authority."""
+    return [
+        *("--tls-cert", str(folder / f"{kind}.pem"), "--tls-key", str(folder / f"{kind}.key")),
+        *("--tls-ca", str(folder / "ca.pem")),
+    ]
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("certificates")
+    authority = Authority.at(folder)
+    for role in (*KINDS, "operator"):
+        authority.issue(folder, role, role, [], 1)
+    authority.issue(folder, "client", "ann", [], 1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[CheckedStack]:
+    """The stack; this process is its operator."""
+    folder = tmp_path_factory.mktemp("secured")
+    create("tiny-llama", folder / "model", seed=SEED, dtype="float32")
+    keys = folder / "keys"
+    keys.write_text(f"sha256:{hashed('ann-key')} ann\n")
+    extra: dict[str, Sequence[str]] = {kind: flags(certificates, kind) for kind in KINDS}
+    extra["conductor"] = [*extra["conductor"], "--client-listen", "127.0.0.1:0", "--api-keys", str(keys)]
+    plan = StackPlan(
+        model=str(folder / "model"), data_dir=folder, dtype="float32", block_tokens=BLOCK, threads=1,
+        kv_bytes=16 << 20, dram_bytes=16 << 20, extra=extra,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOONPOOL_TLS_CA", str(certificates / "ca.pem"))
+        patch.setenv("MOONPOOL_TLS_CERT", str(certificates / "operator.pem"))
+        patch.setenv("MOONPOOL_TLS_KEY", str(certificates / "operator.key"))
+        with CheckedStack(plan) as stack:
+            yield stack
+
+
+def client_address(stack: CheckedStack) -> str:
+    """Where the conductor takes clients without certificates, by its log."""
+    log = stack.services["conductor"].log_path.read_text()
+    [line] = [line for line in log.splitlines() if "clients with API keys" in line]
+    return line.rpartition("address=")[2].split()[0]
+
+
+def test_output_is_the_reference_s_and_kv_is_stored(secured: CheckedStack, certificates: Path) -> None:
+    reference = Reference(Path(secured.plan.model))
+    prompt = list(range(20, 20 + 5 * BLOCK + 3))
+    ann = Tls(certificates / "ca.pem", certificates / "ann.pem", certificates / "ann.key")
+    with Client(secured.address, tls=ann) as client:
+        results = [client.generate(token_ids=prompt, sampling=GREEDY, tenant="ann") for _ in range(2)]
+    with Client(client_address(secured), tls=Tls(certificates / "ca.pem"), api_key="ann-key") as client:
+        results.append(client.generate(token_ids=prompt, sampling=GREEDY))
+    for result in results:
+        reference.assert_greedy(prompt, result.token_ids)
+    assert [result.usage.cached_tokens >= 5 * BLOCK for result in results] == [False, True, True]
+    assert secured.gauge("kvstore", "blocks_put_total") > 0
+
+
+def test_others_are_refused(secured: CheckedStack, certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trusting = Tls(certificates / "ca.pem")
+    decode = Tls(certificates / "ca.pem", certificates / "decode.pem", certificates / "decode.key")
+    prompt = [20, 21, 22]
+    with Client(secured.address, tls=decode) as client, pytest.raises(PermissionDenied, match="role decode"):
+        client.generate(token_ids=prompt, sampling=GREEDY)
+    with Client(client_address(secured), tls=trusting, api_key="bob-key") as client, pytest.raises(Unauthenticated):
+        client.generate(token_ids=prompt, sampling=GREEDY)
+    with Client(client_address(secured), tls=trusting, api_key="ann-key") as client:
+        with pytest.raises(PermissionDenied, match="not the caller's"):
+            client.generate(token_ids=prompt, sampling=GREEDY, tenant="bob")
+        with pytest.raises(PermissionDenied, match="ClusterState"):
+            client.cluster_state()
+    assert run_health(secured.services["kvstore-0"].address, timeout_s=10, wait_s=0, joined=0) == 0
+    for name in ("MOONPOOL_TLS_CA", "MOONPOOL_TLS_CERT", "MOONPOOL_TLS_KEY"):
+        monkeypatch.delenv(name)
+    assert run_health(secured.services["kvstore-0"].address, timeout_s=10, wait_s=0, joined=0) == 1
+    with Client(secured.address, connect_timeout_s=0.0) as client, pytest.raises(Unavailable):
+        client.generate(token_ids=prompt, sampling=GREEDY)
+    monkeypatch.undo()
+
+
+async def test_no_log_has_a_key(secured: CheckedStack, certificates: Path) -> None:
+    async with AsyncClient(client_address(secured), tls=Tls(certificates / "ca.pem"), api_key="ann-key") as client:
+        await client.generate(token_ids=[30, 31], sampling=GREEDY)
+    for service in secured.services.values():
+        assert "ann-key" not in service.log_path.read_text()

@@ -1,0 +1,59 @@
+"""`moonpool certs create`: an authority that is kept, and certificates that others' tools accept."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moonpool.cli.certs import app
+from moonpool.rpc.roles import ROLES, fingerprint
+
+
+def create(folder: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(app, ["create", str(folder), *arguments])
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+def test_one_of_each_role_and_one_more_of_the_same_authority(tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    assert len(create(folder).splitlines()) == len(ROLES)
+    authority = (folder / "ca.pem").read_bytes()
+    told = create(folder, "--role", "prefill", "--name", "prefill-7", "--host", "a.example", "--host", "10.0.0.7")
+    assert told == f"{folder}/prefill-7.pem  prefill  sha256:{fingerprint((folder / 'prefill-7.pem').read_bytes())}\n"
+    assert (folder / "ca.pem").read_bytes() == authority
+    assert {path.stat().st_mode & 0o777 for path in folder.glob("*.key")} == {0o600}
+    assert not list(folder.glob("*.new"))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_openssl_accepts_it(tmp_path: Path) -> None:
+    create(tmp_path, "--role", "decode", "--host", "a.example")
+    authority, mine = str(tmp_path / "ca.pem"), str(tmp_path / "decode.pem")
+    command = ["openssl", "verify", "-CAfile", authority, "-verify_hostname", "a.example", mine]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--role", "janitor"], "role: is one of conductor"),
+        (["--name", "one"], "name: is for one role at a time"),
+        (["--role", "client", "--name", "ca"], "name: must be a file's name"),
+        (["--role", "client", "--name", "../x"], "name: must be a file's name"),
+        (["--role", "client", "--name", "x" * 65], "name: must be a file's name of at most 64 characters"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_by_name(tmp_path: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        create(tmp_path, *arguments)
+
+
+def test_half_an_authority_is_refused(tmp_path: Path) -> None:
+    create(tmp_path, "--role", "client")
+    (tmp_path / "ca.key").unlink()
+    with pytest.raises(Exception, match="cannot be used"):
+        create(tmp_path, "--role", "client")

@@ -1,0 +1,66 @@
+"""A prompt whose rest a decode instance computes itself: what its client, and `explain`, are told."""
+
+from typing import Any
+
+from moonpool.client import SamplingParams
+from moonpool.cluster.speeds import speeds_to_proto
+from moonpool.cost import Speeds
+from moonpool.kv.keys import block_keys, chain_root
+
+from .fakes import BLOCK_TOKENS, ScriptedDecode, decode, expected, prefill
+from .stack import Stack, stack
+
+PROMPT = list(range(30, 70))
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+SPEEDS = speeds_to_proto(Speeds(prefill_per_token_s=1.0, decode_base_s=1e-6))
+
+
+def members(**settings: Any) -> tuple[Any, ScriptedDecode]:
+    """A prefill and a decode instance of the same speed."""
+    engines = prefill(), decode(**settings)
+    for engine in engines:
+        engine.load.speed.CopyFrom(SPEEDS)
+    return engines
+
+
+async def hold(s: Stack, d: ScriptedDecode) -> None:
+    """The decode instance tells that it holds the prompt's two full blocks."""
+    d.store(list(block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)))
+    await s.until(lambda: s.servicer.core.picture.index.held("decode-0") == 2)
+
+
+async def test_the_answer_comes_from_decode_alone_and_explain_says_so() -> None:
+    p, d = members(held_blocks=2)
+    async with stack(p, d, decode_prompt_tokens=32) as s:
+        await hold(s, d)
+        result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        assert result.token_ids == expected(len(PROMPT), 8)
+        assert (result.placement.prefill, result.placement.decode) == ("decode-0", "decode-0")
+        assert (result.usage.cached_tokens, len(p.requests), len(d.computed)) == (2 * BLOCK_TOKENS, 0, 1)
+        assert 0 < result.timing.ttft_s < result.timing.e2e_s
+        found = await s.client.explain(result.request_id)
+        assert found.placement is not None
+        assert [(it.instance, it.used_blocks, it.prefill_s) for it in found.candidates] == [
+            ("decode-0", 2, 8.0),
+            ("prefill-0", 0, 40.0),
+        ]
+        assert found.measured_ttft_s > 0
+        await s.rest()
+
+
+async def test_one_that_fails_on_the_way_is_continued_elsewhere_without_a_gap() -> None:
+    p, d = members(held_blocks=2, fail_at=[3])
+    async with stack(p, d, decode(1), decode_prompt_tokens=32) as s:
+        await hold(s, d)
+        result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        assert result.token_ids == expected(len(PROMPT), 8)
+        assert [it.prefill for it in result.placements] == ["decode-0", "prefill-0"]
+        await s.rest()
+
+
+async def test_it_is_off_unless_asked_for() -> None:
+    p, d = members(held_blocks=2)
+    async with stack(p, d) as s:
+        await hold(s, d)
+        result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        assert (result.placement.prefill, d.computed) == ("prefill-0", [])
