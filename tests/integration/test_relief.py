@@ -57,6 +57,7 @@ def run(stack: CheckedStack, judge: EmulatedJudge, name: str, disturb: Callable[
 @pytest.mark.slow
 def test_a_slow_instance_is_relieved_and_comes_back(pair: CheckedStack, judge: EmulatedJudge) -> None:
     victim = pair.services["decode-0"]
+    run(pair, judge, "usual", lambda: None)  # so that it is known how quick they are
     results = run(pair, judge, "slow", lambda: victim.signal(signal.SIGUSR1))
     began = [result for result in results if result.placements[0].decode == "decode-0"]
     assert began, "nothing ran there"

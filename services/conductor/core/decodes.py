@@ -15,7 +15,7 @@ from services.conductor.core.vigil import Vigil
 
 SPEED_NOISE = 1.5
 """Factor by which measured speeds of identical instances differ on noisy machines; also the width of a class."""
-TYPICAL_BATCH, TYPICAL_CONTEXT = 4, 8192
+TYPICAL_BATCH, TYPICAL_CONTEXT = 4, 2048
 """Of the step by which an instance's quickness is judged."""
 TRANSFER_BYTES = 1 << 28
 """Transfers are compared by the seconds that so much KV takes."""

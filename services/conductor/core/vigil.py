@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from moonpool.cost import Speeds
 
+LESSONS = 20
+"""Reports of something new, about five seconds of work, before an instance is judged. What it tells as it joins is from
+few steps, or from a profile, and may be far from what it tells once it works."""
 HOLD_S = 0.75
 """Seconds for which an instance must seem slow: a moment is no failure."""
 LEAST_S = 0.05
@@ -30,9 +33,10 @@ class Vigil:
     Attributes:
         slow: it gets nothing new, but for its trial.
         trial: it gets one request.
-        usual_s: seconds that its typical work usually takes; 0 = nothing was told yet.
+        usual_s: seconds that its typical work usually takes.
         fine: speeds as it told them last when it was well.
         told_s: seconds of the typical work by the last report.
+        lessons: reports of something new so far.
     """
 
     slow: bool = False
@@ -40,6 +44,7 @@ class Vigil:
     usual_s: float = 0.0
     fine: Speeds | None = None
     told_s: float = 0.0
+    lessons: int = 0
     _at: float = 0.0
     _odd_since: float | None = None
     _trial_at: float = 0.0
@@ -60,7 +65,8 @@ class Vigil:
             The speeds to be believed.
         """
         measured, self.told_s = seconds != self.told_s, seconds
-        if not self.usual_s or not factor:
+        self.lessons += measured
+        if self.lessons <= LESSONS or not factor:
             self.usual_s, self.fine, self._at = seconds, speeds, now
             return speeds
         if not self.slow:

@@ -5,7 +5,7 @@ from services.conductor.core.facts import LoadFacts
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import Adopt, Complete, Finish, Prefill, Reported, Reserve, Start
 from services.conductor.core.relief import AT_ONCE
-from services.conductor.core.vigil import FIRST_TRIAL_S, HOLD_S
+from services.conductor.core.vigil import FIRST_TRIAL_S, HOLD_S, LESSONS
 from tests.unit.conductor.core.world import GONE, NO_ROOM, World
 
 FENCED = Failure(Kind.INVALID, "another conductor has it", field="resume.count")
@@ -157,9 +157,15 @@ def tell(world: World, name: str, *, slower: float = 1.0, running: int = 1) -> N
     world.post(Reported(name, LoadFacts(running=running, free_blocks=64, speeds=speeds)))
 
 
+def teach(world: World, name: str) -> None:
+    """So much is heard of an instance that it is judged."""
+    for lesson in range(LESSONS + 2):
+        tell(world, name, slower=1.0 + lesson % 2 / 10)
+
+
 def found_slow(world: World, name: str) -> None:
     world.drained = True
-    tell(world, name)
+    teach(world, name)
     tell(world, name, slower=10.0)
     world.sleep(HOLD_S)
     tell(world, name, slower=10.0)
@@ -189,7 +195,8 @@ def test_a_prefill_instance_whose_prompts_have_their_tokens_is_not_disturbed() -
 
 def test_a_slow_decode_instance_is_relieved_and_comes_back_after_its_trial() -> None:
     world = World(slow_factor=6.0)
-    tell(world, "decode-1")
+    for name in ("decode-0", "decode-1"):
+        teach(world, name)
     number, old = world.streaming()
     found_slow(world, "decode-0")
     assert world.rehashes == [number]

@@ -3,7 +3,7 @@
 import pytest
 
 from moonpool.cost import Speeds
-from services.conductor.core.vigil import FIRST_TRIAL_S, HOLD_S, LEAST_S, TRIAL_S, Vigil
+from services.conductor.core.vigil import FIRST_TRIAL_S, HOLD_S, LEAST_S, LESSONS, TRIAL_S, Vigil
 
 FACTOR = 6.0
 FINE = Speeds(decode_base_s=0.1)
@@ -17,26 +17,33 @@ def hear(vigil: Vigil, speeds: Speeds, now: float, *, idle: bool = False) -> tup
     return vigil.slow, believed == speeds
 
 
+def taught(seconds: float = FINE.decode_base_s) -> Vigil:
+    """One of which enough was heard to judge it, at time 0."""
+    vigil = Vigil()
+    for lesson in range(LESSONS):
+        hear(vigil, Speeds(decode_base_s=seconds * (1 + lesson % 2 / 1000)), 0.0)
+    hear(vigil, Speeds(decode_base_s=seconds), 0.0)
+    assert (vigil.lessons, vigil.told_s) == (LESSONS + 1, seconds)
+    return vigil
+
+
 def slow_at(now: float) -> Vigil:
     """One that was found slow."""
-    vigil = Vigil()
-    hear(vigil, FINE, 0.0)
+    vigil = taught()
     hear(vigil, SLOW, now - HOLD_S)
     assert hear(vigil, SLOW, now) == (True, True)
     return vigil
 
 
 def test_one_that_stays_slow_is_found_after_a_while() -> None:
-    vigil = Vigil()
-    assert hear(vigil, FINE, 0.0) == (False, True)
+    vigil = taught()
     assert hear(vigil, SLOW, 1.0) == (False, True)
     assert hear(vigil, SLOW, 1.0 + HOLD_S - 0.01) == (False, True)
     assert hear(vigil, SLOW, 1.0 + HOLD_S) == (True, True)
 
 
 def test_a_moment_is_none() -> None:
-    vigil = Vigil()
-    hear(vigil, FINE, 0.0)
+    vigil = taught()
     for now in (1.0, 2.0, 3.0):
         assert hear(vigil, SLOW, now) == (False, True)
         assert hear(vigil, FINE, now + HOLD_S / 2) == (False, True)
@@ -44,17 +51,13 @@ def test_a_moment_is_none() -> None:
 
 @pytest.mark.parametrize(("seconds", "slow"), [(0.59, False), (0.61, True)])
 def test_the_factor_is_kept(seconds: float, slow: bool) -> None:
-    vigil = Vigil()
-    told = Speeds(decode_base_s=seconds)
-    for now in (0.0, 1e-6):
-        hear(vigil, FINE, now)
+    vigil, told = taught(), Speeds(decode_base_s=seconds)
     hear(vigil, told, 2e-6)
     assert hear(vigil, told, 2e-6 + HOLD_S)[0] is slow
 
 
 def test_what_takes_next_to_nothing_is_never_slow() -> None:
-    vigil = Vigil()
-    hear(vigil, Speeds(decode_base_s=LEAST_S / 10), 0.0)
+    vigil = taught(LEAST_S / 10)
     for now in (1.0, 2.0):
         assert hear(vigil, Speeds(decode_base_s=LEAST_S), now) == (False, True)
 
@@ -105,3 +108,13 @@ def test_who_is_slow_for_good_is_as_slow_as_it_is() -> None:
         hear(vigil, SLOW, now)
         assert now < 3600.0
     assert now > 300.0
+
+
+def test_what_it_tells_at_first_is_no_measure() -> None:
+    """It joined with a profile that is ten times too quick."""
+    vigil = Vigil()
+    hear(vigil, FINE, 0.0)
+    for lesson in range(LESSONS + 1):
+        assert hear(vigil, Speeds(decode_base_s=1.0 + lesson % 2 / 10), float(lesson)) == (False, True)
+    for now in (30.0, 31.0, 32.0):
+        assert hear(vigil, SLOW, now) == (False, True)
