@@ -13,13 +13,12 @@ from typing import Any, Protocol, TypeVar
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2
 
-from moonpool.client.pulse import Pulse
 from moonpool.client.tracing import metadata
 from moonpool.client.translate import MAX_REQUEST_BYTES
 from moonpool.errors import MoonpoolError, Unavailable
 from moonpool.rpc.errors import DETAIL_KEY, from_rpc_error
+from moonpool.rpc.pulse import Pulse, ask
 from moonpool.rpc.tls import CHANNEL_OPTIONS, Tls
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
@@ -134,17 +133,7 @@ class GrpcTransport:
         return ConductorServiceStub(self._connected())
 
     async def _ask(self, timeout_s: float) -> None:
-        check = self._connected().unary_unary(
-            "/grpc.health.v1.Health/Check",
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
-        try:
-            await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise TimeoutError from None
-            # Whatever else it says, it answers; and of a broken connection the calls hear themselves.
+        await ask(self._connected(), timeout_s)
 
     async def _answer(self, call: Awaitable[Response]) -> Response:
         running: Any = call

@@ -5,10 +5,9 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from moonpool.client import AsyncClient
-from moonpool.client.pulse import ASKS, Pulse, Waiting
+from moonpool.rpc.pulse import ASKS, Pulse, Waiting
 from moonpool.rpc.server import serving
-
-from .test_grpc import DESCRIPTOR, Scripted
+from tests.unit.client.test_grpc import DESCRIPTOR, Scripted
 
 SILENCE_S = 0.02
 WAIT_S = 10.0

@@ -1,4 +1,4 @@
-"""Notices a conductor that is connected and does not answer: it hangs, was stopped, or the way to it is cut.
+"""Notices a peer that is connected and does not answer: it hangs, was stopped, or the way to it is cut.
 
 gRPC notices a connection that is closed at once, and one that is silent by its keepalive only, after up to 40 s.
 """
@@ -10,24 +10,28 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2
+
 QUIET, ASKED = 0.4, 0.3
-"""Shares of the silence: nothing has come for the first, then the conductor is asked `ASKS` times for the second."""
+"""Shares of the silence: nothing has come for the first, then the peer is asked `ASKS` times for the second."""
 ASKS = 2
 
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A call that waits for the conductor. `lost`: it was given up because the conductor does not answer."""
+    """A call that waits for the peer. `lost`: it was given up because the peer does not answer."""
 
     give_up: Callable[[], object]
     lost: bool = False
 
 
 class Pulse:
-    """One conductor's, for all calls of a client to it.
+    """One peer's, for all calls to it over one connection.
 
-    While calls wait and nothing comes, the conductor is asked whether it is there. When it does not say so, they are
-    given up. Who asks may be late himself, so one answer that does not come is not enough.
+    While calls wait and nothing comes, the peer is asked whether it is there. When it does not say so, they are given
+    up. Who asks may be late himself, so one answer that does not come is not enough.
     """
 
     def __init__(self, ask: Callable[[float], Awaitable[None]], silence_s: float) -> None:
@@ -43,20 +47,29 @@ class Pulse:
         self._heard_at = 0.0
         self._watching: asyncio.Task[None] | None = None
 
-    @contextmanager
-    def waiting(self, give_up: Callable[[], object]) -> Iterator[Waiting]:
-        """While the body runs a call waits; the conductor was heard when it is left without an error."""
+    def begin(self, give_up: Callable[[], object]) -> Waiting:
+        """A call waits from now on, until `end`."""
         one = Waiting(give_up)
         if not self._waiting:
-            self._heard()  # nobody waited: its silence begins now
+            self.heard()  # nobody waited: its silence begins now
         self._waiting.add(one)
         if self._silence_s and (self._watching is None or self._watching.done()):
             self._watching = asyncio.get_running_loop().create_task(self._watch())
+        return one
+
+    def end(self, one: Waiting) -> None:
+        """A call waits no more; may be called again."""
+        self._waiting.discard(one)
+
+    @contextmanager
+    def waiting(self, give_up: Callable[[], object]) -> Iterator[Waiting]:
+        """While the body runs a call waits; the peer was heard when it is left without an error."""
+        one = self.begin(give_up)
         try:
             yield one
-            self._heard()
+            self.heard()
         finally:
-            self._waiting.discard(one)
+            self.end(one)
 
     async def aclose(self) -> None:
         """Ends watching; may be called again."""
@@ -64,7 +77,8 @@ class Pulse:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
 
-    def _heard(self) -> None:
+    def heard(self) -> None:
+        """Something came."""
         self._heard_at = asyncio.get_running_loop().time()
 
     async def _watch(self) -> None:
@@ -74,7 +88,7 @@ class Pulse:
             if left_s > 0:
                 await asyncio.sleep(left_s)
             elif await self._is_there():
-                self._heard()
+                self.heard()
             else:
                 self._give_up()
 
@@ -90,7 +104,25 @@ class Pulse:
         return False
 
     def _give_up(self) -> None:
-        for one in self._waiting:
+        lost, self._waiting = self._waiting, set()
+        for one in lost:
             one.lost = True
             one.give_up()
-        self._waiting.clear()
+
+
+async def ask(channel: grpc.aio.Channel, timeout_s: float) -> None:
+    """Asks the service behind a channel whether it is there, for `Pulse`.
+
+    Raises:
+        TimeoutError: no answer came. Any other is one; and of a broken connection its calls hear themselves.
+    """
+    check = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    try:
+        await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise TimeoutError from None
