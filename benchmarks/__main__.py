@@ -8,7 +8,10 @@ from pathlib import Path
 from benchmarks import page
 from benchmarks.frame import run, today
 
-ALL = ("conductor", "eviction", "failover", "kernels", "kv_stream", "kvstore", "predictions", "serving", "simulated")
+ALL = (
+    *("conductor", "eviction", "failover", "fairness", "kernels", "kv_stream", "kvstore"),
+    *("predictions", "serving", "simulated"),
+)
 
 
 def main(argv: list[str] | None = None) -> int:

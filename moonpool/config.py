@@ -69,6 +69,18 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def read_mapping(value: object) -> object:
+    """A mapping by name, from a flag (YAML or JSON) or a file; raises ValueError when it is none."""
+    if isinstance(value, str):
+        try:
+            value = yaml.safe_load(value) if value.strip() else {}
+        except yaml.YAMLError as error:
+            raise ValueError(f"is no YAML: {error}") from None
+    if not isinstance(value, Mapping):
+        raise ValueError("must be a mapping by name")
+    return {str(name): row for name, row in value.items()}
+
+
 def _check_bind(address: str) -> str:
     parse_address(address)
     return address

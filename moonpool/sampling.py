@@ -80,6 +80,8 @@ class SamplingParams:
     """When a search that has as many hypotheses as beams ends: True = at once; False = when the best beam's score at
     its length is not better than the worst hypothesis'; "never" = when no beam can become better. As in
     `transformers`."""
+    skip_special_tokens: bool = True
+    """The answer's text leaves out special tokens. Some models mark calls of functions with them."""
 
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():

@@ -1,20 +1,15 @@
-"""Text to tokens and back: `tokenizer.json`, the chat template in its sandbox, and incremental detokenising."""
+"""Text to tokens and back: `tokenizer.json`, and incremental detokenising."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from moonpool.checkpoint.chat import ChatTemplate
 from moonpool.checkpoint.fields import read_json
 from moonpool.errors import CheckpointError, InvalidRequest
 
@@ -39,8 +34,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-        self._template = _compile(chat_template) if chat_template is not None else None
-        self._special = dict(special or {})
+        self._template = ChatTemplate(chat_template, special or {}) if chat_template is not None else None
 
     @classmethod
     def load(cls, path: Path | str) -> Tokenizer:
@@ -76,6 +70,11 @@ class Tokenizer:
         """Whether `apply_chat_template` can be used."""
         return self._template is not None
 
+    @property
+    def chat_template(self) -> str:
+        """The chat template's source; "" = there is none."""
+        return self._template.source if self._template is not None else ""
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the tokens of `text`; with `add_special` also those the model expects around it (often one BOS)."""
         # Unlike `encode`, this releases the interpreter lock: a megabyte takes most of a second.
@@ -100,20 +99,20 @@ class Tokenizer:
         """Return the text of `ids`; bytes that are no UTF-8 become U+FFFD."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Return the text that the chat template makes of `messages` (each with `role` and `content`).
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """Return the text that the chat template makes of `messages`; see `ChatTemplate.render`.
 
         Raises:
-            InvalidRequest: the checkpoint has no chat template, or the template refuses these messages.
+            InvalidRequest: the checkpoint has no chat template, or the template refuses these messages or tools.
         """
         if self._template is None:
             raise InvalidRequest("messages", "this model has no chat template")
-        try:
-            return self._template.render(
-                messages=_plain(messages), add_generation_prompt=add_generation_prompt, tools=None, **self._special
-            )
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise InvalidRequest("messages", f"the chat template refuses them: {error}") from None
+        return self._template.render(messages, tools, add_generation_prompt=add_generation_prompt)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
@@ -121,9 +120,9 @@ class Tokenizer:
         """Return the tokens of `render_chat`; the template itself writes special tokens."""
         return self.encode(self.render_chat(messages, add_generation_prompt), add_special=False)
 
-    def stream(self, prompt: Sequence[int] = ()) -> Detokenizer:
+    def stream(self, prompt: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
         """Return a detokenizer for tokens that come one by one, after `prompt` (whose text is not returned)."""
-        return Detokenizer(self, prompt)
+        return Detokenizer(self, prompt, skip_special)
 
 
 class Detokenizer:
@@ -134,17 +133,18 @@ class Detokenizer:
     back. Exception: a byte sequence that stays invalid longer than 32 tokens is cut there.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special = skip_special
         self._window = list(prompt[-8:])  # tokens decoded anew at each push
         self._read = len(self._window)  # leading tokens of the window whose text is final
         # Characters of the window's text already returned. A character that the prompt has begun is not among them.
-        self._shown = len(tokenizer.decode(self._window).rstrip(_REPLACEMENT))
+        self._shown = len(self._decode(self._window).rstrip(_REPLACEMENT))
 
     def push(self, ids: Iterable[int]) -> str:
         """Take further tokens; returns the text that is final now."""
         self._window.extend(ids)
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         held = text.endswith(_REPLACEMENT) and len(self._window) - self._read < _MAX_HELD_TOKENS
         final = text.rstrip(_REPLACEMENT) if held else text
         new = final[self._shown :]
@@ -155,7 +155,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return what is still held back; the sequence has ended."""
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         new = text[self._shown :]
         self._shown = len(text)
         return new
@@ -166,7 +166,10 @@ class Detokenizer:
         if kept:
             self._window = kept
             self._read = len(kept)
-            self._shown = len(self._tokenizer.decode(kept))
+            self._shown = len(self._decode(kept))
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special)
 
 
 def _find_chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
@@ -195,59 +198,3 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, str):
             special[name] = value
     return special
-
-
-class _Generation(Extension):
-    """Lets `{% generation %}` through, with which some templates mark the assistant's part for training."""
-
-    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Return what is between the marks."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile(template: str) -> Template:
-    """Compile a chat template in a sandbox, with the filters and functions that transformers gives to templates.
-
-    Source: `transformers/utils/chat_template_utils.py`. The sandbox refuses access to Python's internals and changes
-    of its arguments; a template can compute text and nothing else.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def strftime_now(form: str) -> str:
-        return datetime.now().strftime(form)
-
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    try:
-        return environment.from_string(template)
-    except TemplateError as error:
-        raise CheckpointError(f"chat template: {error}") from None
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """Write JSON; jinja's own filter would escape HTML characters."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _plain(value: Any) -> Any:
-    """Rebuild `value` out of plain JSON types: objects with methods have no place in a sandbox."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return [_plain(item) for item in value]
-    raise InvalidRequest("messages", f"must be plain JSON data, not {type(value).__name__}")

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moonpool.client import Client
-from moonpool.client.types import Candidate, ClusterState, Explanation, InstanceInfo
+from moonpool.client.types import Candidate, ClusterState, Explanation, InstanceInfo, QueueInfo
 
 
 def run_state(client: Client, *, as_json: bool) -> None:
@@ -18,6 +18,7 @@ def run_state(client: Client, *, as_json: bool) -> None:
         typer.echo(json.dumps(dataclasses.asdict(state)))
         return
     typer.echo(_headline(state))
+    typer.echo(_queue(state.queue))
     table = Table("instance", "kind", "address", "running", "waiting", "blocks used", "cached", "promised", "state")
     for column in table.columns[3:8]:
         column.justify = "right"
@@ -27,6 +28,22 @@ def run_state(client: Client, *, as_json: bool) -> None:
         counts = (str(each.running), _waiting(each), share, f"{each.cached_blocks:,}", f"{each.promised_blocks:,}")
         table.add_row(each.id, each.kind, each.address, *counts, "draining" if each.draining else "")
     Console().print(table)
+    if len(state.queue.tenants) > 1:
+        Console().print(_tenants(state.queue))
+
+
+def _queue(queue: QueueInfo) -> str:
+    size = f" ({queue.prompt_bytes:,} bytes)" if queue.for_limits else ""
+    return f"wait at the conductor: {queue.for_limits} for their limits{size}, {queue.for_room} for room"
+
+
+def _tenants(queue: QueueInfo) -> Table:
+    table = Table("tenant", "weight", "requests", "waiting at the conductor")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for each in queue.tenants:
+        table.add_row(each.tenant or "(none)", f"{each.weight:g}", str(each.requests), str(each.waiting))
+    return table
 
 
 def _headline(state: ClusterState) -> str:
@@ -78,9 +95,10 @@ def _outcome(found: Explanation) -> str:
         return f"refused: {found.refused}"
     placement = found.placement
     source = f", prefix from {placement.kvstore}" if placement.kvstore else ""
+    waited = f", after {found.waited_s:.4f} s without a place" if found.waited_s else ""
     return "\n".join(
         (
-            f"placed on {placement.prefill}, then {placement.decode or 'nowhere: one token was all'}{source}",
+            f"placed on {placement.prefill}, then {placement.decode or 'nowhere: one token was all'}{source}{waited}",
             f"TTFT: predicted {placement.predicted_ttft_s:.4f} s, measured {_measured(found.measured_ttft_s)}",
             f"TPOT: predicted {_measured(placement.predicted_tbt_s)}, measured {_measured(found.measured_tpot_s)}",
         )

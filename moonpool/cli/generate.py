@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from moonpool.client import Client, GenerateResult, Message, SamplingParams, Slo
+from moonpool.client import Client, GenerateArguments, GenerateResult, Message, SamplingParams, Slo
 
 
 def run_generate(
@@ -16,19 +16,27 @@ def run_generate(
     sampling: SamplingParams,
     *,
     chat: bool,
-    ttft_slo_s: float | None,
+    slo: Slo,
+    tenant: str,
+    priority: int,
     as_json: bool,
 ) -> None:
     """Streams the answer to standard output and the figures to standard error, or prints one JSON object."""
-    slo = Slo(ttft_s=ttft_slo_s)
     messages: list[Message] | None = [{"role": "user", "content": prompt}] if chat else None
-    text = None if chat else prompt
+    asked: GenerateArguments = {
+        "prompt": None if chat else prompt,
+        "messages": messages,
+        "sampling": sampling,
+        "slo": slo,
+        "tenant": tenant,
+        "priority": priority,
+    }
     with Client(conductors) as client:
         if as_json:
-            answer = client.generate(prompt=text, messages=messages, sampling=sampling, slo=slo)
+            answer = client.generate(**asked)
             typer.echo(json.dumps(dataclasses.asdict(answer)))
             return
-        stream = client.stream(prompt=text, messages=messages, sampling=sampling, slo=slo)
+        stream = client.stream(**asked)
         for event in stream:
             if _streamed(sampling):
                 sys.stdout.write(event.text)

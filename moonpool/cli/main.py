@@ -141,11 +141,16 @@ def generate(
     ttft_slo_s: Annotated[
         float | None, typer.Option(help="Seconds; refuse when the first token is predicted later.")
     ] = None,
+    queue_s: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds to wait at the conductor before that; default: as it says.")
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="Whose request it is.")] = "",
+    priority: Annotated[int, typer.Option(help="Lower ones of the tenant's requests are served earlier.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
 ) -> None:
     """Generate text from a prompt."""
     from moonpool.cli.generate import run_generate
-    from moonpool.client import SamplingParams
+    from moonpool.client import SamplingParams, Slo
 
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = SamplingParams(
@@ -156,7 +161,8 @@ def generate(
         beam_width=beams,
         length_penalty=length_penalty,
     )
-    run_generate(addresses(address), text, sampling, chat=chat, ttft_slo_s=ttft_slo_s, as_json=as_json)
+    slo, where = Slo(ttft_s=ttft_slo_s, queue_s=queue_s), addresses(address)
+    run_generate(where, text, sampling, chat=chat, slo=slo, tenant=tenant, priority=priority, as_json=as_json)
 
 
 @app.command()

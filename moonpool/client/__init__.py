@@ -29,6 +29,7 @@ from moonpool.client.types import (
     Slo,
     Timing,
     TokenEvent,
+    ToolCall,
     Usage,
 )
 from moonpool.errors import (
@@ -73,6 +74,7 @@ __all__ = [
     "Timing",
     "TokenEvent",
     "TokenStream",
+    "ToolCall",
     "TransferFailed",
     "Unavailable",
     "Unsupported",

@@ -70,6 +70,11 @@ class AsyncTokenStream:
         return self._collector.request_id
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, 0 before it was placed."""
+        return self._collector.prompt_tokens
+
+    @property
     def placement(self) -> Placement | None:
         """Where the request runs now, None before it was placed."""
         return self._collector.placements[-1] if self._collector.placements else None

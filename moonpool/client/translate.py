@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,7 +18,10 @@ from moonpool.client.types import (
     GenerateArguments,
     GenerateResult,
     InstanceInfo,
+    Message,
     Placement,
+    QueueInfo,
+    TenantInfo,
     Timing,
     TokenEvent,
     Usage,
@@ -55,11 +59,12 @@ def generate_request(given: GenerateArguments) -> conductor_pb2.GenerateRequest:
     request = conductor_pb2.GenerateRequest()
     for name in ("tenant", "model", "request_id"):
         _assign(request, name, given.get(name, ""))
+    _assign(request, "priority", given.get("priority", 0))
     form = _set_prompt(request, given)
     sampling, slo = given.get("sampling"), given.get("slo")
     if sampling is not None:
         request.sampling.CopyFrom(sampling_to_proto(sampling))
-    for name in ("ttft_s", "tbt_s") if slo is not None else ():
+    for name in ("ttft_s", "tbt_s", "queue_s") if slo is not None else ():
         value_s = getattr(slo, name)
         if value_s is not None:
             _assign(request.slo, name, value_s, f"slo.{name}")
@@ -73,6 +78,8 @@ def _set_prompt(request: conductor_pb2.GenerateRequest, given: GenerateArguments
     prompt, token_ids, messages = given.get("prompt"), given.get("token_ids"), given.get("messages")
     if sum(form is not None for form in (prompt, token_ids, messages)) != 1:
         raise InvalidRequest("prompt", "exactly one of prompt, token_ids and messages must be given")
+    if given.get("tools") and messages is None:
+        raise InvalidRequest("tools", "are for messages only: the chat template shows them to the model")
     if prompt is not None:
         _assign(request, "text", prompt, "prompt")
         return "prompt"
@@ -82,6 +89,8 @@ def _set_prompt(request: conductor_pb2.GenerateRequest, given: GenerateArguments
         return "token_ids"
     request.chat.SetInParent()
     assign("messages", lambda: request.chat.messages.extend(map(_message, messages or ())))
+    if tools := given.get("tools"):
+        assign("tools", lambda: setattr(request.chat, "tools", json.dumps(tools, ensure_ascii=False, allow_nan=False)))
     return "messages"
 
 
@@ -92,6 +101,8 @@ class Collector:
         self.result: GenerateResult | None = None
         """The whole answer, once it has ended."""
         self.request_id = ""
+        self.prompt_tokens = 0
+        """Tokens of the prompt, 0 before it was placed."""
         self.placements: list[Placement] = []
         self.resumes = 0
         """How often the stream was taken up again."""
@@ -141,6 +152,7 @@ class Collector:
         match message.WhichOneof("event"):
             case "placed":
                 self.request_id = message.placed.request_id
+                self.prompt_tokens = message.placed.prompt_tokens
                 self._seed = message.placed.seed
                 self._point = message.placed.resume if message.placed.HasField("resume") else None
                 self.placements.append(placement(message.placed.placement))
@@ -213,6 +225,7 @@ def cluster_state(message: conductor_pb2.ClusterStateResponse) -> ClusterState:
         conductor=message.conductor.address,
         instances=tuple(map(_instance, message.instances)),
         emulated=message.model.emulated,
+        queue=_queue(message.queue),
     )
 
 
@@ -225,6 +238,7 @@ def explanation(message: conductor_pb2.ExplainResponse) -> Explanation:
         measured_tpot_s=message.measured_tpot_s,
         refused=message.refused,
         policy=message.policy,
+        waited_s=message.waited_s,
     )
 
 
@@ -255,11 +269,26 @@ def _instance(state: conductor_pb2.InstanceState) -> InstanceInfo:
     )
 
 
+def _queue(state: conductor_pb2.QueueState) -> QueueInfo:
+    tenants = tuple(_copy(TenantInfo, tenant) for tenant in state.tenants)
+    return QueueInfo(state.for_limits, state.for_room, state.prompt_bytes, tenants)
+
+
 def _message(message: Mapping[str, Any]) -> conductor_pb2.ChatMessage:
-    unknown = set(message) - {"role", "content"}
+    unknown = set(message) - Message.__annotations__.keys()
     if unknown:
-        raise ValueError(f"a message has role and content, not {', '.join(sorted(unknown))}")
-    return conductor_pb2.ChatMessage(role=message["role"], content=message["content"])
+        raise ValueError(f"a message has {', '.join(Message.__annotations__)}, not {', '.join(sorted(unknown))}")
+    return conductor_pb2.ChatMessage(
+        role=message["role"],
+        content=message["content"],
+        tool_calls=map(_tool_call, message.get("tool_calls", ())),
+        tool_call_id=message.get("tool_call_id", ""),
+    )
+
+
+def _tool_call(call: Mapping[str, Any]) -> conductor_pb2.ToolCall:
+    function = call["function"]
+    return conductor_pb2.ToolCall(id=call["id"], name=function["name"], arguments=function["arguments"])
 
 
 def _copy(cls: Any, message: Any) -> Any:

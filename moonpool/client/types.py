@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from moonpool.sampling import SamplingParams as SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
+class CalledFunction(TypedDict):
+    """A function that was called; `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call of a function in an assistant's turn, in OpenAI's form."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(TypedDict):
-    """One turn of a conversation."""
+    """One turn of a conversation.
+
+    Attributes:
+        role: "system", "user", "assistant" or "tool" (the result of a call).
+        content: the text.
+        tool_calls: what an assistant's turn has called.
+        tool_call_id: which call a tool's turn is the result of.
+    """
 
     role: str
     content: str
+    tool_calls: NotRequired[Sequence[ToolCall]]
+    tool_call_id: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """Latency limits, seconds; None = no limit. A request that would miss one is refused with `Overloaded`."""
+    """Latency limits, seconds; None = no limit. A request that would miss one is refused with `Overloaded`.
+
+    It may wait for `queue_s` seconds before that; this time does not count in `ttft_s`. 0 = it is refused at once, None
+    = what the conductor's `--queue-deadline-s` says.
+    """
 
     ttft_s: float | None = None
     tbt_s: float | None = None
+    queue_s: float | None = None
 
 
 class GenerateArguments(TypedDict, total=False):
@@ -33,22 +62,28 @@ class GenerateArguments(TypedDict, total=False):
         prompt: text, tokenised by the conductor.
         token_ids: tokens as they are.
         messages: a conversation; the model's chat template makes a prompt of it.
+        tools: functions that the model may call, with `messages`: OpenAI's definitions, as the chat template takes
+            them. Calls come as text, in the model's own form; with `SamplingParams.skip_special_tokens` false, special
+            tokens that mark them are part of it.
         sampling: how tokens are chosen.
         slo: latency limits.
         tenant: whose request it is; tenants do not share KV.
         model: name of the model; "" = whatever is served.
         request_id: unique in the cluster; drawn by the conductor when "".
+        priority: as in vLLM, a lower one is served earlier; among the tenant's own requests; -100 to 100.
         timeout_s: seconds the request may take; None = the client's.
     """
 
     prompt: str | None
     token_ids: Sequence[int] | None
     messages: Sequence[Message] | None
+    tools: Sequence[Mapping[str, Any]] | None
     sampling: SamplingParams | None
     slo: Slo | None
     tenant: str
     model: str
     request_id: str
+    priority: int
     timeout_s: float | None
 
 
@@ -159,6 +194,29 @@ class InstanceInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantInfo:
+    """A tenant's requests at the conductor, and how many of them wait there; `weight` is its share."""
+
+    tenant: str
+    weight: float
+    requests: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueueInfo:
+    """Requests that wait at the conductor: for a limit that can be kept, and for room at decode.
+
+    `prompt_bytes` are those of the former. `tenants` are those with requests here, waiting or not; 100 at most.
+    """
+
+    for_limits: int = 0
+    for_room: int = 0
+    prompt_bytes: int = 0
+    tenants: tuple[TenantInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterState:
     """The cluster as the conductor sees it. `model` is "" before the first engine has joined.
 
@@ -172,6 +230,7 @@ class ClusterState:
     conductor: str
     instances: tuple[InstanceInfo, ...]
     emulated: str = ""
+    queue: QueueInfo = QueueInfo()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +263,8 @@ class Explanation:
     measured_tpot_s: float
     refused: str
     policy: str = ""
+    waited_s: float = 0.0
+    """Seconds that it waited at the conductor for a place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,11 @@ What passes here is safe to compute: every token id is one the model has.
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Self
 
 from moonpool.contracts import sampling_from_proto
+from moonpool.core.fair import check_priority
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_from_bytes
 from moonpool.sampling import check_beams, check_end_tokens
@@ -32,6 +34,8 @@ class IncomingRequest:
         chain_root: parent of the first key.
         tenant: whose KV it is.
         sampling: how the next tokens are chosen.
+        priority: among the tenant's own; lower ones go first.
+        weight: the tenant's share, relative to others'.
     """
 
     request_id: str
@@ -40,6 +44,8 @@ class IncomingRequest:
     chain_root: BlockKey
     tenant: str
     sampling: SequenceSampling
+    priority: int = 0
+    weight: float = 1.0
 
     @classmethod
     def from_proto(
@@ -52,6 +58,10 @@ class IncomingRequest:
         """
         _check_name("sequence.request_id", spec.request_id, least=1)
         _check_name("sequence.tenant", spec.tenant, least=0)
+        check_priority(spec.priority, "sequence.priority")
+        weight = spec.weight or 1.0
+        if not 0.0 < weight < inf:
+            raise InvalidRequest("sequence.weight", f"must be above 0, is {weight}")
         # Sizes come first: what is refused for its size is neither copied nor unpacked.
         if not TOKEN_BYTES <= len(spec.token_ids) <= TOKEN_BYTES * max_tokens:
             raise InvalidRequest("sequence.token_ids", f"must be 1 to {max_tokens} tokens")
@@ -74,7 +84,7 @@ class IncomingRequest:
         if spec.block_keys != pack_keys(keys):
             raise InvalidRequest("sequence.block_keys", f"are not the {len(keys)} keys of these tokens")
         sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids)
-        return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, sampling)
+        return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, sampling, spec.priority, weight)
 
     @property
     def width(self) -> int:

@@ -22,8 +22,9 @@ from moonpool.model.shapes import SHAPES
 
 _BOS, _EOS, _PAD = "<s>", "</s>", "<pad>"
 _CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '[' + message['role'] + '] ' + message['content'] + '\\n' }}"
+    "{{ bos_token }}{% if tools %}{{ '[tools] ' + (tools | tojson) + '\\n' }}{% endif %}{% for message in messages %}"
+    "{{ '[' + message['role'] + '] ' + message['content'] + '\\n' }}{% for call in message['tool_calls'] %}"
+    "{{ '<tool_call>' + (call['function'] | tojson) + '</tool_call>\\n' }}{% endfor %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
 )
 # Letters and signs by falling frequency in English text; the made-up merges join the frequent ones first.

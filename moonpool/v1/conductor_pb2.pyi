@@ -20,6 +20,36 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class ToolCall(_message.Message):
+    """A call of a function in an assistant's turn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Names the call; the turn with its result has the same."""
+    name: _builtins.str
+    """The function."""
+    arguments: _builtins.str
+    """A JSON object."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
 class ChatMessage(_message.Message):
     """One turn of a conversation."""
 
@@ -27,19 +57,29 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user" or "assistant"."""
+    """"system", "user", "assistant" or "tool" (the result of a call)."""
     content: _builtins.str
     """The text."""
+    tool_call_id: _builtins.str
+    """Which call a tool's turn is the result of."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Calls that an assistant's turn has made."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -52,6 +92,9 @@ class ChatPrompt(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    tools: _builtins.str
+    """Functions that the model may call: a JSON list as chat templates take it (OpenAI's form); empty = none."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The turns so far."""
@@ -60,10 +103,11 @@ class ChatPrompt(_message.Message):
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -101,24 +145,34 @@ class Slo(_message.Message):
 
     TTFT_S_FIELD_NUMBER: _builtins.int
     TBT_S_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
     ttft_s: _builtins.float
     """Time to first token, seconds; unset = no limit."""
     tbt_s: _builtins.float
     """Time between tokens, seconds; unset = no limit."""
+    queue_s: _builtins.float
+    """Seconds that the request may wait at the conductor instead of being refused; this time does not count in `ttft_s`.
+    0 = it is refused at once; unset = what the conductor's --queue-deadline-s says.
+    """
     def __init__(
         self,
         *,
         ttft_s: _builtins.float | None = ...,
         tbt_s: _builtins.float | None = ...,
+        queue_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tbt_s", b"_tbt_s", "_ttft_s", b"_ttft_s", "tbt_s", b"tbt_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_s", b"_queue_s", "_tbt_s", b"_tbt_s", "_ttft_s", b"_ttft_s", "queue_s", b"queue_s", "tbt_s", b"tbt_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tbt_s", b"_tbt_s", "_ttft_s", b"_ttft_s", "tbt_s", b"tbt_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_s", b"_queue_s", "_tbt_s", b"_tbt_s", "_ttft_s", b"_ttft_s", "queue_s", b"queue_s", "tbt_s", b"tbt_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__queue_s: _TypeAlias = _typing.Literal["queue_s"]  # noqa: Y015
+    _WhichOneofArgType__queue_s: _TypeAlias = _typing.Literal["_queue_s", b"_queue_s"]  # noqa: Y015
     _WhichOneofReturnType__tbt_s: _TypeAlias = _typing.Literal["tbt_s"]  # noqa: Y015
     _WhichOneofArgType__tbt_s: _TypeAlias = _typing.Literal["_tbt_s", b"_tbt_s"]  # noqa: Y015
     _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
     _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_s) -> _WhichOneofReturnType__queue_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tbt_s) -> _WhichOneofReturnType__tbt_s | None: ...
     @_typing.overload
@@ -142,6 +196,7 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique in the cluster; drawn by the conductor when empty."""
     from_position: _builtins.int
@@ -152,6 +207,8 @@ class GenerateRequest(_message.Message):
     """Whose request this is; tenants do not share KV."""
     model: _builtins.str
     """Model name; empty = whatever is served, otherwise it must match."""
+    priority: _builtins.int
+    """As in vLLM: who has a lower one is served earlier; default 0, from -100 to 100. Among the tenant's own requests."""
     @_builtins.property
     def tokens(self) -> Global___TokenPrompt:
         """Token ids as they are."""
@@ -187,10 +244,11 @@ class GenerateRequest(_message.Message):
         tenant: _builtins.str = ...,
         model: _builtins.str = ...,
         resume: Global___Resume | None = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "from_position", b"from_position", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "from_position", b"from_position", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -1054,6 +1112,7 @@ class ExplainResponse(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     MEASURED_TPOT_S_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    WAITED_S_FIELD_NUMBER: _builtins.int
     measured_ttft_s: _builtins.float
     """Measured time to first token, seconds; 0 before it."""
     refused: _builtins.str
@@ -1062,6 +1121,8 @@ class ExplainResponse(_message.Message):
     """Measured mean time between tokens, seconds; 0 before the answer's end and for answers of one token."""
     policy: _builtins.str
     """The policy by which the prefill instance was chosen, as the conductor's setting names it."""
+    waited_s: _builtins.float
+    """Seconds that it waited at the conductor, for room or for a limit that could be kept."""
     @_builtins.property
     def placement(self) -> Global___Placement:
         """The placement; unset when it was refused."""
@@ -1079,10 +1140,11 @@ class ExplainResponse(_message.Message):
         refused: _builtins.str = ...,
         measured_tpot_s: _builtins.float = ...,
         policy: _builtins.str = ...,
+        waited_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1144,6 +1206,76 @@ class InstanceState(_message.Message):
 Global___InstanceState: _TypeAlias = InstanceState  # noqa: Y015
 
 @_typing.final
+class TenantState(_message.Message):
+    """A tenant's requests at the conductor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Its name; empty for requests that name none."""
+    weight: _builtins.float
+    """Its share, as `--tenant-weights` has it."""
+    requests: _builtins.int
+    """Requests that have not ended, those that wait among them."""
+    waiting: _builtins.int
+    """Of these, those that wait at the conductor."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        requests: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "tenant", b"tenant", "waiting", b"waiting", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantState: _TypeAlias = TenantState  # noqa: Y015
+
+@_typing.final
+class QueueState(_message.Message):
+    """Requests that wait at the conductor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOR_LIMITS_FIELD_NUMBER: _builtins.int
+    FOR_ROOM_FIELD_NUMBER: _builtins.int
+    PROMPT_BYTES_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    for_limits: _builtins.int
+    """For a limit that can be kept."""
+    for_room: _builtins.int
+    """For room at decode."""
+    prompt_bytes: _builtins.int
+    """Of the prompts that wait for a limit."""
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantState]:
+        """Tenants that have requests here, in the order of their names; at most 100."""
+
+    def __init__(
+        self,
+        *,
+        for_limits: _builtins.int = ...,
+        for_room: _builtins.int = ...,
+        prompt_bytes: _builtins.int = ...,
+        tenants: _abc.Iterable[Global___TenantState] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["for_limits", b"for_limits", "for_room", b"for_room", "prompt_bytes", b"prompt_bytes", "tenants", b"tenants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueState: _TypeAlias = QueueState  # noqa: Y015
+
+@_typing.final
 class ClusterStateResponse(_message.Message):
     """The cluster's picture."""
 
@@ -1153,6 +1285,7 @@ class ClusterStateResponse(_message.Message):
     INSTANCES_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Requests can be served: at least one prefill and one decode instance."""
     @_builtins.property
@@ -1167,6 +1300,10 @@ class ClusterStateResponse(_message.Message):
     def model(self) -> Global___ModelInfo:
         """What is served; unset before the first engine has joined."""
 
+    @_builtins.property
+    def queue(self) -> Global___QueueState:
+        """Who waits at the conductor."""
+
     def __init__(
         self,
         *,
@@ -1174,10 +1311,11 @@ class ClusterStateResponse(_message.Message):
         instances: _abc.Iterable[Global___InstanceState] | None = ...,
         model: Global___ModelInfo | None = ...,
         ready: _builtins.bool = ...,
+        queue: Global___QueueState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "model", b"model", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "instances", b"instances", "model", b"model", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "instances", b"instances", "model", b"model", "queue", b"queue", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

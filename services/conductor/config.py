@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from moonpool.config import ListenAddress, OptionalAddress
+from moonpool.config import ListenAddress, OptionalAddress, read_mapping
 from moonpool.drive.config import CoreServiceConfig
 from moonpool.errors import ConfigError
 from services.conductor.core.admission import Admission
@@ -60,7 +61,12 @@ class ConductorConfig(CoreServiceConfig):
         description="kvstores that hold a copy of each prefix, if there are so many; with 2, the loss of one "
         "loses no KV and a hot prefix is read from two",
     )
-    max_queue: int = Field(1024, ge=1, description="requests served at once; further ones are refused as overloaded")
+    max_queue: int = Field(
+        1024,
+        ge=1,
+        description="requests served at once; further ones are refused as overloaded, but for those of tenants that "
+        "have less than their share of them, up to twice as many",
+    )
     heartbeat_s: float = Field(
         1.0,
         gt=0,
@@ -93,6 +99,21 @@ class ConductorConfig(CoreServiceConfig):
         ge=0,
         description="seconds a request may wait for room at decode, within its TTFT limit, before it is refused",
     )
+    queue_deadline_s: float = Field(
+        0.0,
+        ge=0,
+        le=86400,
+        description="seconds a request waits for a placement that keeps its limits, instead of being refused at once; "
+        "they do not count in its TTFT limit, and also limit waiting for room. 0 = it is refused; a request may say "
+        "otherwise (slo.queue_s)",
+    )
+    max_queued: int = Field(1024, ge=1, description="requests that wait so at once; of more, some are refused")
+    max_queued_bytes: int = Field(64 << 20, ge=1 << 10, description="bytes of their prompts' tokens, 4 each")
+    tenant_weights: Annotated[dict[str, float], BeforeValidator(read_mapping)] = Field(
+        default_factory=dict,
+        description="shares of tenants where several wait for the same, as YAML or JSON: {NAME: WEIGHT}; NAME '*' is "
+        "for each tenant without one, whose weight is 1 otherwise",
+    )
     adopt_wait_s: float = Field(
         5.0,
         ge=0,
@@ -116,4 +137,11 @@ class ConductorConfig(CoreServiceConfig):
             raise ConfigError("client_listen", "needs --api-keys, and --tls-cert, --tls-key and --tls-ca")
         if self.api_keys is not None and not self.client_listen:
             raise ConfigError("api_keys", "needs --client-listen, where their owners connect")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_are_shares(self) -> Self:
+        for name, weight in self.tenant_weights.items():
+            if not (isfinite(weight) and weight > 0):
+                raise ConfigError(f"tenant_weights.{name}", f"must be above 0, is {weight}")
         return self

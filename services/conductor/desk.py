@@ -89,6 +89,8 @@ class Desk:
             deadline=deadline,
             tenant=request.tenant,
             resumed=resume.resumed if resume is not None else None,
+            priority=request.priority,
+            weight=request.weight,
         )
         serving = Serving(ask, answer, self._first_token, list(request.prompt_keys), secret_for(request, resume))
         self._serving[ask.number] = serving
@@ -139,10 +141,10 @@ class Desk:
 
     def _tell(self, action: Announce | Rehash | Complete | Fail | Drop, serving: Serving) -> None:
         match action:
-            case Announce(_, plan, sequence, target, waited_s):
+            case Announce(_, plan, sequence, target, waited_s, queued_s):
                 decode = target.decode if target is not None else ""
                 placed = placement(plan, decode, waited_s, serving.promised_tbt_s.get(decode, 0.0))
-                self._decisions.placed(serving.ask.id, placed, plan.candidates)
+                self._decisions.placed(serving.ask.id, placed, plan.candidates, queued_s)
                 serving.placed(placed, sequence, target)
                 return
             case Rehash():

@@ -22,9 +22,19 @@ class Decisions:
     def __len__(self) -> int:
         return len(self._records)
 
-    def placed(self, request_id: str, placement: conductor_pb2.Placement, candidates: Iterable[PrefillChoice]) -> None:
-        """Note where a request was placed; a later placement of the same request replaces an earlier one."""
-        record = conductor_pb2.ExplainResponse(placement=placement, candidates=map(_explain, candidates))
+    def placed(
+        self,
+        request_id: str,
+        placement: conductor_pb2.Placement,
+        candidates: Iterable[PrefillChoice],
+        waited_s: float = 0.0,
+    ) -> None:
+        """Note where a request was placed; a later placement of the same request replaces an earlier one.
+
+        It has looked for a place in vain for `waited_s`.
+        """
+        explained = map(_explain, candidates)
+        record = conductor_pb2.ExplainResponse(placement=placement, candidates=explained, waited_s=waited_s)
         earlier = self._records.get(request_id)
         if earlier is not None:
             record.measured_ttft_s = earlier.measured_ttft_s

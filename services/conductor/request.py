@@ -6,23 +6,28 @@ Tokenises the prompt, so it runs on a worker thread.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from moonpool.checkpoint import ModelConfig, Tokenizer
 from moonpool.contracts import sampling_from_proto, sampling_to_proto
+from moonpool.core.fair import check_priority
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.kv.layout import KVLayout
 from moonpool.sampling import SamplingParams, check_beams, check_end_tokens
 from moonpool.v1 import conductor_pb2, kv_pb2
+from services.conductor import chat
 from services.conductor.core.admission import Slo
 from services.conductor.core.messages import ATTEMPT_MARK
 
 MAX_ID_CHARS = 128
 MAX_TENANT_CHARS = 256
+EVERY_OTHER = "*"
+"""Stands for each tenant without a weight of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,10 @@ class Served:
     layout: KVLayout
     max_tokens: int
     """Longest sequence, prompt and answer together."""
+    queue_s: float
+    """How long requests that do not say it may wait instead of being refused."""
+    weights: Mapping[str, float]
+    """Shares of tenants, as `ConductorConfig.tenant_weights` has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,8 @@ class Request:
     chain_root: bytes
     prompt_keys: tuple[BlockKey, ...]
     block_tokens: int
+    priority: int = 0
+    weight: float = 1.0
 
     @property
     def max_tokens(self) -> int:
@@ -97,6 +108,8 @@ class Request:
             end_token_ids=self.end_token_ids,
             tenant=self.tenant,
             chain_root=self.chain_root,
+            priority=self.priority,
+            weight=self.weight,
         )
 
 
@@ -129,16 +142,20 @@ def read_request(
         sampling=sampling,
         stops=tuple(sampling.stop),
         end_token_ids=end_token_ids,
-        slo=_read_slo(message.slo),
+        slo=_read_slo(message.slo, served.queue_s),
         chain_root=root,
         prompt_keys=tuple(block_keys(root, prompt, served.layout.block_tokens)),
         block_tokens=served.layout.block_tokens,
+        priority=message.priority,
+        weight=weight_of(message.tenant, served.weights),
     )
 
 
 def _check_envelope(message: conductor_pb2.GenerateRequest, served: Served) -> None:
     # Ignoring a newer client's field would answer another request than the one asked.
-    for field, part in (("", message), ("sampling", message.sampling), ("slo", message.slo)):
+    for field, part in (
+        ("", message), ("sampling", message.sampling), ("slo", message.slo), ("messages", message.chat),
+    ):  # fmt: skip
         unknown = UnknownFieldSet(part)
         if len(unknown):
             raise InvalidRequest(field, f"has field number {unknown[0].field_number}, which is not known here")
@@ -146,6 +163,7 @@ def _check_envelope(message: conductor_pb2.GenerateRequest, served: Served) -> N
     printable = message.request_id.isprintable() and ATTEMPT_MARK not in message.request_id
     _require("request_id", printable, f"printable characters other than {ATTEMPT_MARK!r} only")
     _require("tenant", len(message.tenant) <= MAX_TENANT_CHARS, f"at most {MAX_TENANT_CHARS} characters")
+    check_priority(message.priority, "priority")
     _require("model", message.model in ("", served.name), f"only {served.name!r} is served, not {message.model!r}")
 
 
@@ -164,9 +182,8 @@ def _read_prompt(message: conductor_pb2.GenerateRequest, served: Served) -> arra
         case "chat":
             field = "messages"
             _require(field, 0 < len(message.chat.messages) <= served.max_tokens, f"1 to {served.max_tokens} turns")
-            _check_chars(field, sum(len(turn.role) + len(turn.content) for turn in message.chat.messages), served)
-            turns = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
-            tokens = _encode(field, served.tokenizer.render_chat(turns), served, add_special=False)
+            _check_chars(field, chat.chars(message.chat), served)
+            tokens = _encode(field, chat.render(message.chat, served.tokenizer), served, add_special=False)
         case _:
             raise InvalidRequest("prompt", "one of text, tokens and chat must be set")
     _check_length(field, len(tokens), served)
@@ -209,12 +226,19 @@ def _read_sampling(
     )
 
 
-def _read_slo(slo: conductor_pb2.Slo) -> Slo:
+def weight_of(tenant: str, weights: Mapping[str, float]) -> float:
+    """A tenant's share, relative to others'."""
+    return weights.get(tenant, weights.get(EVERY_OTHER, 1.0))
+
+
+def _read_slo(slo: conductor_pb2.Slo, queue_s: float) -> Slo:
     ttft = slo.ttft_s if slo.HasField("ttft_s") else None
     tbt = slo.tbt_s if slo.HasField("tbt_s") else None
     _require("slo.ttft_s", ttft is None or ttft > 0, "must be above 0")
     _require("slo.tbt_s", tbt is None or tbt > 0, "must be above 0")
-    return Slo(ttft, tbt)
+    queue = slo.queue_s if slo.HasField("queue_s") else queue_s
+    _require("slo.queue_s", queue >= 0 and isfinite(queue), "must be a number of seconds, 0 or more")
+    return Slo(ttft, tbt, queue)
 
 
 def _require(field: str, condition: bool, message: str) -> None:

@@ -82,6 +82,8 @@ def _core(config: ConductorConfig) -> ConductorCore:
         reserve_timeout_s=config.reserve_timeout_s,
         admission=config.admission,
         adopt_wait_s=config.adopt_wait_s,
+        max_queued=config.max_queued,
+        max_queued_bytes=config.max_queued_bytes,
     )
     picture = Picture(
         config.max_index_keys,

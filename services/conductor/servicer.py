@@ -7,12 +7,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import grpc
 
+from moonpool.core.fair import may_enter
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, Unsupported
 from moonpool.rpc.roles import tenant_of
 from moonpool.telemetry.gauges import Gauges, process_entries
@@ -27,7 +29,8 @@ from services.conductor.desk import Desk
 from services.conductor.explain import Decisions
 from services.conductor.join import JoinServer
 from services.conductor.outgoing import Outgoing
-from services.conductor.request import Served, read_request
+from services.conductor.queue import queue_state
+from services.conductor.request import Served, read_request, weight_of
 from services.conductor.resume import Resume, read_resume
 from services.conductor.serving import Serving
 
@@ -43,6 +46,7 @@ TAKE_OVER_S = 5.0
 class _Running:
     """A request whose call has not ended; `serving` once it was read."""
 
+    tenant: str
     serving: Serving | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -102,11 +106,11 @@ class ConductorServicer:
         request_id = request.request_id or secrets.token_hex(8)
         if self._draining:
             raise Unavailable("this conductor is draining")
-        self._check_queue()
+        self._check_queue(request.tenant)
         await self._take_over(request)
         if request_id in self._running:
             raise InvalidRequest("request_id", f"{request_id!r} is running already")
-        running = self._running[request_id] = _Running()
+        running = self._running[request_id] = _Running(request.tenant)
         self._idle.clear()
         try:
             with self._spans.span("generate", request=request_id, **_trace(context)):
@@ -161,8 +165,15 @@ class ConductorServicer:
             except TimeoutError:
                 raise Unavailable("the request's earlier call has not ended yet") from None
 
-    def _check_queue(self) -> None:
-        if len(self._running) >= self._config.max_queue:
+    def _tenants(self) -> Counter[str]:
+        return Counter([running.tenant for running in self._running.values()])
+
+    def _weight_of(self, tenant: str) -> float:
+        return weight_of(tenant, self._config.tenant_weights)
+
+    def _check_queue(self, tenant: str) -> None:
+        limit = self._config.max_queue
+        if len(self._running) >= limit and not may_enter(self._tenants(), tenant, limit, self._weight_of):
             raise Overloaded(
                 f"{len(self._running)} requests are running, as many as this conductor takes",
                 reason="queue_full",
@@ -175,7 +186,14 @@ class ConductorServicer:
             raise Unavailable("no prefill and no decode instance has joined")
         checkpoint = self._checkpoint
         return Served(
-            checkpoint.name, checkpoint.config, checkpoint.tokenizer, model.namespace, layout, model.max_tokens
+            checkpoint.name,
+            checkpoint.config,
+            checkpoint.tokenizer,
+            model.namespace,
+            layout,
+            model.max_tokens,
+            self._config.queue_deadline_s,
+            self._config.tenant_weights,
         )
 
     async def Join(self, requests: AsyncIterator[conductor_pb2.JoinRequest], context: object) -> None:
@@ -205,6 +223,7 @@ class ConductorServicer:
             instances=instances,
             model=registry.model,
             ready=registry.ready and not self._draining,
+            queue=queue_state(self.core.requests, self._tenants(), self._weight_of),
         )
 
     async def CreateContext(self, request: conductor_pb2.CreateContextRequest, context: object) -> None:
@@ -230,7 +249,9 @@ class ConductorServicer:
                 ("steps_sequences", lambda: cluster.steps.sequences, 0),
                 ("requests_followed", lambda: len(requests), 0),
                 ("calls_out", lambda: requests.calls, 0),
-                ("waiting_for_room", lambda: requests.waiting_for_room, 0),
+                ("waiting_for_room", lambda: len(requests.rooms), 0),
+                ("waiting_for_limits", lambda: len(requests.line), 0),
+                ("waiting_for_limits_bytes", lambda: requests.line.nbytes, 0),
                 ("prefills_in_flight", lambda: picture.prompts_in_flight, 0),
                 ("decodes_in_flight", lambda: picture.answers_in_flight, 0),
                 ("loads_in_flight", lambda: picture.reads_in_flight, 0),

@@ -13,7 +13,7 @@ class AnswerText:
 
     def __init__(self, request: Request, served: Served) -> None:
         """Start with no text; the prompt is the context in which the first tokens are spelled."""
-        self._detokenizer = served.tokenizer.stream(request.prompt[-16:])
+        self._detokenizer = served.tokenizer.stream(request.prompt[-16:], request.sampling.skip_special_tokens)
         self._watcher = StopWatcher(request.stops)
         self._min_tokens = request.sampling.min_tokens
         self._pushed = 0

@@ -160,7 +160,7 @@ class DecodeShell:
         keys, prompt = tuple(incoming.keys), incoming.sampling.prompt_tokens
         width, targets, beams = incoming.width, len(stores), rules_of(incoming.sampling.params)
         asked = keys, tokens, prompt, total, tbt_slo_s, who, targets, width, starts_in_s
-        self._post(Reserve(number, *asked, beams=beams, resumable=bool(secret), fence=fence))
+        self._post(Reserve(number, *asked, beams, bool(secret), fence, incoming.priority))
         self._driver.settle()
         answer = self._answers.pop(number)
         if isinstance(answer, Refused):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,9 +13,11 @@ from starlette.types import Receive, Scope, Send
 from moonpool.client import AsyncClient, AsyncTokenStream, GenerateArguments, GenerateResult
 from moonpool.client.tracing import traceparent
 from moonpool.errors import MoonpoolError, Unavailable
+from services.gateway.budgets import Spending
 from services.gateway.errors import Refusal, refusal
 from services.gateway.forms import Form, compact
 from services.gateway.measuring import Meter, Watch
+from services.gateway.several import SeveralStreams
 
 T = TypeVar("T")
 
@@ -32,19 +34,21 @@ class Job:
     """A request that was read and checked.
 
     Attributes:
-        arguments: what the SDK is asked for.
+        requests: what the SDK is asked for; several run together, and have as many answers each.
         form: what the answer looks like.
         stream: whether it is sent as it grows.
         model: its name in measures.
         headers: of the answer.
+        spending: where it is counted what the request uses.
         traceparent: of the client's trace, passed on; "" = none.
     """
 
-    arguments: GenerateArguments
+    requests: Sequence[GenerateArguments]
     form: Form
     stream: bool
     model: str
     headers: Mapping[str, str]
+    spending: Spending
     traceparent: str = ""
 
 
@@ -142,9 +146,10 @@ class Answering:
         await reply.end()
 
     async def _whole(self, reply: Reply, watch: Watch) -> None:
-        async with self._client.stream(**self._job.arguments) as tokens:
-            async for _ in tokens:
+        async with self._tokens() as tokens:
+            async for event in tokens:
                 watch.tokens()
+                self._job.spending.used(tokens.prompt_tokens, len(event.token_ids))
         result = _complete(tokens)
         watch.finished(result)
         self._begin(reply, tokens)
@@ -153,9 +158,10 @@ class Answering:
     async def _pieces(self, reply: Reply, watch: Watch) -> AsyncGenerator[bytes, None]:
         """The events of a stream, several at once where they come together."""
         form, begun = self._job.form, False
-        async with self._client.stream(**self._job.arguments) as tokens:
+        async with self._tokens() as tokens:
             async for event in tokens:
                 watch.tokens()
+                self._job.spending.used(tokens.prompt_tokens, len(event.token_ids))
                 if not begun:
                     begun = True
                     self._begin(reply, tokens)
@@ -169,13 +175,20 @@ class Answering:
             yield b"".join(form.opening())
         yield b"".join(form.closing(result))
 
-    def _begin(self, reply: Reply, tokens: AsyncTokenStream) -> None:
+    def _tokens(self) -> AsyncTokenStream | SeveralStreams:
+        streams = [self._client.stream(**arguments) for arguments in self._job.requests]
+        if len(streams) == 1:
+            return streams[0]
+        sampling = self._job.requests[0].get("sampling")
+        return SeveralStreams(streams, sampling.n if sampling is not None else 1)
+
+    def _begin(self, reply: Reply, tokens: AsyncTokenStream | SeveralStreams) -> None:
         reply.headers["x-request-id"] = tokens.request_id
         placement = tokens.placement
         self._job.form.begin(tokens.request_id, emulated=placement is not None and placement.emulated)
 
 
-def _complete(tokens: AsyncTokenStream) -> GenerateResult:
+def _complete(tokens: AsyncTokenStream | SeveralStreams) -> GenerateResult:
     """The result of a stream that has ended.
 
     Raises:

@@ -16,7 +16,9 @@ from services.gateway.answering import JSON, Answering
 from services.gateway.endpoints import Endpoints
 from services.gateway.errors import HttpError, Refusal, refusal
 from services.gateway.forms import compact
-from services.gateway.messages import MESSAGES, error_body
+from services.gateway.message_form import error_body
+from services.gateway.messages import COUNT_TOKENS, MESSAGES
+from services.gateway.responses import RESPONSES
 
 Endpoint = Callable[[Request], Awaitable[Response | Answering]]
 
@@ -31,8 +33,10 @@ def make_app(endpoints: Endpoints) -> Starlette:
         ("POST", "/v1/chat/completions", endpoints.chat),
         ("POST", "/v1/completions", endpoints.completion),
         ("POST", MESSAGES, endpoints.messages),
-        ("POST", "/tokenize", endpoints.tokenize),
-        ("POST", "/detokenize", endpoints.detokenize),
+        ("POST", COUNT_TOKENS, endpoints.tokenizing.count_tokens),
+        ("POST", RESPONSES, endpoints.responses),
+        ("POST", "/tokenize", endpoints.tokenizing.tokenize),
+        ("POST", "/detokenize", endpoints.tokenizing.detokenize),
     ]
     errors = Errors(endpoints)
     return Starlette(
@@ -74,5 +78,5 @@ class Errors:
 
     def _response(self, request: Request, refused: Refusal, headers: Mapping[str, str] | None = None) -> Response:
         self._meter.refused(refused.status, refused.code or "")
-        body = error_body(refused) if request.url.path == MESSAGES else refused.body()
+        body = error_body(refused) if request.url.path in (MESSAGES, COUNT_TOKENS) else refused.body()
         return Response(compact(body), refused.status, {**(headers or {}), **refused.headers}, media_type=JSON)

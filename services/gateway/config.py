@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -40,4 +41,7 @@ class GatewayConfig(ServiceConfig):
         60.0, gt=0, le=3600, description="seconds that a client may leave a piece of its answer unread"
     )
     request_timeout_s: float = Field(600.0, gt=0, description="seconds that a request may take")
+    tool_parser: Literal["auto", "hermes", "llama3", "mistral"] = Field(
+        "auto", description="how the model writes calls of functions; auto: as its chat template shows"
+    )
     tokenizer_threads: int = Field(1, ge=1, description="threads that tokenise for /tokenize and /detokenize")

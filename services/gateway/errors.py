@@ -46,6 +46,23 @@ class HttpError(MoonpoolError):
         self.close = close
 
 
+class BudgetSpentError(MoonpoolError):
+    """A key or a tenant has used up what it may use in a minute.
+
+    Attributes:
+        what: "requests" or "tokens".
+        retry_after_s: seconds until there is something again.
+    """
+
+    def __init__(self, what: str, owner: str, per_minute: int, retry_after_s: float) -> None:
+        """`owner` is whose budget it is, of `per_minute`."""
+        super().__init__(
+            f"rate limit reached: {owner} may use {per_minute} {what} per minute; try again in {retry_after_s:.1f} s"
+        )
+        self.what = what
+        self.retry_after_s = retry_after_s
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """An error as it is answered. `detail` are fields beside OpenAI's four."""
@@ -69,6 +86,8 @@ def refusal(error: Exception) -> Refusal:
     match error:
         case HttpError():
             return _of_http(error)
+        case BudgetSpentError():
+            return _of_budget(error)
         case InvalidRequest(field="model"):
             return Refusal(HTTPStatus.NOT_FOUND, _NOT_FOUND, error.message, "model", "model_not_found")
         case InvalidRequest():
@@ -102,6 +121,18 @@ def refusal(error: Exception) -> Refusal:
 def _of_http(error: HttpError) -> Refusal:
     headers = {"connection": "close"} if error.close else {}
     return Refusal(error.status, _INVALID, error.message, error.parameter or None, error.code, headers=headers)
+
+
+def _of_budget(error: BudgetSpentError) -> Refusal:
+    """OpenAI's type of a rate limit says what was used up."""
+    return Refusal(
+        HTTPStatus.TOO_MANY_REQUESTS,
+        error.what,
+        error.message,
+        code="rate_limit_exceeded",
+        detail={"retry_after_s": error.retry_after_s},
+        headers=_retry_headers(error.retry_after_s),
+    )
 
 
 def _of_invalid(error: InvalidRequest) -> Refusal:

@@ -6,14 +6,15 @@ what happens anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import from_json
+from pydantic_core import ErrorDetails, from_json
 
-from moonpool.client import Message, SamplingParams, Slo
+from moonpool.client import SamplingParams, Slo
 from moonpool.errors import InvalidRequest
+from services.gateway.tools import Tools
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
@@ -42,7 +43,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "truncate_prompt_tokens": (None,),
     "include_stop_str_in_output": (None, False),
-    "skip_special_tokens": (None, True),
     "add_generation_prompt": (None, True),
     "continue_final_message": (None, False),
     "chat_template": (None,),
@@ -53,12 +53,12 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields of OpenAI and vLLM that are not built, with the values that ask for nothing."""
 
-_TOOL_FIELDS = ("tool_calls", "function_call", "tool_call_id", "audio")
-"""Fields of a turn that are refused; without a value they say nothing."""
-
 MAX_OBJECTS = 1 << 14
 MAX_ITEMS = 1 << 20
 """JSON objects in a body, such as turns; members and list items in all, such as token ids."""
+MAX_PROMPTS = 64
+"""Prompts of one plain completion."""
+MAX_ANSWERS = 256
 _TOO_MANY = f"a body has at most {MAX_OBJECTS} objects and {MAX_ITEMS} items"
 
 BodyT = TypeVar("BodyT", bound="Body")
@@ -110,10 +110,14 @@ class StreamOptions(Body):
 
 
 class SloField(Body):
-    """Moonpool's own: latency limits, seconds; a request that would miss one is answered with 429."""
+    """Moonpool's own: latency limits, seconds; a request that would miss one is answered with 429.
+
+    It waits for up to `queue_s` before that.
+    """
 
     ttft_s: float | None = None
     tbt_s: float | None = None
+    queue_s: float | None = None
 
 
 class AnsweredBody(Body):
@@ -122,6 +126,7 @@ class AnsweredBody(Body):
     model: str | None = None
     stream: bool | None = None
     slo: SloField | None = None
+    priority: int | None = None
 
     def parts(self) -> Iterator[tuple[str, Body]]:
         if self.slo is not None:
@@ -129,7 +134,16 @@ class AnsweredBody(Body):
 
     def limits(self) -> Slo | None:
         """The latency limits."""
-        return None if self.slo is None else Slo(ttft_s=self.slo.ttft_s, tbt_s=self.slo.tbt_s)
+        slo = self.slo
+        return None if slo is None else Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s, queue_s=slo.queue_s)
+
+    def tools_offered(self) -> Tools | None:
+        """Functions that the model may call.
+
+        Raises:
+            InvalidRequest: names what is wrong about them, or not built.
+        """
+        return None
 
     def sampling(self, max_tokens: int) -> SamplingParams:
         """How tokens are chosen, at most `max_tokens` of them. Values are checked by the conductor.
@@ -156,6 +170,7 @@ class GenerationBody(AnsweredBody):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
     n: int | None = None
@@ -177,7 +192,7 @@ class GenerationBody(AnsweredBody):
     def sampling(self, max_tokens: int) -> SamplingParams:
         names = (
             "min_tokens", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-            "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "seed", "n",
+            "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "seed", "n",
         )  # fmt: skip
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         top_k = 0 if self.top_k == -1 else self.top_k  # vLLM's -1 = all
@@ -190,93 +205,6 @@ class GenerationBody(AnsweredBody):
             raise InvalidRequest("logit_bias", "its names must be token ids") from None
 
 
-class ContentPart(Body):
-    """A piece of a turn."""
-
-    type: str
-    text: str | None = None
-
-
-class Turn(Body):
-    """One turn of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart] | None = None
-
-    def ignored(self) -> Iterator[str]:
-        return (name for name in super().ignored() if name not in _TOOL_FIELDS)
-
-    def parts(self) -> Iterator[tuple[str, Body]]:
-        if isinstance(self.content, list):
-            yield from ((f"content.{index}", part) for index, part in enumerate(self.content))
-
-    def message(self, place: str) -> Message:
-        """The turn as the SDK takes it; a developer's turn is a system's.
-
-        Args:
-            place: name of the turn in errors, as "messages.0".
-
-        Raises:
-            InvalidRequest: names the part that is not text.
-        """
-        for name, value in (self.model_extra or {}).items():
-            if name in _TOOL_FIELDS and value not in (None, []):
-                raise InvalidRequest(f"{place}.{name}", "is not supported yet")
-        return {"role": "system" if self.role == "developer" else self.role, "content": self._text(place)}
-
-    def _text(self, place: str) -> str:
-        if self.content is None and self.role == "assistant":
-            return ""
-        if self.content is None:
-            raise InvalidRequest(f"{place}.content", "must be text")
-        return joined(self.content, f"{place}.content")
-
-
-def joined(content: str | list[ContentPart], place: str) -> str:
-    """The text of a content: parts become lines.
-
-    Raises:
-        InvalidRequest: names the part that is not text, below `place`.
-    """
-    if isinstance(content, str):
-        return content
-    for index, part in enumerate(content):
-        if part.type != "text" or part.text is None:
-            raise InvalidRequest(f"{place}.{index}", f"must be a text, not {part.type!r}")
-    return "\n".join(part.text or "" for part in content)
-
-
-class Conversation(Body):
-    """A body with turns."""
-
-    messages: list[Turn] | None = None
-
-    def parts(self) -> Iterator[tuple[str, Body]]:
-        yield from super().parts()
-        yield from ((f"messages.{index}", turn) for index, turn in enumerate(self.messages or ()))
-
-    def turns(self) -> list[Message]:
-        """The conversation as the SDK takes it.
-
-        Raises:
-            InvalidRequest: names what is not text.
-        """
-        return [turn.message(f"messages.{index}") for index, turn in enumerate(self.messages or ())]
-
-
-class ChatBody(Conversation, GenerationBody):
-    """`/v1/chat/completions`."""
-
-    max_completion_tokens: int | None = None
-
-    def check(self) -> None:
-        super().check()
-        if (self.messages is None) == (self.prompt_token_ids is None):
-            raise InvalidRequest("messages", "either messages or prompt_token_ids must be given")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise InvalidRequest("max_completion_tokens", "differs from max_tokens, its older name")
-
-
 class CompletionBody(GenerationBody):
     """`/v1/completions`."""
 
@@ -286,35 +214,21 @@ class CompletionBody(GenerationBody):
         super().check()
         if (self.prompt is None) == (self.prompt_token_ids is None):
             raise InvalidRequest("prompt", "either prompt or prompt_token_ids must be given")
-        if isinstance(self.prompt, list) and len(self.prompt) > 1 and not isinstance(self.prompt[0], int):
-            raise InvalidRequest("prompt", f"has {len(self.prompt)} prompts; only one is supported yet")
+        if not 1 <= len(self.prompts()) <= MAX_PROMPTS:
+            raise InvalidRequest("prompt", f"must be 1 to {MAX_PROMPTS} prompts")
+        if len(self.prompts()) * (self.n or 1) > MAX_ANSWERS:
+            raise InvalidRequest("n", f"{len(self.prompts())} prompts may have {MAX_ANSWERS} answers together")
 
-    def text_or_tokens(self) -> str | list[int]:
-        """The prompt, in the form in which it was given."""
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each in the form in which it was given."""
         match self.prompt:
-            case str():
-                return self.prompt
             case None:
-                return self.prompt_token_ids or []
-            case [str() as text]:
-                return text
-            case [list() as tokens]:
-                return tokens
-        return [token for token in self.prompt if isinstance(token, int)]
-
-
-class TokenizeBody(Conversation):
-    """`/tokenize`: a text, or a conversation through the chat template."""
-
-    model: str | None = None
-    prompt: str | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    return_token_strs: bool | None = None
-
-    def check(self) -> None:
-        if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequest("prompt", "either prompt or messages must be given")
+                return [self.prompt_token_ids or []]
+            case [str() | list(), *_]:
+                return list(self.prompt)  # type: ignore[arg-type]
+            case str() | [int(), *_]:
+                return [self.prompt]  # type: ignore[list-item]
+        return []
 
 
 class DetokenizeBody(Body):
@@ -342,9 +256,19 @@ def parse(cls: type[BodyT], raw: bytes) -> BodyT:
     try:
         return cls.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(step) for step in first["loc"] if step != "str" and "[" not in str(step))
-        raise InvalidRequest(place, first["msg"][:200]) from None
+        fault = _clearest(error.errors(include_url=False, include_context=False, include_input=False))
+        place = ".".join(str(step) for step in fault["loc"] if step != "str" and "[" not in str(step))
+        raise InvalidRequest(place, fault["msg"][:200]) from None
+
+
+def _clearest(faults: Sequence[ErrorDetails]) -> ErrorDetails:
+    """The first fault; of a field that is a text or one kind of list, what is wrong within the list."""
+    first = faults[0]["loc"]
+    if first[-1] != "str":
+        return faults[0]
+    branch = len(first) - 1
+    within = [fault for fault in faults if len(fault["loc"]) > len(first) and fault["loc"][:branch] == first[:branch]]
+    return within[0] if len({fault["loc"][branch] for fault in within}) == 1 else faults[0]
 
 
 def _check_size(content: Any) -> None:

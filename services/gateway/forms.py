@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from moonpool.client import GenerateResult, Usage
 from services.gateway.errors import Refusal
+from services.gateway.tools import Call, Piece, Reading
 
 DONE = b"data: [DONE]\n\n"
 
@@ -103,21 +104,34 @@ class OpenAIForm:
 
     def closing(self, result: GenerateResult) -> Iterator[bytes]:
         for index, choice in enumerate(result.choices):
-            yield self._chunk(self.nothing, index, choice.finish_reason)
+            yield self.rest(index) + self._chunk(self.nothing, index, self.reason(choice.finish_reason, index))
         if self._include_usage:
             yield event({**self._head, "choices": [], "usage": usage(result.usage)})
         yield DONE
 
     def whole(self, result: GenerateResult) -> dict[str, Any]:
         choices = [
-            {"index": index, **self.filled(choice.text), "logprobs": None, "finish_reason": choice.finish_reason}
+            {
+                "index": index,
+                **self.filled(choice.text, index),
+                "logprobs": None,
+                "finish_reason": self.reason(choice.finish_reason, index),
+            }
             for index, choice in enumerate(result.choices)
         ]
         return {**self._head, "choices": choices, "usage": usage(result.usage)}
 
-    def filled(self, text: str) -> dict[str, Any]:
+    def filled(self, text: str, choice: int) -> dict[str, Any]:
         """What a whole choice has its text in."""
         raise NotImplementedError
+
+    def rest(self, choice: int) -> bytes:
+        """The events of what was held back of an answer that has ended."""
+        return b""
+
+    def reason(self, reason: str, choice: int) -> str:
+        """Why an answer ended, in the form's words."""
+        return reason
 
     def _chunk(self, choice: dict[str, Any], index: int, finish_reason: str | None = None) -> bytes:
         filled = {"index": index, **choice, "logprobs": None, "finish_reason": finish_reason}
@@ -132,15 +146,49 @@ class ChatForm(OpenAIForm):
     kinds = ("chat.completion", "chat.completion.chunk")
     nothing: ClassVar[dict[str, Any]] = {"delta": {}}
 
-    def filled(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
+    def __init__(self, model: str, reading: Reading, *, stream: bool, include_usage: bool, choices: int) -> None:
+        """As the others; `reading` finds the calls in the answers."""
+        super().__init__(model, stream=stream, include_usage=include_usage, choices=choices)
+        self._reading = reading
+
+    def begin(self, request_id: str, *, emulated: bool) -> None:
+        super().begin(request_id, emulated=emulated)
+        self._reading.begin(request_id)
+
+    def filled(self, text: str, choice: int) -> dict[str, Any]:
+        pieces = self._reading.whole(text, choice)
+        calls = [called(piece) for piece in pieces if isinstance(piece, Call)]
+        if not calls:
+            return {"message": {"role": "assistant", "content": text}}
+        said = "".join(piece for piece in pieces if isinstance(piece, str))
+        return {"message": {"role": "assistant", "content": said or None, "tool_calls": calls}}
 
     def opening(self) -> Iterator[bytes]:
         for index in range(self._choices):
             yield self._chunk({"delta": {"role": "assistant", "content": ""}}, index)
 
     def piece(self, text: str, choice: int) -> bytes:
-        return self._chunk({"delta": {"content": text}}, choice)
+        return self._chunks(self._reading.push(text, choice), choice)
+
+    def rest(self, choice: int) -> bytes:
+        return self._chunks(self._reading.end(choice), choice)
+
+    def reason(self, reason: str, choice: int) -> str:
+        return "tool_calls" if reason == "stop" and self._reading.called(choice) else reason
+
+    def _chunks(self, pieces: list[Piece], choice: int) -> bytes:
+        return b"".join(self._chunk({"delta": _delta(piece)}, choice) for piece in pieces)
+
+
+def called(call: Call) -> dict[str, Any]:
+    """OpenAI's object of a call."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    if isinstance(piece, str):
+        return {"content": piece}
+    return {"tool_calls": [{"index": piece.number, **called(piece)}]}
 
 
 class CompletionForm(OpenAIForm):
@@ -150,7 +198,7 @@ class CompletionForm(OpenAIForm):
     kinds = ("text_completion", "text_completion")
     nothing: ClassVar[dict[str, Any]] = {"text": ""}
 
-    def filled(self, text: str) -> dict[str, Any]:
+    def filled(self, text: str, choice: int) -> dict[str, Any]:
         return {"text": text}
 
     def piece(self, text: str, choice: int) -> bytes:

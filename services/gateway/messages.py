@@ -1,61 +1,114 @@
-"""`/v1/messages`: Anthropic's form of a chat, its body and its answers."""
+"""`/v1/messages`: the body of a chat in Anthropic's form."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from http import HTTPStatus
-from typing import Any, ClassVar
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
-from moonpool.client import GenerateResult, Message, SamplingParams, Usage
+from moonpool.client import Message, SamplingParams
 from moonpool.errors import InvalidRequest
-from services.gateway.errors import Refusal
-from services.gateway.fields import AnsweredBody, Body, ContentPart, Turn, joined
-from services.gateway.forms import compact
+from services.gateway.fields import AnsweredBody, Body
+from services.gateway.tools import Tools, checked, definition
+from services.gateway.turns import ContentPart, joined, text_of, tool_call
 
 MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
 
-_ERRORS = {
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.NOT_FOUND: "not_found_error",
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
-    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
-    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
-    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+_WITHOUT = {
+    "thinking": (None, {"type": "disabled"}),
+    "mcp_servers": (None, []),
+    "container": (None,),
+    "context_management": (None,),
+    "output_config": (None, {}),
+    "output_format": (None,),
 }
+"""Fields that are not built, with the values that ask for nothing."""
 
 
-class MessagesBody(AnsweredBody):
-    """The body. A system's text is a turn before the others."""
+class Block(ContentPart):
+    """A block of a turn: a text, a call (an assistant's), or the result of a call (a user's)."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tools": (None, []),
-        "tool_choice": (None, {"type": "none"}, {"type": "auto"}),
-        "thinking": (None, {"type": "disabled"}),
-        "mcp_servers": (None, []),
-        "container": (None,),
-        "context_management": (None,),
-        "output_config": (None, {}),
-        "output_format": (None,),
-    }
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[ContentPart] | None = None
 
-    max_tokens: int
-    messages: list[Turn]
+    def parts(self) -> Iterator[tuple[str, Body]]:
+        if isinstance(self.content, list):
+            yield from ((f"content.{index}", part) for index, part in enumerate(self.content))
+
+
+class MessageTurn(Body):
+    """One turn."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | list[Block]
+
+    def parts(self) -> Iterator[tuple[str, Body]]:
+        if isinstance(self.content, list):
+            yield from ((f"content.{index}", part) for index, part in enumerate(self.content))
+
+    def messages(self, place: str) -> Iterator[Message]:
+        """The turn as the SDK takes it: results of calls are turns of their own, before the user's text.
+
+        Raises:
+            InvalidRequest: names the block that has no place here.
+        """
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        texts: list[str] = []
+        message: Message = {"role": self.role, "content": ""}
+        for index, block in enumerate(self.content):
+            match self.role, block.type:
+                case "user", "tool_result":
+                    yield _result(block, f"{place}.content.{index}")
+                case "assistant", "tool_use":
+                    message["tool_calls"] = [*message.get("tool_calls", ()), _call(block, f"{place}.content.{index}")]
+                case _:
+                    texts.append(text_of(block, f"{place}.content.{index}"))
+        message["content"] = "\n".join(texts)
+        if texts or self.role != "user":
+            yield message
+
+
+class MessagesTool(Body):
+    """A function that may be called."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class MessagesChoice(Body):
+    """Whether the model may call functions."""
+
+    type: str
+    disable_parallel_tool_use: bool | None = None
+
+
+class MessagesPrompt(Body):
+    """What a conversation and its count have in common. A system's text is a turn before the others."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = _WITHOUT
+
+    model: str | None = None
+    messages: list[MessageTurn]
     system: str | list[ContentPart] | None = None
-    stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: MessagesChoice | None = None
 
     def parts(self) -> Iterator[tuple[str, Body]]:
         yield from super().parts()
         yield from ((f"messages.{index}", turn) for index, turn in enumerate(self.messages))
+        yield from ((f"tools.{index}", tool) for index, tool in enumerate(self.tools or ()))
         if isinstance(self.system, list):
             yield from ((f"system.{index}", part) for index, part in enumerate(self.system))
 
     def check(self) -> None:
-        for index, turn in enumerate(self.messages):
-            if turn.role == "developer":
-                raise InvalidRequest(f"messages.{index}.role", "must be system, user or assistant")
         if not self.messages or self.messages[-1].role != "user":
             raise InvalidRequest(
                 "messages", "the last turn must be a user's; continuing an answer is not supported yet"
@@ -65,87 +118,60 @@ class MessagesBody(AnsweredBody):
         """The conversation as the SDK takes it.
 
         Raises:
-            InvalidRequest: names what is not text.
+            InvalidRequest: names what is not text, nor a call or its result.
         """
         system = joined(self.system or "", "system")
-        before: list[Message] = [{"role": "system", "content": system}] if system else []
-        return before + [turn.message(f"messages.{index}") for index, turn in enumerate(self.messages)]
+        turns: list[Message] = [{"role": "system", "content": system}] if system else []
+        for index, turn in enumerate(self.messages):
+            turns += turn.messages(f"messages.{index}")
+        return turns
+
+    def tools_offered(self) -> Tools | None:
+        """Functions that the model may call; none with the choice "none".
+
+        Raises:
+            InvalidRequest: names what is wrong about them, or not built.
+        """
+        choice = self.tool_choice or MessagesChoice(type="auto")
+        if choice.type not in ("auto", "none"):
+            raise InvalidRequest("tool_choice", "only 'auto' and 'none' are supported yet")
+        given = [] if choice.type == "none" else self.tools or []
+        definitions = [
+            definition(f"tools.{index}", tool.name, tool.description, tool.input_schema)
+            for index, tool in enumerate(given)
+        ]
+        return checked(definitions, several=not choice.disable_parallel_tool_use)
+
+
+class MessagesBody(MessagesPrompt, AnsweredBody):
+    """The body."""
+
+    unsupported = _WITHOUT
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
 
     def sampling(self, max_tokens: int) -> SamplingParams:
         given: dict[str, Any] = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         return SamplingParams(max_tokens=max_tokens, stop=self.stop_sequences or (), **given)
 
 
-class MessageForm:
-    """A message, or the events that make one."""
-
-    def __init__(self, model: str, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
-        """`decode` gives the text of tokens: it tells which of the texts `stops` has ended an answer."""
-        self._model = model
-        self._stops = stops
-        self._decode = decode
-        self._head: dict[str, Any] = {}
-
-    def begin(self, request_id: str, *, emulated: bool) -> None:
-        self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": self._model}
-        if emulated:
-            self._head["emulated"] = True
-
-    def whole(self, result: GenerateResult) -> dict[str, Any]:
-        content = [{"type": "text", "text": result.text}]
-        return {**self._head, "content": content, **self._end(result), "usage": usage(result.usage)}
-
-    def opening(self) -> Iterator[bytes]:
-        # Tokens are counted at the end: Moonpool's stream tells of the prompt's with the answer's.
-        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage(Usage())}
-        yield _event("message_start", {"message": {**self._head, **empty}})
-        yield _event("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}})
-
-    def piece(self, text: str, choice: int) -> bytes:
-        return _event("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}})
-
-    def closing(self, result: GenerateResult) -> Iterator[bytes]:
-        yield _event("content_block_stop", {"index": 0})
-        yield _event("message_delta", {"delta": self._end(result), "usage": usage(result.usage)})
-        yield _event("message_stop", {})
-
-    def failure(self, refused: Refusal) -> bytes:
-        return _event("error", error_body(refused))
-
-    def refused(self, refused: Refusal) -> dict[str, Any]:
-        return error_body(refused)
-
-    def _end(self, result: GenerateResult) -> dict[str, str | None]:
-        stop = self._stopped_by(result)
-        ended = "stop_sequence" if stop is not None else "end_turn"
-        return {"stop_reason": "max_tokens" if result.finish_reason == "length" else ended, "stop_sequence": stop}
-
-    def _stopped_by(self, result: GenerateResult) -> str | None:
-        """The stop text that ended the answer, which is where the answer's text ends and its tokens go on."""
-        if result.finish_reason != "stop" or not self._stops:
-            return None
-        # Without the prompt before them, some tokenizers drop the first token's leading space.
-        rest = self._decode(result.token_ids)[max(0, len(result.text) - 1) :]
-        found = {rest.find(stop): stop for stop in self._stops if stop in rest}
-        return found[min(found)] if found else None
+class CountTokensBody(MessagesPrompt):
+    """`/v1/messages/count_tokens`."""
 
 
-def error_body(refused: Refusal) -> dict[str, Any]:
-    """Anthropic's error body, with what else is known of a refusal."""
-    defect = "api_error" if refused.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
-    error = {"type": _ERRORS.get(refused.status, defect), "message": refused.message}
-    return {"type": "error", "error": error | refused.detail}
+def _result(block: Block, place: str) -> Message:
+    if not block.tool_use_id:
+        raise InvalidRequest(f"{place}.tool_use_id", "is missing")
+    content = joined(block.content or "", f"{place}.content")
+    return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
 
 
-def usage(counted: Usage) -> dict[str, int]:
-    """Anthropic's usage, where prompt tokens from the cache are counted apart from the others."""
-    return {
-        "input_tokens": counted.prompt_tokens - counted.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": counted.cached_tokens,
-        "output_tokens": counted.completion_tokens,
-    }
-
-
-def _event(kind: str, content: Mapping[str, Any]) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (kind.encode(), compact({"type": kind, **content}))
+def _call(block: Block, place: str) -> Any:
+    for name in ("id", "name", "input"):
+        if getattr(block, name) is None:
+            raise InvalidRequest(f"{place}.{name}", "is missing")
+    return tool_call(block.id or "", block.name or "", json.dumps(block.input, ensure_ascii=False))

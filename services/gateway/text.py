@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from moonpool.checkpoint import Tokenizer
 from moonpool.client import Message
 from moonpool.errors import InvalidRequest, Mismatch
+from services.gateway.calls import FAMILIES, family_of
 
 T = TypeVar("T")
 
@@ -17,8 +18,16 @@ T = TypeVar("T")
 class Texts:
     """A checkpoint's tokenizer, worked on threads."""
 
-    def __init__(self, name: str, tokenizer: Tokenizer, threads: ThreadPoolExecutor) -> None:
-        """`name` is that of the checkpoint, which must be the one that is served."""
+    def __init__(self, name: str, tokenizer: Tokenizer, threads: ThreadPoolExecutor, family: str = "auto") -> None:
+        """Take the checkpoint's tokenizer.
+
+        Args:
+            name: the checkpoint's, which must be the model that is served.
+            tokenizer: the checkpoint's.
+            threads: where it works.
+            family: how the model writes calls, a key of `FAMILIES`; "auto" = as its chat template shows.
+        """
+        self._family = family_of(tokenizer.chat_template) if family == "auto" else family
         self._name = name
         self._tokenizer = tokenizer
         self._threads = threads
@@ -31,7 +40,15 @@ class Texts:
         """
         return await self._run(lambda: self._encode("prompt", text, max_tokens, special=special))
 
-    async def encode_chat(self, turns: Sequence[Message], max_tokens: int, *, special: bool, answer: bool) -> list[int]:
+    async def encode_chat(
+        self,
+        turns: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        max_tokens: int,
+        *,
+        special: bool,
+        answer: bool,
+    ) -> list[int]:
         """Tokens of a conversation; with `answer` also what begins the next answer.
 
         Raises:
@@ -40,7 +57,7 @@ class Texts:
 
         def run() -> list[int]:
             self._check_chars("messages", sum(len(turn["content"]) for turn in turns), max_tokens)
-            text = self._tokenizer.render_chat(turns, add_generation_prompt=answer)
+            text = self._tokenizer.render_chat(turns, answer, tools)
             return self._encode("messages", text, max_tokens, special=special)
 
         return await self._run(run)
@@ -55,13 +72,26 @@ class Texts:
             raise InvalidRequest("tokens", f"must be in [0, {self._tokenizer.vocab_size})")
         return await self._run(lambda: self._tokenizer.decode(tokens, skip_special=False))
 
-    def decode_now(self, tokens: Sequence[int]) -> str:
+    def decode_now(self, tokens: Sequence[int], skip_special: bool) -> str:
         """Text of an answer's tokens, on the caller's thread."""
-        return self._tokenizer.decode(tokens)
+        return self._tokenizer.decode(tokens, skip_special)
 
     async def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Text of each token alone."""
         return await self._run(lambda: [self._tokenizer.decode([token], skip_special=False) for token in tokens])
+
+    def calls_family(self, served: str) -> str:
+        """How this model writes calls of functions, a key of `FAMILIES`.
+
+        Raises:
+            Mismatch: another model is served.
+            InvalidRequest: naming `tools`: it is not known.
+        """
+        self.check_model(served)
+        if not self._family:
+            known = ", ".join(FAMILIES)
+            raise InvalidRequest("tools", f"how this model writes calls is not known; --tool-parser has {known}")
+        return self._family
 
     def check_model(self, served: str) -> None:
         """Refuse to answer for another model than the one that is served.

@@ -5,10 +5,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from moonpool.config import PeerAddresses, ServiceConfig
+from moonpool.config import PeerAddresses, ServiceConfig, read_mapping
 from moonpool.errors import ConfigError
 from services.kvstore.policies import POLICIES
-from services.kvstore.tenancy.tenants import TenantRow, check_rows, read_rows
+from services.kvstore.tenancy.tenants import TenantRow, check_rows
 
 
 def _policy_known(name: str) -> str:
@@ -60,7 +60,7 @@ class KVStoreConfig(ServiceConfig):
         None, ge=0, description="bytes of blocks that all pins together may keep; default: half of dram_bytes; 0 = none"
     )
     max_pins: int = Field(1024, ge=1, description="pins at once")
-    tenants: Annotated[dict[str, TenantRow], BeforeValidator(read_rows)] = Field(
+    tenants: Annotated[dict[str, TenantRow], BeforeValidator(read_mapping)] = Field(
         default_factory=dict,
         description="what tenants are granted, as YAML or JSON: {NAME: {dram_guarantee_bytes, dram_quota_bytes, "
         "ssd_guarantee_bytes, ssd_quota_bytes, pin_bytes}}, all optional; NAME '*' is for each tenant without a row. "

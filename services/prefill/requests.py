@@ -92,6 +92,9 @@ class Request:
             None if self.target is None else self.target.held_blocks,
             tuple(Source(_name(source.instance), source.blocks) for source in self.sources),
             tuple(Copy(_name(store), held) for store, held in zip(self.copies, self.held, strict=True)),
+            self.incoming.tenant,
+            self.incoming.priority,
+            self.incoming.weight,
         )
 
     def report(self, event: prefill_pb2.PrefillResponse) -> None:

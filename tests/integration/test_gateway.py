@@ -128,6 +128,55 @@ def test_tokens_and_text(address: str, client: openai.OpenAI) -> None:
     assert post(address, "/detokenize", {"tokens": told["tokens"]})["prompt"].startswith("<s>[user] the tide")
 
 
+def test_responses(client: openai.OpenAI) -> None:
+    """The chat's answer in OpenAI's newer form, whole and streamed."""
+    chat = client.chat.completions.create(model=MODEL, messages=TURNS, max_tokens=8, temperature=0)
+    ask: dict[str, Any] = {"model": MODEL, "input": TURNS[0]["content"], "max_output_tokens": 8, "temperature": 0}
+    whole = client.responses.create(**ask)
+    with client.responses.stream(**ask) as stream:
+        *_, last = stream
+    assert last.type == "response.incomplete"  # cut by its length
+    assert whole.output_text == last.response.output_text == chat.choices[0].message.content
+    assert whole.usage is not None
+    assert whole.usage.input_tokens_details.cached_tokens >= BLOCK
+
+
+def test_several_prompts(client: openai.OpenAI) -> None:
+    """Each is answered as alone, whatever their forms."""
+    prompts = ["the sea", "a moon", "the sea"]
+    several = client.completions.create(model=MODEL, prompt=prompts, max_tokens=6, temperature=0)
+    alone = [client.completions.create(model=MODEL, prompt=one, max_tokens=6, temperature=0) for one in prompts[:2]]
+    texts = [one.choices[0].text for one in alone]
+    assert [choice.text for choice in several.choices] == [*texts, texts[0]]
+
+
+def test_tools_reach_the_chat_template(address: str, client: openai.OpenAI) -> None:
+    """Calls and their results too: the prompt has the tokens that the template makes of them."""
+    tool: Any = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}
+    call = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": '{"at": 7}'}}
+    turns: Any = [
+        *TURNS,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "high"},
+    ]
+    told = post(address, "/tokenize", {"messages": turns, "tools": [tool]})
+    text = post(address, "/detokenize", {"tokens": told["tokens"]})["prompt"]
+    assert text.startswith('<s>[tools] [{"type": "function", "function": {"name": "tide"')
+    assert '<tool_call>{"name": "tide", "arguments": {"at": 7}}</tool_call>\n[tool] high' in text
+    answer = client.chat.completions.create(model=MODEL, messages=turns, tools=[tool], max_tokens=1)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == told["count"]
+
+
+def test_special_tokens_in_the_text(address: str, client: openai.OpenAI) -> None:
+    """Left out, unless they are asked for."""
+    (pad,) = post(address, "/tokenize", {"prompt": "<pad>", "add_special_tokens": False})["tokens"]
+    for skip, text in ((True, ""), (False, "<pad><pad>")):
+        body = {"skip_special_tokens": skip, "logit_bias": {str(pad): 100}}
+        answer = client.completions.create(model=MODEL, prompt="x", max_tokens=2, temperature=0, extra_body=body)
+        assert answer.choices[0].text == text
+
+
 def test_pasted_command(address: str) -> None:
     """What `moonpool up` prints, in a shell."""
     if shutil.which("curl") is None:

@@ -36,6 +36,7 @@ EVERY_FIELD_SET = SamplingParams(
     beam_width=4,
     length_penalty=0.5,
     early_stopping="never",
+    skip_special_tokens=False,
 )
 
 

@@ -33,10 +33,14 @@ class Admission(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request expects, seconds; None = no limit."""
+    """What a request expects, seconds; None = no limit.
+
+    `queue_s`: so long it waits at the conductor rather than being refused, which does not count in `ttft_s`.
+    """
 
     ttft_s: float | None = None
     tbt_s: float | None = None
+    queue_s: float = 0.0
 
 
 class Gate:

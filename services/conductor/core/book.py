@@ -6,6 +6,7 @@ from services.conductor.core.failures import Failure
 from services.conductor.core.legs import Legs
 from services.conductor.core.lengths import Lengths
 from services.conductor.core.life import Request
+from services.conductor.core.line import Line
 from services.conductor.core.messages import Action, Ask, Complete, Drop, Fail, Finish
 from services.conductor.core.room import RoomQueue
 
@@ -16,12 +17,15 @@ TIMERS = ("deadline", "wait", "pause", "renew", "word", "owner")
 class Book:
     """All requests, by number."""
 
-    def __init__(self, legs: Legs, rooms: RoomQueue, timers: Timers[tuple[str, int]], lengths: Lengths) -> None:
+    def __init__(
+        self, legs: Legs, rooms: RoomQueue, line: Line, timers: Timers[tuple[str, int]], lengths: Lengths
+    ) -> None:
         self.requests: dict[int, Request] = {}
         self.memberless: dict[int, None] = {}
         """Those that wait for an instance to join."""
         self._legs = legs
         self._rooms = rooms
+        self._line = line
         self._timers = timers
         self._lengths = lengths
 
@@ -68,6 +72,7 @@ class Book:
         del self.requests[number]
         self.memberless.pop(number, None)
         self._rooms.remove(number)
+        self._line.remove(number)
         self._lengths.gone(number)
         for kind in TIMERS:
             self._timers.clear((kind, number))

@@ -83,7 +83,7 @@ class Legs:
         """Begins an attempt: the prompt counts at prefill from now on."""
         sequence, request.attempts = request.next_sequence, request.attempts + 1
         best, incarnation = plan.prefill, self._picture.incarnation(plan.prefill.id)
-        claim = self._picture.claim_prefill(best.id, best.busy_s, now, best.kvstore)
+        claim = self._picture.claim_prefill(best.id, best.busy_s, now, best.kvstore, request.ask.place)
         attempt = request.attempt = Attempt(sequence, plan, incarnation, list(options), claim, begun=now)
         request.phase = Phase.PLACED
         self._take_part(request, attempt, best.id)
@@ -207,9 +207,9 @@ class Legs:
         request.adopted = 0
 
     def detach(self, request: Request, now: float, out: list[Action]) -> None:
-        """Ends the attempt, but follows its sequence as if it were adopted: it is being moved away."""
+        """Ends the attempt, but follows a sequence that runs as if it were adopted: it is being moved away."""
         attempt = request.attempt
-        if attempt is not None and not request.adopted:
+        if attempt is not None and attempt.decode is DecodeLeg.STREAMING and not request.adopted:
             request.adopted = attempt.sequence_io
         self.end_attempt(request, now, out, complete=True, known=request.adopted)
 
@@ -251,6 +251,20 @@ class Legs:
             if request.attempt is not None:
                 claims += [request.attempt.claim, request.attempt.promise]
         return sorted(claim for claim in claims if claim)
+
+    def check_attempt(self, request: Request, attempt: Attempt) -> None:
+        """Asserts that an attempt's legs have their calls and claims, and that it waits for something."""
+        calls = self.calls
+        assert (attempt.prefill in (PrefillLeg.NONE, PrefillLeg.SENT)) == bool(attempt.claim)
+        if attempt.prefill in (PrefillLeg.SENT, PrefillLeg.TOKEN):
+            assert attempt.prefill_io in calls
+        assert (attempt.decode in (DecodeLeg.STARTED, DecodeLeg.STREAMING)) == (attempt.sequence_io in calls)
+        assert (attempt.decode is DecodeLeg.PROMISED) == bool(attempt.promise)
+        if attempt.decode is DecodeLeg.ASKED:
+            assert attempt.asked or attempt.late or request.reserves == MAX_RESERVES, "nothing is waited for"
+            assert attempt.prefill is PrefillLeg.NONE
+        elif attempt.decode is not DecodeLeg.STREAMING and attempt.prefill is PrefillLeg.OVER and attempt.torn:
+            assert self._timers.at(("word", request.ask.number)) is not None, "it would wait for ever"
 
     def digest(self) -> bytes:
         """Hash of the calls."""

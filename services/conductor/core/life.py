@@ -79,8 +79,8 @@ class Attempt:
 class Phase(Enum):
     """What a request waits for: an attempt, room, a member, a pause to end, or its keys.
 
-    A resumed one: the instance that has its sequence, or the sequence that was taken over there. A sequence that is to
-    be moved and finds no place is followed like one that was taken over.
+    QUEUE: a placement that keeps its limits. A resumed one: the instance that has its sequence, or the sequence that
+    was taken over there. A sequence that is to be moved and finds no place is followed like one that was taken over.
     """
 
     PLACED = 0
@@ -90,6 +90,7 @@ class Phase(Enum):
     KEYS = 4
     OWNER = 5
     ADOPTED = 6
+    QUEUE = 7
 
 
 @dataclass(slots=True)
@@ -111,6 +112,8 @@ class Request:
         unasked: placements in a row for which no decode instance could be asked.
         refusal: what the client is told when waiting is in vain.
         waits_since: when it began to look for a place in vain; None while it has one.
+        queued_s: how long it has looked before, as far as that does not count in its limit.
+        charged: its tenant has paid for it.
         recovering: it was placed before, or could not be for a passing reason: it is not refused early.
     """
 
@@ -127,6 +130,8 @@ class Request:
     unasked: int = 0
     refusal: Failure | None = None
     waits_since: float | None = None
+    queued_s: float = 0.0
+    charged: bool = False
     recovering: bool = False
 
     @property
@@ -140,6 +145,11 @@ class Request:
         resumed, number = self.ask.resumed, self.attempts
         fence = f"{resumed.fence}.{number}" if resumed is not None else str(number)
         return f"{self.ask.id}{ATTEMPT_MARK}{fence}" if number or resumed is not None else self.ask.id
+
+    def elapsed_s(self, now: float) -> float:
+        """Seconds since it arrived that count in its limit for the first token."""
+        until = now if self.waits_since is None or not self.ask.slo.queue_s else self.waits_since
+        return until - self.ask.arrived - self.queued_s
 
     def grow(self, tokens: int) -> None:
         """The answer, or one of them, has so many more tokens."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from moonpool.core.fair import Place, rank
 from moonpool.core.kernel import Cancel, Ended
 from services.conductor.core.admission import Slo
 from services.conductor.core.cost import PrefillChoice
@@ -66,8 +67,9 @@ class Ask:
         arrived: when it came; `deadline` when it fails. Seconds of the core's clock.
         choices: sequences that run together, answers or beams; several begin again when the request is placed anew.
         beams: they are beams: tokens come when all are known, and what is placed anew begins again.
-        tenant: whose it is.
+        tenant: whose it is; `weight` is its share, relative to others'.
         resumed: it is not new; only requests of one answer are resumed.
+        priority: among the tenant's own; lower ones go first.
     """
 
     number: int
@@ -82,6 +84,13 @@ class Ask:
     beams: bool = False
     tenant: str = ""
     resumed: Resumed | None = None
+    priority: int = 0
+    weight: float = 1.0
+
+    @property
+    def place(self) -> Place:
+        """Where it stands among others that wait."""
+        return Place(self.tenant, rank(self.arrived, self.priority), self.number, self.weight)
 
     @property
     def stratum(self) -> Stratum:
@@ -320,7 +329,8 @@ class Undo:
 class Announce:
     """The request is placed, `waited_s` after it arrived: tell the client, and keep it for `Explain`.
 
-    `sequence` is the id that engines see. Without a target only its first token is wanted.
+    For `queued_s` it had looked for a place in vain. `sequence` is the id that engines see. Without a target only its
+    first token is wanted.
     """
 
     request: int
@@ -328,6 +338,7 @@ class Announce:
     sequence: str
     target: Target | None
     waited_s: float
+    queued_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

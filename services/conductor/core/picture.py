@@ -7,8 +7,10 @@ request counts from the moment its place is chosen (a *claim*), so that a burst 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from moonpool.core.digest import digest_of
+from moonpool.core.fair import Place
 from moonpool.errors import Unavailable
 from services.conductor.core.candidates import Policy
+from services.conductor.core.cost import PrefillChoice
 from services.conductor.core.decodes import Answer, Decode, Decodes
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts, Shape
 from services.conductor.core.index import Applied, PrefixIndex
@@ -174,16 +176,18 @@ class Picture:
 
     # --- claims ----------------------------------------------------------------------------------------------------
 
-    def claim_prefill(self, instance_id: str, busy_s: float, now: float, source: str = "") -> int:
+    def claim_prefill(
+        self, prefill: str, busy_s: float, now: float, source: str = "", place: Place | None = None
+    ) -> int:
         """Counts a prompt on an instance, and on the kvstore that it loads from, until `release`.
 
         Returns:
             The claim's number. It is never used twice.
         """
         number, instances = self._new_claim()
-        instance, store = self._prefills.get(instance_id), self._stores.get(source)
+        instance, store = self._prefills.get(prefill), self._stores.get(source)
         if instance is not None:
-            instance.claim(number, busy_s, now)
+            instance.claim(number, busy_s, now, place)
             self._prefills.chose(instance)
             instances.append(instance)
         if store is not None:
@@ -200,6 +204,10 @@ class Picture:
             self.decodes.chose(instance)
             instances.append(instance)
         return number
+
+    def queue_s(self, choice: PrefillChoice, place: Place) -> float:
+        """Predicted seconds that a prompt at this place waits at an instance, as it shares its time among tenants."""
+        return self._prefills.queue_s(choice, place)
 
     def known(self, claim: int, number: int = 0) -> None:
         """Notes that the instance has said that it has the request.

@@ -1,17 +1,19 @@
 """Finds places for requests: plans, asks decode for room, and lets those wait that find none now."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from moonpool.core.fair import Shares
 from moonpool.core.timers import Timers
 from moonpool.errors import InvalidRequest, Unavailable
 from services.conductor.core import admission
 from services.conductor.core.admission import Admission, Gate
 from services.conductor.core.book import Book
-from services.conductor.core.cost import DecodeChoice, Need, expected_blocks
+from services.conductor.core.cost import DecodeChoice, Need, expected_blocks, step_load_s
 from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
 from services.conductor.core.legs import Hold, Legs
 from services.conductor.core.life import Attempt, Phase, Request
+from services.conductor.core.line import Line
 from services.conductor.core.messages import Action, Announce, Rehash, Result
 from services.conductor.core.picture import Picture
 from services.conductor.core.plan import Plan
@@ -22,6 +24,7 @@ MAX_ASKED = 4
 FIRST_PAUSE_S = 0.05
 PAUSE_FACTOR = 4.0
 MAX_PAUSE_S = 3.2
+TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class Limits:
     reserve_timeout_s: float
     admission: Admission = Admission.PREDICTIVE
     adopt_wait_s: float = 5.0
+    max_queued: int = 1024
+    max_queued_bytes: int = 64 << 20
 
 
 class Placing:
@@ -45,6 +50,8 @@ class Placing:
         book: ends those that find no place.
         legs: carries attempts out.
         rooms: who waits for room.
+        line: who waits for a limit that can be kept.
+        shares: of the tenants; placements are charged to them, in predicted seconds.
         timers: shared by the whole core.
         gate: refuses.
     """
@@ -56,6 +63,8 @@ class Placing:
         book: Book,
         legs: Legs,
         rooms: RoomQueue,
+        line: Line,
+        shares: Shares,
         timers: Timers[tuple[str, int]],
         gate: Gate,
     ) -> None:
@@ -65,6 +74,8 @@ class Placing:
         self._book = book
         self._legs = legs
         self._rooms = rooms
+        self._line = line
+        self._shares = shares
         self._timers = timers
 
     def place(self, now: float, request: Request, out: list[Action]) -> None:
@@ -82,7 +93,7 @@ class Placing:
         if isinstance(plan, Failure):
             self._nowhere(now, request, plan, out)
         elif isinstance(able, Failure):
-            self._book.fail(now, request, able, out, refused=True, candidates=plan.candidates)
+            self._not_kept(now, request, able, plan, out)
         else:
             attempt = self._legs.begin(request, plan, self._options(request, able), now)
             if plan.decodes:
@@ -97,7 +108,7 @@ class Placing:
         plan, ask = self._plan(now, request, at_decode=at_decode), request.ask
         if isinstance(plan, Failure):
             return plan, plan
-        elapsed_s = now - ask.arrived
+        elapsed_s = request.elapsed_s(now)
         return plan, plan.decodes if request.recovering else self._gate.check(ask.slo, plan, now, elapsed_s)
 
     def ask(self, now: float, request: Request, attempt: Attempt, out: list[Action]) -> None:
@@ -133,19 +144,52 @@ class Placing:
         """The attempt has what it needs: prefill is called, or decode computes what it lacks."""
         plan, number = attempt.plan, request.ask.number
         if plan.at_decode and attempt.target is not None and attempt.target.held_blocks != plan.prefill.used_blocks:
-            self._legs.end(request, now, out)  # it holds less than was thought, or all of it in full blocks
+            self._legs.end_attempt(request, now, out)  # it holds less than was thought, or all of it in full blocks
             self.place(now, request, out)
             return
         for kind in ("wait", "pause"):
             self._timers.clear((kind, number))
+        self._charge(request, plan)
+        waited_s, queued_s = attempt.begun - request.ask.arrived, 0.0
+        if request.waits_since is not None:
+            queued_s = attempt.begun - request.waits_since
+            request.queued_s += queued_s if request.ask.slo.queue_s else 0.0
         request.waits_since = request.refusal = None
         request.unasked = 0
-        waited_s = attempt.begun - request.ask.arrived
-        out.append(Announce(number, plan, attempt.sequence, attempt.target, waited_s))
+        out.append(Announce(number, plan, attempt.sequence, attempt.target, waited_s, queued_s))
         if plan.at_decode:
             self._legs.compute(request, attempt, now, out)
         else:
             self._legs.prefill(request, attempt, out)
+
+    def _charge(self, request: Request, plan: Plan) -> None:
+        """Lets the tenant pay for a request, once."""
+        if not request.charged:
+            request.charged = True
+            self._shares.serve(request.ask.tenant, self._cost_s(plan), request.ask.weight)
+
+    def _cost_s(self, plan: Plan) -> float:
+        """Predicted seconds of instances: the prompt's at prefill, and those that its answer adds to decode's steps."""
+        demand = plan.demand
+        decode = self._picture.decodes.get(plan.decodes[0].id) if plan.decodes else None
+        if decode is None:
+            return plan.prefill.busy_s
+        step_s = step_load_s(decode.speeds, demand.choices, demand.prompt_tokens * demand.choices)
+        return plan.prefill.busy_s + demand.decode_tokens * step_s
+
+    def look_again(self, now: float, out: list[Action]) -> None:
+        """Some of those who wait for a limit that can be kept look for a place."""
+        for number in self._line.looking(now):
+            self._line.remove(number)
+            self.place(now, self._book.requests[number], out)
+
+    def give_up(self, now: float, request: Request, out: list[Action]) -> None:
+        """A request has waited for as long as it may."""
+        refusal, since = request.refusal, request.waits_since
+        assert refusal is not None
+        if request.ask.slo.queue_s and since is not None:
+            refusal = replace(refusal, message=f"after {now - since:.3f} s in the queue: {refusal.message}")
+        self._book.fail(now, request, refusal, out, refused=True)
 
     def room_news(self, now: float, decode: str, out: list[Action]) -> None:
         """A decode instance has reported or joined: those who fit there look for a place again."""
@@ -190,7 +234,7 @@ class Placing:
     def _plan(self, now: float, request: Request, *, at_decode: bool) -> Plan | Failure:
         ask = request.ask
         try:
-            return self._picture.plan(
+            plan = self._picture.plan(
                 tokens=ask.prompt_tokens + request.tokens,
                 answer_tokens=max(ask.max_tokens - request.tokens, 1 + ask.beams),  # decode chooses beams' only token
                 choices=ask.choices,
@@ -200,6 +244,8 @@ class Placing:
                 suspects=request.suspects,
                 at_decode=at_decode,
             )
+            queue_s = self._picture.queue_s(plan.prefill, ask.place)
+            return replace(plan, prefill=plan.prefill._replace(queue_s=queue_s))
         except Unavailable as error:
             return Failure(Kind.UNAVAILABLE, error.message)
         except InvalidRequest as error:
@@ -208,18 +254,28 @@ class Placing:
     def _options(self, request: Request, able: Sequence[DecodeChoice]) -> list[DecodeChoice]:
         """The instances to ask. A report may be stale, so at first also those that seem to be full are asked."""
         first = request.waits_since is None
-        free = [option for option in able if self._rooms.free_to(option.id, request.ask.number)]
+        free = [option for option in able if self._rooms.free_to(option.id, request.ask.place)]
         room_of = self._picture.decodes.room_of
         return [option for option in free if first or room_of(option.id)[0] >= option.blocks][:MAX_ASKED]
 
     def _no_room(self, now: float, request: Request, refusal: Failure, plan: Plan, out: list[Action]) -> None:
         if refusal.reason != NO_DECODE_ROOM and not request.recovering:
-            self._book.fail(now, request, refusal, out, refused=True, candidates=plan.candidates)
+            self._not_kept(now, request, refusal, plan, out)
         elif self._may_wait(now, request, Phase.ROOM, refusal, out):
             assert request.waits_since is not None
             demand = plan.demand
             need = Need(demand.prompt_tokens, demand.total_blocks, demand.choices)
-            self._rooms.add(Waiter(request.ask.number, need, request.waits_since))
+            self._rooms.add(Waiter(request.ask.place, need, request.waits_since, self._cost_s(plan)))
+
+    def _not_kept(self, now: float, request: Request, refusal: Failure, plan: Plan, out: list[Action]) -> None:
+        """No placement keeps the request's limits: it waits for one if it may, or is refused."""
+        if not request.ask.slo.queue_s:
+            self._book.fail(now, request, refusal, out, refused=True, candidates=plan.candidates)
+        elif self._may_wait(now, request, Phase.QUEUE, refusal, out):
+            nbytes = TOKEN_BYTES * request.ask.prompt_tokens
+            place, cost_s = request.ask.place, self._cost_s(plan)
+            for number in self._line.add(now, place, nbytes, cost_s, refusal.retry_after_s):
+                self.give_up(now, self._book.requests[number], out)
 
     def _nowhere(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:
         if request.adopted:
@@ -253,6 +309,8 @@ class Placing:
         limits, ttft_s = self._limits, request.ask.slo.ttft_s
         if request.recovering:
             return limits.recovery_s
+        if request.ask.slo.queue_s:
+            return request.ask.slo.queue_s - request.queued_s
         return limits.room_wait_s if ttft_s is None else min(limits.room_wait_s, ttft_s - (since - request.ask.arrived))
 
     def _pause(self, now: float, request: Request, count: int) -> None:

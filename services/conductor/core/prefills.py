@@ -6,6 +6,7 @@ from itertools import islice
 
 from moonpool.core.digest import digest_of
 from moonpool.core.draws import draw_below
+from moonpool.core.fair import Place
 from moonpool.cost import Speeds, prefill_seconds
 from services.conductor.core.candidates import Candidates, Policy
 from services.conductor.core.corrections import Corrections
@@ -19,6 +20,8 @@ from services.conductor.core.vigil import Vigil
 CLASS_WIDTH = 1.1
 TYPICAL_TOKENS = 2048
 """Of the prompt by which an instance's quickness is judged."""
+LONG_STEP = 8192
+"""Tokens of a step of an instance that computes whole prompts at once."""
 LOAD_BYTES = 1 << 28
 """Loads are compared by the seconds that so much KV takes."""
 
@@ -28,12 +31,13 @@ class Prompt:
     """A prompt that we have placed, and how long it keeps the instance busy.
 
     `number` is the instance's own of it, 0 if it gives none, None while we have not heard that it has the prompt.
-    `covered`: the last report includes it, so it is not counted any more.
+    `covered`: the last report includes it, so it is not counted any more. `place`: where it stands among others there.
     """
 
     busy_s: float
     number: int | None = None
     covered: bool = False
+    place: Place | None = None
 
 
 @dataclass(slots=True)
@@ -59,9 +63,9 @@ class Prefill:
         """Whether a prompt of ours is here."""
         return bool(self.prompts)
 
-    def claim(self, number: int, busy_s: float, now: float) -> None:
+    def claim(self, number: int, busy_s: float, now: float, place: Place | None = None) -> None:
         """Counts a prompt from now on."""
-        self.prompts[number] = Prompt(busy_s)
+        self.prompts[number] = Prompt(busy_s, place=place)
         self.free_at = max(self.free_at, now) + busy_s
 
     def known(self, claim: int, number: int) -> None:
@@ -96,6 +100,21 @@ class Prefill:
         # An idle one keeps the time since when it is: the one that was idle longest is chosen first.
         self.free_at = now + ahead_s if ahead_s > 0 else min(self.free_at, now)
 
+    def queue_s(self, place: Place, all_s: float) -> float:
+        """Predicted seconds until a prompt at this place begins, if everything that is there takes `all_s`.
+
+        Who goes before others of ours waits for those before it in its tenant's line, each of which has its turn among
+        the tenants', and for the step that is under way.
+        """
+        ours = [(it.place, it.busy_s) for it in self.prompts.values() if it.place is not None]
+        before = [busy_s for it, busy_s in ours if it.tenant == place.tenant and it.own < place.own]
+        if len(before) == len(ours):
+            return all_s
+        weights = {it.tenant: it.weight for it, _ in ours} | {place.tenant: place.weight}
+        turns = sum(weights.values()) / place.weight
+        step_s = prefill_seconds(self.learnt.speeds, self.facts.step_tokens or LONG_STEP, 0)
+        return min(all_s, turns * sum(before) + step_s)
+
     def observe(self, choice: PrefillChoice, there_s: float) -> None:
         """Learns from what a prompt took here that was predicted so."""
         self.learnt.observe((choice.queue_s, choice.load_s, choice.prefill_s), choice.factors, there_s)
@@ -127,6 +146,11 @@ class Prefills(Pool[Prefill]):
         self._policy = policy
         self._seed = seed
         self._decisions = 0
+
+    def queue_s(self, choice: PrefillChoice, place: Place) -> float:
+        """Predicted seconds that a prompt at this place waits at the instance of a choice."""
+        instance = self.get(choice.id)
+        return instance.queue_s(place, choice.queue_s) if instance is not None else choice.queue_s
 
     def rank(self, instance: Prefill) -> None:
         """Ranks an instance anew, after its load or speeds have changed."""

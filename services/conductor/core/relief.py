@@ -28,22 +28,20 @@ class Relief:
         self._picture = picture
         self._legs = legs
 
-    def prompts(self, instance: str, requests: Mapping[int, Request]) -> Iterator[Request]:
-        """Those whose prompt waits, or is computed, at a slow prefill instance."""
-        if not self._picture.relieved(instance):
-            return
-        for number in self._legs.at(instance):
-            attempt = requests[number].attempt
-            if attempt is not None and attempt.prefill is PrefillLeg.SENT and attempt.plan.prefill.id == instance:
-                yield requests[number]
-
-    def sequences(self, instance: str, requests: Mapping[int, Request]) -> list[Request]:
-        """Those whose sequence is to be moved away from a decode instance now; several answers stay together."""
+    def leaving(self, instance: str, requests: Mapping[int, Request]) -> list[Request]:
+        """Those that are to be moved away from an instance now; several answers stay together at decode."""
         if not self._picture.relieved(instance):
             return []
         here = [request for request in self._running(instance, requests) if _alone(request)]
         staying = [request for request in here if not request.moving]
-        return staying[: max(0, AT_ONCE - (len(here) - len(staying)))]
+        return [*self._prompts(instance, requests), *staying[: max(0, AT_ONCE - (len(here) - len(staying)))]]
+
+    def _prompts(self, instance: str, requests: Mapping[int, Request]) -> Iterator[Request]:
+        """Requests whose prompt waits, or is computed, at a prefill instance."""
+        for number in self._legs.at(instance):
+            attempt = requests[number].attempt
+            if attempt is not None and attempt.prefill is PrefillLeg.SENT and attempt.plan.prefill.id == instance:
+                yield requests[number]
 
     def _running(self, instance: str, requests: Mapping[int, Request]) -> Iterator[Request]:
         """Requests whose sequence, that their client hears, is at an instance."""

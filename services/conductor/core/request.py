@@ -4,6 +4,7 @@ A new attempt goes on from the prompt and the tokens so far: sampling depends on
 """
 
 from moonpool.core.digest import digest_of
+from moonpool.core.fair import Shares
 from moonpool.core.kernel import Cancel, Ended, Tick
 from moonpool.core.timers import Timers
 from services.conductor.core.admission import Gate
@@ -13,6 +14,7 @@ from services.conductor.core.checks import check_requests
 from services.conductor.core.failures import FINAL, Failure, Kind, given_up
 from services.conductor.core.legs import Call, Hold, Legs
 from services.conductor.core.life import Attempt, DecodeLeg, Phase, PrefillLeg, Request
+from services.conductor.core.line import Line
 from services.conductor.core.messages import (
     Accepted,
     Action,
@@ -47,23 +49,21 @@ class Requests:
     def __init__(self, limits: Limits, picture: Picture) -> None:
         self.picture = picture
         self._limits = limits
-        self._rooms = RoomQueue()
         self._timers: Timers[tuple[str, int]] = Timers()
+        self._shares = Shares()
+        self.rooms = RoomQueue(self._shares)
+        self.line = Line(self._shares, self._timers, limits.max_queued, limits.max_queued_bytes)
         self._lengths = picture.forecasts.lengths
         gate = Gate(limits.admission, picture.forecasts)
         self._legs = Legs(picture, self._timers, limits.reserve_timeout_s, gate)
-        self._book = Book(self._legs, self._rooms, self._timers, self._lengths)
-        self._placing = Placing(limits, picture, self._book, self._legs, self._rooms, self._timers, gate)
+        self._book = Book(self._legs, self.rooms, self.line, self._timers, self._lengths)
+        waiting = self.rooms, self.line, self._shares
+        self._placing = Placing(limits, picture, self._book, self._legs, *waiting, self._timers, gate)
         self._adopting = Adopting(limits.adopt_wait_s, picture, self._legs, self._timers)
         self._relief = Relief(picture, self._legs)
 
     def __len__(self) -> int:
         return len(self._book.requests)
-
-    @property
-    def waiting_for_room(self) -> int:
-        """Requests that wait for room at decode."""
-        return len(self._rooms)
 
     @property
     def calls(self) -> int:
@@ -218,7 +218,7 @@ class Requests:
         promised = result if isinstance(result, Promised) else None
         got = self._legs.reserved(request, io, hold, promised, now, out)
         if promised is not None:
-            self._rooms.promised(hold.instance)
+            self.rooms.promised(hold.instance)
         if request is None:
             return
         request.reserves -= 1
@@ -294,7 +294,7 @@ class Requests:
                 self._placing.room_news(now, instance, out)
                 self._relieve(now, instance, out)
             case Left(instance, incarnation, lost):
-                self._rooms.forget(instance)
+                self.rooms.forget(instance)
                 who = instance, incarnation
                 for number in self._legs.at(instance) if lost else ():
                     request = self._book.requests[number]
@@ -305,10 +305,7 @@ class Requests:
 
     def _relieve(self, now: float, instance: str, out: list[Action]) -> None:
         """An instance that drains or is slow is rid of what it has, if another one takes it."""
-        for request in list(self._relief.prompts(instance, self._book.requests)):
-            self._legs.end_attempt(request, now, out)
-            self._placing.move(request, instance, out)
-        for request in self._relief.sequences(instance, self._book.requests):
+        for request in self._relief.leaving(instance, self._book.requests):
             self._legs.detach(request, now, out)
             self._placing.move(request, instance, out)
 
@@ -347,6 +344,9 @@ class Requests:
         if kind == "linger":
             out.append(Cancel(number))
             return
+        if kind == "line":
+            self._placing.look_again(now, out)
+            return
         hold = self._legs.calls.get(number) if kind == "reserve" else None
         request = self._book.requests.get(hold.request if hold is not None else number)
         if request is None:
@@ -358,8 +358,7 @@ class Requests:
                 failure = Failure(Kind.DEADLINE, "the request took longer than it may")
                 self._book.fail(now, request, failure, out)
             case "wait":
-                assert request.refusal is not None
-                self._book.fail(now, request, request.refusal, out, refused=True)
+                self._placing.give_up(now, request, out)
             case "pause":
                 self._placing.rehash(request, out)
             case "owner":
@@ -386,12 +385,12 @@ class Requests:
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two events."""
-        check_requests(self._book, self._legs, self._rooms, self._timers)
+        check_requests(self._book, self._legs, self.rooms, self.line, self._timers)
         self._adopting.check_invariants(self._book.requests.values())
 
     def digest(self) -> bytes:
         """Hash of everything but the picture."""
-        return digest_of(self._book.requests, self._rooms.state(), self._legs, self._timers)
+        return digest_of(self._book.requests, self.rooms.state(), self.line, self._shares, self._legs, self._timers)
 
 
 def _attempt_of(request: Request, hold: Hold) -> Attempt | None:

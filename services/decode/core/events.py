@@ -51,6 +51,8 @@ class Reserve:
     Only one that runs alone."""
     fence: int = 0
     """How often its client has resumed it."""
+    priority: int = 0
+    """Lower ones go first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class Planner:
         self._tracker = tracker
         self.batch = Batch(config.block_tokens)
         self.ready: list[Request] = []
-        """They wait for a place or a block; first come first."""
+        """They wait for a place or a block; first come first, later by their priority."""
         self.catching: list[Request] = []
         """They compute what is gone; first come first."""
         self.flight: Flight | None = None
@@ -63,7 +63,7 @@ class Planner:
     def add(self, request: Request) -> None:
         """A sequence has all its KV and its first token."""
         request.state = State.READY
-        insort(self.ready, request, key=_age)
+        insort(self.ready, request, key=_turn)
 
     def take_out(self, request: Request) -> bool:
         """Takes a sequence out of the batch or of those that wait.
@@ -173,9 +173,9 @@ class Planner:
     def returned(self, request: Request) -> None:
         """A preempted sequence has its blocks again; with all KV it is ready."""
         if request.state is State.READY:
-            insort(self.ready, request, key=_age)
+            insort(self.ready, request, key=_turn)
         elif request.state is State.CATCHING_UP:
-            insort(self.catching, request, key=_age)
+            insort(self.catching, request, key=_turn)
 
     def _has_seats(self, request: Request) -> bool:
         return self.places_taken + len(request.members) <= self._config.max_batch
@@ -191,10 +191,10 @@ class Planner:
         return decode_step_seconds(self._tracker.speeds, sequences, context)
 
     def _keep_tbt(self, out: list[Action]) -> None:
-        """Lets go those who were promised no time, last come first, while the batch is too slow for the others."""
+        """Lets go those who were promised no time, last come of the lowest priority first, while steps are too long."""
         limit = self.batch.tbt_slo_s
         while limit and self._tbt_s(len(self.batch), self.batch.context) > limit:
-            last = max((r for r in self.batch.requests if not r.tbt_slo_s), key=_age, default=None)
+            last = max((r for r in self.batch.requests if not r.tbt_slo_s), key=_turn, default=None)
             if last is None:
                 return
             self._unready(last, out)
@@ -214,9 +214,9 @@ class Planner:
     def _seat(self, out: list[Action]) -> None:
         """Who finds too few places keeps those who came later from taking them; so does who is parked for that."""
         parked = self._parking.parked[:1]
-        first = parked[0].id if parked and not self._has_seats(parked[0]) else None
+        first = parked[0].turn if parked and not self._has_seats(parked[0]) else None
         for request in list(self.ready):
-            if not self._has_seats(request) or (first is not None and first < request.id):
+            if not self._has_seats(request) or (first is not None and first < request.turn):
                 return
             if request.state is State.READY and self._may_join(request) and self._equip(request, out):
                 self.ready.remove(request)
@@ -381,7 +381,7 @@ class Planner:
         leaving = [request for request in requests if request.state is State.LEAVING]
         assert all(request.state is State.RUNNING or request in leaving for request in self.batch.requests)
         for state, place in ((State.READY, self.ready), (State.CATCHING_UP, self.catching)):
-            there = sorted((r for r in requests if r.state is state), key=_age)
+            there = sorted((r for r in requests if r.state is state), key=_turn)
             assert there == [request for request in place if request not in leaving]
         for request in self.ready:
             for member in request.members:
@@ -390,9 +390,9 @@ class Planner:
         if self.flight is not None:
             groups.check_writes(self.batch, self._room.blocks, self._config, self.flight.copies)
         kept = [r for r in requests if r.tbt_slo_s and r.state not in (State.RUNNING, State.LEAVING)]
-        assert dict(sorted(self.seats_kept.items())) == {r.id: r.places for r in sorted(kept, key=_age)}
+        assert dict(sorted(self.seats_kept.items())) == {r.id: r.places for r in sorted(kept, key=_turn)}
         assert self.places_taken <= self._config.max_batch
 
 
-def _age(request: Request) -> int:
-    return request.id
+def _turn(request: Request) -> tuple[float, int]:
+    return request.turn

@@ -21,17 +21,21 @@ SWAP_WEIGHT = 0.2
 
 
 def choose_victim(active: list[Request], wanting: Request) -> Request | None:
-    """Who is preempted so that `wanting` gets a block: last come first.
+    """Who is preempted so that `wanting` gets a block: last come of the lowest priority first.
 
-    The one that came first is never chosen, so it can always finish; those preempted twice are spared if possible.
+    The one whose turn is first is never chosen, so it can always finish; those preempted twice are spared if possible.
 
     Returns:
         A request, maybe `wanting` itself; None when nobody may be preempted.
     """
-    oldest = min((request.id for request in active), default=wanting.id)
-    free = [request for request in active if request.id != min(oldest, wanting.id)]
+    first = min((*active, wanting), key=_turn)
+    free = [request for request in active if request is not first]
     spared = [request for request in free if request.preemptions < PROTECTED_AFTER]
-    return max(spared or free, key=lambda request: request.id, default=None)
+    return max(spared or free, key=_turn, default=None)
+
+
+def _turn(request: Request) -> tuple[float, int]:
+    return request.turn
 
 
 class Parking:

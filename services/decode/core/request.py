@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self
 
+from moonpool.core.fair import rank
 from moonpool.kv.keys import BlockKey
 from services.decode.core.events import Candidates, Reserve
 from services.decode.core.search import Search
@@ -96,6 +97,8 @@ class Request:
     tbt_slo_s: float
     conductor: str
     stores: int
+    rank: float = 0.0
+    """When it came, and later by its priority (`moonpool.core.fair.rank`)."""
     until: float = 0.0
     """When it ends if it was not started, however often its lease is renewed."""
     state: State = State.PROMISED
@@ -126,7 +129,7 @@ class Request:
     """Blocks of `shape` that are swapped out, from the first on."""
 
     @classmethod
-    def of(cls, event: Reserve, until: float) -> Self:
+    def of(cls, event: Reserve, now: float, until: float) -> Self:
         """One that asks for room."""
         first = Member(event.id, list(event.keys), event.tokens, stored=[len(event.keys)] * event.stores)
         longest = event.total_tokens - event.prompt_tokens
@@ -139,11 +142,17 @@ class Request:
             event.tbt_slo_s,
             event.conductor,
             event.stores,
+            rank(now, event.priority),
             until,
             resumable=event.resumable,
             fence=event.fence,
             search=Search(event.width, longest, event.beams) if event.beams is not None else None,
         )
+
+    @property
+    def turn(self) -> tuple[float, int]:
+        """By which requests are compared: the least goes first, the highest is preempted first."""
+        return self.rank, self.id
 
     @property
     def is_started(self) -> bool:

@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Container, Iterable, Mapping
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from moonpool.errors import ConfigError
@@ -37,18 +36,6 @@ class TenantRow(BaseModel):
 
     def quota(self, what: What) -> int | None:
         return {"dram": self.dram_quota_bytes, "ssd": self.ssd_quota_bytes, "pins": self.pin_bytes}[what]
-
-
-def read_rows(value: object) -> object:
-    """A mapping of rows by name, from a flag (YAML or JSON) or a file; raises ValueError when it is none."""
-    if isinstance(value, str):
-        try:
-            value = yaml.safe_load(value) if value.strip() else {}
-        except yaml.YAMLError as error:
-            raise ValueError(f"is no YAML: {error}") from None
-    if not isinstance(value, Mapping):
-        raise ValueError("must be a mapping of tenant to row")
-    return {str(name): row for name, row in value.items()}
 
 
 def check_rows(rows: Mapping[str, TenantRow], dram_bytes: int, ssd_bytes: int) -> None:

@@ -1,6 +1,9 @@
 """The prefill core: hears events, decides, and names what is to be done."""
 
+from collections import Counter
+
 from moonpool.core.digest import digest_of
+from moonpool.core.fair import may_enter
 from moonpool.core.kernel import Ended, Tick
 from moonpool.cost import Speeds
 from moonpool.errors import ConfigError
@@ -106,7 +109,7 @@ class PrefillCore:
         return digest_of(
             state.settings,
             list(state.jobs.values()),
-            state.waiting,
+            (state.waiting, state.shares),
             list(state.started),
             list(state.ios),
             self.steps.in_flight,
@@ -159,7 +162,7 @@ class PrefillCore:
         job.expected_tokens = max(job.expected_tokens, cached)
         state.jobs[event.job] = job
         self.taken = event.job
-        state.waiting.append(event.job)
+        state.waiting.add(job.place)
 
     def _refusal(self, event: Arrive) -> Refusal | None:
         if self._stopped:
@@ -168,9 +171,14 @@ class PrefillCore:
             return Refusal.DRAINING
         if self.state.settings.blocks_for(event.num_tokens) > self.state.settings.blocks:
             return Refusal.TOO_LONG
-        if len(self.state.jobs) >= self.state.settings.max_queue:
-            return Refusal.QUEUE_FULL
-        return None
+        return None if self._may_enter(event) else Refusal.QUEUE_FULL
+
+    def _may_enter(self, event: Arrive) -> bool:
+        jobs, limit = self.state.jobs.values(), self.state.settings.max_queue
+        if len(jobs) < limit:
+            return True
+        weights = {job.place.tenant: job.place.weight for job in jobs} | {event.tenant: event.weight}
+        return may_enter(Counter(job.place.tenant for job in jobs), event.tenant, limit, weights.__getitem__)
 
     def _go_on(self) -> None:
         """Starts jobs and steps as far as there is room; the step in front does not wait for late layers for ever."""

@@ -37,6 +37,11 @@ class Arrive:
     sources: tuple[Source, ...] = ()
     """The best first."""
     copies: tuple[Copy, ...] = ()
+    tenant: str = ""
+    priority: int = 0
+    """Among the tenant's own; lower ones go first."""
+    weight: float = 1.0
+    """The tenant's share, relative to others'."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ def check(state: State, steps: Steps) -> None:
     state.manager.check_invariants()
     _check_holds(state)
     _check_steps(state, steps)
+    state.waiting.check_invariants()
     waiting = set(state.waiting)
     assert len(waiting) == len(state.waiting)
     assert waiting | state.started.keys() == state.jobs.keys()

@@ -1,8 +1,8 @@
 """State of the prefill core: settings, jobs, I/O under way and what it holds."""
 
-from collections import deque
 from dataclasses import dataclass, field
 
+from moonpool.core.fair import FairQueue, Place, Shares, rank
 from moonpool.core.kernel import Cancel, Outstanding
 from moonpool.cost import Speeds, SpeedTracker
 from moonpool.kv.keys import BlockKey
@@ -81,6 +81,7 @@ class Job:
     copies: tuple[Copy, ...]
     outgoing: Outgoing | None
     added_at: float
+    place: Place
     expected_tokens: int
     """Leading tokens that are expected not to be computed; for predictions, until the job starts."""
     next_source: int = 0
@@ -116,7 +117,8 @@ class Job:
         believed = max((source.blocks for source in event.sources), default=0)
         reusable = (event.num_tokens - 1) // settings.block_tokens
         expected = min(believed, reusable) * settings.block_tokens
-        return cls(event.job, event.num_tokens, event.keys, event.sources, event.copies, outgoing, now, expected)
+        place = Place(event.tenant, rank(now, event.priority), event.job, event.weight)
+        return cls(event.job, event.num_tokens, event.keys, event.sources, event.copies, outgoing, now, place, expected)
 
     @property
     def finished(self) -> bool:
@@ -204,7 +206,8 @@ class State:
         manager: the pool's blocks.
         tracker: predicts seconds, and learns from what was measured.
         jobs: all that have not ended, by number.
-        waiting: those without blocks, first come first.
+        shares: of the tenants; steps are charged to them, in predicted seconds.
+        waiting: those without blocks, in fair order.
         started: those with blocks, in the order of starting.
         ios: I/O under way, with what it holds.
         now: time of the event that is being handled.
@@ -216,7 +219,8 @@ class State:
         self.manager = BlockManager(settings.blocks)
         self.tracker = SpeedTracker(speeds)
         self.jobs: dict[int, Job] = {}
-        self.waiting: deque[int] = deque()
+        self.shares = Shares()
+        self.waiting = FairQueue(self.shares)
         self.started: dict[int, Job] = {}
         self.ios: Outstanding[Flight] = Outstanding()
         self.now = 0.0

@@ -5,8 +5,10 @@ joins a step only when its layers are predicted to come before the step needs th
 and others wait, its share is dropped from the step, which goes on; the job waits for the rest of its load.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from moonpool.core.fair import Wanted
 from moonpool.cost import prefill_seconds
 from moonpool.kv.keys import BlockKey
 from services.prefill.core.actions import AbortStep, ChunkOrder, DropShare, OpenGate, RunStep
@@ -56,6 +58,7 @@ class Steps:
         shares = self._shares()
         if not shares:
             return False
+        self._charge(shares)
         tables = tuple(table for share in shares if (table := self._state.jobs[share.job].table) is not None)
         flight = StepFlight(shares, tables, any(share.loading for share in shares), self._state.now, self._state.now)
         io = self._state.begin(flight)
@@ -69,9 +72,7 @@ class Steps:
         shares: list[Share] = []
         budget, seconds = self._state.settings.step_tokens, 0.0
         under_way = self._under_way()
-        for job in self._state.started.values():
-            if not self._plannable(job):
-                continue
+        for job in self._in_turn():
             share = self._share(job, budget)
             if share is None:
                 break  # less than a block of budget left; others behind wait for their turn
@@ -87,6 +88,30 @@ class Steps:
             if not budget:
                 break
         return shares
+
+    def _in_turn(self) -> Iterator[Job]:
+        """Started jobs of which something can be computed, in fair order."""
+        state = self._state
+        lines: dict[str, list[Wanted]] = {}
+        for job in state.started.values():
+            if self._plannable(job):
+                lines.setdefault(job.place.tenant, []).append(Wanted(job.place, self._next_s(job)))
+        for line in lines.values():
+            line.sort(key=lambda wanted: wanted.place.own)
+        return (state.jobs[wanted.place.number] for wanted in state.shares.order(lines.values()))
+
+    def _next_s(self, job: Job) -> float:
+        """Predicted seconds of as much of a job as a step can have."""
+        settings = self._state.settings
+        start = job.scheduled if job.load is None else job.load.end * settings.block_tokens
+        end = min(job.num_tokens, start + settings.step_tokens)
+        speeds = self._state.tracker.speeds
+        return prefill_seconds(speeds, end - start, start, steps=1, begins=job.first_step_at is None)
+
+    def _charge(self, shares: list[Share]) -> None:
+        for share in shares:
+            place = self._state.jobs[share.job].place
+            self._state.shares.serve(place.tenant, self._seconds(share), place.weight)
 
     def _plannable(self, job: Job) -> bool:
         if job.table is None or job.gated or job.settling:

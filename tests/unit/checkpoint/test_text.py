@@ -65,6 +65,14 @@ class CountingBackend:
         return self.backend.encode_batch_fast(texts, **options)
 
 
+def test_special_tokens_can_be_kept() -> None:
+    """Where they mark something, as calls of functions."""
+    kept, left = TOKENIZER.stream(skip_special=False), TOKENIZER.stream()
+    tokens = [*TOKENIZER.encode("a", add_special=False), 0, *TOKENIZER.encode("b", add_special=False)]
+    assert "".join(kept.push([token]) for token in tokens) == "a<s>b"
+    assert "".join(left.push([token]) for token in tokens) == "ab"
+
+
 def test_a_text_that_is_far_too_long_is_not_tokenised_to_its_end() -> None:
     backend: Any = CountingBackend()
     tokenizer = Tokenizer(backend, None)

@@ -57,6 +57,23 @@ def test_state_shows_load_and_blocks_of_every_instance(capsys: pytest.CaptureFix
     ]  # fmt: skip
 
 
+def test_state_shows_who_waits_at_the_conductor(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = cluster()
+    with fake.client() as client:
+        run_state(client, as_json=False)
+        assert capsys.readouterr().out.splitlines()[1] == "wait at the conductor: 0 for their limits, 0 for room"
+        fake.state.queue.CopyFrom(pb.QueueState(for_limits=7, for_room=1, prompt_bytes=4000))
+        fake.state.queue.tenants.add(requests=2)
+        fake.state.queue.tenants.add(tenant="ann", weight=2.5, requests=9, waiting=8)
+        run_state(client, as_json=False)
+        found = capsys.readouterr().out.splitlines()
+        assert found[1] == "wait at the conductor: 7 for their limits (4,000 bytes), 1 for room"
+        rows = [[cell.strip() for cell in row.strip("│").split("│")] for row in found[-3:-1]]
+        assert rows == [["(none)", "0", "2", "0"], ["ann", "2.5", "9", "8"]]
+        run_state(client, as_json=True)
+    assert json.loads(capsys.readouterr().out)["queue"]["tenants"][1]["waiting"] == 8
+
+
 def test_state_before_an_engine_has_joined_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     fake = FakeConductor()
     fake.state = pb.ClusterStateResponse(conductor=kv_pb2.Instance(id="conductor-0", address="host:0"))

@@ -98,8 +98,10 @@ def test_what_is_asked_reaches_the_conductor(dial: Dial) -> None:
     )
     with dial(fake) as client:
         client.generate(token_ids=[1, 2], sampling=params, slo=Slo(ttft_s=1.5), tenant="t", model="m", timeout_s=3.0)
+        patient = Slo(tbt_s=0.1, queue_s=3.0)
         client.generate(messages=[{"role": "user", "content": "hi"}])
-    first, second = fake.requests
+        client.generate(token_ids=[1], slo=patient, priority=-2)
+    first, second, third = fake.requests
     assert list(first.tokens.token_ids) == [1, 2]
     assert first.sampling == kv_pb2.Sampling(
         max_tokens=2, temperature=0.5, stop=["end"], stop_token_ids=[3], logit_bias={4: 1.0}, seed=9, ignore_eos=True
@@ -108,6 +110,7 @@ def test_what_is_asked_reaches_the_conductor(dial: Dial) -> None:
     assert fake.timeouts_s[0] == pytest.approx(3.0, abs=0.5)
     assert second.chat.messages == [pb.ChatMessage(role="user", content="hi")]
     assert second.sampling == kv_pb2.Sampling()
+    assert (third.slo, third.priority, first.priority) == (pb.Slo(tbt_s=0.1, queue_s=3.0), -2, 0)
     assert not second.HasField("slo")
 
 

@@ -213,6 +213,12 @@ async def test_limits_model_and_time(gateway: Answers) -> None:
     await gateway.plain(prompt=["x"], model="tiny", slo={"ttft_s": 1.5})
     assert (gateway.asked.text, gateway.asked.model, gateway.asked.slo.ttft_s) == ("x", "tiny", 1.5)
     assert not gateway.asked.slo.HasField("tbt_s")
+    assert (gateway.asked.slo.HasField("queue_s"), gateway.asked.priority) == (False, 0)
+
+
+async def test_priority_and_patience(gateway: Answers) -> None:
+    await gateway.plain(prompt=["x"], slo={"queue_s": 2}, priority=-4)
+    assert (gateway.asked.slo.queue_s, gateway.asked.priority) == (2.0, -4)
     assert gateway.fake.timeouts_s[0] == pytest.approx(600.0, abs=5)
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from moonpool.client.testing import FakeConductor
 from moonpool.errors import ConfigError, Unauthenticated
-from moonpool.rpc.keys import ApiKeys, hashed, parse_keys
+from moonpool.rpc.keys import ApiKeys, KeyFile, Limits, hashed, parse_keys
+from services.gateway.keys import owners_of
 
 from .fakes import answering
 
@@ -25,7 +26,20 @@ def write(path: Path, text: str, at: int) -> Path:
 def test_file() -> None:
     assert hashed("ann-key") == "21fdbeecb49c56644f6cc4444328f5da14132c8a38fd86aad19b4da9e521a79c"
     text = f"# keys\n\n{ANN}{BOB.upper().replace('BOB & CO', 'bob & co')}  # Bob's\n"
-    assert parse_keys(text) == {hashed("ann-key"): "ann", hashed("bob-key"): "bob & co"}
+    assert parse_keys(text) == KeyFile({hashed("ann-key"): "ann", hashed("bob-key"): "bob & co"}, {}, {})
+
+
+def test_budgets_in_the_file() -> None:
+    """Of keys, and of tenants over all their keys."""
+    x, y = hashed("x"), hashed("y")
+    file = parse_keys(f"sha256:{x} rpm=60 TPM=1000 ann\nsha256:{y}\ttpm=5\tann & bob\ntenant rpm=7 ann\n{BOB}")
+    assert file.tenants == {x: "ann", y: "ann & bob", hashed("bob-key"): "bob & co"}
+    assert [(owner.told, owner.limits) for owner in owners_of(file, x)] == [
+        ("this key", Limits(60, 1000)),
+        ("this key's tenant", Limits(7, None)),
+    ]
+    assert [owner.limits for owner in owners_of(file, y)] == [Limits(None, 5)]
+    assert owners_of(file, hashed("bob-key")) == []
 
 
 @pytest.mark.parametrize(
@@ -36,6 +50,12 @@ def test_file() -> None:
         (f"{ANN}sha256:{hashed('x')}", "line 2 is not of the form"),
         (ANN + ANN, "line 2: this key stands here twice"),
         (f"sha256:{hashed('x')} {'t' * 257}", "line 1: a tenant has at most 256"),
+        (f"sha256:{hashed('x')} rpm=0 ann", "line 1 is not of the form"),
+        (f"sha256:{hashed('x')} tpm=many ann", "line 1 is not of the form"),
+        (f"sha256:{hashed('x')} rpm=5", "line 1 is not of the form"),
+        (f"sha256:{hashed('x')} rpm=5 rpm=6 ann", "line 1: rpm and tpm stand there once"),
+        ("tenant ann", "line 1: a tenant has one line"),
+        ("tenant rpm=5 ann\ntenant rpm=5 ann", "line 2: a tenant has one line"),
     ],
 )
 def test_wrong_file(text: str, says: str, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from moonpool.v1 import kv_pb2
 from .fakes import CHAT, MODEL_TOKENS, PLAIN, TURNS, Answers, answering
 
 TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def error(answered: httpx2.Response, status: int) -> dict[str, Any]:
@@ -39,14 +40,11 @@ def error(answered: httpx2.Response, status: int) -> dict[str, Any]:
         ("top_logprobs", 3),
         ("prompt_logprobs", 0),
         ("response_format", {"type": "json_object"}),
-        ("tools", [TOOL]),
-        ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),
         ("echo", True),
         ("best_of", 4),
         ("guided_json", {}),
         ("modalities", ["audio"]),
-        ("skip_special_tokens", False),
         ("continue_final_message", True),
     ],
 )
@@ -74,7 +72,18 @@ async def test_asking_for_nothing_is_fine(gateway: Answers) -> None:
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
-        ({"messages": [*TURNS, {"role": "assistant", "tool_calls": [TOOL]}]}, "messages.1.tool_calls"),
+        ({"messages": [*TURNS, {"role": "assistant", "tool_calls": [TOOL]}]}, "messages.1.tool_calls.0.id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "assistant", "function_call": {}}]}, "messages.0.function_call"),
+        ({"messages": TURNS, "tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),
+        ({"messages": TURNS, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"messages": TURNS, "tools": [TOOL, TOOL]}, "tools"),
+        ({"messages": TURNS, "tools": [TOOL]}, "tools"),  # the bundled model's template knows none
+        ({"prompt_token_ids": [1], "tools": [TOOL]}, "tools"),
+        ({"messages": TURNS, "tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"messages": TURNS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"messages": "hi"}, "messages"),
         ({"messages": None}, "messages"),
         ({"messages": TURNS, "prompt_token_ids": [1]}, "messages"),
@@ -88,9 +97,10 @@ async def test_asking_for_nothing_is_fine(gateway: Answers) -> None:
         ({"messages": TURNS, "seed": -1}, "seed"),
         ({"messages": TURNS, "seed": 2**64}, "seed"),
         ({"messages": TURNS, "max_tokens": 2**40}, "max_tokens"),
-        ({"messages": TURNS, "stop": [1]}, "stop"),
+        ({"messages": TURNS, "stop": [1]}, "stop.0"),
         ({"messages": TURNS, "logit_bias": {"x": 1}}, "logit_bias"),
         ({"messages": TURNS, "slo": {"ttft_s": "fast"}}, "slo.ttft_s"),
+        ({"messages": TURNS, "priority": "high"}, "priority"),
     ],
 )
 async def test_wrong_fields_of_a_chat(gateway: Answers, body: dict[str, Any], param: str) -> None:
@@ -103,12 +113,14 @@ async def test_wrong_fields_of_a_chat(gateway: Answers, body: dict[str, Any], pa
     [
         ({}, "prompt"),
         ({"prompt": "x", "prompt_token_ids": [1]}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["x"] * 65}, "prompt"),
+        ({"prompt": ["x"] * 64, "n": 5}, "n"),
         ({"prompt": [1, "x"]}, "prompt"),
         ({"prompt_token_ids": ["x"]}, "prompt_token_ids.0"),
         ({"prompt_token_ids": [2**40]}, "prompt_token_ids"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": "x", "tools": [TOOL]}, "tools"),
     ],
 )
 async def test_wrong_fields_of_a_completion(gateway: Answers, body: dict[str, Any], param: str) -> None:

@@ -28,9 +28,18 @@ class PrefillMachine(RuleBasedStateMachine):
         held=st.none() | st.integers(0, 2),
         sources=st.lists(st.tuples(st.sampled_from(STORES), st.integers(0, 5)), max_size=2),
         copies=st.lists(st.none() | st.integers(0, 4), max_size=2),
+        tenant=st.sampled_from("aab"),
+        priority=st.sampled_from([0, 0, 1]),
     )
     def arrive(
-        self, n: int, family: int, held: int | None, sources: list[tuple[str, int]], copies: list[int | None]
+        self,
+        n: int,
+        family: int,
+        held: int | None,
+        sources: list[tuple[str, int]],
+        copies: list[int | None],
+        tenant: str = "",
+        priority: int = 0,
     ) -> None:
         self.world.arrive(
             n,
@@ -38,6 +47,8 @@ class PrefillMachine(RuleBasedStateMachine):
             held=None if held is None else min(held, n // BT),
             sources=tuple(events.Source(*source) for source in sources),
             copies=tuple(events.Copy(f"copy-{i}", some) for i, some in enumerate(copies)),
+            tenant=tenant,
+            priority=priority,
         )
 
     @rule(which=st.integers(0, 50))
@@ -126,7 +137,8 @@ def walk(seed: int, stages: int) -> World:
             sources = [(rng.choice(STORES), rng.randint(0, 5)) for _ in range(rng.randint(0, 2))]
             copies = [rng.choice([None, rng.randint(0, 4)]) for _ in range(rng.randint(0, 2))]
             held = rng.choice([None, 0, 1, 2])
-            machine.arrive(rng.randint(1, 5 * BT), rng.randint(0, 2), held, sources, copies)
+            prompt = rng.randint(1, 5 * BT), rng.randint(0, 2)
+            machine.arrive(*prompt, held, sources, copies, rng.choice("ab"), rng.choice([0, 0, 1]))
         elif choice < 0.14:
             machine.leave(rng.randrange(200))
         elif choice < 0.25:

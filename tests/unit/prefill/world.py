@@ -106,10 +106,14 @@ class World:
         held: int | None = None,
         sources: tuple[events.Source, ...] = (),
         copies: tuple[events.Copy, ...] = (),
+        tenant: str = "",
+        priority: int = 0,
+        weight: float = 1.0,
     ) -> Client:
         number = len(self.clients) + 1
         chain = keys(family, num_tokens)
-        client = Client(events.Arrive(number, num_tokens, chain, held, sources, copies))
+        whose = tenant, priority, weight
+        client = Client(events.Arrive(number, num_tokens, chain, held, sources, copies, *whose))
         self.clients[number] = client
         self.post(client.arrive)
         return client

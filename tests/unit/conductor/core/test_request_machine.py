@@ -30,11 +30,18 @@ class RequestMachine(RuleBasedStateMachine):
         prompt=st.integers(1, 100),
         answer=st.integers(1, 40),
         limit_s=st.sampled_from([0.5, 20.0, 600.0, 600.0, 600.0]),
-        ttft_s=st.sampled_from([None, None, 0.5, 3.0]),
+        ttft_s=st.sampled_from([None, None, 0.05, 0.5, 3.0]),
+        queue_s=st.sampled_from([0.0, 0.0, 1.0, 30.0]),
+        tenant=st.sampled_from("ab"),
+        priority=st.sampled_from([0, 0, 0, 1, -1]),
     )
-    def arrive(self, prompt: int, answer: int, limit_s: float, ttft_s: float | None) -> None:
+    def arrive(
+        self, prompt: int, answer: int, limit_s: float, ttft_s: float | None, queue_s: float, tenant: str, priority: int
+    ) -> None:
         if len(self.world.core.requests) < 6:
-            self.world.arrive(prompt=prompt, answer=answer, limit_s=limit_s, slo=Slo(ttft_s=ttft_s))
+            slo = Slo(ttft_s=ttft_s, queue_s=queue_s)
+            asked = {"prompt": prompt, "answer": answer, "limit_s": limit_s}
+            self.world.arrive(**asked, slo=slo, tenant=tenant, priority=priority)  # type: ignore[arg-type]
 
     @rule(
         name=st.sampled_from(NAMES[2:]),

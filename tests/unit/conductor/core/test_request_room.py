@@ -17,7 +17,7 @@ def waiting(*needs: int, room: int = 0) -> World:
     for need in needs:
         world.arrive(prompt=need - 8, answer=8)
         world.end(world.one(Reserve), NO_ROOM)
-    assert world.core.requests.waiting_for_room == len(needs)
+    assert len(world.core.requests.rooms) == len(needs)
     return world
 
 
@@ -25,7 +25,7 @@ def test_one_request_too_big_for_the_room_of_now_does_not_make_the_others_wait()
     world = waiting(BIG, SMALL, SMALL)
     world.report("decode-0", 10)
     assert [call.request for call in world.open(Reserve)] == [2, 3]
-    assert world.core.requests.waiting_for_room == 1
+    assert len(world.core.requests.rooms) == 1
 
 
 def test_freed_room_wakes_only_those_that_fit_in_order_of_arrival() -> None:

@@ -113,10 +113,21 @@ class World:
         self.check()
         return out
 
-    def arrive(self, *, prompt: int = 40, answer: int = 8, limit_s: float = 600.0, slo: Slo = Slo()) -> int:  # noqa: B008
+    def arrive(
+        self,
+        *,
+        prompt: int = 40,
+        answer: int = 8,
+        limit_s: float = 600.0,
+        slo: Slo = Slo(),  # noqa: B008
+        tenant: str = "",
+        priority: int = 0,
+        weight: float = 1.0,
+    ) -> int:
         number = len(self.arrived) + 1
         self.arrived.add(number)
-        ask = Ask(number, f"r{number}", prompt, answer, b"key", slo, self.now, self.now + limit_s)
+        whose = {"tenant": tenant, "priority": priority, "weight": weight}
+        ask = Ask(number, f"r{number}", prompt, answer, b"key", slo, self.now, self.now + limit_s, **whose)  # type: ignore[arg-type]
         self.post(Arrived(ask, ()))
         return number
 
@@ -241,7 +252,7 @@ class World:
             self.sleep(max(0.0, (due or self.now) - self.now))
         assert set(self.ends) == self.arrived, "a request has no end"
         requests = self.core.requests
-        assert (len(requests), requests.calls, requests.waiting_for_room) == (0, 0, 0)
+        assert (len(requests), requests.calls, len(requests.rooms), len(requests.line)) == (0, 0, 0, 0)
         assert self.picture.claims == []
         assert self.promises == {}, "a promise was neither used nor given back"
         assert self.core.due() is None

@@ -122,6 +122,7 @@ class World:
         starts_in_s: float = 0.0,
         beams: Beams | None = None,
         resumable: bool = False,
+        priority: int = 0,
     ) -> int | None:
         """Asks for room for one answer or several; the request's id, None when it was refused."""
         answers = (answer,) if isinstance(answer, int) else answer
@@ -132,7 +133,7 @@ class World:
         keys = tuple(self.sequences[number].keys())
         lengths = len(prompt), len(prompt), total_tokens
         self.asked[number] = Reserve(
-            number, keys, *lengths, slo, conductor, stores, len(answers), starts_in_s, beams, resumable
+            number, keys, *lengths, slo, conductor, stores, len(answers), starts_in_s, beams, resumable, 0, priority
         )
         self.post(self.asked[number])
         if number not in self.core.requests:

@@ -1,0 +1,181 @@
+"""What a tenant notices when another one floods the cluster: `python -m benchmarks.fairness`.
+
+A calm tenant sends requests in an open loop at a fifth of what the prefill instances can compute. It does so alone,
+then while a second tenant sends three times as much as they can, and then while the same flood comes from the calm
+tenant itself: so it would be without shares. Compared is the calm requests' TTFT. They have equal lengths and come at
+equal times in all three rounds. The flood is cut off when the last calm request has ended.
+"""
+
+import argparse
+import asyncio
+import random
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.frame import Progress, Row, bounded, run
+from moonpool.bundled import model_dir
+from moonpool.cli.check import wait_at_rest
+from moonpool.cli.stack import LocalStack, StackPlan
+from moonpool.client import AsyncClient, SamplingParams
+from moonpool.cost import prefill_seconds
+from moonpool.engine.emulated.profile import load_profile
+from moonpool.errors import Overloaded
+
+CALM, FLOOD = "calm", "flood"
+CALM_SHARE, FLOOD_SHARE = 0.2, 3.0
+"""Requests per second, as shares of what the prefill instances can compute."""
+PROMPT_TOKENS, SPREAD, MOST_TOKENS = 2000, 0.4, 8000
+"""Median and spread (of the logarithm) of prompts' lengths, and the longest."""
+ANSWER_TOKENS = (4, 24)
+AHEAD_S = 5.0
+"""The flood begins so much earlier."""
+WANTED = 1.3
+"""TTFT p90 while another tenant floods, over that alone."""
+REST_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request: seconds since its round began, prompt and length of the answer."""
+
+    at: float
+    prompt: Sequence[int]
+    answer: int
+
+
+def requests(seed: str, words: str, rate: float, vocabulary: int) -> Iterator[Asked]:
+    """Requests without an end, so many per second on the average.
+
+    Equal seeds give equal times and lengths; prompts begin alike only where `words` are equal too, so that no round
+    finds the KV of the one before.
+    """
+    drawn, at = random.Random(f"moonpool fairness {seed}"), 0.0
+    tokens_of = random.Random(f"moonpool fairness {seed} {words}")
+    while True:
+        at += drawn.expovariate(rate)
+        tokens = min(round(PROMPT_TOKENS * drawn.lognormvariate(0.0, SPREAD)), MOST_TOKENS)
+        prompt = [tokens_of.randrange(vocabulary // 2, vocabulary) for _ in range(tokens)]
+        yield Asked(at, prompt, drawn.randint(*ANSWER_TOKENS))
+
+
+async def ask(client: AsyncClient, asked: Asked, tenant: str, began: float) -> float:
+    """Sends a request when it is due; returns its time to first token, seconds."""
+    await asyncio.sleep(began + asked.at - asyncio.get_running_loop().time())
+    sampling = SamplingParams(max_tokens=asked.answer, temperature=0.0, ignore_eos=True)
+    result = await client.generate(token_ids=asked.prompt, sampling=sampling, tenant=tenant)
+    return result.timing.ttft_s
+
+
+@asynccontextmanager
+async def flooding(client: AsyncClient, tenant: str, coming: Iterator[Asked]) -> AsyncIterator[None]:
+    """Requests of a tenant come one after the other, whatever becomes of them, until the body ends."""
+
+    async def one(asked: Asked, began: float) -> None:
+        with suppress(Overloaded):  # as many are there as a tenant may have
+            await ask(client, asked, tenant, began)
+
+    async def all_of_them() -> None:
+        began = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as group:
+            for asked in coming:
+                await asyncio.sleep(began + asked.at - asyncio.get_running_loop().time())
+                group.create_task(one(asked, began))
+
+    flood = asyncio.create_task(all_of_them())
+    try:
+        await asyncio.sleep(AHEAD_S)
+        yield
+    finally:
+        flood.cancel()
+        await asyncio.gather(flood, return_exceptions=True)
+
+
+async def calm(client: AsyncClient, asked: Sequence[Asked]) -> list[float]:
+    """TTFT of each of the calm tenant's requests."""
+    began = asyncio.get_running_loop().time()
+    return await asyncio.gather(*(ask(client, it, CALM, began) for it in asked))
+
+
+async def measured(address: str, asked: Sequence[Asked], tenant: str, flood: Iterator[Asked]) -> list[float]:
+    """The same while a tenant floods; "" = nobody does."""
+    async with AsyncClient(address) as client:
+        if not tenant:
+            return await calm(client, asked)
+        async with flooding(client, tenant, flood):
+            return await calm(client, asked)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The least value that so many are not above."""
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
+
+
+def rounds(address: str, options: argparse.Namespace, number: int, vocabulary: int) -> dict[str, list[float]]:
+    """TTFT of the calm requests by who floods."""
+    profile = load_profile(options.engine.removeprefix("emulated:"))
+    scale = options.time_scale or profile.time_scale
+    capacity = options.prefill * scale / prefill_seconds(profile.speeds, PROMPT_TOKENS, 0)
+    found: dict[str, list[float]] = {}
+    for tenant in ("", FLOOD, CALM):
+        seed = f"{options.seed} {number}"
+        stream = requests(f"calm {seed}", tenant, CALM_SHARE * capacity, vocabulary)
+        asked = [next(stream) for _ in range(options.requests if tenant != CALM else options.without)]
+        flood = requests(f"flood {seed}", tenant, FLOOD_SHARE * capacity, vocabulary)
+        if asked:
+            found[tenant] = asyncio.run(measured(address, asked, tenant, flood))
+        wait_at_rest(address, REST_S)
+    return found
+
+
+def plan_of(options: argparse.Namespace, folder: Path) -> StackPlan:
+    """The stack that is flooded."""
+    return StackPlan(
+        str(model_dir()), folder, engine=options.engine, time_scale=options.time_scale, prefill=options.prefill,
+        decode=options.decode, kvstore=0, log_level="warning",
+    )  # fmt: skip
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
+    """All rows."""
+    found: list[dict[str, list[float]]] = []
+    with tempfile.TemporaryDirectory() as folder, LocalStack(plan_of(options, Path(folder))) as stack:
+        for number in range(options.runs):
+            found.append(rounds(stack.address, options, number, vocabulary=4096))
+            p90 = {tenant or "alone": quantile(it, 0.9) for tenant, it in found[-1].items()}
+            told = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in p90.items())
+            progress(f"run {number + 1} of {options.runs}, TTFT p90: {told}")
+    return list(rows(found))
+
+
+def rows(found: Sequence[dict[str, list[float]]]) -> Iterator[Row]:
+    """The ratio that is wanted, and what it would be without shares."""
+    for name, share in (("p50", 0.5), ("p90", 0.9)):
+        alone = [quantile(it[""], share) for it in found]
+        flooded = [quantile(it[FLOOD], share) for it in found]
+        ratios = [ours / own for ours, own in zip(flooded, alone, strict=True)]
+        yield bounded(f"TTFT {name} while another tenant floods, over alone", "x", ratios, "wanted at most", WANTED)
+        yield bounded(f"TTFT {name} while another tenant floods", "s", flooded, "alone, 1.3 times",
+                      WANTED * quantile(alone, 0.5))  # fmt: skip
+        if all(CALM in it for it in found):
+            own = [quantile(it[CALM], share) for it in found]
+            yield bounded(f"TTFT {name} in a flood of its own tenant", "s", own, "alone, 1.3 times",
+                          WANTED * quantile(alone, 0.5))  # fmt: skip
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this benchmark."""
+    add = parser.add_argument
+    add("--engine", default="emulated:llama-70b-a800", help="emulated:PROFILE (default emulated:llama-70b-a800)")
+    add("--time-scale", type=float, default=0.0, help="emulated seconds that pass in one second; 0 = the profile's own")
+    add("--prefill", type=int, default=1, help="instances (default 1)")
+    add("--decode", type=int, default=1, help="instances (default 1)")
+    add("--requests", type=int, default=40, help="of the calm tenant in a round (default 40)")
+    add("--without", type=int, default=5, help="the same in a flood of its own, where each waits for long (default 5)")
+    add("--seed", type=int, default=1, help="of prompts and times (default 1)")
+
+
+if __name__ == "__main__":
+    run("fairness", measure, flags=flags)

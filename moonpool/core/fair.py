@@ -1,0 +1,208 @@
+"""Who is served next where several tenants wait for the same: shares of tenants, and priorities among a tenant's own.
+
+Start-time fair queueing (Goyal, Vin and Cheng, 1996): a tenant has a virtual time, which grows by cost / weight with
+whatever is served for it; the tenant with the least is next. As with the virtual token counter of Sheng et al. (2024),
+cost is charged when it is spent, and a tenant that has asked for little is lifted towards the others, so that nobody
+saves up for a flood. Here it may lag behind by `credit`: up to so much of its work goes before that of tenants that
+have had more than their share, and not in turn with it.
+
+Among a tenant's own, a priority is a head start in time: whatever comes later than that is served later. So nobody
+starves, and a tenant gains nothing from others by calling its requests urgent.
+"""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+
+from moonpool.core.digest import digest_of
+from moonpool.errors import InvalidRequest
+
+LEAST_PRIORITY, MOST_PRIORITY = -100, 100
+PRIORITY_S = 60.0
+"""Who has a priority higher by one lets those pass that come up to so much later."""
+CREDIT_S = 10.0
+"""Seconds of work that a tenant may be behind its share."""
+MAX_IDLE = 4096
+"""Tenants that are remembered; of more, those are forgotten that have had least."""
+
+
+def rank(came: float, priority: int) -> float:
+    """Place among a tenant's own, least first; `came` in seconds of one clock. A lower priority goes first."""
+    return came + PRIORITY_S * priority
+
+
+def check_priority(priority: int, field: str) -> None:
+    """Raises InvalidRequest, naming the field, when a priority is out of bounds."""
+    if not LEAST_PRIORITY <= priority <= MOST_PRIORITY:
+        raise InvalidRequest(field, f"must be in [{LEAST_PRIORITY}, {MOST_PRIORITY}], is {priority}")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something stands: whose it is, its `rank` among the tenant's own, and a number that no other has."""
+
+    tenant: str
+    rank: float
+    number: int
+    weight: float = 1.0
+
+    @property
+    def own(self) -> tuple[float, int]:
+        """The place among the tenant's own."""
+        return self.rank, self.number
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Something that waits, and what it is predicted to cost."""
+
+    place: Place
+    cost: float
+
+
+class Shares:
+    """Virtual times of tenants.
+
+    Args:
+        credit: how far a tenant may be behind, in the unit of costs.
+    """
+
+    def __init__(self, credit: float = CREDIT_S) -> None:
+        self._credit = credit
+        self._times: dict[str, float] = {}
+        self._now = 0.0  # start tag of what was served last, or before
+
+    def time(self, tenant: str) -> float:
+        """The tenant's virtual time."""
+        return max(self._times.get(tenant, 0.0), self._least)
+
+    @property
+    def _least(self) -> float:
+        """Nobody's time is behind this: it is that of all who are not remembered."""
+        return max(self._now - self._credit, 0.0)
+
+    def serve(self, tenant: str, cost: float, weight: float = 1.0) -> None:
+        """Something was served that costs so much."""
+        time = self.time(tenant)
+        self._now = max(self._now, time)
+        self._times[tenant] = time + cost / weight
+        if len(self._times) > MAX_IDLE:
+            self._forget()
+
+    def key(self, place: Place) -> tuple[float, float, int]:
+        """By which places are compared: the least is served next."""
+        return self.time(place.tenant), *place.own
+
+    def order(self, lines: Iterable[Sequence[Wanted]]) -> Iterator[Wanted]:
+        """All that wait, as they would be served if each cost what is predicted.
+
+        Args:
+            lines: what waits of each tenant, in the order of its own; none is empty. They must not change meanwhile.
+        """
+        heap = [(*self.key(line[0].place), 0, line) for line in lines]
+        if len(heap) == 1:
+            yield from heap[0][-1]
+            return
+        heapify(heap)
+        while heap:
+            time, _, _, at, line = heap[0]
+            wanted = line[at]
+            yield wanted
+            if at + 1 < len(line):
+                after = time + wanted.cost / wanted.place.weight
+                heapreplace(heap, (after, *line[at + 1].place.own, at + 1, line))
+            else:
+                heappop(heap)
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        return digest_of(self._times, self._now)
+
+    def _forget(self) -> None:
+        kept = sorted(self._times, key=lambda tenant: self._times[tenant], reverse=True)[: MAX_IDLE // 2]
+        self._times = {tenant: self._times[tenant] for tenant in kept if self._times[tenant] > self._least}
+
+
+class FairQueue:
+    """What waits, in fair order."""
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self._lines: dict[str, list[Wanted]] = {}
+        self._wanted: dict[int, Wanted] = {}
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._wanted
+
+    def __iter__(self) -> Iterator[int]:
+        """Numbers in fair order; the queue must not change meanwhile."""
+        return (wanted.place.number for wanted in self._shares.order(self._lines.values()))
+
+    def add(self, place: Place, cost: float = 0.0) -> None:
+        """One more waits; its cost matters for the order of those behind it."""
+        assert place.number not in self._wanted, f"{place.number} waits already"
+        wanted = self._wanted[place.number] = Wanted(place, cost)
+        insort(self._lines.setdefault(place.tenant, []), wanted, key=_own)
+
+    def remove(self, number: int) -> None:
+        """One less; unknown numbers are fine."""
+        wanted = self._wanted.pop(number, None)
+        if wanted is None:
+            return
+        line = self._lines[wanted.place.tenant]
+        del line[bisect_left(line, wanted.place.own, key=_own)]
+        if not line:
+            del self._lines[wanted.place.tenant]
+
+    def first(self) -> Place:
+        """Who is next; there must be one."""
+        return min((line[0].place for line in self._lines.values()), key=self._shares.key)
+
+    def last_of(self, tenant: str) -> int:
+        """The last of a tenant's own; there must be one."""
+        return self._lines[tenant][-1].place.number
+
+    def count(self) -> dict[str, int]:
+        """How many wait, by tenant."""
+        return {tenant: len(line) for tenant, line in self._lines.items()}
+
+    def check_invariants(self) -> None:
+        """Asserts that lines are in order and hold what waits."""
+        found = [wanted for line in self._lines.values() for wanted in line]
+        assert {wanted.place.number: wanted for wanted in found} == self._wanted
+        assert len(found) == len(self._wanted)
+        for tenant, line in self._lines.items():
+            assert line == sorted(line, key=_own)
+            assert {wanted.place.tenant for wanted in line} == {tenant}
+
+    def digest(self) -> bytes:
+        """Hash of what waits."""
+        return digest_of(self._lines)
+
+
+def _own(wanted: Wanted) -> tuple[float, int]:
+    return wanted.place.own
+
+
+def may_enter(there: Counter[str], tenant: str, limit: int, weight_of: Callable[[str], float]) -> bool:
+    """Whether one more of a tenant is let in where `limit` things may be.
+
+    When so many are there, tenants that have less than their share may still bring theirs, until there are twice as
+    many: a flood does not shut others out.
+
+    Args:
+        there: how many of each tenant are there.
+        tenant: who brings one more.
+        limit: how many there may be.
+        weight_of: a tenant's weight.
+    """
+    total = there.total()
+    if total < limit:
+        return True
+    weights = sum([weight_of(one) for one in {*there, tenant}])
+    return total < 2 * limit and there[tenant] + 1 <= limit * weight_of(tenant) / weights

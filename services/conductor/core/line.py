@@ -1,0 +1,127 @@
+"""Those who wait for a placement that keeps their limits, and who of them looks for one when.
+
+Where a request would be refused, one that has a deadline waits here instead. When load falls is known by forecast only,
+so they look again and again: the first in fair order each time, the others when their refusal said so. Who has laxer
+limits may pass others.
+"""
+
+from dataclasses import dataclass
+
+from moonpool.core.digest import digest_of
+from moonpool.core.fair import FairQueue, Place, Shares
+from moonpool.core.timers import Timers
+
+PAUSE_S = 0.05
+"""Between two looks of the whole line, at least."""
+MAX_PAUSE_S = 1.0
+"""Between two looks of one request, at most: forecasts err."""
+FIRST = 4
+"""So many look each time."""
+MOST = 12
+"""So many at most look at once: each look costs a plan."""
+TIMER = ("line", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request in the line: bytes of its prompt, what it is predicted to cost, and when it looks again."""
+
+    place: Place
+    nbytes: int
+    cost: float
+    again_at: float
+
+
+class Line:
+    """The line, bounded in number and bytes.
+
+    Args:
+        shares: of the tenants.
+        timers: of the core; `TIMER` is set to when somebody looks again.
+        most: requests.
+        most_bytes: of their prompts.
+    """
+
+    def __init__(self, shares: Shares, timers: Timers[tuple[str, int]], most: int, most_bytes: int) -> None:
+        self._queue = FairQueue(shares)
+        self._timers = timers
+        self._most = most
+        self._most_bytes = most_bytes
+        self._waiting: dict[int, Waiting] = {}
+        self._looked_at = 0.0
+        self.nbytes = 0
+        """Of all prompts."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._waiting
+
+    def count(self) -> dict[str, int]:
+        """How many wait, by tenant."""
+        return self._queue.count()
+
+    def add(self, now: float, place: Place, nbytes: int, cost: float, retry_s: float) -> list[int]:
+        """One more waits, who was told to look again after `retry_s`.
+
+        Returns:
+            Those for whom there is no room any more, maybe this one; they are not in the line. They are the last of
+            whoever has most bytes in it for his weight.
+        """
+        again_at = now + min(max(retry_s, PAUSE_S), MAX_PAUSE_S)
+        self._queue.add(place, cost)
+        self._waiting[place.number] = Waiting(place, nbytes, cost, again_at)
+        self.nbytes += nbytes
+        pushed = []
+        while len(self) > self._most or self.nbytes > self._most_bytes:
+            pushed.append(self._queue.last_of(self._largest()))
+            self.remove(pushed[-1])
+        self._wake()
+        return pushed
+
+    def remove(self, number: int) -> None:
+        """One less; unknown numbers are fine."""
+        waiting = self._waiting.pop(number, None)
+        if waiting is not None:
+            self._queue.remove(number)
+            self.nbytes -= waiting.nbytes
+            self._wake()
+
+    def looking(self, now: float) -> list[int]:
+        """Those who look for a place now."""
+        self._looked_at = now
+        found: list[int] = []
+        for number in self._queue:
+            if len(found) < FIRST or self._waiting[number].again_at <= now:
+                found.append(number)
+            if len(found) == MOST:
+                break
+        self._wake()
+        return found
+
+    def _largest(self) -> str:
+        """The tenant that has most in the line for its weight; of equal ones the last in the alphabet."""
+        held: dict[str, float] = {}
+        for it in self._waiting.values():
+            held[it.place.tenant] = held.get(it.place.tenant, 0.0) + it.nbytes / it.place.weight
+        return max(held, key=lambda tenant: (held[tenant], tenant))
+
+    def _wake(self) -> None:
+        if self._waiting:
+            first = min(it.again_at for it in self._waiting.values())
+            self._timers.set(TIMER, max(first, self._looked_at + PAUSE_S))
+        else:
+            self._timers.clear(TIMER)
+
+    def check_invariants(self) -> None:
+        """Asserts that sums, order and timer are those of who waits."""
+        self._queue.check_invariants()
+        assert sorted(self._queue) == sorted(self._waiting)
+        assert self.nbytes == sum(it.nbytes for it in self._waiting.values()) <= self._most_bytes
+        assert len(self) <= self._most
+        assert (self._timers.at(TIMER) is not None) == bool(self._waiting)
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        return digest_of(self._waiting, self._queue, self._looked_at, self.nbytes)

@@ -1,0 +1,69 @@
+"""What every endpoint does first: whose request it is, what its body says, and what of it is ignored."""
+
+from __future__ import annotations
+
+import re
+from http import HTTPStatus
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.gateway.config import GatewayConfig
+from services.gateway.fields import Body, BodyT
+from services.gateway.forms import compact
+from services.gateway.keys import BudgetedKeys, Caller
+from services.gateway.reading import JSON_TYPE, read_body
+
+MAX_IGNORED = 16
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class Door:
+    """Lets requests in."""
+
+    def __init__(self, config: GatewayConfig, keys: BudgetedKeys | None) -> None:
+        """`keys` are those that are known; None = none is asked for."""
+        self._config = config
+        self._keys = keys
+
+    def tenant(self, request: Request) -> str:
+        """Whose request it is, of one that uses nothing.
+
+        Raises:
+            Unauthenticated: there is no such key.
+        """
+        return "" if self._keys is None else self._keys.tenant(_key(request))
+
+    async def read(self, request: Request, cls: type[BodyT]) -> tuple[Caller, BodyT, dict[str, str]]:
+        """The caller, the checked body, and the answer's warning about fields that were ignored.
+
+        Raises:
+            Unauthenticated: there is no such key.
+            HttpError: the body is refused.
+            BudgetSpentError: the key or its tenant has used up its budget.
+            InvalidRequest: names the field that is wrong.
+        """
+        caller = Caller() if self._keys is None else self._keys.admit(_key(request))
+        body = await read_body(request, cls, self._config.max_body_bytes, self._config.read_timeout_s)
+        body.check()
+        return caller, body, _warning(body)
+
+
+def _key(request: Request) -> str:
+    """The API key, in OpenAI's or in Anthropic's header; "" = none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+def _warning(body: Body) -> dict[str, str]:
+    """Names of ignored fields as a header; they come from the client, so only plain ones are repeated."""
+    names = list(dict.fromkeys(name if _PLAIN_NAME.fullmatch(name) else "?" for name in body.ignored()))
+    if not names:
+        return {}
+    listed = ", ".join(names[:MAX_IGNORED]) + (", ..." if len(names) > MAX_IGNORED else "")
+    return {"warning": f'299 moonpool "ignored fields: {listed}"'}
+
+
+def json_response(content: dict[str, object], headers: dict[str, str] | None = None) -> Response:
+    """An answer with a JSON object."""
+    return Response(compact(content), HTTPStatus.OK, headers, media_type=JSON_TYPE)

@@ -1,0 +1,157 @@
+"""Answers of `/v1/responses`: a response, and the events of a stream that makes one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moonpool.client import GenerateResult, Usage
+from services.gateway.errors import Refusal
+from services.gateway.forms import compact
+from services.gateway.tools import Piece, Reading
+
+
+class ResponseForm:
+    """A response. Its output are items: a message per run of text, and calls of functions."""
+
+    def __init__(self, model: str, reading: Reading, told: Mapping[str, Any]) -> None:
+        """`reading` finds the calls in the answer; `told` are fields that repeat the request."""
+        self._model = model
+        self._reading = reading
+        self._told = told
+        self._request_id = ""
+        self._head: dict[str, Any] = {}
+        self._events = 0
+        self._items: list[dict[str, Any]] = []
+        self._text: list[str] | None = None  # of the message that goes on; it is not among the items yet
+
+    def begin(self, request_id: str, *, emulated: bool) -> None:
+        self._reading.begin(request_id)
+        self._request_id = request_id
+        self._head = {
+            "id": f"resp_{request_id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": self._model,
+            **self._told,
+            **({"emulated": True} if emulated else {}),
+        }
+
+    def whole(self, result: GenerateResult) -> dict[str, Any]:
+        pieces = self._reading.whole(result.text, 0)
+        output = [self._item(number, piece, "completed") for number, piece in enumerate(pieces)]
+        return self._response(output, result)
+
+    def opening(self) -> Iterator[bytes]:
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=self._object("in_progress", []))
+
+    def piece(self, text: str, choice: int) -> bytes:
+        return b"".join(map(self._piece, self._reading.push(text, choice)))
+
+    def closing(self, result: GenerateResult) -> Iterator[bytes]:
+        yield from map(self._piece, self._reading.end(0))
+        yield self._end_text()
+        response = self._response(self._items, result)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def failure(self, refused: Refusal) -> bytes:
+        error = {"code": "server_error", "message": refused.message}
+        return self._event("response.failed", response={**self._object("failed", self._items), "error": error})
+
+    def refused(self, refused: Refusal) -> dict[str, Any]:
+        return refused.body()
+
+    def _response(self, output: list[dict[str, Any]], result: GenerateResult) -> dict[str, Any]:
+        """The response when the answer has ended."""
+        cut = result.finish_reason == "length"
+        whole = self._object("incomplete" if cut else "completed", output)
+        whole["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+        return {**whole, "usage": usage(result.usage)}
+
+    def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        nothing = {"error": None, "incomplete_details": None, "usage": None}
+        return {**self._head, **nothing, "status": status, "output": output}
+
+    def _item(self, number: int, piece: Piece, status: str) -> dict[str, Any]:
+        """An item of the output; `status` is "in_progress" or "completed"."""
+        if isinstance(piece, str):
+            content = [_part(piece)] if status == "completed" else []
+            message_id = f"msg_{self._request_id}_{number}"
+            return {"type": "message", "id": message_id, "status": status, "role": "assistant", "content": content}
+        call = {"call_id": piece.id, "name": piece.name, "arguments": piece.arguments}
+        return {"type": "function_call", "id": f"fc_{self._request_id}_{number}", "status": status, **call}
+
+    def _piece(self, piece: Piece) -> bytes:
+        """The events of a piece: a text goes on with the next one, a call is an item of its own."""
+        if isinstance(piece, str):
+            before = self._begin_text() if self._text is None else b""
+            assert self._text is not None
+            self._text.append(piece)
+            return before + self._of_text("response.output_text.delta", delta=piece, logprobs=[])
+        before, number = self._end_text(), len(self._items)
+        item = self._item(number, piece, "completed")
+        place = {"item_id": item["id"], "output_index": number}
+        self._items.append(item)
+        started = {**item, "status": "in_progress", "arguments": ""}
+        return b"".join(
+            (
+                before,
+                self._event("response.output_item.added", output_index=number, item=started),
+                self._event("response.function_call_arguments.delta", **place, delta=piece.arguments),
+                self._event(
+                    "response.function_call_arguments.done", **place, name=piece.name, arguments=piece.arguments
+                ),
+                self._event("response.output_item.done", output_index=number, item=item),
+            )
+        )
+
+    def _begin_text(self) -> bytes:
+        self._text = []
+        number = len(self._items)
+        item = self._event(
+            "response.output_item.added", output_index=number, item=self._item(number, "", "in_progress")
+        )
+        return item + self._of_text("response.content_part.added", part=_part(""))
+
+    def _end_text(self) -> bytes:
+        if self._text is None:
+            return b""
+        text, number = "".join(self._text), len(self._items)
+        ends = self._of_text("response.output_text.done", text=text, logprobs=[])
+        ends += self._of_text("response.content_part.done", part=_part(text))
+        item = self._item(number, text, "completed")
+        self._items.append(item)
+        self._text = None
+        return ends + self._event("response.output_item.done", output_index=number, item=item)
+
+    def _of_text(self, kind: str, **content: Any) -> bytes:
+        """An event of the message that goes on."""
+        number = len(self._items)
+        return self._event(
+            kind, item_id=f"msg_{self._request_id}_{number}", output_index=number, content_index=0, **content
+        )
+
+    def _event(self, kind: str, **content: Any) -> bytes:
+        number = self._events
+        self._events += 1
+        return b"event: %s\ndata: %s\n\n" % (
+            kind.encode(),
+            compact({"type": kind, "sequence_number": number, **content}),
+        )
+
+
+def usage(counted: Usage) -> dict[str, Any]:
+    """The usage, under this form's names."""
+    return {
+        "input_tokens": counted.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": counted.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": counted.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": counted.prompt_tokens + counted.completion_tokens,
+    }
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

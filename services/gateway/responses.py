@@ -1,0 +1,157 @@
+"""`/v1/responses`: the body of OpenAI's newer form. Responses are not stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+from moonpool.client import Message, SamplingParams
+from moonpool.errors import InvalidRequest
+from services.gateway.fields import AnsweredBody, Body
+from services.gateway.tools import Tools, checked
+from services.gateway.turns import ContentPart, Function, check_choice, joined, tool_call
+
+RESPONSES = "/v1/responses"
+_TEXTS = ("input_text", "output_text", "text")
+
+
+class Part(ContentPart):
+    """A piece of an item; an answer's that is sent back has fields that say nothing here."""
+
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class Item(Body):
+    """A turn, a call, or the result of a call."""
+
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    id: str | None = None
+    status: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+    def parts(self) -> Iterator[tuple[str, Body]]:
+        for name, content in (("content", self.content), ("output", self.output)):
+            if isinstance(content, list):
+                yield from ((f"{name}.{index}", part) for index, part in enumerate(content))
+
+    def add_to(self, turns: list[Message], place: str) -> None:
+        """Add the item to a conversation; calls that follow an assistant's turn are part of it.
+
+        Raises:
+            InvalidRequest: names what is missing, or is not text.
+        """
+        if self.type == "message":
+            role = "system" if self.role == "developer" else self._needed("role", place)
+            turns.append({"role": role, "content": self._text("content", place)})
+        elif self.type == "function_call_output":
+            result: Message = {"role": "tool", "content": self._text("output", place)}
+            turns.append({**result, "tool_call_id": self._needed("call_id", place)})
+        else:
+            call_id, name, arguments = (self._needed(field, place) for field in ("call_id", "name", "arguments"))
+            if not turns or turns[-1]["role"] != "assistant":
+                turns.append({"role": "assistant", "content": ""})
+            turns[-1]["tool_calls"] = [*turns[-1].get("tool_calls", ()), tool_call(call_id, name, arguments)]
+
+    def _needed(self, name: str, place: str) -> str:
+        value: str | None = getattr(self, name)
+        if not value:
+            raise InvalidRequest(f"{place}.{name}", "is missing")
+        return value
+
+    def _text(self, name: str, place: str) -> str:
+        content: str | list[ContentPart] | None = getattr(self, name)
+        if content is None:
+            raise InvalidRequest(f"{place}.{name}", "is missing")
+        return joined(content, f"{place}.{name}", _TEXTS)
+
+
+class ResponsesTool(Function):
+    """A function that may be called."""
+
+    type: Literal["function"]
+
+
+class ResponsesBody(AnsweredBody):
+    """The body."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (None, False),
+        "context_management": (None, []),
+        "conversation": (None,),
+        "include": (None, []),
+        "max_tool_calls": (None,),
+        "previous_response_id": (None,),
+        "prompt": (None,),
+        "reasoning": (None, {}),
+        "store": (None, False),
+        "text": (None, {}, {"format": {"type": "text"}}),
+        "top_logprobs": (None, 0),
+        "truncation": (None, "disabled"),
+    }
+
+    input: str | list[Item]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    metadata: dict[str, str] | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    def parts(self) -> Iterator[tuple[str, Body]]:
+        yield from super().parts()
+        if isinstance(self.input, list):
+            yield from ((f"input.{index}", item) for index, item in enumerate(self.input))
+        yield from ((f"tools.{index}", tool) for index, tool in enumerate(self.tools or ()))
+
+    def turns(self) -> list[Message]:
+        """The conversation as the SDK takes it.
+
+        Raises:
+            InvalidRequest: names what is not text, nor a call or its result.
+        """
+        turns: list[Message] = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*turns, {"role": "user", "content": self.input}]
+        for index, item in enumerate(self.input):
+            item.add_to(turns, f"input.{index}")
+        return turns
+
+    def tools_offered(self) -> Tools | None:
+        check_choice(self.tool_choice)
+        given = [] if self.tool_choice == "none" else self.tools or []
+        definitions = [tool.definition(f"tools.{index}") for index, tool in enumerate(given)]
+        return checked(definitions, several=self.parallel_tool_calls is not False)
+
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        given: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
+        return SamplingParams(max_tokens=max_tokens, **given)
+
+    def told(self) -> dict[str, Any]:
+        """What a response repeats of its request."""
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "metadata": self.metadata or {},
+            "tools": [
+                {"strict": False, **tool.model_dump(include={"type", "name", "description", "parameters"})}
+                for tool in self.tools or ()
+            ],
+            "tool_choice": self.tool_choice or "auto",
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "text": {"format": {"type": "text"}},
+            "truncation": "disabled",
+            "background": False,
+        }

@@ -1,0 +1,131 @@
+"""Functions that a request lets the model call: what it says of them, and how the calls come back."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moonpool.errors import InvalidRequest
+from services.gateway.calls import FAMILIES, CallFinder, FoundCall
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """Functions that may be called.
+
+    Attributes:
+        definitions: in OpenAI's form, as chat templates take them.
+        several: an answer may call more than one.
+    """
+
+    definitions: Sequence[Mapping[str, Any]]
+    several: bool = True
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Their names."""
+        return frozenset(definition["function"]["name"] for definition in self.definitions)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call in an answer: its number there, its id, the function, and the arguments: a JSON object as text."""
+
+    number: int
+    id: str
+    name: str
+    arguments: str
+
+
+Piece = str | Call
+"""A part of an answer: text or a call."""
+
+
+def definition(place: str, name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A function as chat templates take it.
+
+    Raises:
+        InvalidRequest: its name is wrong; names `place`.
+    """
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(f"{place}.name", "must have 1 to 64 letters, digits, _, . and -")
+    told = {} if description is None else {"description": description}
+    return {"type": "function", "function": {"name": name, **told, "parameters": parameters or _NO_PARAMETERS}}
+
+
+def checked(definitions: Sequence[Mapping[str, Any]], *, several: bool) -> Tools | None:
+    """The functions of a request; None when there are none.
+
+    Raises:
+        InvalidRequest: two have the same name.
+    """
+    tools = Tools(definitions, several)
+    if len(tools.names) < len(definitions):
+        raise InvalidRequest("tools", "two of them have the same name")
+    return tools if definitions else None
+
+
+class Reading:
+    """The pieces of a request's answers, as they come: calls too, where the request has tools."""
+
+    def __init__(self, tools: Tools | None, family: str) -> None:
+        """`family` is one of `FAMILIES`; any when there are no tools."""
+        self._tools = tools
+        self._family = FAMILIES.get(family)
+        self._request_id = ""
+        self._finders: dict[int, CallFinder] = {}
+        self._calls: dict[int, int] = {}
+
+    def begin(self, request_id: str) -> None:
+        """Take the request's id, from which ids of calls are made."""
+        self._request_id = request_id
+
+    def called(self, choice: int) -> bool:
+        """Whether an answer has called something."""
+        return bool(self._calls.get(choice))
+
+    def push(self, text: str, choice: int) -> list[Piece]:
+        """The pieces that a text of an answer makes certain."""
+        if self._tools is None:
+            return [text] if text else []
+        return list(self._numbered(self._finder(choice).push(text), choice))
+
+    def end(self, choice: int) -> list[Piece]:
+        """The last pieces of an answer."""
+        return [] if self._tools is None else list(self._numbered(self._finder(choice).end(), choice))
+
+    def whole(self, text: str, choice: int) -> list[Piece]:
+        """The pieces of a whole answer; texts that follow one another are one."""
+        pieces: list[Piece] = []
+        for piece in [*self.push(text, choice), *self.end(choice)]:
+            if pieces and isinstance(piece, str) and isinstance(pieces[-1], str):
+                pieces[-1] += piece
+            else:
+                pieces.append(piece)
+        return pieces
+
+    def _finder(self, choice: int) -> CallFinder:
+        assert self._tools is not None
+        assert self._family is not None
+        if choice not in self._finders:
+            self._finders[choice] = CallFinder(self._family, self._tools.names)
+        return self._finders[choice]
+
+    def _numbered(self, found: Sequence[str | FoundCall], choice: int) -> Iterator[Piece]:
+        for piece in found:
+            number = self._calls.get(choice, 0)
+            if isinstance(piece, str):
+                yield piece
+            elif not number or (self._tools is not None and self._tools.several):
+                self._calls[choice] = number + 1
+                yield Call(number, self._id(choice, number), piece.name, piece.arguments)
+
+    def _id(self, choice: int, number: int) -> str:
+        assert self._family is not None
+        return self._family.ids.format(hashlib.sha256(f"{self._request_id}/{choice}/{number}".encode()).hexdigest())

@@ -1,0 +1,158 @@
+"""`/v1/responses`: OpenAI's newer form, read by its own client."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from moonpool.client.testing import FakeConductor, answer
+from moonpool.errors import Internal, Overloaded
+from moonpool.v1 import kv_pb2
+
+from .fakes import Answers, answering
+
+PATH = "/v1/responses"
+USAGE = {
+    "input_tokens": 9,
+    "input_tokens_details": {"cached_tokens": 8, "cache_write_tokens": 0},
+    "output_tokens": 2,
+    "output_tokens_details": {"reasoning_tokens": 0},
+    "total_tokens": 11,
+}
+TEXT = {"type": "output_text", "text": "5 6 ", "annotations": [], "logprobs": []}
+
+
+def two_tokens(reason: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_STOP) -> FakeConductor:
+    """Answers with "5 6 " after nine prompt tokens of which eight were cached."""
+    return FakeConductor(lambda _: answer([5, 6], request_id="r1", reason=reason, prompt_tokens=9, cached_tokens=8))
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Answers]:
+    async with answering(two_tokens()) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(gateway: Answers) -> openai.AsyncOpenAI:
+    """The real client, without a network."""
+    return openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="any", http_client=gateway.http, max_retries=0)
+
+
+async def test_response(gateway: Answers) -> None:
+    body = (await gateway.http.post(PATH, json={"input": "hi", "instructions": "be brief", "temperature": 0})).json()
+    message = {"type": "message", "id": "msg_r1_0", "status": "completed", "role": "assistant", "content": [TEXT]}
+    assert body["created_at"] > 1_700_000_000
+    expected = {"id": "resp_r1", "object": "response", "status": "completed", "model": "tiny", "error": None}
+    assert {name: body[name] for name in expected} == expected
+    assert body["output"] == [message]
+    assert body["usage"] == USAGE
+    assert (body["store"], body["temperature"], body["instructions"]) == (False, 0, "be brief")
+    assert [(turn.role, turn.content) for turn in gateway.asked.chat.messages] == [
+        ("system", "be brief"),
+        ("user", "hi"),
+    ]
+    assert gateway.asked.sampling.max_tokens == 100
+
+
+async def test_an_answer_that_is_cut_is_incomplete() -> None:
+    async with answering(two_tokens(kv_pb2.FINISH_REASON_LENGTH)) as gateway:
+        body = (await gateway.http.post(PATH, json={"input": "hi", "max_output_tokens": 2})).json()
+        assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        assert gateway.asked.sampling.max_tokens == 2
+        text = (await gateway.http.post(PATH, json={"input": "hi", "stream": True})).text
+        assert "event: response.incomplete\n" in text
+
+
+async def test_client(client: openai.AsyncOpenAI) -> None:
+    """Whole, and by both ways to stream."""
+    whole = await client.responses.create(model="tiny", input="hi", store=False, truncation="disabled")
+    assert whole.output_text == "5 6 "
+    assert whole.usage is not None
+    assert whole.usage.input_tokens_details.cached_tokens == 8
+    deltas = []
+    async for event in await client.responses.create(model="tiny", input="hi", stream=True):
+        if event.type == "response.output_text.delta":
+            deltas.append(event.delta)
+    assert deltas == ["5 ", "6 "]
+    async with client.responses.stream(model="tiny", input="hi") as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    assert final.output_text == "5 6 "
+    assert final.usage == whole.usage
+    assert [event.type for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [getattr(event, "sequence_number", None) for event in events] == list(range(10))
+
+
+async def test_conversation(gateway: Answers) -> None:
+    """Items of all kinds; answers that are sent back as they came."""
+    items: list[dict[str, Any]] = [
+        {"role": "developer", "content": "be brief"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": [TEXT]},
+        {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "f", "arguments": "{}", "status": "completed"},
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "r"}]},
+    ]
+    answered = await gateway.http.post(PATH, json={"input": items, "user": "ann"})
+    assert answered.headers["warning"] == '299 moonpool "ignored fields: user"'
+    turns = gateway.asked.chat.messages
+    assert [(turn.role, turn.content, turn.tool_call_id) for turn in turns] == [
+        ("system", "be brief", ""),
+        ("user", "a", ""),
+        ("assistant", "5 6 ", ""),
+        ("tool", "r", "c1"),
+    ]
+    assert [(call.id, call.name, call.arguments) for call in turns[2].tool_calls] == [("c1", "f", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
+        ({"input": [{"content": "x"}]}, "input.0.role"),
+        ({"input": [{"role": "user"}]}, "input.0.content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
+        ({"input": [{"type": "reasoning"}]}, "input.0.type"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input.0.output"),
+        ({"input": "x", "store": True}, "store"),
+        ({"input": "x", "background": True}, "background"),
+        ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice"),
+        ({"input": "x", "max_output_tokens": 1.5}, "max_output_tokens"),
+    ],
+)
+async def test_refusals(gateway: Answers, body: dict[str, Any], param: str) -> None:
+    refused = await gateway.http.post(PATH, json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"].startswith(param)
+    assert gateway.fake.requests == []
+
+
+async def test_errors() -> None:
+    overloaded = Overloaded("busy", reason="queue_full", retry_after_s=2.0)
+    async with answering(FakeConductor(lambda _: [overloaded])) as gateway:
+        refused = await gateway.http.post(PATH, json={"input": "hi"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+    async with answering(FakeConductor(lambda _: [*answer()[:2], Internal("lost")])) as gateway:
+        client = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="any", http_client=gateway.http)
+        events = [event async for event in await client.responses.create(model="tiny", input="hi", stream=True)]
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error is not None
+    assert events[-1].response.error.message == "lost"
