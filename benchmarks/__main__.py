@@ -9,8 +9,17 @@ from benchmarks import page
 from benchmarks.frame import run, today
 
 ALL = (
-    *("conductor", "eviction", "failover", "fairness", "kernels", "kv_stream", "kvstore"),
-    *("predictions", "serving", "simulated"),
+    "conductor",
+    "eviction",
+    "failover",
+    "fairness",
+    "kernels",
+    "kv_stream",
+    "kvstore",
+    "predictions",
+    "serving",
+    "simulated",
+    "tls",
 )
 
 

@@ -29,3 +29,8 @@ class Sequence:
 
     def token_after(self, tokens: int) -> int:
         return (len(self.tokens) * 31 + tokens * 7 + self.tokens[0] + 101 * self.index) % 1000
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Tokens unlike those of another seed."""
+    return [seed * 1000 + n for n in range(length)]

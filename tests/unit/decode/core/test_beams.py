@@ -9,8 +9,8 @@ from services.decode.core.config import Preemption
 from services.decode.core.events import Beams, Candidates, Stop
 from services.decode.core.search import Hypothesis, Search
 from tests.unit.decode.core.plain_beams import ENDS, following, plain_search
-from tests.unit.decode.core.sequence import BT
-from tests.unit.decode.core.world import WAYS, World, config, prompt
+from tests.unit.decode.core.sequence import BT, prompt
+from tests.unit.decode.core.world import WAYS, World, config
 
 EARLY: tuple[bool | str, ...] = (False, True, "never")
 RULES = list(itertools.starmap(Beams, itertools.product((1.0, 0.0, 0.6, 2.0, -1.0), EARLY)))

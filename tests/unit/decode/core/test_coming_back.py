@@ -8,8 +8,8 @@ from services.decode.core.actions import SwapOut
 from services.decode.core.config import Preemption
 from services.decode.core.request import State
 from services.decode.core.room import most_needed
-from tests.unit.decode.core.sequence import BT
-from tests.unit.decode.core.world import World, config, prompt
+from tests.unit.decode.core.sequence import BT, prompt
+from tests.unit.decode.core.world import World, config
 
 
 @pytest.mark.parametrize(

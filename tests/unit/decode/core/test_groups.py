@@ -6,8 +6,8 @@ from services.decode.core.actions import Grew, Run, SwapOut, Table
 from services.decode.core.config import Preemption
 from services.decode.core.events import Stop
 from services.decode.core.request import State
-from tests.unit.decode.core.sequence import BT
-from tests.unit.decode.core.world import WAYS, World, config, prompt
+from tests.unit.decode.core.sequence import BT, prompt
+from tests.unit.decode.core.world import WAYS, World, config
 
 
 def referred(world: World, block: int) -> int:

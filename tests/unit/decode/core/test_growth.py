@@ -4,8 +4,8 @@ import pytest
 
 from services.decode.core.actions import Grew, Promised, Run, Store
 from services.decode.core.lengths import FEW, AnswerLengths
-from tests.unit.decode.core.sequence import BT
-from tests.unit.decode.core.world import World, config, prompt
+from tests.unit.decode.core.sequence import BT, prompt
+from tests.unit.decode.core.world import World, config
 
 
 @pytest.mark.parametrize("length", [1, BT - 2, BT - 1, BT, BT + 1, 2 * BT])

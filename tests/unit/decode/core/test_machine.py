@@ -8,8 +8,8 @@ from services.decode.core.actions import Adopted, Fenced, Gone, Promised
 from services.decode.core.config import Preemption
 from services.decode.core.events import Beams, Died, Stop, StreamOpened
 from services.decode.core.request import NOBODY, State
-from tests.unit.decode.core.sequence import BT
-from tests.unit.decode.core.world import World, config, prompt
+from tests.unit.decode.core.sequence import BT, prompt
+from tests.unit.decode.core.world import World, config
 
 COPYING = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
 STARTED = (State.READY, State.RUNNING, State.CATCHING_UP, State.PARKED, *COPYING)

@@ -6,8 +6,8 @@ from services.decode.core.actions import Adopted, Fenced, Forget, Gone, Parked
 from services.decode.core.events import Stop, StreamOpened
 from services.decode.core.logs import KEY_BYTES, LOG_BYTES, TOKEN_BYTES
 from services.decode.core.request import NOBODY, State
-from tests.unit.decode.core.sequence import BT
-from tests.unit.decode.core.world import WAYS, World, config, prompt
+from tests.unit.decode.core.sequence import BT, prompt
+from tests.unit.decode.core.world import WAYS, World, config
 
 LONG = 4 * BT
 

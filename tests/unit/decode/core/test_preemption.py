@@ -10,8 +10,8 @@ from services.decode.core.config import CoreConfig, Preemption
 from services.decode.core.events import Stop
 from services.decode.core.preemption import choose_victim
 from services.decode.core.request import Request, State
-from tests.unit.decode.core.sequence import BT
-from tests.unit.decode.core.world import SPEEDS, WAYS, World, config, prompt
+from tests.unit.decode.core.sequence import BT, prompt
+from tests.unit.decode.core.world import SPEEDS, WAYS, World, config
 
 
 def request(number: int, preemptions: int = 0) -> Request:

@@ -3,8 +3,8 @@
 from moonpool.core.fair import PRIORITY_S
 from services.decode.core.preemption import choose_victim
 from services.decode.core.request import Request, State
-from tests.unit.decode.core.sequence import BT
-from tests.unit.decode.core.world import World, config, prompt
+from tests.unit.decode.core.sequence import BT, prompt
+from tests.unit.decode.core.world import World, config
 
 
 def request(number: int, rank: float, preemptions: int = 0) -> Request:

@@ -4,8 +4,8 @@ import pytest
 
 from services.decode.core.events import Heard, Open, Start, Stop, StreamClosed, StreamOpened
 from services.decode.core.request import State
-from tests.unit.decode.core.sequence import BT
-from tests.unit.decode.core.world import SPEEDS, World, config, prompt
+from tests.unit.decode.core.sequence import BT, prompt
+from tests.unit.decode.core.world import SPEEDS, World, config
 
 
 def test_a_promise_ends_with_its_lease_and_not_before() -> None:

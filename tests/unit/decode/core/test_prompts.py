@@ -8,8 +8,8 @@ from services.decode.core.actions import Run, Store
 from services.decode.core.config import Preemption
 from services.decode.core.events import Open, StreamOpened
 from services.decode.core.request import State
-from tests.unit.decode.core.sequence import BT
-from tests.unit.decode.core.world import World, config, prompt
+from tests.unit.decode.core.sequence import BT, prompt
+from tests.unit.decode.core.world import World, config
 
 REFUSED = "the prompt cannot be computed here now"
 

@@ -9,8 +9,8 @@ from services.decode.core.actions import Load, Run, Store
 from services.decode.core.config import CoreConfig, Preemption
 from services.decode.core.events import Stop
 from services.decode.core.request import State
-from tests.unit.decode.core.sequence import BT
-from tests.unit.decode.core.world import World, config, prompt
+from tests.unit.decode.core.sequence import BT, prompt
+from tests.unit.decode.core.world import World, config
 
 SMALL = config(6, assumed_answer_tokens=1, step_tokens=20, preemption=Preemption.STORE)
 ANSWER = 4 * BT

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.unit.decode.core.sequence import BT
-from tests.unit.decode.core.world import World, config, prompt
+from tests.unit.decode.core.sequence import BT, prompt
+from tests.unit.decode.core.world import World, config
 
 
 def test_a_step_lasts_until_its_end_is_heard_of() -> None:

@@ -393,9 +393,4 @@ class World:
                 pass
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    """Tokens unlike those of another seed."""
-    return [seed * 1000 + n for n in range(length)]
-
-
 WAYS = (Preemption.CACHE, Preemption.RECOMPUTE, Preemption.SWAP, Preemption.STORE)
