@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moonpool.client import Client
-from moonpool.client.types import Candidate, ClusterState, Explanation, InstanceInfo, QueueInfo
+from moonpool.client.types import Candidate, ClusterState, Explanation, InstanceInfo, Placement, QueueInfo
 
 
 def run_state(client: Client, *, as_json: bool) -> None:
@@ -94,15 +94,21 @@ def _outcome(found: Explanation) -> str:
     if found.placement is None:
         return f"refused: {found.refused}"
     placement = found.placement
-    source = f", prefix from {placement.kvstore}" if placement.kvstore else ""
     waited = f", after {found.waited_s:.4f} s without a place" if found.waited_s else ""
     return "\n".join(
         (
-            f"placed on {placement.prefill}, then {placement.decode or 'nowhere: one token was all'}{source}{waited}",
+            _where(placement) + waited,
             f"TTFT: predicted {placement.predicted_ttft_s:.4f} s, measured {_measured(found.measured_ttft_s)}",
             f"TPOT: predicted {_measured(placement.predicted_tbt_s)}, measured {_measured(found.measured_tpot_s)}",
         )
     )
+
+
+def _where(placement: Placement) -> str:
+    if placement.prefill == placement.decode:
+        return f"placed on {placement.decode} alone, which computes what it does not hold of the prompt"
+    source = f", prefix from {placement.kvstore}" if placement.kvstore else ""
+    return f"placed on {placement.prefill}, then {placement.decode or 'nowhere: one token was all'}{source}"
 
 
 def _measured(seconds: float) -> str:

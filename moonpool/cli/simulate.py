@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from moonpool.engine.emulated.profile import load_profile
+from services.conductor.core.policies import DEFAULT, POLICIES
 from simulator.cluster.config import GB, ClusterConfig, Slo
-from simulator.cluster.policies import POLICIES
 from simulator.experiments import cache as cache_experiment
 from simulator.experiments import faults as faults_experiment
 from simulator.experiments import memory as memory_experiment
@@ -128,13 +128,11 @@ def scale(
     store_gb: StoreGb = 1000.0,
     ttft_slo_s: TtftSlo = 30.0,
     tbt_slo_s: TbtSlo = 0.1,
-    policy: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.")] = "kvcache-centric",
+    policy: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.")] = DEFAULT,
     as_json: Json = False,
     picture: Picture = None,
 ) -> None:
     """Serve a trace with a cluster: latencies, goodput, how busy the parts were."""
-    if policy not in POLICIES:
-        raise typer.BadParameter(f"no policy {policy!r}; there are {', '.join(POLICIES)}")
     config = _cluster(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
     config, source = replace(config, policy=policy), Source(trace, requests, seed)
     _show(lambda say: serving.scale(config, source, say), as_json=as_json, picture=picture)

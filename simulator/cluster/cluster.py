@@ -45,7 +45,7 @@ class Cluster:
         self.stores = [self._store(number) for number in range(config.kvstore)]
         self.prefills = [self._prefill(number) for number in range(config.prefill)]
         self.decodes = [self._decode(number, longest_run) for number in range(config.decode)]
-        stores = [store.name for store in self.stores] if config.policy == "kvcache-centric" else []
+        stores = [store.name for store in self.stores]
         self.conductor: Conductor
         self.conductor = Conductor(self.world, config, self.calls, self.prefills, self.decodes, stores, ended)
         self._came = 0

@@ -25,7 +25,9 @@ from services.conductor.core.messages import (
     Start,
     Undo,
 )
+from services.conductor.core.picture import Picture
 from services.conductor.core.plan import Plan
+from services.conductor.core.policies import POLICIES
 from services.prefill.core.actions import TellToken
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.decode import DecodeInstance
@@ -33,7 +35,6 @@ from simulator.cluster.entrance import FOREVER_S, LateCheck, limits_of, slo_of
 from simulator.cluster.host import Host
 from simulator.cluster.members import Members
 from simulator.cluster.orders import Orders
-from simulator.cluster.policies import picture_of
 from simulator.cluster.prefill import PrefillInstance
 from simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Made, Request, Sequence, keys_of_chain
 from simulator.kernel.calls import Calls
@@ -80,7 +81,9 @@ class Conductor:
         stores: Iterable[str],
         ended: Callable[[Request], None],
     ) -> None:
-        self.core = ConductorCore(limits_of(config), picture_of(config))
+        policy = POLICIES[config.policy]
+        picture = Picture(balancing_threshold=config.threshold, policy=policy, seed=config.seed)
+        self.core = ConductorCore(limits_of(config), picture)
         self.host: Host[Event, Action] = Host(world, self.core, self._perform)
         self.members = Members(config, calls, self.host.post)
         self.orders = Orders(

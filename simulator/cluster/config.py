@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from moonpool.cost import DEFAULT_BYTES_PER_S
 from moonpool.engine.emulated.profile import Profile
 from moonpool.errors import ConfigError
+from services.conductor.core.policies import DEFAULT, POLICIES
 from services.decode.core.config import Preemption
 from simulator.kernel.calls import CallDelays
 from simulator.traces.mooncake import BLOCK_TOKENS
@@ -48,7 +49,7 @@ class ClusterConfig:
     Attributes:
         profile: speeds and sizes of an instance.
         prefill, decode, kvstore: instances.
-        policy: how prefill instances are chosen, see `simulator.cluster.policies`.
+        policy: how prefill instances are chosen: one of `services.conductor.core.policies`.
         threshold: Algorithm 1's balancing threshold.
         block_tokens: tokens of a KV block.
         step_tokens: tokens of one prefill step at most.
@@ -75,7 +76,7 @@ class ClusterConfig:
     prefill: int = 8
     decode: int = 8
     kvstore: int = 1
-    policy: str = "kvcache-centric"
+    policy: str = DEFAULT
     threshold: float = 1.0
     block_tokens: int = BLOCK_TOKENS
     step_tokens: int = 4096
@@ -101,6 +102,8 @@ class ClusterConfig:
     reserve_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError("policy", f"there is no policy {self.policy!r}; there are {', '.join(POLICIES)}")
         for name in ("prefill", "decode", "block_tokens", "step_tokens", "max_queue", "max_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"must be at least 1, is {getattr(self, name)}")

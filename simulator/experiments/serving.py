@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from moonpool.errors import ConfigError
+from services.conductor.core.policies import POLICIES
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.policies import POLICIES
 from simulator.experiments.frame import Progress, Result, Source, assumptions, serving_row, simulate
 from simulator.report.charts import Chart
 from simulator.report.quantiles import digits

@@ -70,21 +70,19 @@ class Planning:
         candidates = self._prefill(wanted, prefixes, views)
         decodes = self._decode(wanted, prefixes) if demand.decode_tokens else []
         best = candidates[0]
-        rest = self._rests.best(wanted.demand, wanted.shape, prefixes, wanted.suspects, best) if decodes else None
-        at_decode = rest is not None and wanted.at_decode and rest.pays
-        if rest is not None and wanted.at_decode:
-            candidates = [rest.prefill, *candidates] if at_decode else [*candidates, rest.prefill]
-        return Plan(
-            prefill=candidates[0],
-            decodes=(rest.decode,) if at_decode and rest is not None else tuple(decodes),
-            sources=sources(views, best.kvstore, best.local_blocks) if not at_decode else (),
+        plan = Plan(
+            prefill=best,
+            decodes=tuple(decodes),
+            sources=sources(views, best.kvstore, best.local_blocks),
             write_back=stores.write_back(keys, wanted.prompt_key, views) if stores is not None else (),
             candidates=tuple(candidates),
             demand=demand,
             index_version=self._index.version,
             emulated=wanted.shape.emulated,
-            at_decode=at_decode,
         )
+        if not (decodes and wanted.at_decode and self._rests):
+            return plan
+        return self._rests.weigh(plan, wanted.shape, prefixes, wanted.suspects)
 
     def _prefill(self, wanted: Wanted, prefixes: Prefixes, views: Sequence[StoreView]) -> list[PrefillChoice]:
         demand, pool = wanted.demand, self._prefills

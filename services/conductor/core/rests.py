@@ -5,12 +5,13 @@ is computed beside them. It pays where the first token comes sooner by more than
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moonpool.cost import decode_step_seconds, prefill_seconds
 from services.conductor.core.cost import DecodeChoice, DecodeModel, PrefillChoice, steps_of
 from services.conductor.core.decodes import Decode, Decodes
 from services.conductor.core.facts import Demand, Shape
+from services.conductor.core.plan import Plan
 from services.conductor.core.ranks import SHORTLIST
 from services.conductor.core.sets import members
 
@@ -43,7 +44,26 @@ class Rests:
         self._decodes = decodes
         self._most_tokens = most_tokens
 
-    def best(
+    def __bool__(self) -> bool:
+        return self._most_tokens > 0
+
+    def weigh(self, plan: Plan, shape: Shape, prefixes: Sequence[tuple[int, int]], suspects: Collection[str]) -> Plan:
+        """The plan with the rest at decode as one more candidate: the first one where it pays."""
+        rest = self._best(plan.demand, shape, prefixes, suspects, plan.prefill)
+        if rest is None:
+            return plan
+        if not rest.pays:
+            return replace(plan, candidates=(*plan.candidates, rest.prefill))
+        return replace(
+            plan,
+            prefill=rest.prefill,
+            decodes=(rest.decode,),
+            sources=(),
+            candidates=(rest.prefill, *plan.candidates),
+            at_decode=True,
+        )
+
+    def _best(
         self,
         demand: Demand,
         shape: Shape,

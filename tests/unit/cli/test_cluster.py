@@ -43,6 +43,8 @@ def explained() -> FakeConductor:
         measured_ttft_s=0.3,
         policy="cache_aware",
     )
+    alone = pb.Placement(prefill="decode-0", decode="decode-0", predicted_ttft_s=0.25, predicted_tbt_s=0.01)
+    fake.explanations["r3"] = pb.ExplainResponse(placement=alone)
     fake.explanations["r2"] = pb.ExplainResponse(refused="predicted time to first token 9 s exceeds the limit")
     return fake
 
@@ -104,6 +106,13 @@ def test_explain_says_why_a_request_was_refused(capsys: pytest.CaptureFixture[st
     with explained().client() as client:
         run_explain(client, "r2", as_json=False)
     assert capsys.readouterr().out.splitlines()[-1] == "refused: predicted time to first token 9 s exceeds the limit"
+
+
+def test_explain_says_that_decode_computed_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    with explained().client() as client:
+        run_explain(client, "r3", as_json=False)
+    where = "placed on decode-0 alone, which computes what it does not hold of the prompt"
+    assert capsys.readouterr().out.splitlines()[-3] == where
 
 
 def test_both_print_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,12 @@ from services.conductor.core.admission import Slo
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import Adopt, ClientGone, Delivered, Finish, Prefill, Reserve, Start, Stopped
 
-from .world import NO_ROOM, World
+from .world import BLOCK, NO_ROOM, World
 
 FAILURES = [Failure(kind, "a test says so") for kind in Kind if kind is not Kind.OVERLOADED]
 REFUSALS = [NO_ROOM, Failure(Kind.OVERLOADED, "slow", reason="tbt_slo", predicted_tbt_s=1.0)]
 FINISH = st.none() | st.none() | st.sampled_from([Finish.STOP, Finish.LENGTH])
+KEYS = tuple(bytes([number]) * 32 for number in range(7))
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
 
 
@@ -23,8 +24,13 @@ class RequestMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(prefills=2, decodes=3, total=8)
+        self.world = World(prefills=2, decodes=3, total=8, rest_tokens=24)
         self.incarnations = dict.fromkeys(NAMES, 1)
+        self.held = dict.fromkeys(NAMES, 0)
+        self.blocks: dict[int, int] = {}
+        """Full blocks of each prompt."""
+        for name in NAMES[2:]:
+            self.holds(name, len(KEYS))
 
     @rule(
         prompt=st.integers(1, 100),
@@ -39,9 +45,16 @@ class RequestMachine(RuleBasedStateMachine):
         self, prompt: int, answer: int, limit_s: float, ttft_s: float | None, queue_s: float, tenant: str, priority: int
     ) -> None:
         if len(self.world.core.requests) < 6:
+            keys = KEYS[: prompt // BLOCK]
             slo = Slo(ttft_s=ttft_s, queue_s=queue_s)
-            asked = {"prompt": prompt, "answer": answer, "limit_s": limit_s}
-            self.world.arrive(**asked, slo=slo, tenant=tenant, priority=priority)  # type: ignore[arg-type]
+            asked = {"prompt": prompt, "answer": answer, "limit_s": limit_s, "keys": keys}
+            number = self.world.arrive(**asked, slo=slo, tenant=tenant, priority=priority)  # type: ignore[arg-type]
+            self.blocks[number] = len(keys)
+
+    @rule(name=st.sampled_from(NAMES), blocks=st.integers(0, len(KEYS)))
+    def holds_other_blocks(self, name: str, blocks: int) -> None:
+        if name in self.world.members:
+            self.holds(name, blocks)
 
     @rule(
         name=st.sampled_from(NAMES[2:]),
@@ -64,7 +77,8 @@ class RequestMachine(RuleBasedStateMachine):
             call = data.draw(st.sampled_from(calls))
             match call:
                 case Reserve() if self.there(call):
-                    self.world.promise(call, lease_s=3.0)
+                    held = min(self.held[call.decode], self.blocks.get(call.request, 0))
+                    self.world.promise(call, lease_s=3.0, held=held)
                 case Prefill():
                     self.world.first_token(call, Finish.LENGTH if call.target is None else None)
                 case Start() | Adopt():
@@ -137,6 +151,7 @@ class RequestMachine(RuleBasedStateMachine):
         if name in self.world.members:
             return
         self.incarnations[name] += not again
+        self.held[name] = 0
         if name.startswith("prefill"):
             self.world.join_prefill(name, self.incarnations[name])
         else:
@@ -169,6 +184,11 @@ class RequestMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.world.finish_all()
+
+    def holds(self, name: str, blocks: int) -> None:
+        """So the rests of prompts may be computed there, if it is a decode instance."""
+        self.held[name] = blocks
+        self.world.holds(name, KEYS[:blocks])
 
     def sequences(self) -> list[Start | Adopt]:
         return [*self.world.open(Start), *self.world.open(Adopt)]

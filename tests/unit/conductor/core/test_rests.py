@@ -10,19 +10,14 @@ from services.conductor.core.facts import LoadFacts
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import (
     Announce,
-    Arrived,
-    Ask,
     Complete,
     Fail,
     Finish,
-    KeysChanged,
     Prefill,
-    Promised,
     Rehash,
     Reported,
     Reserve,
     Start,
-    Target,
     Undo,
 )
 
@@ -102,21 +97,10 @@ class Cluster(machine.World):
 
     def __init__(self) -> None:
         super().__init__(prefills=1, rest_tokens=32)
-        for instance in ("decode-0", "decode-1"):
-            self.post(KeysChanged(instance, 0, (), (), True, True))
-        self.post(KeysChanged("decode-0", 1, tuple(KEYS[:2]), (), False, False))
+        self.holds("decode-0", tuple(KEYS[:2]))
 
     def come(self, *, slo: Slo = Slo(), choices: int = 1) -> int:  # noqa: B008
-        number = len(self.arrived) + 1
-        self.arrived.add(number)
-        ask = Ask(number, f"r{number}", 40, 8, b"key", slo, self.now, self.now + 600.0, choices=choices)
-        self.post(Arrived(ask, tuple(KEYS[:2])))
-        return number
-
-    def promise_held(self, call: Reserve, held: int) -> None:
-        target = Target(call.decode, call.incarnation, "localhost:1", 7, 1, held)
-        self.promises[7] = target
-        self.end(call, Promised(target, machine.LEASE_S))
+        return self.arrive(slo=slo, keys=tuple(KEYS[:2]), choices=choices)
 
 
 class TestLife:
@@ -125,7 +109,7 @@ class TestLife:
         number = world.come()
         asked = world.one(Reserve)
         assert (asked.decode, world.picture.prompts_in_flight) == ("decode-0", 0)
-        world.promise_held(asked, 2)
+        world.promise(asked, held=2)
         start = world.one(Start)
         assert (start.compute, world.all(Prefill)) == (True, [])
         [told] = world.all(Announce)
@@ -140,7 +124,7 @@ class TestLife:
         """And prefill computes the prompt, as nothing else is tried a second time."""
         world = Cluster()
         world.come()
-        world.promise_held(world.one(Reserve), held)
+        world.promise(world.one(Reserve), held=held)
         assert [undo.target.held_blocks for undo in world.all(Undo)] == [held]
         world.promise(world.one(Reserve))
         assert (len(world.open(Prefill)), world.all(Start)) == (1, [])
@@ -157,7 +141,7 @@ class TestLife:
     def test_one_that_cannot_compute_it_after_all_is_to_blame_and_prefill_takes_over(self) -> None:
         world = Cluster()
         number = world.come()
-        world.promise_held(world.one(Reserve), 2)
+        world.promise(world.one(Reserve), held=2)
         world.end(world.one(Start), Failure(Kind.STREAM, "the prompt cannot be computed here now"))
         assert len(world.all(Rehash)) == 1
         world.rehash(number)
@@ -171,7 +155,7 @@ class TestLife:
         world = Cluster()
         number = world.come()
         if promised:
-            world.promise_held(world.one(Reserve), 2)
+            world.promise(world.one(Reserve), held=2)
             world.more(world.one(Start), 3)
         world.leave("decode-0")
         world.rehash(number)

@@ -23,6 +23,7 @@ from services.conductor.core.messages import (
     Finish,
     FirstToken,
     Joined,
+    KeysChanged,
     Left,
     Prefill,
     Prefilled,
@@ -120,16 +121,22 @@ class World:
         answer: int = 8,
         limit_s: float = 600.0,
         slo: Slo = Slo(),  # noqa: B008
+        keys: tuple[bytes, ...] = (),
+        choices: int = 1,
         tenant: str = "",
         priority: int = 0,
         weight: float = 1.0,
     ) -> int:
         number = len(self.arrived) + 1
         self.arrived.add(number)
-        whose = {"tenant": tenant, "priority": priority, "weight": weight}
+        whose = {"tenant": tenant, "priority": priority, "weight": weight, "choices": choices}
         ask = Ask(number, f"r{number}", prompt, answer, b"key", slo, self.now, self.now + limit_s, **whose)  # type: ignore[arg-type]
-        self.post(Arrived(ask, ()))
+        self.post(Arrived(ask, keys))
         return number
+
+    def holds(self, name: str, keys: tuple[bytes, ...]) -> None:
+        """An instance tells that these blocks are all that it holds."""
+        self.post(KeysChanged(name, 1, keys, (), snapshot_begin=True, snapshot_end=True))
 
     def resume(self, decode: str = "decode-0", *, incarnation: int = 1, tokens: int = 3, answer: int = 8) -> int:
         """A request comes whose client has some tokens, of a sequence at this instance."""
@@ -142,10 +149,12 @@ class World:
         self.post(Arrived(ask, ()))
         return number
 
-    def promise(self, call: Reserve, *, incarnation: int | None = None, lease_s: float = LEASE_S) -> list[Action]:
+    def promise(
+        self, call: Reserve, *, incarnation: int | None = None, lease_s: float = LEASE_S, held: int = 0
+    ) -> list[Action]:
         self._transfers += 1
         actual = call.incarnation if incarnation is None else incarnation
-        target = Target(call.decode, actual, "localhost:1", self._transfers, 1, 0)
+        target = Target(call.decode, actual, "localhost:1", self._transfers, 1, held)
         self.promises[target.transfer_id] = target
         return self.end(call, Promised(target, lease_s))
 

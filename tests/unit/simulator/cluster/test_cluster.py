@@ -78,7 +78,7 @@ def test_a_lost_store_costs_time_only() -> None:
 def test_blocks_come_from_disk_when_dram_is_small() -> None:
     trace = [request(0.0, 640, 1, 0), request(2.0, 640, 1, 100), request(4.0, 3000, 1, 200), request(4.0, 650, 1, 0)]
     wanted = config(prefill=2, kvstore=1, store_bytes=12 * 6400, disk_bytes=100 * 6400, disk_bytes_per_s=1e6)
-    wanted = replace(wanted, policy="kvcache-centric", pool_blocks=60)
+    wanted = replace(wanted, policy="kvcache_centric", pool_blocks=60)
     _, cluster = run(wanted, trace)
     assert cluster.stores[0].read_blocks >= cluster.stores[0].disk_blocks >= 0
 

@@ -14,8 +14,8 @@ from benchmarks.eviction import SHIPPED, trace_file
 from benchmarks.frame import Skipped
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError
+from services.conductor.core.policies import POLICIES
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.policies import POLICIES
 from simulator.experiments.cache import cache
 from simulator.experiments.faults import faults
 from simulator.experiments.frame import Result, Source
@@ -69,9 +69,9 @@ def test_four_digits_of_the_published_table() -> None:
 def test_scheduling_by_all_there_is_known_beats_by_less() -> None:
     found = by(scheduling(CLUSTER, SMALL, silent), "policy")
     assert list(found) == list(POLICIES)
-    means = [found[policy]["ttft_mean_s"] for policy in ("kvcache-centric", "cache-aware", "random")]
+    means = [found[policy]["ttft_mean_s"] for policy in ("kvcache_centric", "cache_aware", "random")]
     assert means == sorted(means)
-    assert found["kvcache-centric"]["reused_share"] > found["random"]["reused_share"]
+    assert found["kvcache_centric"]["reused_share"] > found["random"]["reused_share"]
 
 
 def test_every_division_of_the_instances() -> None:
