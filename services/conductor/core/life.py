@@ -108,6 +108,7 @@ class Request:
         attempt: the present one; None while it waits.
         adopted: the call that follows a sequence without an attempt: another conductor had it, or it is being moved;
             0 for none.
+        stays_until: it is not moved before; there was no other place.
         reserves: `Reserve` calls that are out, of all attempts.
         unasked: placements in a row for which no decode instance could be asked.
         refusal: what the client is told when waiting is in vain.
@@ -126,6 +127,7 @@ class Request:
     suspects: list[str] = field(default_factory=list)
     attempt: Attempt | None = None
     adopted: int = 0
+    stays_until: float = 0.0
     reserves: int = 0
     unasked: int = 0
     refusal: Failure | None = None

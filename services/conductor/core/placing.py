@@ -24,6 +24,8 @@ MAX_ASKED = 4
 FIRST_PAUSE_S = 0.05
 PAUSE_FACTOR = 4.0
 MAX_PAUSE_S = 3.2
+STAY_S = 1.0
+"""Seconds from a move that failed to the next."""
 TOKEN_BYTES = 4
 
 
@@ -120,7 +122,7 @@ class Placing:
         if attempt.plan.at_decode:  # others may have room for it when prefill computes it
             self.place(now, request, out)
         elif request.adopted:
-            stay(request)
+            stay(request, now)
         elif full is not None or failed is None:
             self._no_room(now, request, admission.no_room(full, attempt.plan), attempt.plan, out)
         elif failed.kind is Kind.INVALID:
@@ -279,7 +281,7 @@ class Placing:
 
     def _nowhere(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:
         if request.adopted:
-            stay(request)
+            stay(request, now)
         elif failure.kind is Kind.UNAVAILABLE and request.recovering:
             if self._may_wait(now, request, Phase.MEMBER, failure, out):
                 self._book.memberless[request.ask.number] = None
@@ -319,6 +321,7 @@ class Placing:
         self._timers.set(("pause", request.ask.number), now + pause_s)
 
 
-def stay(request: Request) -> None:
-    """A request that is being moved has found no other place: its sequence goes on where it is."""
+def stay(request: Request, now: float) -> None:
+    """A request that is being moved has found no other place: its sequence goes on where it is, for a while at least."""
     request.phase, request.refusal, request.waits_since = Phase.ADOPTED, None, None
+    request.stays_until = now + STAY_S

@@ -28,13 +28,14 @@ class Relief:
         self._picture = picture
         self._legs = legs
 
-    def leaving(self, instance: str, requests: Mapping[int, Request]) -> list[Request]:
+    def leaving(self, now: float, instance: str, requests: Mapping[int, Request]) -> list[Request]:
         """Those that are to be moved away from an instance now; several answers stay together at decode."""
         if not self._picture.relieved(instance):
             return []
         here = [request for request in self._running(instance, requests) if _alone(request)]
-        staying = [request for request in here if not request.moving]
-        return [*self._prompts(instance, requests), *staying[: max(0, AT_ONCE - (len(here) - len(staying)))]]
+        free = AT_ONCE - sum(request.moving for request in here)
+        next_ones = [request for request in here if not request.moving and request.stays_until <= now]
+        return [*self._prompts(instance, requests), *next_ones[: max(0, free)]]
 
     def _prompts(self, instance: str, requests: Mapping[int, Request]) -> Iterator[Request]:
         """Requests whose prompt waits, or is computed, at a prefill instance."""

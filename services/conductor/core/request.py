@@ -269,7 +269,7 @@ class Requests:
             request.suspect(instance)
         if request.moving:
             self._legs.end_attempt(request, now, out)
-            stay(request)
+            stay(request, now)
             return
         self._legs.end(request, now, out)
         request.failures += 1
@@ -305,7 +305,7 @@ class Requests:
 
     def _relieve(self, now: float, instance: str, out: list[Action]) -> None:
         """An instance that drains or is slow is rid of what it has, if another one takes it."""
-        for request in self._relief.leaving(instance, self._book.requests):
+        for request in self._relief.leaving(now, instance, self._book.requests):
             self._legs.detach(request, now, out)
             self._placing.move(request, instance, out)
 

@@ -4,6 +4,7 @@ from moonpool.cost import Speeds
 from services.conductor.core.facts import LoadFacts
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import Adopt, Complete, Finish, Prefill, Reported, Reserve, Start
+from services.conductor.core.placing import STAY_S
 from services.conductor.core.relief import AT_ONCE
 from services.conductor.core.vigil import FIRST_TRIAL_S, HOLD_S, LESSONS
 from tests.unit.conductor.core.world import GONE, NO_ROOM, World
@@ -72,6 +73,9 @@ def test_when_it_failed_it_is_tried_again_and_costs_no_attempt() -> None:
         world.promise(world.one(Reserve))
         world.end(world.one(Prefill), GONE)
         assert (world.cancelled, world.ends) == (set(), {})
+        world.drain("decode-0")
+        assert world.rehashes == [], "not at once"
+        world.sleep(STAY_S)
     world.more(old, 5, Finish.LENGTH, known=True)
     world.end(old)
     world.finish_all()
