@@ -322,6 +322,6 @@ class Placing:
 
 
 def stay(request: Request, now: float) -> None:
-    """A request that is being moved has found no other place: its sequence goes on where it is, for a while at least."""
+    """A request that is being moved has found no other place: its sequence goes on where it is, for a while."""
     request.phase, request.refusal, request.waits_since = Phase.ADOPTED, None, None
     request.stays_until = now + STAY_S
