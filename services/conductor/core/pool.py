@@ -13,6 +13,8 @@ DOUBT = 0.25
 """How much less is believed that an instance is slow which has served nothing, with each request that goes elsewhere,
 counted per instance. Its speeds were measured at its start only, perhaps at a bad moment. Its first request has them
 measured at work, so a bad measurement costs it one request."""
+TRIED = 0.5
+"""Factor of the predicted seconds of an instance that has its trial."""
 TURNS = 4
 """So many times a request may go to each other instance before an instance counts as overlooked."""
 
@@ -53,7 +55,7 @@ class Pool(Generic[I]):
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.by_slot: dict[int, I] = {}
-        self.draining = self.resting = 0
+        self.draining = self.resting = self._tried = 0
         self.largest_blocks = 0
         self._by_id: dict[str, I] = {}
         self._by_size: dict[int, int] = {}
@@ -100,14 +102,16 @@ class Pool(Generic[I]):
             del self._by_size[blocks]
         self.draining &= ~bit
         self.resting &= ~bit
+        self._tried &= ~bit
         self.ranks.remove(instance.slot)
 
     def changed(self, instance: I) -> None:
         """Notes that load or speeds of an instance have changed."""
         bit = 1 << instance.slot
         self.draining = self.draining | bit if instance.load.draining else self.draining & ~bit
-        rests = instance.vigil.slow and not (instance.vigil.trial and not instance.busy)
-        self.resting = self.resting | bit if rests else self.resting & ~bit
+        tried = instance.vigil.trial and not instance.busy
+        self._tried = self._tried | bit if tried else self._tried & ~bit
+        self.resting = self.resting | bit if instance.vigil.slow and not tried else self.resting & ~bit
         self.rank(instance)
 
     def chose(self, instance: I) -> None:
@@ -121,13 +125,20 @@ class Pool(Generic[I]):
         """Factor of an instance's predicted seconds: less than 1 when it has served nothing while others served much.
 
         Only use corrects what was measured at its start. So the more requests go elsewhere, the less is it believed
-        that the instance is slow, until one goes there.
+        that the instance is slow, until one goes there. Likewise one that has its trial gets a request soon.
         """
+        if self._tried >> instance.slot & 1:
+            return TRIED
         elsewhere = (self._turn - self._unproven.get(instance.facts.id, self._turn)) / len(self) - TURNS
         return 1.0 / (1.0 + DOUBT * elsewhere) if elsewhere > 0.0 else 1.0
 
     def overlooked(self, allowed: int) -> int | None:
-        """Slot of an allowed instance that others were preferred to for long. A search may not find it."""
+        """Slot of an allowed instance that others were preferred to for long, or that has its trial.
+
+        A search may not find it.
+        """
+        if self._tried & allowed:
+            return next(iter(members(self._tried & allowed)))
         unproven = (self._by_id[name] for name in self._unproven)
         instance = next((one for one in unproven if allowed >> one.slot & 1), None)
         return instance.slot if instance is not None and self.belief(instance) < 1.0 else None
