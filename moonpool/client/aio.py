@@ -150,8 +150,9 @@ class AsyncTokenStream:
         pause_s = self._search.failed()
         if lost or resuming:
             return pause_s
-        # One that answers, but not with what was asked for: another one may.
-        return pause_s if isinstance(error, Unavailable) and not self._search.round else None
+        # One that answers, but not with what was asked for: another one may, or that one soon, if it has just started.
+        again = len(self._conductors) > 1 or not self._search.round
+        return pause_s if isinstance(error, Unavailable) and again else None
 
 
 class AsyncClient:

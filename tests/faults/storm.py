@@ -267,7 +267,7 @@ async def _follow(client: AsyncClient, ask: Ask, outcome: Outcome) -> None:
                 return
         assert stream.result is not None
         assert stream.result.token_ids == outcome.tokens
-        outcome.placements = len(stream.result.placements)
+        outcome.placements = len(stream.result.placements) + stream.result.resumes
         outcome.loaded = bool(stream.result.placement.kvstore)
         outcome.ended = "complete"
 
