@@ -131,7 +131,7 @@ def test_a_new_request_goes_to_the_next_address_at_once_and_to_all_again_after_a
     third = FakeConductor(lambda _: [LOST])
     with dial(first, third, connect_timeout_s=0.06) as client, pytest.raises(NotConnected):
         client.generate(prompt="hi")
-    assert (len(first.requests), len(third.requests)) == (3, 2)
+    assert (len(first.requests), len(third.requests)) == (4, 2)
 
 
 def test_a_client_needs_an_address(dial: Dial) -> None:
