@@ -9,14 +9,18 @@ from benchmarks import page
 from benchmarks.frame import run, today
 
 ALL = (
+    "checkpoint",
     "conductor",
     "eviction",
     "failover",
     "fairness",
+    "gateway",
     "kernels",
     "kv_stream",
     "kvstore",
     "predictions",
+    "rests",
+    "sampling",
     "serving",
     "simulated",
     "tls",

@@ -60,16 +60,8 @@ class Transport(Protocol):
         """Begin a request."""
         ...
 
-    async def explain(self, request: pb.ExplainRequest, timeout_s: float) -> pb.ExplainResponse:
-        """Ask how a request was placed."""
-        ...
-
-    async def cluster_state(self, request: pb.ClusterStateRequest, timeout_s: float) -> pb.ClusterStateResponse:
-        """Ask for the cluster's picture."""
-        ...
-
-    async def stats(self, request: pb.ConductorStatsRequest, timeout_s: float) -> pb.ConductorStatsResponse:
-        """Ask for the conductor's gauges."""
+    async def ask(self, request: Message, timeout_s: float) -> Any:
+        """Ask anything else: `XRequest` is answered by the `XResponse` of the call `X`."""
         ...
 
     async def aclose(self) -> None:
@@ -108,14 +100,11 @@ class GrpcTransport:
             self._stub().Generate(request, timeout=timeout_s, metadata=metadata() + self._key), self._pulse
         )
 
-    async def explain(self, request: pb.ExplainRequest, timeout_s: float) -> pb.ExplainResponse:
-        return await self._answer(self._stub().Explain(request, timeout=timeout_s, metadata=self._key))
-
-    async def cluster_state(self, request: pb.ClusterStateRequest, timeout_s: float) -> pb.ClusterStateResponse:
-        return await self._answer(self._stub().ClusterState(request, timeout=timeout_s, metadata=self._key))
-
-    async def stats(self, request: pb.ConductorStatsRequest, timeout_s: float) -> pb.ConductorStatsResponse:
-        return await self._answer(self._stub().ConductorStats(request, timeout=timeout_s, metadata=self._key))
+    async def ask(self, request: Message, timeout_s: float) -> Any:
+        call = getattr(self._stub(), type(request).__name__.removesuffix("Request"))(
+            request, timeout=timeout_s, metadata=self._key
+        )
+        return await _heard(self._pulse, call.cancel, call)
 
     async def aclose(self) -> None:
         """Close the channel; its calls are cancelled."""
@@ -134,10 +123,6 @@ class GrpcTransport:
 
     async def _ask(self, timeout_s: float) -> None:
         await ask(self._connected(), timeout_s)
-
-    async def _answer(self, call: Awaitable[Response]) -> Response:
-        running: Any = call
-        return await _heard(self._pulse, running.cancel, call)
 
     def _connect(self) -> grpc.aio.Channel:
         if self._tls is None:
