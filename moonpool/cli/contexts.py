@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from moonpool.cli.options import Address, addresses
 from moonpool.client import Client, Context, DeletedKV, Message
 from moonpool.errors import InvalidRequest
 
@@ -24,7 +25,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Address = Annotated[str, typer.Option(help="The conductor, HOST:PORT.", envvar="MOONPOOL_ADDRESS")]
 Tenant = Annotated[str, typer.Option(help="Whose context it is.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 Name = Annotated[str, typer.Argument(help="The context's id, or one of its tags.")]
@@ -47,7 +47,7 @@ def create(
     """Keep the beginning of conversations; its KV is computed now, and pinned."""
     text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     turns = _turns(text) if messages else [Message(role="system", content=text)]
-    with Client(address) as client:
+    with Client(addresses(address)) as client:
         context = client.contexts.create(messages=turns, name=name, tags=tag or [], ttl_s=ttl_s, tenant=tenant)
     _print(context, as_json=as_json)
 
@@ -55,7 +55,7 @@ def create(
 @app.command("list")
 def list_(address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) -> None:
     """List a tenant's contexts with their size, their hits and what these saved."""
-    with Client(address) as client:
+    with Client(addresses(address)) as client:
         found = client.contexts.list(tenant=tenant)
     if as_json:
         typer.echo(json.dumps([_plain(context) for context in found]))
@@ -79,7 +79,7 @@ def list_(address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) 
 @app.command()
 def show(name: Name, address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) -> None:
     """Show one context."""
-    with Client(address) as client:
+    with Client(addresses(address)) as client:
         _print(client.contexts.get(name, tenant=tenant), as_json=as_json)
 
 
@@ -92,14 +92,14 @@ def renew(
     as_json: Json = False,
 ) -> None:
     """Let a context live on, also one whose time was over less than a day ago."""
-    with Client(address) as client:
+    with Client(addresses(address)) as client:
         _print(client.contexts.update(name, ttl_s=ttl_s, tenant=tenant), as_json=as_json)
 
 
 @app.command()
 def delete(name: Name, address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) -> None:
     """End a context, and delete its KV from every tier. Exits with 1 when an instance has not done so."""
-    with Client(address) as client:
+    with Client(addresses(address)) as client:
         gone, deleted = client.contexts.delete(name, tenant=tenant)
     if not as_json:
         typer.echo(f"{gone} is deleted")
@@ -109,7 +109,7 @@ def delete(name: Name, address: Address = LOCAL, tenant: Tenant = "", as_json: J
 def run_delete(address: str, keys: list[str], tenants: list[str], namespaces: list[str], *, as_json: bool) -> None:
     """Deletes KV everywhere and prints what each instance did; exits with 1 when one has not."""
     chosen_keys, chosen_namespaces = _bytes("key", keys), _bytes("namespace", namespaces)
-    with Client(address) as client:
+    with Client(addresses(address)) as client:
         deleted = client.delete_kv(keys=chosen_keys, tenants=tenants, namespaces=chosen_namespaces)
     _print_deleted(deleted, as_json=as_json)
 

@@ -11,7 +11,9 @@ from typing import Annotated
 import typer
 
 from moonpool.cli import model as model_verbs
+from moonpool.cli import traces
 from moonpool.cli.bench import bench_app
+from moonpool.cli.options import PASS_THROUGH, Address, Model, addresses
 from moonpool.errors import MoonpoolError
 
 app = typer.Typer(
@@ -23,12 +25,7 @@ app = typer.Typer(
 app.add_typer(model_verbs.app, name="model")
 app.add_typer(bench_app, name="bench")
 
-Address = Annotated[str, typer.Option(help="The conductor, HOST:PORT.", envvar="MOONPOOL_ADDRESS")]
-Model = Annotated[
-    str, typer.Option(help="Hugging Face folder, GGUF file, hub id, or smollm2 (fetched once); empty = the bundled one")
-]
 HTTP_PORT = 8000
-PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def _service(kind: str, summary: str) -> None:
@@ -72,12 +69,15 @@ def up(
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
     kvstore: Annotated[int, typer.Option(min=0, help="kvstore instances.")] = 1,
+    conductors: Annotated[int, typer.Option(min=1, max=16, help="Conductors, side by side.")] = 1,
     kvstore_replicas: Annotated[int, typer.Option(min=1, max=8, help="kvstores that hold a copy of each prefix.")] = 1,
     stages: Annotated[int, typer.Option(min=1, help="Pipeline stages of each prefill instance.")] = 1,
     engine: Annotated[str, typer.Option(help="real, or emulated:PROFILE to emulate compute.")] = "real",
     time_scale: Annotated[float, typer.Option(min=0, help="Emulated seconds per second; 0 = the profile's own.")] = 0.0,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of store and logs; default: a temporary one.")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The conductor's port; 0 = any free.")] = 50051,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The first conductor's port, the others have the next; 0 = any.")
+    ] = 50051,
     http_port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="The gateway's port; 0 = any free. Default: 8000, or 0 with --port 0."),
@@ -106,8 +106,9 @@ def up(
     def plan(folder: Path) -> StackPlan:
         return StackPlan(
             model=served, data_dir=folder, dtype=dtype, prefill=prefill, decode=decode,
-            kvstore=kvstore, kvstore_replicas=kvstore_replicas, stages=stages, engine=engine, time_scale=time_scale,
-            port=port, http_port=(HTTP_PORT if port else 0) if http_port is None else http_port, threads=threads,
+            kvstore=kvstore, conductors=conductors, kvstore_replicas=kvstore_replicas, stages=stages, engine=engine,
+            time_scale=time_scale, threads=threads,
+            port=port, http_port=(HTTP_PORT if port else 0) if http_port is None else http_port,
             block_tokens=block_tokens, kv_bytes=kv_bytes, dram_bytes=dram_bytes,
             ssd_bytes=ssd_bytes, log_level=log_level, spans_dir=spans_dir,
         )  # fmt: skip
@@ -171,8 +172,8 @@ def generate(
         response_format=response_format,  # type: ignore[arg-type]  # the conductor names what it does not know
         grammar=Path(grammar[1:]).read_text() if grammar.startswith("@") else grammar,
     )
-    slo = Slo(ttft_s=ttft_slo_s, queue_s=queue_s)
-    run_generate(address, text, sampling, chat=chat, slo=slo, tenant=tenant, priority=priority, as_json=as_json)
+    slo, where = Slo(ttft_s=ttft_slo_s, queue_s=queue_s), addresses(address)
+    run_generate(where, text, sampling, chat=chat, slo=slo, tenant=tenant, priority=priority, as_json=as_json)
 
 
 @app.command("context", context_settings=PASS_THROUGH)
@@ -236,7 +237,7 @@ def check(
     """
     from moonpool.cli.check import run_check
 
-    raise typer.Exit(run_check(address, wait_s=wait_s, as_json=as_json))
+    raise typer.Exit(run_check(addresses(address), wait_s=wait_s, as_json=as_json))
 
 
 @app.command()
@@ -248,7 +249,7 @@ def state(
     from moonpool.cli.cluster import run_state
     from moonpool.client import Client
 
-    with Client(address) as client:
+    with Client(addresses(address)) as client:
         run_state(client, as_json=as_json)
 
 
@@ -262,7 +263,7 @@ def explain(
     from moonpool.cli.cluster import run_explain
     from moonpool.client import Client
 
-    with Client(address) as client:
+    with Client(addresses(address)) as client:
         run_explain(client, request_id, as_json=as_json)
 
 
@@ -283,66 +284,7 @@ def rerun_(
     raise typer.Exit(run_rerun(journal, events=events, check=check, as_json=as_json, policy=policy))
 
 
-@app.command("simulate", context_settings=PASS_THROUGH)
-def simulate_(context: typer.Context) -> None:
-    """Experiments in virtual time: simulate cache|scale|scheduling|ratio|transfer|memory|faults."""
-    from moonpool.cli import simulate
-
-    simulate.run(context.args)
-
-
-@app.command()
-def plan(
-    trace: Annotated[Path, typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE")],
-    model: Annotated[str, typer.Option(help="A model that the hardware's file names.")],
-    hardware: Annotated[str, typer.Option(help="Bundled hardware's name, or a path to a YAML file.")],
-    slo: Annotated[str, typer.Option(help="ttft=SECONDS,tbt=SECONDS.")],
-    goodput: Annotated[float, typer.Option(help="Share of requests that must keep both limits.")] = 0.9,
-    rate: Annotated[float, typer.Option(min=0.001, help="Times as quick as in the trace requests come.")] = 1.0,
-    requests: Annotated[int, typer.Option(min=0, help="First requests of the trace only; 0 = all.")] = 0,
-    bound: Annotated[int, typer.Option(min=1, help="Instances of a kind at most.")] = 64,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-) -> None:
-    """Find the least-cost mix of prefill, decode and kvstore instances that serves a trace within its limits."""
-    from moonpool.cli.plan import run_plan
-
-    run_plan(trace, model=model, hardware=hardware, slo=slo, goodput=goodput, rate=rate, requests=requests,
-             bound=bound, report=report, as_json=as_json)  # fmt: skip
-
-
-@app.command()
-def replay(
-    trace: Annotated[Path, typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE")],
-    address: Address = "127.0.0.1:50051",
-    model: Model = "",
-    requests: Annotated[int, typer.Option(min=0, help="First requests of the trace only; 0 = all.")] = 0,
-    time_scale: Annotated[float, typer.Option(help="Seconds of the trace, and of the report, in one second.")] = 1.0,
-    prompt_tokens: Annotated[int, typer.Option(min=0, help="Of each prompt at most; 0 = all.")] = 0,
-    output_tokens: Annotated[int, typer.Option(min=0, help="Of each answer at most; 0 = all.")] = 0,
-    ttft_slo_s: Annotated[float, typer.Option(min=0.0, help="TTFT limit of goodput, seconds.")] = 30.0,
-    tbt_slo_s: Annotated[float, typer.Option(min=0.0, help="TBT limit of goodput, seconds.")] = 0.1,
-    simulate: Annotated[str, typer.Option(help="Also simulate such a stack, with this profile; empty = do not.")] = "",
-    step_tokens: Annotated[int, typer.Option(min=1, help="--step-tokens of the prefill instances.")] = 512,
-    calibrate_on: Annotated[
-        int, typer.Option(min=0, help="Fit the simulation to so many first requests, compare the others.")
-    ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-) -> None:
-    """Send a trace to a running stack; report latencies and predictions as the simulator does, and beside it.
-
-    Exit status: 0 when every request was answered, 1 when not.
-    """
-    from moonpool.cli.named import chosen_model
-    from moonpool.cli.replay import run_replay
-    from simulator.cluster.config import Slo
-
-    status = run_replay(
-        trace, address, model=chosen_model(model), requests=requests, time_scale=time_scale,
-        prompt_tokens=prompt_tokens, output_tokens=output_tokens, slo=Slo(ttft_slo_s, tbt_slo_s), profile=simulate,
-        step_tokens=step_tokens, calibrate_on=calibrate_on, as_json=as_json,
-    )  # fmt: skip
-    raise typer.Exit(status)
+traces.add_to(app)
 
 
 @app.command()

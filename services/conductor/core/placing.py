@@ -10,6 +10,7 @@ from services.conductor.core import admission
 from services.conductor.core.admission import Admission, Gate
 from services.conductor.core.book import Book
 from services.conductor.core.cost import DecodeChoice, Need, expected_blocks, step_load_s
+from services.conductor.core.crowd import left_free
 from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
 from services.conductor.core.legs import Hold, Legs
 from services.conductor.core.life import Attempt, Phase, Request
@@ -24,6 +25,8 @@ MAX_ASKED = 4
 FIRST_PAUSE_S = 0.05
 PAUSE_FACTOR = 4.0
 MAX_PAUSE_S = 3.2
+STAY_S = 1.0
+"""Seconds from a move that failed to the next."""
 TOKEN_BYTES = 4
 
 
@@ -87,7 +90,7 @@ class Placing:
         if (
             isinstance(plan, Plan)
             and plan.at_decode
-            and (isinstance(able, Failure) or not self._options(request, able))
+            and (isinstance(able, Failure) or not self._options(request, able, now))
         ):
             plan, able = self._considered(now, request, at_decode=False)
         if isinstance(plan, Failure):
@@ -95,7 +98,7 @@ class Placing:
         elif isinstance(able, Failure):
             self._not_kept(now, request, able, plan, out)
         else:
-            attempt = self._legs.begin(request, plan, self._options(request, able), now)
+            attempt = self._legs.begin(request, plan, self._options(request, able, now), now)
             if plan.decodes:
                 self.ask(now, request, attempt, out)
             else:
@@ -116,9 +119,11 @@ class Placing:
         if self._legs.ask(request, attempt, now, out):
             return
         full, failed = attempt.full, attempt.failed
-        self._legs.end(request, now, out)
+        self._legs.end_attempt(request, now, out)
         if attempt.plan.at_decode:  # others may have room for it when prefill computes it
             self.place(now, request, out)
+        elif request.adopted:
+            stay(request, now)
         elif full is not None or failed is None:
             self._no_room(now, request, admission.no_room(full, attempt.plan), attempt.plan, out)
         elif failed.kind is Kind.INVALID:
@@ -142,7 +147,7 @@ class Placing:
         """The attempt has what it needs: prefill is called, or decode computes what it lacks."""
         plan, number = attempt.plan, request.ask.number
         if plan.at_decode and attempt.target is not None and attempt.target.held_blocks != plan.prefill.used_blocks:
-            self._legs.end(request, now, out)  # it holds less than was thought, or all of it in full blocks
+            self._legs.end_attempt(request, now, out)  # it holds less than was thought, or all of it in full blocks
             self.place(now, request, out)
             return
         for kind in ("wait", "pause"):
@@ -194,7 +199,9 @@ class Placing:
         if not len(self._rooms):
             return
         room, total = self._picture.decodes.room_of(decode)
-        for number in self._rooms.woken(decode, room, total, self._needs_at(decode), now):
+        for number in self._rooms.woken(
+            decode, room, total, self._needs_at(decode), lambda place: self._book.crowd.leaves_room(place, now), now
+        ):
             self._rooms.remove(number)
             self.place(now, self._book.requests[number], out)
 
@@ -222,6 +229,13 @@ class Placing:
         request.phase = Phase.KEYS
         out.append(Rehash(request.ask.number, request.failures, request.refusal))
 
+    def move(self, request: Request, instance: str, out: list[Action]) -> None:
+        """Places a request anew, away from an instance that has not failed it."""
+        request.suspect(instance)
+        request.recovering = True
+        request.refusal = Failure(Kind.UNAVAILABLE, f"{instance} drains, or is slow")
+        self.rehash(request, out)
+
     def _plan(self, now: float, request: Request, *, at_decode: bool) -> Plan | Failure:
         ask = request.ask
         try:
@@ -242,12 +256,21 @@ class Placing:
         except InvalidRequest as error:
             return Failure(Kind.INVALID, error.message, field=error.field)
 
-    def _options(self, request: Request, able: Sequence[DecodeChoice]) -> list[DecodeChoice]:
-        """The instances to ask. A report may be stale, so at first also those that seem to be full are asked."""
-        first = request.waits_since is None
-        free = [option for option in able if self._rooms.free_to(option.id, request.ask.place)]
-        room_of = self._picture.decodes.room_of
-        return [option for option in free if first or room_of(option.id)[0] >= option.blocks][:MAX_ASKED]
+    def _options(self, request: Request, able: Sequence[DecodeChoice], now: float) -> list[DecodeChoice]:
+        """The instances to ask. A report may be stale, so at first also those that seem to be full are asked.
+
+        But not by a tenant that has more than its share: it leaves some room to others.
+        """
+        place = request.ask.place
+        leaves = not request.recovering and self._book.crowd.leaves_room(place, now)
+        first = request.waits_since is None and not leaves
+
+        def fits(option: DecodeChoice) -> bool:
+            room, total = self._picture.decodes.room_of(option.id)
+            return room >= option.blocks + (left_free(option.blocks, total) if leaves else 0)
+
+        free = [option for option in able if self._rooms.free_to(option.id, place)]
+        return [option for option in free if first or fits(option)][:MAX_ASKED]
 
     def _no_room(self, now: float, request: Request, refusal: Failure, plan: Plan, out: list[Action]) -> None:
         if refusal.reason != NO_DECODE_ROOM and not request.recovering:
@@ -269,7 +292,9 @@ class Placing:
                 self.give_up(now, self._book.requests[number], out)
 
     def _nowhere(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:
-        if failure.kind is Kind.UNAVAILABLE and request.recovering:
+        if request.adopted:
+            stay(request, now)
+        elif failure.kind is Kind.UNAVAILABLE and request.recovering:
             if self._may_wait(now, request, Phase.MEMBER, failure, out):
                 self._book.memberless[request.ask.number] = None
         else:
@@ -306,3 +331,9 @@ class Placing:
         request.phase = Phase.PAUSE
         pause_s = min(FIRST_PAUSE_S * PAUSE_FACTOR ** (count - 1), MAX_PAUSE_S)
         self._timers.set(("pause", request.ask.number), now + pause_s)
+
+
+def stay(request: Request, now: float) -> None:
+    """A request that is being moved has found no other place: its sequence goes on where it is, for a while."""
+    request.phase, request.refusal, request.waits_since = Phase.ADOPTED, None, None
+    request.stays_until = now + STAY_S

@@ -15,10 +15,11 @@ from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
 from services.conductor.core.pool import Pool, blocks_at
 from services.conductor.core.ranks import SHORTLIST, Ranks
 from services.conductor.core.sets import members
+from services.conductor.core.vigil import Vigil
 
 CLASS_WIDTH = 1.1
-LONG_STEP = 8192
-"""Tokens of a step of an instance that computes whole prompts at once."""
+TYPICAL_TOKENS = 2048
+"""Of the prompt by which an instance's quickness is judged."""
 LOAD_BYTES = 1 << 28
 """Loads are compared by the seconds that so much KV takes."""
 
@@ -53,6 +54,12 @@ class Prefill:
     load: LoadFacts = field(default_factory=LoadFacts)
     turn: int = 0
     prompts: dict[int, Prompt] = field(default_factory=dict)
+    vigil: Vigil = field(default_factory=Vigil)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a prompt of ours is here."""
+        return bool(self.prompts)
 
     def claim(self, number: int, busy_s: float, now: float, place: Place | None = None) -> None:
         """Counts a prompt from now on."""
@@ -75,11 +82,12 @@ class Prefill:
         elif not prompt.covered:
             self.free_at -= prompt.busy_s
 
-    def report(self, load: LoadFacts, now: float) -> None:
+    def report(self, load: LoadFacts, now: float, slow_factor: float) -> None:
         """Takes a report, which includes the prompts that the instance had taken."""
         self.load = load
         if load.speeds is not None:
-            self.learnt.told(load.speeds)
+            seconds, idle = prefill_seconds(load.speeds, TYPICAL_TOKENS, 0), not load.running + load.waiting
+            self.learnt.told(self.vigil.hear(load.speeds, seconds, now, slow_factor, idle=idle))
         if load.drain_s is None:
             return
         for prompt in self.prompts.values():
@@ -102,7 +110,9 @@ class Prefill:
             return all_s
         weights = {it.tenant: it.weight for it, _ in ours} | {place.tenant: place.weight}
         turns = sum(weights.values()) / place.weight
-        step_s = prefill_seconds(self.learnt.speeds, self.facts.step_tokens or LONG_STEP, 0)
+        step_s = max([busy_s for _, busy_s in ours])
+        if self.facts.step_tokens:
+            step_s = min(step_s, prefill_seconds(self.learnt.speeds, self.facts.step_tokens, 0))
         return min(all_s, turns * sum(before) + step_s)
 
     def observe(self, choice: PrefillChoice, there_s: float) -> None:
@@ -119,7 +129,8 @@ class Prefill:
     def digest(self) -> bytes:
         """Hash of the state."""
         times = self.free_at, self.others_at
-        return digest_of(self.facts, self.slot, self.learnt.state, times, self.load, self.turn, self.prompts)
+        state = self.learnt.state, times, self.load, self.turn, self.prompts, self.vigil
+        return digest_of(self.facts, self.slot, *state)
 
 
 class Prefills(Pool[Prefill]):
@@ -139,7 +150,9 @@ class Prefills(Pool[Prefill]):
     def queue_s(self, choice: PrefillChoice, place: Place) -> float:
         """Predicted seconds that a prompt at this place waits at the instance of a choice."""
         instance = self.get(choice.id)
-        return instance.queue_s(place, choice.queue_s) if instance is not None else choice.queue_s
+        if instance is None or choice.queue_s <= 0.0:
+            return choice.queue_s
+        return instance.queue_s(place, choice.queue_s)
 
     def rank(self, instance: Prefill) -> None:
         """Ranks an instance anew, after its load or speeds have changed."""
@@ -216,7 +229,7 @@ class Prefills(Pool[Prefill]):
     ) -> PrefillChoice:
         has = self.by_slot[slot].facts.total_blocks
         small = f"too small: {has} blocks, the prompt needs {demand.prompt_blocks}"
-        why = "draining" if self.draining >> slot & 1 else small
+        why = "draining" if self.draining >> slot & 1 else "slow" if self.resting >> slot & 1 else small
         return self._choice(model, slot, blocks_at(prefixes, slot), now, why)
 
     def digest(self) -> bytes:
@@ -233,4 +246,4 @@ class TypicalSeconds:
 
     def __call__(self, speeds: Speeds) -> tuple[float, float, float]:
         load_s = LOAD_BYTES / speeds.load_bytes_per_s if speeds.load_bytes_per_s else 0.0
-        return prefill_seconds(speeds, 2048, 0), prefill_seconds(speeds, 512, 16384), load_s
+        return prefill_seconds(speeds, TYPICAL_TOKENS, 0), prefill_seconds(speeds, 512, 16384), load_s

@@ -20,6 +20,26 @@ def test_a_step_lasts_until_its_end_is_heard_of() -> None:
     assert one_s == pytest.approx(0.008, rel=0.05)
 
 
+def test_chunks_teach_what_computing_prompts_takes() -> None:
+    """Each takes three times what was thought, beside a batch that takes what is known."""
+    world = World(config(64, step_tokens=8))
+    world.go(prompt(BT), answer=200)
+    before = world.core.tracker.speeds
+    for number in range(4):
+        asked = world.reserve(prompt(6 * BT, number + 1), 2)
+        assert asked is not None
+        world.compute(asked)
+        while asked in world.core.requests:
+            chunks = world.run.chunks if world.run is not None else ()
+            world.now += 0.002 + sum(3e-4 * chunk.count for chunk in chunks)
+            world.step()
+    learnt = world.core.tracker.speeds
+    chunk_s = learnt.prefill_base_s + 8 * learnt.prefill_per_token_s
+    assert before.prefill_base_s + 8 * before.prefill_per_token_s == pytest.approx(8e-4)
+    assert chunk_s == pytest.approx(24e-4, rel=0.15)
+    assert learnt.decode_base_s + learnt.decode_per_sequence_s == pytest.approx(0.002, rel=0.15)
+
+
 def test_without_time_the_engines_own_seconds_count() -> None:
     world = World(config(64))
     world.go(prompt(BT), answer=40)
@@ -27,3 +47,17 @@ def test_without_time_the_engines_own_seconds_count() -> None:
     for _ in range(20):
         world.step()
     assert world.core.tracker.speeds.decode_base_s == pytest.approx(before.decode_base_s, rel=0.2)
+
+
+def test_a_step_that_is_overdue_tells_before_it_is_over() -> None:
+    world = World(config(64))
+    world.go(prompt(BT), answer=40)
+    for _ in range(20):
+        world.now += 0.008
+        world.step()
+    planner, learnt = world.core.planner, world.core.tracker.speeds
+    assert planner.speeds(world.now + 0.008) == learnt
+    told = planner.speeds(world.now + 0.8)
+    assert told.decode_base_s == pytest.approx(100 * learnt.decode_base_s, rel=0.1)
+    assert told.prefill_base_s == learnt.prefill_base_s
+    assert world.core.tracker.speeds == learnt, "nothing was learnt from it yet"
