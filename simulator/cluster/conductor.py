@@ -311,6 +311,7 @@ def _picture(config: ClusterConfig) -> Picture:
         policy=load_policy(config.policy),
         seed=config.seed,
         rest_tokens=config.decode_prompt_tokens,
+        slow_factor=config.slow_factor,
     )
 
 

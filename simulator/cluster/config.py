@@ -70,7 +70,8 @@ class ClusterConfig:
         report_s: seconds between two load reports of an instance at least. The services' agents wait 0.05; with 0.2 a
             run takes a third less time, and its latencies differ by a hundredth.
         deadline_s: a request without an end after so long fails; 0 = never.
-        retries, recovery_s, room_wait_s, reserve_timeout_s: as the conductor's flags; room_wait_s 0 = any time.
+        retries, recovery_s, room_wait_s, reserve_timeout_s, slow_factor: as the conductor's flags; room_wait_s 0 = any
+            time.
     """
 
     profile: Profile
@@ -102,6 +103,7 @@ class ClusterConfig:
     recovery_s: float = 15.0
     room_wait_s: float = 0.0
     reserve_timeout_s: float = 5.0
+    slow_factor: float = 6.0
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode", "block_tokens", "step_tokens", "max_queue", "max_batch"):

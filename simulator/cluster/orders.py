@@ -91,15 +91,20 @@ class Following:
 
     io: int
     sequence: Sequence
+    position: int
+    """Of the next token that comes; those that the answer has are dropped."""
     post: Callable[[Event], None]
     ended: Callable[[int, Result], None]
 
     def tokens(self, made: Made | None, *, over: bool) -> None:
         """See `Follower.tokens`."""
-        count = 0
+        request, count = self.sequence.request, 0
         if made is not None:
-            self.sequence.request.take(made)
-            count = made.count
+            new = made.after(request.made - self.position)
+            self.position += made.count
+            if new is not None:
+                request.take(new)
+                count = new.count
         self.post(Tokens(self.io, count, Finish.STOP if over else None, known=over))
         if over:
             self.ended(self.io, None)
@@ -213,13 +218,14 @@ class Orders:
 
     def _token(self, call: PrefillCall, told: TellToken) -> None:
         request = call.sequence.request
-        if call.io not in self._cancels or not self._token_came(call.sequence, told):
+        known = request.made > call.sequence.continued  # it is being moved, and went on meanwhile
+        if call.io not in self._cancels or not (known or self._token_came(call.sequence, told)):
             return
         misses = tuple(
             (call.sources[miss.source].store, keys_of_chain(request, miss.block + 1)[-1]) for miss in told.misses
         )
         how = Prefilled(told.computed_tokens, told.queue_s + told.prefill_s, misses)
-        self._post(FirstToken(call.io, how, Finish.STOP if request.made == request.answer else None))
+        self._post(FirstToken(call.io, how, Finish.STOP if request.made == request.answer else None, known))
 
     def _cancel_prefill(self, call: PrefillCall) -> None:
         call.wire.send(lambda: self._leave(call), reliable=True)
@@ -245,9 +251,10 @@ class Orders:
             self._end(order.io, None)
 
         self._cancels[order.io] = cancel
+        begin = sequence.continued + (not order.compute)
         if order.compute:
             sequence.request.reused = order.target.held_blocks * self._block_tokens
-        stream.start(transfer, Following(order.io, sequence, self._post, self._end), compute=order.compute)
+        stream.start(transfer, Following(order.io, sequence, begin, self._post, self._end), compute=order.compute)
 
     def adopt(self, order: Adopt, sequence: Sequence) -> None:
         """Takes a sequence over where it runs, and follows it."""
@@ -262,7 +269,7 @@ class Orders:
 
         self._cancels[order.io] = cancel
         wanted = Resume(target.transfer_id, order.sequence, order.position, order.fence)
-        stream.resume(wanted, Following(order.io, sequence, self._post, self._end))
+        stream.resume(wanted, Following(order.io, sequence, order.position, self._post, self._end))
 
     def renew(self, order: Renew) -> None:
         """Keeps a promise."""

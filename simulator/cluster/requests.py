@@ -30,6 +30,14 @@ class Made:
         """Tokens."""
         return 1 + len(self.gaps)
 
+    def after(self, known: int) -> "Made | None":
+        """Without the first ones, which are known; None when all are."""
+        if known <= 0:
+            return self
+        if known >= self.count:
+            return None
+        return Made(self.first + sum(self.gaps[:known]), self.gaps[known:], self.last)
+
     def add(self, first: int, gaps: Listed[int], last: int) -> None:
         """More of them."""
         self.gaps.append(first - self.last)
@@ -75,7 +83,7 @@ class Request:
     def take(self, tokens: Made) -> None:
         """The client has more tokens."""
         if self.made:
-            self.intervals.append(tokens.first - self.last_at)
+            self.intervals.append(max(0, tokens.first - self.last_at))  # one that has moved may have been quicker
         else:
             self.first_at = tokens.first
         self.intervals.extend(tokens.gaps)
@@ -96,6 +104,11 @@ class Sequence:
     """How often its client had resumed it."""
     width: int = 1
     """Answers that begin with the same prompt and run together."""
+
+    @property
+    def continued(self) -> int:
+        """Tokens of the answer that were there when it was placed."""
+        return self.request.answer - self.left
 
     def keys(self, block_tokens: int, blocks: int = -1) -> tuple[BlockKey, ...]:
         """Of the leading full blocks; by default of those whose KV comes from prefill."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.decode.core.config import Preemption
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import DecodeMemory, Slo
-from simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Request
+from simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Made, Request
 from simulator.kernel.calls import CallDelays
 from simulator.kernel.clock import PS, ps
 from simulator.traces.mooncake import TraceRequest
@@ -207,3 +207,10 @@ def test_lost_and_late_messages_leave_nothing_behind(seed: int, drop: float, lat
     assert {one.outcome for one in ended} <= {DONE, GIVEN_UP}
     assert all(len(one.intervals) == one.made - 1 for one in ended if one.made)
     assert all(one.ended_at < 200 * PS for one in ended)
+
+
+def test_tokens_that_are_known_are_dropped() -> None:
+    made = Made(10, [2, 3, 4], 19)
+    assert made.after(0) is made
+    assert made.after(2) == Made(15, [4], 19)
+    assert made.after(4) is None
