@@ -59,9 +59,9 @@ def run_demo(model: str, max_tokens: int, instead: str) -> int:
     )
     console.print("Everything reserved came back; all services have stopped.")
     console.print(
-        "Next: `.venv/bin/moonpool up` keeps a stack running; `.venv/bin/moonpool generate --prompt 'def main('`"
+        "Next: `make chat`; `.venv/bin/moonpool up` keeps a stack running, `.venv/bin/moonpool generate --prompt 'def main('`"
     )
-    console.print("asks it; --model takes a Hugging Face folder or hub id of your own. README.md has the Python SDK.")
+    console.print("asks it; --model takes a folder, a GGUF file or a hub id of your own. README.md has the Python SDK.")
     return 0 if all(status == 0 for status in statuses.values()) else 1
 
 
