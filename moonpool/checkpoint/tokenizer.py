@@ -52,6 +52,10 @@ class Tokenizer:
         """Number of tokens the tokenizer knows, added ones included."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
+    def definition(self) -> str:
+        """All of it but the chat template, as the library `tokenizers` writes it down."""
+        return str(self._backend.to_str())
+
     @property
     def longest_token_chars(self) -> int:
         """Characters of the longest token as the vocabulary spells it; no token stands for more characters of text."""

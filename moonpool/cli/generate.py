@@ -3,10 +3,11 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 
 import typer
 
-from moonpool.client import Client, GenerateArguments, GenerateResult, Message, SamplingParams, Slo
+from moonpool.client import Client, GenerateArguments, GenerateResult, Message, SamplingParams, Slo, TokenLogprobs
 
 
 def run_generate(
@@ -42,6 +43,9 @@ def run_generate(
                 sys.stdout.flush()
     if (result := stream.result) is not None:
         sys.stdout.write("\n" if _streamed(sampling) else _listed(result))
+        sys.stdout.write(_scores("prompt", result.prompt_logprobs))
+        for index, choice in enumerate(result.choices):
+            sys.stdout.write(_scores(f"answer {index}", choice.logprobs))
         typer.echo(figures(result), err=True)
 
 
@@ -57,6 +61,16 @@ def _listed(result: GenerateResult) -> str:
         score = "" if choice.score is None else f" {choice.score:.4f}"
         texts.append(f"--- {index} [{choice.finish_reason}]{score}\n{choice.text}\n")
     return "".join(texts)
+
+
+def _scores(title: str, logprobs: Sequence[TokenLogprobs | None]) -> str:
+    """Log probabilities, a line for each token: its id, its own, its rank, and the likely ones. "" when none came."""
+    lines = [f"--- log probabilities of {title}: token, its own, rank; likely tokens with theirs"] if logprobs else []
+    for its in logprobs:
+        if its is not None:
+            likely = "  ".join(f"{token} {value:.4f}" for token, value in its.top)
+            lines.append(f"{its.token_id} {its.logprob:.4f} {its.rank}; {likely}".rstrip("; "))
+    return "".join(f"{line}\n" for line in lines)
 
 
 def figures(result: GenerateResult) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from moonpool.cli import model as model_verbs
+from moonpool.cli.bench import bench_app
 from moonpool.errors import MoonpoolError
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(model_verbs.app, name="model")
+app.add_typer(bench_app, name="bench")
 
 Address = Annotated[str, typer.Option(help="The conductor, HOST:PORT.", envvar="MOONPOOL_ADDRESS")]
 Model = Annotated[
@@ -134,6 +136,14 @@ def generate(
     n: Annotated[int, typer.Option("--n", min=1, help="Answers to generate; printed one after the other.")] = 1,
     beams: Annotated[int, typer.Option(min=0, help="Beams of a beam search; the --n best are printed. 0 = none.")] = 0,
     length_penalty: Annotated[float, typer.Option(help="Scores of beams are over tokens ^ this.")] = 1.0,
+    logprobs: Annotated[
+        int | None, typer.Option(min=0, max=20, help="Print each token's log probability, and so many likely tokens.")
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(min=0, max=20, help="The same for the prompt's tokens.")
+    ] = None,
+    response_format: Annotated[str, typer.Option(help="json_object, json_schema, regex or lark.")] = "",
+    grammar: Annotated[str, typer.Option(help="What the format is of: a schema, an expression, ...; or @FILE.")] = "",
     ttft_slo_s: Annotated[
         float | None, typer.Option(help="Seconds; refuse when the first token is predicted later.")
     ] = None,
@@ -156,9 +166,40 @@ def generate(
         n=n,
         beam_width=beams,
         length_penalty=length_penalty,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        response_format=response_format,  # type: ignore[arg-type]  # the conductor names what it does not know
+        grammar=Path(grammar[1:]).read_text() if grammar.startswith("@") else grammar,
     )
     slo = Slo(ttft_s=ttft_slo_s, queue_s=queue_s)
     run_generate(address, text, sampling, chat=chat, slo=slo, tenant=tenant, priority=priority, as_json=as_json)
+
+
+@app.command("context", context_settings=PASS_THROUGH)
+def context_(context: typer.Context) -> None:
+    """Named contexts: context create|list|show|renew|delete."""
+    from moonpool.cli import contexts
+
+    contexts.run(context.args)
+
+
+@app.command()
+def delete(
+    key: Annotated[list[str] | None, typer.Option(help="A block key, 64 hexadecimal digits; may be repeated.")] = None,
+    tenant: Annotated[list[str] | None, typer.Option(help="All KV of this tenant; may be repeated.")] = None,
+    namespace: Annotated[
+        list[str] | None, typer.Option(help="All KV of this namespace, 64 hexadecimal digits; may be repeated.")
+    ] = None,
+    address: Address = "127.0.0.1:50051",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Delete KV from every tier of every instance; what is on disk is overwritten.
+
+    Exit status: 0 when every instance has done it, 1 when one has not yet.
+    """
+    from moonpool.cli.contexts import run_delete
+
+    run_delete(address, key or [], tenant or [], namespace or [], as_json=as_json)
 
 
 @app.command()

@@ -54,7 +54,8 @@ class _Flight:
         last = max(self.done, key=lambda done: done.stage)
         start_ns = min(done.start_ns for done in self.done)
         end_ns = max(done.end_ns for done in self.done)
-        return StepResult(() if aborted else last.sampled, aborted, start_ns, end_ns, last.several)
+        sampled = () if aborted else last.sampled
+        return StepResult(sampled, aborted, start_ns, end_ns, last.several, last.logprobs, last.scores)
 
 
 class ProcessEngine:

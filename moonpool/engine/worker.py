@@ -77,7 +77,9 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     gc.disable()  # importing makes no garbage, and looking for it takes a tenth of the time
     import torch
 
+    from moonpool.checkpoint import Tokenizer
     from moonpool.checkpoint.formats import load_config
+    from moonpool.engine.masks import Masks
     from moonpool.engine.pipeline import GlooLinks, Links, NoLinks
     from moonpool.engine.step import StageRunner
     from moonpool.kv.pool import PoolPart
@@ -113,7 +115,10 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
             dtype=dtype,
             timeout_s=engine.step_timeout_s,
         )
-    return StageRunner(spec.stage, model, part, links, gates, channel.send, engine.gate_timeout_s)
+    masks = None
+    if model.is_last:
+        masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids)
+    return StageRunner(spec.stage, model, part, links, gates, channel.send, engine.gate_timeout_s, masks)
 
 
 def serve(channel: BlockingChannel, pool_fd: int) -> None:

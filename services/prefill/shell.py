@@ -1,16 +1,19 @@
 """Does what the prefill core decides: steps, loads, transfers, write-back and answers; tells it how they ended."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
+from moonpool.contracts import logprobs_to_proto
 from moonpool.core.kernel import Cancel, Ended
 from moonpool.drive.driver import Driver
 from moonpool.drive.journal import JournalWriter
 from moonpool.engine.handle import Engine
 from moonpool.errors import Internal, InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.kv.keys import tokens_to_bytes
+from moonpool.sched.forgetting import ForgetKV, Forgot
 from moonpool.sched.steps import LayerDone, SequenceStep, Several, Step, StepResult
 from moonpool.streams.transfer_client import DamagedInTransfer
 from moonpool.streams.writeback import WriteBack
@@ -43,6 +46,7 @@ class Shell:
         spans: where spans are recorded.
         notify: called when load or keys may have changed.
         journal: records what the core is told; None = nothing is recorded.
+        clock: seconds; never goes back.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class Shell:
         spans: Recorder,
         notify: Callable[[], None],
         journal: JournalWriter | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
         self._engine = engine
@@ -64,13 +69,14 @@ class Shell:
         self._spans = spans
         self._notify = notify
         self._driver: Driver[events.Event | Ended[events.Result], actions.Action] = Driver(
-            core, self._perform, journal=journal
+            core, self._perform, clock=clock, journal=journal
         )
         self._requests: dict[int, Request] = {}
         self._tasks: dict[int, asyncio.Task[events.Result]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._died = asyncio.Event()
         self._dead = "the engine is not running"
+        self._forgot: dict[int, int] = {}
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -86,6 +92,12 @@ class Shell:
         """Tells the core what has happened."""
         self._driver.post(event)
         self._notify()
+
+    def forget(self, event: ForgetKV) -> int:
+        """Deletes KV from the pool; how many blocks."""
+        self.post(event)
+        self._driver.settle()
+        return self._forgot.pop(event.number)
 
     def find(self, request_id: str) -> list[Request]:
         """Requests of an id that have not ended."""
@@ -125,6 +137,8 @@ class Shell:
                 self._engine.abort(action.step)
             case actions.PutBlocks():
                 self._put(action)
+            case Forgot(number, blocks):
+                self._forgot[number] = blocks
             case Cancel():
                 if (task := self._tasks.get(action.io)) is not None:
                     task.cancel()
@@ -152,9 +166,10 @@ class Shell:
             case actions.AwaitVerdict():
                 work = partial(self._sending.verdict, request, action.timeout_s)
         lost: events.Result = events.Failed()
+        failed: events.Result = events.Failed()
         if isinstance(action, actions.LoadBlocks):
-            lost = events.LoadEnded(0, failed=True)
-        self._begin(action.io, partial(_guarded, request, work, lost), lost)
+            lost, failed = events.LoadEnded(0), events.LoadEnded(0, failed=True)  # the store of a given-up load is fine
+        self._begin(action.io, partial(_guarded, request, work, failed), lost)
 
     def _answer(
         self, action: actions.Accept | actions.Refuse | actions.TellToken | actions.EndJob, request: Request
@@ -256,9 +271,8 @@ class Shell:
         self._record(order, result)
         if not result.aborted:
             for index, chunk in enumerate(order.chunks):
-                request, token = self._requests.get(chunk.job), result.sampled[index]
-                if request is not None and chunk.last and token is not None:
-                    request.first = result.several.get(index, Several((token,)))
+                if (request := self._requests.get(chunk.job)) is not None:
+                    _take(request, chunk, index, result)
         return events.StepEnded(result.aborted, (result.end_ns - result.start_ns) / 1e9)
 
     def _sequence(self, chunk: actions.ChunkOrder) -> SequenceStep:
@@ -269,6 +283,7 @@ class Shell:
             start=chunk.start,
             block_table=chunk.blocks,
             sample=incoming.sampling.at(incoming.token_ids) if chunk.last else None,
+            scored=incoming.sampling.scored(incoming.token_ids, chunk.start, chunk.end),
             history=request.history,
         )
 
@@ -298,6 +313,15 @@ class Shell:
             self.post(events.Stop())
 
 
+def _take(request: Request, chunk: actions.ChunkOrder, index: int, result: StepResult) -> None:
+    """What a step has found out for a request."""
+    token = result.sampled[index]
+    if index in result.scores:
+        request.scored(result.scores[index])
+    if chunk.last and token is not None:
+        request.sampled(result.several.get(index, Several((token,))), result.logprobs.get(index))
+
+
 def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.PrefillResponse:
     found = request.first
     assert found is not None, "the last chunk samples"
@@ -305,6 +329,8 @@ def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.Prefi
         token_id=found.tokens[0],
         further_token_ids=found.tokens[1:],
         log_probabilities=found.log_probabilities,
+        logprobs=None if request.logprobs is None else logprobs_to_proto(request.logprobs),
+        prompt_logprobs=logprobs_to_proto(request.scores) if len(request.scores) else None,
         local_tokens=told.cached_tokens,
         loaded_tokens=told.loaded_tokens,
         computed_tokens=told.computed_tokens,
@@ -317,7 +343,7 @@ def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.Prefi
     return prefill_pb2.PrefillResponse(first_token=first)
 
 
-async def _guarded(request: Request, work: Work, lost: events.Result) -> events.Result:
+async def _guarded(request: Request, work: Work, failed: events.Result) -> events.Result:
     """The result of I/O; notes its error with the request. A defect costs this request, not the instance."""
     try:
         return await work()
@@ -329,4 +355,4 @@ async def _guarded(request: Request, work: Work, lost: events.Result) -> events.
     except Exception as error:
         log.exception("a request failed", request=request.request_id)
         request.error = Internal(f"the prefill failed: {error!r}")
-    return lost
+    return failed

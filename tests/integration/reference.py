@@ -4,18 +4,26 @@ A generated sequence equals the reference's greedy one exactly when each of its 
 the tokens before it; so one teacher-forced forward pass checks a whole answer.
 """
 
+from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from moonpool.checkpoint.gguf_file import is_gguf
-from moonpool.model.sampler import uniform
+from moonpool.logprobs import TokenLogprobs
+from moonpool.model.sampler import sample, uniform
+from moonpool.sampling import SamplingParams
+from moonpool.sched.sampling import SequenceSampling
 
 GAP_TOLERANCE = 1e-4
 """Greatest gap between the reference's best logit and the chosen token's at which float32 sums, rounded in another
 order, may decide otherwise (architecture.md, "What always holds", 1)."""
+
+LOGPROB_TOLERANCE = 1e-4
+"""Of log probabilities, in float32."""
 
 
 class Reference:
@@ -69,6 +77,25 @@ class Reference:
             low = float(sums[position, token - 1]) if token else 0.0
             missed.append(max(0.0, low - drawn, drawn - float(sums[position, token])))
         return missed
+
+    def drawn(self, prompt: Sequence[int], output: Sequence[int], how: SamplingParams, index: int = 0) -> list[int]:
+        """The tokens that the sampler chooses by the reference's logits, each after the output's tokens before it."""
+        rows = self.logits([*prompt, *output[:-1]])[len(prompt) - 1 :]
+        sampling = replace(SequenceSampling.of(how, len(prompt), ()), sample_index=index)
+        specs = [sampling.at(array("i", [*prompt, *output[:position]])) for position in range(len(output))]
+        chosen, _ = sample(rows.contiguous(), [replace(spec, samples=1) for spec in specs])
+        return [token for [token] in chosen]
+
+    def assert_logprobs(self, context: Sequence[int], found: Sequence[TokenLogprobs], top: int) -> None:
+        """Fails when the log probabilities of tokens that follow a context are not the reference's."""
+        tokens = [it.token_id for it in found]
+        rows = torch.log_softmax(self.logits([*context, *tokens[:-1]])[len(context) - 1 :], dim=-1)
+        for row, it in zip(rows, found, strict=True):
+            assert abs(float(row[it.token_id]) - it.logprob) <= LOGPROB_TOLERANCE
+            assert abs(int((row > row[it.token_id]).sum()) + 1 - it.rank) <= 1, "equals may be rounded apart"
+            best = row.topk(top).values.tolist()
+            assert max((abs(mine - its) for mine, (_, its) in zip(best, it.top, strict=True)), default=0) <= 1e-4
+            assert all(abs(float(row[token]) - value) <= LOGPROB_TOLERANCE for token, value in it.top)
 
 
 def error_of(other: Reference, exact: Reference, prompt: Sequence[int]) -> float:
