@@ -30,6 +30,7 @@ from moonpool.client.types import (
     Slo,
     Timing,
     TokenEvent,
+    TokenLogprobs,
     ToolCall,
     Usage,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "StreamBroken",
     "Timing",
     "TokenEvent",
+    "TokenLogprobs",
     "TokenStream",
     "ToolCall",
     "TransferFailed",

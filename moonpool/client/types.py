@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, TypedDict
 
+from moonpool.logprobs import TokenLogprobs as TokenLogprobs
 from moonpool.sampling import SamplingParams as SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -143,6 +144,8 @@ class TokenEvent:
     token_ids: tuple[int, ...]
     text: str
     choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the tokens, where `SamplingParams.logprobs` wants them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,8 @@ class Choice:
     text: str
     finish_reason: FinishReason
     score: float | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of all tokens, where `SamplingParams.logprobs` wants them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +181,11 @@ class GenerateResult:
     """All answers, in the order of their numbers."""
     resumes: int = 0
     """How often the stream was lost with its conductor, or the connection to it, and taken up again."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """As `Choice.logprobs`, of the first answer."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """Of the prompt's tokens, where `SamplingParams.prompt_logprobs` wants them; None of the first, which nothing
+    precedes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,7 @@ class Desk:
             arrived=answer.arrived,
             deadline=deadline,
             tenant=request.tenant,
+            scored=request.sampling.prompt_logprobs is not None,
             resumed=resume.resumed if resume is not None else None,
             priority=request.priority,
             weight=request.weight,
@@ -100,7 +101,7 @@ class Desk:
             serving.rehash()
         elif self._recording is not None:
             self._recording.opened(opened(ask, request))
-        self._post(Arrived(ask, tuple(serving.keys)))
+        self._post(Arrived(ask, serving.reusable_keys))
         return serving
 
     def gone(self, serving: Serving) -> None:
@@ -179,7 +180,7 @@ class Desk:
     def _rehash(self, action: Rehash, serving: Serving) -> None:
         log.warning("placing anew", request=serving.ask.id, failures=action.failures, error=str(action.failure))
         tokens = serving.rehash()
-        self._post(Rehashed(action.request, tokens, tuple(serving.keys)))
+        self._post(Rehashed(action.request, tokens, serving.reusable_keys))
 
     def _fail(self, action: Fail, serving: Serving) -> None:
         if action.refused:

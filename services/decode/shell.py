@@ -334,7 +334,7 @@ class DecodeShell:
                     (sequence.id, beams.propose(sequence.choice, result.several[index], self._max_tokens))
                 )
                 continue
-            reason = sequence.append(token, self._max_tokens)
+            reason = sequence.append(token, self._max_tokens, result.logprobs.get(index))
             if reason:
                 ended.append((sequence.id, int(reason)))
             sequence.tell(sequence.output_tokens - 1, [token])

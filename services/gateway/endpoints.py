@@ -28,6 +28,7 @@ from services.gateway.message_form import MessageForm
 from services.gateway.messages import MessagesBody
 from services.gateway.response_form import ResponseForm
 from services.gateway.responses import ResponsesBody
+from services.gateway.scores import Scores
 from services.gateway.text import Texts
 from services.gateway.tokenizing import Tokenizing
 from services.gateway.tools import Reading, Tools
@@ -99,7 +100,8 @@ class Endpoints:
         else:
             arguments["token_ids"] = body.prompt_token_ids
         cached = await self.caching.apply(request, caller.tenant, body, arguments)
-        form = ChatForm(state.model, self._offer(body, arguments, state, cached.tools), **_shape(body))
+        reading = self._offer(body, arguments, state, cached.tools)
+        form = ChatForm(state.model, self._scores(body, state), reading, **_shape(body))
         headers = ignored | cached.headers
         return self._answering(request, caller, body, [arguments], form, state, headers, cached.told)
 
@@ -109,7 +111,7 @@ class Endpoints:
         state = await self._cluster.state()
         arguments = self._arguments(body, caller, COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens)
         requests = [arguments | _prompt(prompt) for prompt in body.prompts()]
-        form = CompletionForm(state.model, **_shape(body))
+        form = CompletionForm(state.model, self._scores(body, state), **_shape(body))
         return self._answering(request, caller, body, requests, form, state, ignored)
 
     async def messages(self, request: Request) -> Answering:
@@ -132,6 +134,16 @@ class Endpoints:
         arguments["messages"] = body.turns()
         form = ResponseForm(state.model, self._offer(body, arguments, state), body.told())
         return self._answering(request, caller, body, [arguments], form, state, ignored)
+
+    def _scores(self, body: GenerationBody, state: ClusterState) -> Scores:
+        """What spells log probabilities, if some are asked for.
+
+        Raises:
+            Mismatch: this gateway has another model's tokenizer.
+        """
+        if body.scored() is not None or body.prompt_logprobs is not None:
+            self._texts.check_model(state.model)
+        return Scores(lambda token: self._texts.decode_now([token], skip_special=False))
 
     def _offer(
         self, body: AnsweredBody, arguments: GenerateArguments, state: ClusterState, known: Tools | None = None

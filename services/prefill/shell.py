@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
+from moonpool.contracts import logprobs_to_proto
 from moonpool.core.kernel import Cancel, Ended
 from moonpool.drive.driver import Driver
 from moonpool.drive.journal import JournalWriter
@@ -266,9 +267,8 @@ class Shell:
         self._record(order, result)
         if not result.aborted:
             for index, chunk in enumerate(order.chunks):
-                request, token = self._requests.get(chunk.job), result.sampled[index]
-                if request is not None and chunk.last and token is not None:
-                    request.first = result.several.get(index, Several((token,)))
+                if (request := self._requests.get(chunk.job)) is not None:
+                    _take(request, chunk, index, result)
         return events.StepEnded(result.aborted, (result.end_ns - result.start_ns) / 1e9)
 
     def _sequence(self, chunk: actions.ChunkOrder) -> SequenceStep:
@@ -279,6 +279,7 @@ class Shell:
             start=chunk.start,
             block_table=chunk.blocks,
             sample=incoming.sampling.at(incoming.token_ids) if chunk.last else None,
+            scored=incoming.sampling.scored(incoming.token_ids, chunk.start, chunk.end),
             history=request.history,
         )
 
@@ -308,6 +309,15 @@ class Shell:
             self.post(events.Stop())
 
 
+def _take(request: Request, chunk: actions.ChunkOrder, index: int, result: StepResult) -> None:
+    """What a step has found out for a request."""
+    token = result.sampled[index]
+    if index in result.scores:
+        request.scored(result.scores[index])
+    if chunk.last and token is not None:
+        request.sampled(result.several.get(index, Several((token,))), result.logprobs.get(index))
+
+
 def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.PrefillResponse:
     found = request.first
     assert found is not None, "the last chunk samples"
@@ -315,6 +325,8 @@ def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.Prefi
         token_id=found.tokens[0],
         further_token_ids=found.tokens[1:],
         log_probabilities=found.log_probabilities,
+        logprobs=None if request.logprobs is None else logprobs_to_proto(request.logprobs),
+        prompt_logprobs=logprobs_to_proto(request.scores) if len(request.scores) else None,
         local_tokens=told.cached_tokens,
         loaded_tokens=told.loaded_tokens,
         computed_tokens=told.computed_tokens,

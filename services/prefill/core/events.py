@@ -43,6 +43,8 @@ class Arrive:
     """Among the tenant's own; lower ones go first."""
     weight: float = 1.0
     """The tenant's share, relative to others'."""
+    reuse: bool = True
+    """Blocks that are there already may be used; False = every token is computed."""
     transient: bool = False
     """None of its blocks is to be kept: its KV was deleted while it was on its way."""
 

@@ -85,6 +85,8 @@ class Job:
     expected_tokens: int
     """Leading tokens that are expected not to be computed; for predictions, until the job starts."""
     owner: Owner
+    reuse: bool = True
+    """False = nothing of it may be cached or loaded."""
     next_source: int = 0
     first_step_at: float | None = None
     token_at: float | None = None
@@ -115,15 +117,14 @@ class Job:
         outgoing = None
         if event.held_blocks is not None:
             outgoing = Outgoing.of(settings.layers, settings.blocks_for(event.num_tokens), event.held_blocks)
-        believed = max((source.blocks for source in event.sources), default=0)
+        sources = event.sources if event.reuse else ()
+        believed = max((source.blocks for source in sources), default=0)
         reusable = (event.num_tokens - 1) // settings.block_tokens
         expected = min(believed, reusable) * settings.block_tokens
-        place, owner = (
-            Place(event.tenant, rank(now, event.priority), event.job, event.weight),
-            Owner(event.tenant, event.transient),
-        )
-        given = event.job, event.num_tokens, event.keys, event.sources, event.copies
-        return cls(*given, outgoing, now, place, expected, owner)
+        place = Place(event.tenant, rank(now, event.priority), event.job, event.weight)
+        given = event.job, event.num_tokens, event.keys, sources, event.copies
+        owner = Owner(event.tenant, event.transient)
+        return cls(*given, outgoing, now, place, expected, owner, event.reuse)
 
     @property
     def finished(self) -> bool:
@@ -271,7 +272,7 @@ class State:
 
     def reusable_blocks(self, job: Job) -> int:
         """Leading blocks that may be cached or loaded: full ones, without the last token, whose logits are wanted."""
-        return (job.num_tokens - 1) // self.settings.block_tokens
+        return (job.num_tokens - 1) // self.settings.block_tokens if job.reuse else 0
 
     def advance(self, job: Job, end: int) -> None:
         """Tokens up to `end` are in the pool: the blocks they fill get their identity."""

@@ -45,8 +45,10 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
         ({"sampling": SamplingParams(stop_token_ids=[9999])}, "sampling.stop_token_ids"),
         ({"sampling": SamplingParams(logit_bias={9999: 1.0})}, "sampling.logit_bias"),
         ({"sampling": SamplingParams(n=65)}, "sampling.n"),
-        ({"sampling": SamplingParams(logprobs=1)}, "sampling.logprobs"),
-        ({"sampling": SamplingParams(response_format="json")}, "sampling.response_format"),
+        ({"sampling": SamplingParams(logprobs=21)}, "sampling.logprobs"),
+        ({"sampling": SamplingParams(prompt_logprobs=-1)}, "sampling.prompt_logprobs"),
+        ({"sampling": SamplingParams(bad_words=[""])}, "sampling.bad_words"),
+        ({"sampling": SamplingParams(response_format="regex", grammar="([")}, "sampling.grammar"),
     ],
 )
 async def test_what_is_wrong_is_named(given: dict[str, object], field: str) -> None:

@@ -109,12 +109,13 @@ class World:
         tenant: str = "",
         priority: int = 0,
         weight: float = 1.0,
+        reuse: bool = True,
         transient: bool = False,
     ) -> Client:
         number = len(self.clients) + 1
         chain = keys(family, num_tokens)
-        whose = tenant, priority, weight, transient
-        client = Client(events.Arrive(number, num_tokens, chain, held, sources, copies, *whose))
+        whose = tenant, priority, weight
+        client = Client(events.Arrive(number, num_tokens, chain, held, sources, copies, *whose, reuse, transient))
         self.clients[number] = client
         self.post(client.arrive)
         return client
