@@ -13,6 +13,7 @@ ALL = (
     "conductor",
     "eviction",
     "fairness",
+    "gateway",
     "kernels",
     "kv_stream",
     "kvstore",

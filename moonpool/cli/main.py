@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from moonpool.cli import model as model_verbs
+from moonpool.cli.bench import bench_app
 from moonpool.errors import MoonpoolError
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(model_verbs.app, name="model")
+app.add_typer(bench_app, name="bench")
 
 Address = Annotated[str, typer.Option(help="The conductor, HOST:PORT.", envvar="MOONPOOL_ADDRESS")]
 Model = Annotated[

@@ -100,8 +100,8 @@ class Endpoints:
         else:
             arguments["token_ids"] = body.prompt_token_ids
         cached = await self.caching.apply(request, caller.tenant, body, arguments)
-        reading = self._offer(body, arguments, state, cached.tools)
-        form = ChatForm(state.model, self._scores(body, state), reading, **_shape(body))
+        offer = self._offer(body, arguments, state, cached.tools)
+        form = ChatForm(state.model, self._scores(body, state), offer, **_shape(body))
         headers = ignored | cached.headers
         return self._answering(request, caller, body, [arguments], form, state, headers, cached.told)
 

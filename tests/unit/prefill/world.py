@@ -114,8 +114,8 @@ class World:
     ) -> Client:
         number = len(self.clients) + 1
         chain = keys(family, num_tokens)
-        whose = tenant, priority, weight
-        client = Client(events.Arrive(number, num_tokens, chain, held, sources, copies, *whose, reuse, transient))
+        whose = tenant, priority, weight, reuse, transient
+        client = Client(events.Arrive(number, num_tokens, chain, held, sources, copies, *whose))
         self.clients[number] = client
         self.post(client.arrive)
         return client

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Ended, Tick
-from moonpool.cost import Speeds, decode_step_seconds
+from moonpool.cost import Speeds, decode_step_seconds, prefill_seconds
 from moonpool.kv.keys import BlockKey
 from services.decode.core.actions import (
     Action,
@@ -226,7 +226,9 @@ class World:
                 self.heard[number].append(it.tokens[-1])
             if len(self.answers[number]) >= it.answer:
                 ended.append((number, STOP))
-        seconds = decode_step_seconds(self.core.config.speeds, len(run.batch), 0)
+        speeds = self.core.config.speeds
+        seconds = decode_step_seconds(speeds, len(run.batch), 0) if run.batch else 0.0
+        seconds += sum(prefill_seconds(speeds, chunk.count, chunk.start, begins=False) for chunk in run.chunks)
         self.post(StepDone(run.step, False, seconds, tuple(ended), tuple(filled), candidates=tuple(candidates)))
 
     def abort(self) -> None:
