@@ -184,23 +184,12 @@ def context_(context: typer.Context) -> None:
     contexts.run(context.args)
 
 
-@app.command()
-def delete(
-    key: Annotated[list[str] | None, typer.Option(help="A block key, 64 hexadecimal digits; may be repeated.")] = None,
-    tenant: Annotated[list[str] | None, typer.Option(help="All KV of this tenant; may be repeated.")] = None,
-    namespace: Annotated[
-        list[str] | None, typer.Option(help="All KV of this namespace, 64 hexadecimal digits; may be repeated.")
-    ] = None,
-    address: Address = "127.0.0.1:50051",
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-) -> None:
-    """Delete KV from every tier of every instance; what is on disk is overwritten.
+@app.command("delete", context_settings=PASS_THROUGH)
+def delete_(context: typer.Context) -> None:
+    """Delete KV from every tier of every instance: delete --tenant NAME|--key HEX|--namespace HEX."""
+    from moonpool.cli import contexts
 
-    Exit status: 0 when every instance has done it, 1 when one has not yet.
-    """
-    from moonpool.cli.contexts import run_delete
-
-    run_delete(address, key or [], tenant or [], namespace or [], as_json=as_json)
+    contexts.run_delete(context.args)
 
 
 app.command()(chat_verb.chat)
