@@ -9,9 +9,11 @@ from benchmarks import page
 from benchmarks.frame import run, today
 
 ALL = (
+    "checkpoint",
     "conductor",
     "eviction",
     "fairness",
+    "gateway",
     "kernels",
     "kv_stream",
     "kvstore",

@@ -1,6 +1,7 @@
 """Does what the prefill core decides: steps, loads, transfers, write-back and answers; tells it how they ended."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from moonpool.drive.journal import JournalWriter
 from moonpool.engine.handle import Engine
 from moonpool.errors import Internal, InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.kv.keys import tokens_to_bytes
+from moonpool.sched.forgetting import ForgetKV, Forgot
 from moonpool.sched.steps import LayerDone, SequenceStep, Several, Step, StepResult
 from moonpool.streams.transfer_client import DamagedInTransfer
 from moonpool.streams.writeback import WriteBack
@@ -44,6 +46,7 @@ class Shell:
         spans: where spans are recorded.
         notify: called when load or keys may have changed.
         journal: records what the core is told; None = nothing is recorded.
+        clock: seconds; never goes back.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Shell:
         spans: Recorder,
         notify: Callable[[], None],
         journal: JournalWriter | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
         self._engine = engine
@@ -65,13 +69,14 @@ class Shell:
         self._spans = spans
         self._notify = notify
         self._driver: Driver[events.Event | Ended[events.Result], actions.Action] = Driver(
-            core, self._perform, journal=journal
+            core, self._perform, clock=clock, journal=journal
         )
         self._requests: dict[int, Request] = {}
         self._tasks: dict[int, asyncio.Task[events.Result]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._died = asyncio.Event()
         self._dead = "the engine is not running"
+        self._forgot: dict[int, int] = {}
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -87,6 +92,12 @@ class Shell:
         """Tells the core what has happened."""
         self._driver.post(event)
         self._notify()
+
+    def forget(self, event: ForgetKV) -> int:
+        """Deletes KV from the pool; how many blocks."""
+        self.post(event)
+        self._driver.settle()
+        return self._forgot.pop(event.number)
 
     def find(self, request_id: str) -> list[Request]:
         """Requests of an id that have not ended."""
@@ -126,6 +137,8 @@ class Shell:
                 self._engine.abort(action.step)
             case actions.PutBlocks():
                 self._put(action)
+            case Forgot(number, blocks):
+                self._forgot[number] = blocks
             case Cancel():
                 if (task := self._tasks.get(action.io)) is not None:
                     task.cancel()
@@ -153,9 +166,10 @@ class Shell:
             case actions.AwaitVerdict():
                 work = partial(self._sending.verdict, request, action.timeout_s)
         lost: events.Result = events.Failed()
+        failed: events.Result = events.Failed()
         if isinstance(action, actions.LoadBlocks):
-            lost = events.LoadEnded(0, failed=True)
-        self._begin(action.io, partial(_guarded, request, work, lost), lost)
+            lost, failed = events.LoadEnded(0), events.LoadEnded(0, failed=True)  # the store of a given-up load is fine
+        self._begin(action.io, partial(_guarded, request, work, failed), lost)
 
     def _answer(
         self, action: actions.Accept | actions.Refuse | actions.TellToken | actions.EndJob, request: Request
@@ -329,7 +343,7 @@ def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.Prefi
     return prefill_pb2.PrefillResponse(first_token=first)
 
 
-async def _guarded(request: Request, work: Work, lost: events.Result) -> events.Result:
+async def _guarded(request: Request, work: Work, failed: events.Result) -> events.Result:
     """The result of I/O; notes its error with the request. A defect costs this request, not the instance."""
     try:
         return await work()
@@ -341,4 +355,4 @@ async def _guarded(request: Request, work: Work, lost: events.Result) -> events.
     except Exception as error:
         log.exception("a request failed", request=request.request_id)
         request.error = Internal(f"the prefill failed: {error!r}")
-    return lost
+    return failed
