@@ -123,6 +123,7 @@ class World:
         beams: Beams | None = None,
         resumable: bool = False,
         priority: int = 0,
+        tenant: str = "",
     ) -> int | None:
         """Asks for room for one answer or several; the request's id, None when it was refused."""
         answers = (answer,) if isinstance(answer, int) else answer
@@ -132,8 +133,9 @@ class World:
             self.sequences[number + index] = Sequence(array("i", prompt), length, len(prompt), number, index)
         keys = tuple(self.sequences[number].keys())
         lengths = len(prompt), len(prompt), total_tokens
+        width = len(answers)
         self.asked[number] = Reserve(
-            number, keys, *lengths, slo, conductor, stores, len(answers), starts_in_s, beams, resumable, 0, priority
+            number, keys, *lengths, slo, conductor, stores, width, starts_in_s, beams, resumable, 0, priority, tenant
         )
         self.post(self.asked[number])
         if number not in self.core.requests:
