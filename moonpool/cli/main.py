@@ -46,6 +46,21 @@ _service("decode", "Run one decode instance.")
 _service("gateway", "Run one gateway: OpenAI's HTTP interface.")
 
 
+def _verbs(name: str, module: str, summary: str) -> None:
+    """Adds a verb that has verbs of its own, in a module of the command's."""
+
+    @app.command(name, help=summary, context_settings=PASS_THROUGH)
+    def run(context: typer.Context) -> None:
+        importlib.import_module(f"moonpool.cli.{module}").run(context.args)
+
+
+_verbs("certs", "certs", "Make certificates for TLS between services: certs create FOLDER.")
+_verbs("context", "contexts", "Named contexts: context create|list|show|renew|delete.")
+_verbs(
+    "simulate", "simulate", "Experiments in virtual time: simulate cache|scale|scheduling|ratio|transfer|memory|faults."
+)
+
+
 @app.command("kvstore", context_settings=PASS_THROUGH)
 def kvstore_(context: typer.Context) -> None:
     """Run one kvstore, or operate on one: kvstore stat|verify|compact|warm|advise."""
@@ -55,14 +70,6 @@ def kvstore_(context: typer.Context) -> None:
         kvstore.run(context.args)
     else:
         raise typer.Exit(importlib.import_module("services.kvstore.__main__").main(context.args))
-
-
-@app.command("certs", context_settings=PASS_THROUGH)
-def certs_(context: typer.Context) -> None:
-    """Make certificates for TLS between services: certs create FOLDER."""
-    from moonpool.cli import certs
-
-    certs.app(context.args, prog_name="moonpool certs", standalone_mode=False)
 
 
 @app.command()
@@ -175,14 +182,6 @@ def generate(
     run_generate(address, text, sampling, chat=chat, slo=slo, tenant=tenant, priority=priority, as_json=as_json)
 
 
-@app.command("context", context_settings=PASS_THROUGH)
-def context_(context: typer.Context) -> None:
-    """Named contexts: context create|list|show|renew|delete."""
-    from moonpool.cli import contexts
-
-    contexts.run(context.args)
-
-
 @app.command()
 def delete(
     key: Annotated[list[str] | None, typer.Option(help="A block key, 64 hexadecimal digits; may be repeated.")] = None,
@@ -281,14 +280,6 @@ def rerun_(
     from moonpool.cli.rerun import run_rerun
 
     raise typer.Exit(run_rerun(journal, events=events, check=check, as_json=as_json, policy=policy))
-
-
-@app.command("simulate", context_settings=PASS_THROUGH)
-def simulate_(context: typer.Context) -> None:
-    """Experiments in virtual time: simulate cache|scale|scheduling|ratio|transfer|memory|faults."""
-    from moonpool.cli import simulate
-
-    simulate.run(context.args)
 
 
 @app.command()
