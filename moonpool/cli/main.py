@@ -43,6 +43,21 @@ _service("decode", "Run one decode instance.")
 _service("gateway", "Run one gateway: OpenAI's HTTP interface.")
 
 
+def _verbs(name: str, module: str, summary: str) -> None:
+    """Adds a verb that has verbs of its own, in a module of the command's."""
+
+    @app.command(name, help=summary, context_settings=PASS_THROUGH)
+    def run(context: typer.Context) -> None:
+        importlib.import_module(f"moonpool.cli.{module}").run(context.args)
+
+
+_verbs("certs", "certs", "Make certificates for TLS between services: certs create FOLDER.")
+_verbs("context", "contexts", "Named contexts: context create|list|show|renew|delete.")
+_verbs(
+    "simulate", "simulate", "Experiments in virtual time: simulate cache|scale|scheduling|ratio|transfer|memory|faults."
+)
+
+
 @app.command("kvstore", context_settings=PASS_THROUGH)
 def kvstore_(context: typer.Context) -> None:
     """Run one kvstore, or operate on one: kvstore stat|verify|compact|warm|advise."""
@@ -52,14 +67,6 @@ def kvstore_(context: typer.Context) -> None:
         kvstore.run(context.args)
     else:
         raise typer.Exit(importlib.import_module("services.kvstore.__main__").main(context.args))
-
-
-@app.command("certs", context_settings=PASS_THROUGH)
-def certs_(context: typer.Context) -> None:
-    """Make certificates for TLS between services: certs create FOLDER."""
-    from moonpool.cli import certs
-
-    certs.app(context.args, prog_name="moonpool certs", standalone_mode=False)
 
 
 @app.command()
@@ -174,14 +181,6 @@ def generate(
     )
     slo, where = Slo(ttft_s=ttft_slo_s, queue_s=queue_s), addresses(address)
     run_generate(where, text, sampling, chat=chat, slo=slo, tenant=tenant, priority=priority, as_json=as_json)
-
-
-@app.command("context", context_settings=PASS_THROUGH)
-def context_(context: typer.Context) -> None:
-    """Named contexts: context create|list|show|renew|delete."""
-    from moonpool.cli import contexts
-
-    contexts.run(context.args)
 
 
 @app.command("delete", context_settings=PASS_THROUGH)
