@@ -9,13 +9,16 @@ from benchmarks import page
 from benchmarks.frame import run, today
 
 ALL = (
+    "checkpoint",
     "conductor",
     "eviction",
     "fairness",
+    "gateway",
     "kernels",
     "kv_stream",
     "kvstore",
     "predictions",
+    "rests",
     "sampling",
     "serving",
     "simulated",

@@ -39,8 +39,8 @@ class ConductorConfig(CoreServiceConfig):
         None, description="file of these clients' hashed keys and their tenants, a line `sha256:HEX TENANT` each"
     )
     model: str = Field(
-        description="checkpoint folder or Hugging Face hub id whose tokenizer and configuration are used; "
-        "the folder's name is the model's name"
+        description="checkpoint folder, GGUF file or Hugging Face hub id whose tokenizer and configuration are used; "
+        "the name of folder or file is the model's name"
     )
     policy: str = Field(
         DEFAULT,
