@@ -44,7 +44,8 @@ def first_tokens(coming: Sequence[Coming], tenant: str, speeds: Speeds) -> list[
             match action:
                 case RunStep(io=io):
                     seconds = _seconds(action, speeds)
-                    heappush(heap, (now + seconds, order + len(coming), Ended(io, StepEnded(False, seconds))))
+                    ended: Ended[Result] = Ended(io, StepEnded(False, seconds))
+                    heappush(heap, (now + seconds, order + len(coming), ended))
                 case TellToken(job=job) if job in wanted:
                     found[job] = now - wanted[job]
     return [found[number] for number in wanted]
