@@ -168,17 +168,11 @@ def generate(
 
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        n=n,
-        beam_width=beams,
-        length_penalty=length_penalty,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        max_tokens=max_tokens, temperature=temperature, seed=seed, n=n, beam_width=beams,
+        length_penalty=length_penalty, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
         response_format=response_format,  # type: ignore[arg-type]  # the conductor names what it does not know
         grammar=Path(grammar[1:]).read_text() if grammar.startswith("@") else grammar,
-    )
+    )  # fmt: skip
     slo, where = Slo(ttft_s=ttft_slo_s, queue_s=queue_s), addresses(address)
     run_generate(where, text, sampling, chat=chat, slo=slo, tenant=tenant, priority=priority, as_json=as_json)
 
