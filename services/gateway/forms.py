@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Protocol
+
+from pydantic_core import to_json
 
 from moonpool.client import GenerateResult, Usage
 from services.gateway.errors import Refusal
@@ -52,8 +53,8 @@ def event(content: Mapping[str, Any]) -> bytes:
 
 
 def compact(content: Mapping[str, Any]) -> bytes:
-    """JSON without spaces."""
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    """JSON without spaces; numbers that JSON does not have become null."""
+    return to_json(content, inf_nan_mode="null")  # a third of the time of `json`, once per token
 
 
 def usage(counted: Usage) -> dict[str, Any]:
