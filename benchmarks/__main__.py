@@ -9,6 +9,7 @@ from benchmarks import page
 from benchmarks.frame import run, today
 
 ALL = (
+    "checkpoint",
     "conductor",
     "eviction",
     "fairness",
@@ -17,6 +18,8 @@ ALL = (
     "kv_stream",
     "kvstore",
     "predictions",
+    "rests",
+    "sampling",
     "serving",
     "simulated",
     "tls",

@@ -1,11 +1,13 @@
 """Conversion between the contract's messages and plain values that SDK, services and engine share."""
 
+from array import array
 from collections.abc import Callable, MutableMapping, MutableSequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from moonpool.errors import InvalidRequest
+from moonpool.logprobs import Logprobs
 from moonpool.sampling import ITEM_LIMITS, SamplingParams
 from moonpool.v1 import kv_pb2
 
@@ -45,6 +47,26 @@ def sampling_from_proto(message: kv_pb2.Sampling, field_prefix: str = "sampling"
     if (early := given.get("early_stopping")) is not None:
         given["early_stopping"] = _OF_EARLY_STOPPING.get(early, "unknown")
     return SamplingParams(**given)
+
+
+def logprobs_to_proto(found: Logprobs) -> kv_pb2.Logprobs:
+    """The contract's form of log probabilities."""
+    return kv_pb2.Logprobs(
+        logprobs=found.logprobs,
+        ranks=found.ranks,
+        top_token_ids=found.top_token_ids,
+        top_logprobs=found.top_logprobs,
+    )
+
+
+def logprobs_from_proto(message: kv_pb2.Logprobs) -> Logprobs:
+    """Log probabilities from the contract; whether the columns fit each other is not checked."""
+    return Logprobs(
+        array("f", message.logprobs),
+        array("I", message.ranks),
+        array("i", message.top_token_ids),
+        array("f", message.top_logprobs),
+    )
 
 
 def assign(field: str, set_value: Callable[[], object]) -> None:

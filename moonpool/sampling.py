@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from moonpool.errors import InvalidRequest
+from moonpool.logprobs import MAX_LOGPROBS
 
 MAX_CHOICES = 64
 MAX_BEAMS = 16
@@ -22,10 +23,15 @@ MAX_LENGTH_PENALTY = 10.0
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
+MAX_GRAMMAR_BYTES = 1 << 16
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
+
+ResponseFormat = Literal["", "json_object", "json_schema", "regex", "lark"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +70,23 @@ class SamplingParams:
     """Seed of the sampling, 64 bits unsigned; drawn by the server and reported in the result when None."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"max_items": MAX_LOGIT_BIASES})
     """Added to the logits of single tokens."""
+    bad_words: Sequence[str] = field(default=(), metadata={"max_items": MAX_BAD_WORDS})
+    """Texts that the answer must not have, as vLLM means it: of each, and of it with a space before it, the last token
+    is not chosen after the others."""
     logprobs: int | None = None
-    """Not supported yet."""
+    """Most likely tokens, at most 20, that are told beside each token with their log probabilities; None = not even the
+    token's own. They are the model's own: before temperature, penalties, bias and bans."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens but the first. The whole prompt is computed: no cached KV is used for it."""
     n: int = 1
     """Number of answers (choices) to the prompt, at most 64 and as many as a decode instance has places in a step.
     Answer i is that of a request of its own with seed `seed` + i (`stream_seed`)."""
-    response_format: str = ""
-    """Not supported yet."""
+    response_format: ResponseFormat = ""
+    """What the answer looks like: "json_object" = any JSON object; "json_schema", "regex" and "lark" = what `grammar`
+    describes; "" = anything. Tokens that do not fit are never chosen; the model's end token is chosen when, and only
+    where, the answer may end."""
+    grammar: str = ""
+    """A JSON schema, a regular expression (the whole answer matches it) or a grammar in Lark's notation, an EBNF."""
     beam_width: int = 0
     """Beams of a beam search, at most 16; 0 = none. Its `n` best hypotheses are the answers, the best first, and come
     at its end. Nothing is drawn, and nothing but bans changes the model's distribution."""
@@ -117,9 +133,23 @@ class SamplingParams:
         self._check_numbers(require)
         self._check_tokens(require, vocab_size)
         require("n", 1 <= self.n <= MAX_CHOICES, f"must be in [1, {MAX_CHOICES}]")
-        require("logprobs", self.logprobs is None, "log-probabilities are not supported yet")
-        require("response_format", not self.response_format, "answer formats are not supported yet")
+        for name in ("logprobs", "prompt_logprobs"):
+            bounds = f"must be in [0, {MAX_LOGPROBS}]"
+            require(name, getattr(self, name) is None or 0 <= getattr(self, name) <= MAX_LOGPROBS, bounds)
+        self._check_format(require)
         self._check_beams(require)
+
+    def _check_format(self, require: partial[None]) -> None:
+        formats = get_args(ResponseFormat)
+        require(
+            "response_format", self.response_format in formats, f"must be one of {', '.join(filter(None, formats))}"
+        )
+        described = self.response_format not in ("", "json_object")
+        require("grammar", bool(self.grammar) == described, f"must {'' if described else 'not '}be given")
+        require("grammar", len(self.grammar) <= MAX_GRAMMAR_BYTES, f"at most {MAX_GRAMMAR_BYTES} bytes")
+        for name in _NOT_WITH_FORMAT if self.response_format else ():
+            unset = getattr(self, name) == _DEFAULTS[name]
+            require(name, unset, "has no meaning with response_format, which says where the answer may end")
 
     def _check_lengths(self, require: partial[None]) -> None:
         require("max_tokens", self.max_tokens >= 1, "must be at least 1")
@@ -127,6 +157,9 @@ class SamplingParams:
         require("min_tokens", self.min_tokens <= self.max_tokens, "must not exceed max_tokens")
         for stop in self.stop:
             require("stop", 0 < len(stop) <= MAX_STOP_CHARS, f"each needs 1 to {MAX_STOP_CHARS} characters")
+        for word in self.bad_words:
+            chars = f"each needs 1 to {MAX_BAD_WORD_CHARS} characters"
+            require("bad_words", 0 < len(word) <= MAX_BAD_WORD_CHARS, chars)
 
     def _check_numbers(self, require: partial[None]) -> None:
         require("temperature", 0 <= self.temperature < math.inf, "must be finite and at least 0")
@@ -215,7 +248,11 @@ _NOT_WITH_BEAMS = (
     "stop",
     "seed",
     "logit_bias",
+    "bad_words",
+    "logprobs",
+    "response_format",
 )
+_NOT_WITH_FORMAT = ("min_tokens", "ignore_eos", "bad_words")
 _VALUES = attrgetter(*_DEFAULTS)
 _SETTERS = [getattr(SamplingParams, name).__set__ for name in _DEFAULTS]
 
@@ -249,4 +286,6 @@ class SampleSpec:
     prompt_tokens: int = 0
     """How many of them are the prompt's."""
     banned: tuple[int, ...] = ()
-    """Tokens that must not be chosen (end tokens while min_tokens is not reached)."""
+    """Tokens that must not be chosen: end tokens while min_tokens is not reached, and those that end a bad word."""
+    answer: bytes = b""
+    """The answer's tokens so far, little-endian int32; only with a response format."""

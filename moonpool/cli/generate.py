@@ -3,10 +3,11 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 
 import typer
 
-from moonpool.client import Client, GenerateArguments, GenerateResult, Message, SamplingParams, Slo
+from moonpool.client import Client, GenerateArguments, GenerateResult, Message, SamplingParams, Slo, TokenLogprobs
 
 
 def run_generate(
@@ -42,7 +43,10 @@ def run_generate(
                 sys.stdout.flush()
     if (result := stream.result) is not None:
         sys.stdout.write("\n" if _streamed(sampling) else _listed(result))
-        typer.echo(_figures(result), err=True)
+        sys.stdout.write(_scores("prompt", result.prompt_logprobs))
+        for index, choice in enumerate(result.choices):
+            sys.stdout.write(_scores(f"answer {index}", choice.logprobs))
+        typer.echo(figures(result), err=True)
 
 
 def _streamed(sampling: SamplingParams) -> bool:
@@ -59,10 +63,22 @@ def _listed(result: GenerateResult) -> str:
     return "".join(texts)
 
 
-def _figures(result: GenerateResult) -> str:
+def _scores(title: str, logprobs: Sequence[TokenLogprobs | None]) -> str:
+    """Log probabilities, a line for each token: its id, its own, its rank, and the likely ones. "" when none came."""
+    lines = [f"--- log probabilities of {title}: token, its own, rank; likely tokens with theirs"] if logprobs else []
+    for its in logprobs:
+        if its is not None:
+            likely = "  ".join(f"{token} {value:.4f}" for token, value in its.top)
+            lines.append(f"{its.token_id} {its.logprob:.4f} {its.rank}; {likely}".rstrip("; "))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def figures(result: GenerateResult) -> str:
+    """A line on an answer: why it ended, its tokens, what of its prompt came from the cache, and its speeds."""
     usage, timing = result.usage, result.timing
+    speed = f" ({1 / timing.tpot_s:.1f} tokens/s)" if timing.tpot_s else ""
     return (
         f"[{result.finish_reason}] {usage.prompt_tokens} prompt tokens, {usage.cached_tokens} cached; "
-        f"{usage.completion_tokens} generated; TTFT {timing.ttft_s:.3f} s, TPOT {timing.tpot_s:.4f} s"
+        f"{usage.completion_tokens} generated; TTFT {timing.ttft_s:.3f} s, TPOT {timing.tpot_s:.4f} s{speed}"
         + (" (emulated)" if result.placement.emulated else "")
     )

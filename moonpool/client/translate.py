@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -24,9 +24,10 @@ from moonpool.client.types import (
     TenantInfo,
     Timing,
     TokenEvent,
+    TokenLogprobs,
     Usage,
 )
-from moonpool.contracts import assign, sampling_to_proto
+from moonpool.contracts import assign, logprobs_from_proto, sampling_to_proto
 from moonpool.errors import InvalidRequest, StreamBroken
 from moonpool.v1 import conductor_pb2, kv_pb2
 
@@ -68,6 +69,9 @@ def generate_request(given: GenerateArguments) -> conductor_pb2.GenerateRequest:
         value_s = getattr(slo, name)
         if value_s is not None:
             _assign(request.slo, name, value_s, f"slo.{name}")
+    if given.get("context") or given.get("context_ttl_s"):
+        _assign(request.context, "id", given.get("context", ""), "context")
+        _assign(request.context, "reset_ttl_s", given.get("context_ttl_s", 0.0), "context_ttl_s")
     if request.ByteSize() > MAX_REQUEST_BYTES:
         raise InvalidRequest(form, f"the request has {request.ByteSize()} bytes, at most {MAX_REQUEST_BYTES} are taken")
     return request
@@ -110,6 +114,8 @@ class Collector:
         self._point: conductor_pb2.ResumePoint | None = None
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)  # by choice
         self._text: defaultdict[int, list[str]] = defaultdict(list)
+        self._logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
     @property
     def started(self) -> bool:
@@ -158,6 +164,8 @@ class Collector:
                 self.placements.append(placement(message.placed.placement))
             case "delta":
                 return self._delta(message.delta)
+            case "prompt_logprobs":
+                self._prompt_logprobs = (None, *_prompt_logprobs(message.prompt_logprobs))
             case "finished":
                 self.result = self._finished(message.finished)
         return None
@@ -178,7 +186,9 @@ class Collector:
             raise StreamBroken(f"expected token {len(tokens)} of the answer, got {delta.position}")
         tokens.extend(delta.token_ids)
         self._text[delta.choice].append(delta.text)
-        return TokenEvent(delta.position, tuple(delta.token_ids), delta.text, delta.choice)
+        logprobs = _logprobs(delta.logprobs, delta.token_ids) if delta.HasField("logprobs") else ()
+        self._logprobs[delta.choice].extend(logprobs)
+        return TokenEvent(delta.position, tuple(delta.token_ids), delta.text, delta.choice, logprobs)
 
     def _choices(self, finished: conductor_pb2.Finished) -> tuple[Choice, ...]:
         ends = finished.choices or [conductor_pb2.FinishedChoice(reason=finished.reason)]
@@ -188,6 +198,7 @@ class Collector:
                 "".join(self._text[index]),
                 _FINISH.get(end.reason, "cancelled"),
                 end.score if end.HasField("score") else None,
+                tuple(self._logprobs[index]),
             )
             for index, end in enumerate(ends)
         )
@@ -206,7 +217,25 @@ class Collector:
             placements=(*self.placements[:-1], last),
             choices=choices,
             resumes=self.resumes,
+            logprobs=choices[0].logprobs,
+            prompt_logprobs=self._prompt_logprobs,
         )
+
+
+def _logprobs(message: kv_pb2.Logprobs, token_ids: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+    """Row by row.
+
+    Raises:
+        StreamBroken: they are not those of the tokens.
+    """
+    found = logprobs_from_proto(message)
+    if len(found) != len(token_ids) or not found.consistent:
+        raise StreamBroken(f"the log probabilities are not those of {len(token_ids)} tokens")
+    return tuple(found.of(token_ids))
+
+
+def _prompt_logprobs(message: conductor_pb2.PromptLogprobs) -> tuple[TokenLogprobs, ...]:
+    return _logprobs(message.logprobs, message.token_ids[1:])
 
 
 def placement(message: conductor_pb2.Placement) -> Placement:

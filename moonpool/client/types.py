@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, TypedDict
 
+from moonpool.logprobs import TokenLogprobs as TokenLogprobs
 from moonpool.sampling import SamplingParams as SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -70,6 +71,8 @@ class GenerateArguments(TypedDict, total=False):
         tenant: whose request it is; tenants do not share KV.
         model: name of the model; "" = whatever is served.
         request_id: unique in the cluster; drawn by the conductor when "".
+        context: id or tag of a context that goes before the messages or tokens; "" = none.
+        context_ttl_s: the context lives so many seconds from now on; 0 = as it was.
         priority: as in vLLM, a lower one is served earlier; among the tenant's own requests; -100 to 100.
         timeout_s: seconds the request may take; None = the client's.
     """
@@ -83,6 +86,8 @@ class GenerateArguments(TypedDict, total=False):
     tenant: str
     model: str
     request_id: str
+    context: str
+    context_ttl_s: float
     priority: int
     timeout_s: float | None
 
@@ -139,6 +144,8 @@ class TokenEvent:
     token_ids: tuple[int, ...]
     text: str
     choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the tokens, where `SamplingParams.logprobs` wants them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +159,8 @@ class Choice:
     text: str
     finish_reason: FinishReason
     score: float | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of all tokens, where `SamplingParams.logprobs` wants them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +181,11 @@ class GenerateResult:
     """All answers, in the order of their numbers."""
     resumes: int = 0
     """How often the stream was lost with its conductor, or the connection to it, and taken up again."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """As `Choice.logprobs`, of the first answer."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """Of the prompt's tokens, where `SamplingParams.prompt_logprobs` wants them; None of the first, which nothing
+    precedes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,14 @@ from moonpool.contracts import sampling_from_proto
 from moonpool.core.fair import check_priority
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_from_bytes
-from moonpool.sampling import check_beams, check_end_tokens
+from moonpool.sampling import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, check_beams, check_end_tokens
 from moonpool.sched.sampling import SequenceSampling
 from moonpool.sched.steps import History
 from moonpool.v1 import kv_pb2
 
 MAX_NAME_CHARS = 256
 MAX_END_TOKENS = 4096
+MAX_BAD_TOKENS = 2 * MAX_BAD_WORDS
 TOKEN_BYTES = 4
 
 
@@ -34,6 +35,7 @@ class IncomingRequest:
         chain_root: parent of the first key.
         tenant: whose KV it is.
         sampling: how the next tokens are chosen.
+        transient: none of its blocks is to be kept.
         priority: among the tenant's own; lower ones go first.
         weight: the tenant's share, relative to others'.
     """
@@ -44,6 +46,7 @@ class IncomingRequest:
     chain_root: BlockKey
     tenant: str
     sampling: SequenceSampling
+    transient: bool = False
     priority: int = 0
     weight: float = 1.0
 
@@ -83,8 +86,10 @@ class IncomingRequest:
         keys = block_keys(root, tokens, block_tokens)
         if spec.block_keys != pack_keys(keys):
             raise InvalidRequest("sequence.block_keys", f"are not the {len(keys)} keys of these tokens")
-        sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids)
-        return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, sampling, spec.priority, weight)
+        bad_tokens = _bad_tokens(spec, len(ends), vocab_size)
+        sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids, bad_tokens)
+        rest = sampling, spec.transient, spec.priority, weight
+        return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, *rest)
 
     @property
     def width(self) -> int:
@@ -98,6 +103,19 @@ class IncomingRequest:
     def parents(self) -> list[BlockKey]:
         """The key before each of `keys` in its chain."""
         return [self.chain_root, *self.keys][: len(self.keys)]
+
+
+def _bad_tokens(spec: kv_pb2.SequenceSpec, ends: int, vocab_size: int) -> list[Sequence[int]]:
+    """Checked, also that something can be chosen whatever they ban."""
+    field, most = "sequence.bad_tokens", min(MAX_BAD_TOKENS, vocab_size - ends - 1)
+    if len(spec.bad_tokens) > max(0, most):
+        raise InvalidRequest(field, f"at most {most}")
+    runs = [run.token_ids for run in spec.bad_tokens]
+    if not all(0 < len(run) <= MAX_BAD_WORD_CHARS + 1 for run in runs):
+        raise InvalidRequest(field, f"each has 1 to {MAX_BAD_WORD_CHARS + 1} tokens")
+    if not all(0 <= token < vocab_size for run in runs for token in run):
+        raise InvalidRequest(field, f"token ids must be in [0, {vocab_size})")
+    return [tuple(run) for run in runs]
 
 
 def _check_name(field: str, name: str, *, least: int) -> None:

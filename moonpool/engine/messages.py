@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from moonpool.cost import Speeds
 from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.kv.layout import KVLayout
+from moonpool.logprobs import Logprobs
 from moonpool.sched.steps import Several
 
 
@@ -62,7 +63,9 @@ class StepDone:
     start_ns: int
     end_ns: int
     several: Mapping[int, Several] = field(default_factory=dict)
-    """As in `StepResult`."""
+    """As in `StepResult`, and so are the others."""
+    logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
+    scores: Mapping[int, Logprobs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,8 @@ class Ready:
 
     load_s: float
     """Seconds it took."""
+    peak_bytes: int
+    """The most memory that the process held until then, libraries and mapped files included."""
 
 
 @dataclass(frozen=True, slots=True)

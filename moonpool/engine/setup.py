@@ -70,7 +70,7 @@ class EngineConfig(CoreServiceConfig):
         description="profile that `moonpool calibrate` wrote for this machine and model: its speeds are told at join "
         "in place of those of a few steps timed at start; then they follow what is measured",
     )
-    model: str = Field(description="folder of the checkpoint, or its id on the Hugging Face hub")
+    model: str = Field(description="folder or GGUF file of the checkpoint, or its id on the Hugging Face hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="element type of weights and KV; auto = the checkpoint's own"
     )
@@ -132,8 +132,8 @@ class EngineSetup:
 
     def incoming(self, spec: kv_pb2.SequenceSpec) -> IncomingRequest:
         """A request checked against what is served; raises as `IncomingRequest.from_proto`."""
-        if spec.sampling.beam_width and self.spec.emulated is not None:
-            raise InvalidRequest("sequence.sampling.beam_width", "emulated engines have no probabilities to search by")
+        if self.spec.emulated is not None:
+            _check_emulated(spec.sampling)
         return IncomingRequest.from_proto(
             spec,
             namespace=self.namespace,
@@ -258,6 +258,18 @@ def _blocks(config: EngineConfig, layout: KVLayout, default_bytes: int) -> int:
     if blocks < 1:
         raise ConfigError("kv_bytes", f"{kv_bytes} bytes hold no block of {layout.block_bytes} bytes")
     return blocks
+
+
+def _check_emulated(sampling: kv_pb2.Sampling) -> None:
+    wanted = {
+        "beam_width": bool(sampling.beam_width),
+        "logprobs": sampling.HasField("logprobs"),
+        "prompt_logprobs": sampling.HasField("prompt_logprobs"),
+        "response_format": bool(sampling.response_format),
+    }
+    for name, given in wanted.items():
+        if given:
+            raise InvalidRequest(f"sequence.sampling.{name}", "emulated engines have no probabilities")
 
 
 def _ends(model: ModelConfig) -> frozenset[int]:

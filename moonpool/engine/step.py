@@ -1,4 +1,4 @@
-"""One stage's share of one step: layer by layer, behind gates, with events, and sampling at the end."""
+"""One stage's share of one step: layer by layer, behind gates, with events, and at the end what its tokens are."""
 
 import time
 from collections.abc import Callable
@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moonpool.engine.choosing import Found, choose
 from moonpool.engine.gates import Gates
+from moonpool.engine.masks import Masks
 from moonpool.engine.messages import StepDone
 from moonpool.engine.pipeline import Links
 from moonpool.errors import Unsupported
 from moonpool.kv.pool import PoolPart
 from moonpool.model.batch import PackedBatch
 from moonpool.model.load import torch_dtype
-from moonpool.model.sampler import most_likely, sample
 from moonpool.model.stage import StageModel
-from moonpool.sampling import SampleSpec
-from moonpool.sched.steps import LayerDone, Several, Step, finished_blocks
+from moonpool.sched.steps import LayerDone, Step, finished_blocks
 
 
 def pool_tensor(part: PoolPart) -> Tensor:
@@ -52,6 +52,8 @@ class StageRunner:
     gates: Gates
     emit: Callable[[LayerDone | StepDone], None]
     gate_timeout_s: float
+    masks: Masks | None = None
+    """Of the last stage; None = answers have no format."""
     kv: Tensor = field(init=False)  # [layers of the stage, blocks, kv_heads, 2, block_tokens, head_dim]
     block_tokens: int = field(init=False)
 
@@ -66,18 +68,30 @@ class StageRunner:
         for source, block in step.copies:
             self.part.copy(source, block)
         batch = PackedBatch.build([(s.token_ids, s.start, s.block_table) for s in step.sequences], self.block_tokens)
+        masks = self.masks.begin(step) if self.masks is not None else {}
         hidden = self._input(step, batch)
         if hidden is not None:
             hidden = self._layers(step, hidden, batch)
         # Sent whatever has happened, so that the next stage knows.
         self.links.send(step.step_id, hidden)
-        sampled: tuple[int | None, ...] = ()
-        several: dict[int, Several] = {}
+        found = Found()
         if hidden is not None and self.model.is_last:
-            sampled, several = self._sample(step, hidden, batch)
+            found = choose(self.model, step, hidden, batch, self.gates.dropped(step.step_id), masks)
         # Gates are done before the report: its receiver may open gates of the next step at once.
         self.gates.done(step.step_id)
-        self.emit(StepDone(step.step_id, self.stage, sampled, hidden is None, start_ns, time.monotonic_ns(), several))
+        times = start_ns, time.monotonic_ns()
+        self.emit(
+            StepDone(
+                step.step_id,
+                self.stage,
+                tuple(found.sampled),
+                hidden is None,
+                *times,
+                several=found.several,
+                logprobs=found.logprobs,
+                scores=found.scores,
+            )
+        )
 
     def _input(self, step: Step, batch: PackedBatch) -> Tensor | None:
         if self.model.is_first:
@@ -99,34 +113,3 @@ class StageRunner:
             if step.layer_events:
                 self.emit(LayerDone(step.step_id, layer, start_ns, time.monotonic_ns()))
         return hidden
-
-    def _sample(
-        self, step: Step, hidden: Tensor, batch: PackedBatch
-    ) -> tuple[tuple[int | None, ...], dict[int, Several]]:
-        dropped = self.gates.dropped(step.step_id)
-        wanted = [(i, s.sample) for i, s in enumerate(step.sequences) if s.sample is not None and i not in dropped]
-        sampled: list[int | None] = [None] * len(step.sequences)
-        several: dict[int, Several] = {}
-        if wanted:
-            logits = self.model.logits(hidden[batch.last_rows[[i for i, _ in wanted]]])
-            for (i, spec), found in zip(wanted, _choose(logits, [spec for _, spec in wanted]), strict=True):
-                sampled[i] = found.tokens[0]
-                if spec.best or len(found.tokens) > 1:
-                    several[i] = found
-        return tuple(sampled), several
-
-
-def _choose(logits: Tensor, specs: list[SampleSpec]) -> list[Several]:
-    """Each row's tokens; for beams the most likely ones, which are not drawn."""
-    beams = {row: _best(logits[row], spec) for row, spec in enumerate(specs) if spec.best}
-    if not beams:
-        return [Several(tuple(tokens)) for tokens in sample(logits, specs)]
-    others = [row for row in range(len(specs)) if row not in beams]
-    drawn = sample(logits[others], [specs[row] for row in others])
-    found = beams | {row: Several(tuple(tokens)) for row, tokens in zip(others, drawn, strict=True)}
-    return [found[row] for row in range(len(specs))]
-
-
-def _best(row: Tensor, spec: SampleSpec) -> Several:
-    tokens, log_probabilities = most_likely(row, spec)
-    return Several(tuple(tokens), tuple(log_probabilities))

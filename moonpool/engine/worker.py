@@ -8,6 +8,7 @@ import argparse
 import gc
 import os
 import queue
+import resource
 import shutil
 import signal
 import socket
@@ -76,7 +77,9 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     gc.disable()  # importing makes no garbage, and looking for it takes a tenth of the time
     import torch
 
-    from moonpool.checkpoint.config import load_config
+    from moonpool.checkpoint import Tokenizer
+    from moonpool.checkpoint.formats import load_config
+    from moonpool.engine.masks import Masks
     from moonpool.engine.pipeline import GlooLinks, Links, NoLinks
     from moonpool.engine.step import StageRunner
     from moonpool.kv.pool import PoolPart
@@ -112,7 +115,10 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
             dtype=dtype,
             timeout_s=engine.step_timeout_s,
         )
-    return StageRunner(spec.stage, model, part, links, gates, channel.send, engine.gate_timeout_s)
+    masks = None
+    if model.is_last:
+        masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids)
+    return StageRunner(spec.stage, model, part, links, gates, channel.send, engine.gate_timeout_s, masks)
 
 
 def serve(channel: BlockingChannel, pool_fd: int) -> None:
@@ -123,7 +129,8 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     receiver.start()
     begin = time.monotonic()
     runner = load(spec, pool_fd, gates, channel)
-    channel.send(Ready(time.monotonic() - begin))
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    channel.send(Ready(time.monotonic() - begin, peak_bytes))
     while True:
         order = receiver.orders.get()  # no deadline: the receiver ends the process when the channel closes
         if isinstance(order, Shutdown):

@@ -3,35 +3,43 @@
 It has no state: an instance that computes the same logits chooses the same token, also after a crash and on another
 instance. A row's result never depends on the other rows.
 
-Order: logit bias and banned tokens, penalties, temperature, top-k, top-p, min-p, then one draw by inverse CDF. Names
-and meaning as in vLLM: top-p looks at what top-k has left, and repetition looks at prompt and output, presence and
-frequency at the output only.
+Order: bias, bans, penalties and masks (`moonpool.model.adjust`); then, where the temperature is 0, the highest logit,
+the lowest token among equals; else temperature, top-k, top-p, min-p and one draw (`moonpool.model.draw` states the
+rule).
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from moonpool.errors import Internal
+from moonpool.logprobs import Logprobs
+from moonpool.model.adjust import adjust
+from moonpool.model.draw import draw
+from moonpool.model.likely import logprobs
 from moonpool.sampling import SampleSpec, stream_seed
 
-# A full sort of a 152k vocabulary takes 10 ms, the most likely 1024 take 0.7 ms and nearly always suffice.
-CANDIDATES = 1024
 # Temperatures below this are greedy: dividing by them would overflow.
 _GREEDY_BELOW = 1e-5
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, specs: Sequence[SampleSpec], candidates: int = CANDIDATES) -> list[list[int]]:
+def sample(
+    logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes] = MappingProxyType({})
+) -> tuple[list[list[int]], dict[int, Logprobs]]:
     """Choose the tokens of each row of `logits` [R, vocab] float32 by the row's parameters: one for each sample.
 
-    Greedy is the highest logit, the lowest index among equals. `logits` may be overwritten.
-    `candidates`: most likely tokens that are sorted first; all are when these do not suffice.
+    `logits` must be contiguous and are overwritten. `masks`: of rows that may not have all tokens, a bit for each token
+    from the lowest bit of the first byte on.
+
+    Returns:
+        The tokens, and the log probabilities of rows that want them.
 
     Raises:
         Internal: a row's logits are not finite; no token would be right.
@@ -40,36 +48,36 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec], candidates: int = CANDID
     assert logits.shape[0] == len(specs)
     assert logits.dtype == torch.float32
     if not specs:
-        return []
+        return [], {}
+    told = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
+    untouched = logits[told]
+    adjust(logits, specs, masks)
     tokens = [[token] * spec.samples for token, spec in zip(_greedy(logits), specs, strict=True)]
-    for row, spec in enumerate(specs):
-        changed = _adjust(logits[row], spec)
-        if spec.params.temperature >= _GREEDY_BELOW:
-            heated = logits[row] / spec.params.temperature
-            numbers = (uniform(stream_seed(spec.seed, index), spec.position) for index in range(spec.samples))
-            tokens[row] = [_draw(heated, spec, number, candidates) for number in numbers]
-        elif changed:
-            tokens[row] = [int(logits[row].argmax())] * spec.samples
-    return tokens
+    drawn = [row for row, spec in enumerate(specs) if spec.params.temperature >= _GREEDY_BELOW]
+    if drawn:
+        hot = logits if len(drawn) == len(specs) else logits[drawn]
+        found = draw(hot, [specs[row].params for row in drawn], [_numbers(specs[row]) for row in drawn])
+        for row, its in zip(drawn, found, strict=True):
+            tokens[row] = its
+    return tokens, _logprobs(untouched, told, specs, tokens)
 
 
-@torch.inference_mode()
-def most_likely(logits: Tensor, spec: SampleSpec) -> tuple[list[int], list[float]]:
-    """Return the `spec.best` most likely tokens of one row [vocab] with their log probabilities, the best first.
+def _numbers(spec: SampleSpec) -> list[float]:
+    return [uniform(stream_seed(spec.seed, index), spec.position) for index in range(spec.samples)]
 
-    Equal ones in order of the token. Banned tokens are left out, and the others are not made likelier for that: so
-    `transformers` does it in beam search.
 
-    Raises:
-        Internal: the logits are not finite.
-    """
-    log_probabilities = torch.log_softmax(logits, dim=-1)
-    if not bool(torch.isfinite(log_probabilities.amax())):
-        raise Internal("the model computed logits that are not finite")
-    log_probabilities[list(spec.banned)] = -torch.inf
-    values, tokens = _most_likely(log_probabilities, min(spec.best, logits.shape[0]))
-    count = int(torch.isfinite(values).sum())
-    return tokens[:count].tolist(), values[:count].tolist()
+def _logprobs(
+    logits: Tensor, rows: Sequence[int], specs: Sequence[SampleSpec], tokens: Sequence[Sequence[int]]
+) -> dict[int, Logprobs]:
+    """Of the rows that want them; `logits` are theirs."""
+    found: dict[int, Logprobs] = {}
+    counts = [specs[row].params.logprobs or 0 for row in rows]
+    for count in sorted(set(counts)):
+        alike = [at for at, its in enumerate(counts) if its == count]
+        its_logits = logits if len(alike) == len(rows) else logits[alike]
+        theirs = logprobs(its_logits, [tokens[rows[at]] for at in alike], count)
+        found |= {rows[at]: its for at, its in zip(alike, theirs, strict=True)}
+    return found
 
 
 def uniform(seed: int, position: int) -> float:
@@ -94,72 +102,3 @@ def _greedy(logits: Tensor) -> list[int]:
     if not bool(torch.isfinite(highest).all()):
         raise Internal("the model computed logits that are not finite")
     return (run * width + runs[torch.arange(rows), run].argmax(-1)).tolist()
-
-
-def _adjust(row: Tensor, spec: SampleSpec) -> bool:
-    """Apply bias, bans and penalties to `row` in place; says whether anything was to be applied."""
-    params = spec.params
-    changed = False
-    if params.logit_bias:
-        changed = True
-        row[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
-    if spec.banned:
-        changed = True
-        row[list(spec.banned)] = -torch.inf
-    if not spec.history or not params.penalised:
-        return changed
-    history = torch.frombuffer(bytearray(spec.history), dtype=torch.int32).long()
-    if params.repetition_penalty != 1:
-        seen = torch.unique(history)
-        values = row[seen]
-        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    output, counts = torch.unique(history[spec.prompt_tokens :], return_counts=True)
-    row[output] -= params.presence_penalty + params.frequency_penalty * counts
-    return True
-
-
-def _draw(row: Tensor, spec: SampleSpec, u: float, candidates: int) -> int:
-    """Draw the token from `row` (logits over temperature, [vocab]) that belongs to the number `u`."""
-    params = spec.params
-    vocab = row.shape[0]
-    if not 0 < params.top_k < vocab and params.top_p >= 1:
-        weights = torch.softmax(row.double(), dim=-1)
-        return _pick(_at_least(weights, params.min_p, weights.max()), u)
-    # Candidates in order of (logit falling, index rising): the order must not depend on how they were found.
-    count = min(vocab, candidates if params.top_k <= candidates else vocab)
-    values, indices = _most_likely(row, count)
-    if count < vocab and params.top_k == 0:
-        inside = torch.logsumexp(values.double(), 0) - torch.logsumexp(row.double(), 0)
-        if inside.exp() < params.top_p:
-            values, indices = _most_likely(row, vocab)
-    elif params.top_k:
-        values, indices = values[: params.top_k], indices[: params.top_k]
-    everything = values if params.top_k else row
-    weights = (values.double() - torch.logsumexp(everything.double(), 0)).exp()
-    if params.top_p < 1:
-        before = weights.cumsum(0) - weights
-        weights = weights[before < params.top_p]
-    return int(indices[_pick(_at_least(weights, params.min_p, weights[0]), u)])
-
-
-def _most_likely(row: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` highest values and their indices, equal values in order of index."""
-    if count == row.shape[0]:
-        ordered = row.sort(descending=True, stable=True)
-        return ordered.values, ordered.indices
-    indices = row.topk(count, sorted=False).indices.sort().values
-    ordered = row[indices].sort(descending=True, stable=True)
-    return ordered.values, indices[ordered.indices]
-
-
-def _at_least(weights: Tensor, min_p: float, highest: Tensor) -> Tensor:
-    """Return `weights` with 0 for those below `min_p` times the highest."""
-    return weights if min_p <= 0 else torch.where(weights >= min_p * highest, weights, 0.0)
-
-
-def _pick(weights: Tensor, u: float) -> int:
-    """Return the index at which the running sum of `weights` passes the share `u` of their total."""
-    sums = weights.cumsum(0)
-    index = int(torch.searchsorted(sums, u * sums[-1], right=True))
-    # Rounding may lead past the end or to a weight of 0 at the end; the last possible token is meant then.
-    return index if index < len(weights) else int(weights.nonzero()[-1])

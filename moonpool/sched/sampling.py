@@ -1,11 +1,13 @@
 """From a sequence's parameters to what one step samples with, and when the sequence ends."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from moonpool.kv.keys import tokens_to_bytes
 from moonpool.sampling import GREEDY, SampleSpec, SamplingParams, stream_seed
+from moonpool.sched.steps import Scored
 from moonpool.v1 import kv_pb2
 
 
@@ -22,9 +24,17 @@ class SequenceSampling:
     """Tokens that end the sequence (already without end-of-sequence tokens when those are ignored)."""
     banned_token_ids: tuple[int, ...] = ()
     """Tokens not to be chosen before `params.min_tokens`."""
+    bad_tokens: tuple[tuple[int, ...], ...] = ()
+    """Of each the last token is not chosen after the others, all of them the answer's."""
 
     @classmethod
-    def of(cls, params: SamplingParams, prompt_tokens: int, end_token_ids: Iterable[int]) -> Self:
+    def of(
+        cls,
+        params: SamplingParams,
+        prompt_tokens: int,
+        end_token_ids: Iterable[int],
+        bad_tokens: Iterable[Sequence[int]] = (),
+    ) -> Self:
         """Of a request; `end_token_ids` are the model's end-of-sequence tokens."""
         stop = frozenset(params.stop_token_ids)
         all_ends = stop.union(end_token_ids)
@@ -33,6 +43,7 @@ class SequenceSampling:
             params,
             end_token_ids=stop if params.ignore_eos else all_ends,
             banned_token_ids=tuple(sorted(all_ends)),
+            bad_tokens=tuple(tuple(tokens) for tokens in bad_tokens),
         )
 
     @property
@@ -62,8 +73,21 @@ class SequenceSampling:
             position=position,
             history=tokens.tobytes() if self.params.penalised else None,
             prompt_tokens=self.prompt_tokens,
-            banned=self.banned_token_ids if position < self.params.min_tokens else (),
+            banned=self._banned(tokens, position),
+            answer=tokens[self.prompt_tokens :].tobytes() if self.params.response_format else b"",
         )
+
+    def _banned(self, tokens: "array[int]", position: int) -> tuple[int, ...]:
+        """Tokens that must not come at an output position; worked out anew each time, so there is no state to lose."""
+        banned = self.banned_token_ids if position < self.params.min_tokens else ()
+        return banned + tuple(bad[-1] for bad in self.bad_tokens if _begun(bad, tokens, position))
+
+    def scored(self, tokens: "array[int]", start: int, end: int) -> Scored | None:
+        """Which prompt tokens get log probabilities where the tokens [start, end) of the prompt are computed."""
+        top, last = self.params.prompt_logprobs, min(end + 1, self.prompt_tokens)
+        if top is None or last <= start + 1:
+            return None
+        return Scored(tokens_to_bytes(tokens[start + 1 : last]), top)
 
     def finish(self, tokens: "array[int]", model_tokens: int) -> "kv_pb2.FinishReason.ValueType":
         """Why the sequence ends with the last of `tokens`, or FINISH_REASON_UNSPECIFIED when it goes on.
@@ -75,3 +99,9 @@ class SequenceSampling:
         if len(tokens) >= self.total_tokens(model_tokens):
             return kv_pb2.FINISH_REASON_LENGTH
         return kv_pb2.FINISH_REASON_UNSPECIFIED
+
+
+def _begun(bad: tuple[int, ...], tokens: "array[int]", position: int) -> bool:
+    """Whether an answer with so many tokens ends with all but the last token of a bad word."""
+    before = len(bad) - 1
+    return before <= position and tokens[len(tokens) - before :].tolist() == list(bad[:-1])

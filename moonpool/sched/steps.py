@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.kv.keys import BlockKey
+from moonpool.logprobs import Logprobs
 from moonpool.sampling import SampleSpec
 
 
@@ -34,6 +35,16 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """Known tokens whose log probabilities are wanted: those after the leading ones that a step computes."""
+
+    token_ids: bytes
+    """Little-endian int32; at least one, at most as many as are computed."""
+    top: int
+    """Most likely tokens that are told beside each."""
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceStep:
     """One sequence's share of a step: compute the KV of some tokens, and sample the next one if wanted."""
 
@@ -45,6 +56,8 @@ class SequenceStep:
     """Blocks of the sequence in the pool, in order; must cover start + number of tokens."""
     sample: SampleSpec | None = None
     """Set when the token after the last one is to be sampled."""
+    scored: Scored | None = None
+    """Set when log probabilities of known tokens are wanted."""
     history: History | None = field(default=None, compare=False, repr=False)
     """The whole sequence; never leaves the I/O process."""
 
@@ -116,5 +129,8 @@ class StepResult:
     end_ns: int
     """Last stage's end."""
     several: Mapping[int, Several] = field(default_factory=dict)
-    """By index, for sequences of the step that wanted more than one token, or log probabilities; the first of the
-    tokens is in `sampled`."""
+    """By index, for sequences of the step that wanted more than one token; the first of the tokens is in `sampled`."""
+    logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
+    """By index, of all sampled tokens of sequences that wanted them (`SamplingParams.logprobs`)."""
+    scores: Mapping[int, Logprobs] = field(default_factory=dict)
+    """By index, of `SequenceStep.scored`."""

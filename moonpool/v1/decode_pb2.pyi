@@ -385,6 +385,7 @@ class StartSequence(_message.Message):
     FURTHER_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOG_PROBABILITIES_FIELD_NUMBER: _builtins.int
     COMPUTE_PROMPT_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     transfer_id: _builtins.int
@@ -407,6 +408,10 @@ class StartSequence(_message.Message):
     def log_probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """For a beam search: the log probability of `first_token_id` and of each of `further_token_ids`."""
 
+    @_builtins.property
+    def logprobs(self) -> _kv_pb2.Logprobs:
+        """Of `first_token_id`, where `Sampling.logprobs` wants them and one answer: for who resumes it."""
+
     def __init__(
         self,
         *,
@@ -417,10 +422,11 @@ class StartSequence(_message.Message):
         further_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         log_probabilities: _abc.Iterable[_builtins.float] | None = ...,
         compute_prompt: _builtins.bool = ...,
+        logprobs: _kv_pb2.Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_prompt", b"compute_prompt", "first_token_id", b"first_token_id", "further_token_ids", b"further_token_ids", "generation", b"generation", "log_probabilities", b"log_probabilities", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_prompt", b"compute_prompt", "first_token_id", b"first_token_id", "further_token_ids", b"further_token_ids", "generation", b"generation", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -523,6 +529,7 @@ class SequenceTokens(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     position: _builtins.int
@@ -537,6 +544,10 @@ class SequenceTokens(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens."""
 
+    @_builtins.property
+    def logprobs(self) -> _kv_pb2.Logprobs:
+        """Of the tokens, where `Sampling.logprobs` wants them."""
+
     def __init__(
         self,
         *,
@@ -546,10 +557,11 @@ class SequenceTokens(_message.Message):
         finish_reason: _kv_pb2.FinishReason.ValueType = ...,
         choice: _builtins.int = ...,
         score: _builtins.float | None = ...,
+        logprobs: _kv_pb2.Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "logprobs", b"logprobs", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "choice", b"choice", "finish_reason", b"finish_reason", "position", b"position", "request_id", b"request_id", "score", b"score", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "choice", b"choice", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "position", b"position", "request_id", b"request_id", "score", b"score", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015

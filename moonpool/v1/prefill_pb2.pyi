@@ -238,6 +238,8 @@ class FirstToken(_message.Message):
     MISSES_FIELD_NUMBER: _builtins.int
     FURTHER_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOG_PROBABILITIES_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token."""
     local_tokens: _builtins.int
@@ -264,6 +266,14 @@ class FirstToken(_message.Message):
     def log_probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """For a beam search: the log probability of `token_id` and of each of `further_token_ids`."""
 
+    @_builtins.property
+    def logprobs(self) -> _kv_pb2.Logprobs:
+        """Of `token_id` and each of `further_token_ids`, where `Sampling.logprobs` wants them."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _kv_pb2.Logprobs:
+        """Of the prompt's tokens but the first, where `Sampling.prompt_logprobs` wants them."""
+
     def __init__(
         self,
         *,
@@ -276,10 +286,12 @@ class FirstToken(_message.Message):
         misses: _abc.Iterable[Global___StoreMiss] | None = ...,
         further_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         log_probabilities: _abc.Iterable[_builtins.float] | None = ...,
+        logprobs: _kv_pb2.Logprobs | None = ...,
+        prompt_logprobs: _kv_pb2.Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "further_token_ids", b"further_token_ids", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "log_probabilities", b"log_probabilities", "misses", b"misses", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "further_token_ids", b"further_token_ids", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "misses", b"misses", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

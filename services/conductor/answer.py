@@ -6,7 +6,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from moonpool.contracts import logprobs_to_proto
 from moonpool.errors import StreamBroken
+from moonpool.logprobs import Logprobs
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.conductor.request import Request, Served
 from services.conductor.text import AnswerText
@@ -32,6 +34,7 @@ class Choice:
     owed: str = ""
     ahead: int = 0
     score: float | None = None  # of a hypothesis of a beam search
+    last_logprobs: Logprobs | None = None  # of the last token, where they are wanted
 
     def resume(self, token_ids: Sequence[int], text_chars: int) -> None:
         """Go on from what a client has; it has all text that was certain with its tokens, and maybe the answer's rest.
@@ -53,22 +56,22 @@ class Choice:
         """Tokens so far, less those that a client had that has resumed."""
         return len(self.tokens) - self.resumed_at
 
-    def unknown(self, position: int, token_ids: Sequence[int]) -> Sequence[int]:
-        """Those of some tokens, from a position on, that are not known yet; none when the answer is complete.
+    def known(self, position: int, token_ids: Sequence[int]) -> int:
+        """How many of some tokens, from a position on, are known already; all when the answer is complete.
 
         Raises:
             StreamBroken: tokens before them are missing, or known ones were others.
         """
         known = len(self.tokens) - position
         if self.finish:
-            return ()
+            return len(token_ids)
         if known < 0:
             raise StreamBroken(f"tokens {len(self.tokens)} to {position - 1} were lost")
         if list(token_ids[:known]) != self.tokens[position : position + len(token_ids)].tolist():
             raise StreamBroken(f"tokens from {position} on are not those that were told before")
-        return token_ids[known:]
+        return known
 
-    def extend(self, token_ids: Sequence[int]) -> conductor_pb2.TokenDelta | None:
+    def extend(self, token_ids: Sequence[int], logprobs: Logprobs | None = None) -> conductor_pb2.TokenDelta | None:
         """Take tokens up to the answer's end; returns what to tell the client, None for nothing."""
         position, text = len(self.tokens), ""
         for token_id in token_ids:
@@ -88,7 +91,11 @@ class Choice:
         taken = self.tokens[position:]
         if not taken:
             return None
-        return conductor_pb2.TokenDelta(position=position, token_ids=taken, text=self._untold(text), choice=self.index)
+        delta = conductor_pb2.TokenDelta(position=position, token_ids=taken, text=self._untold(text), choice=self.index)
+        if logprobs is not None:
+            delta.logprobs.CopyFrom(logprobs_to_proto(logprobs.part(0, len(taken))))
+            self.last_logprobs = logprobs.part(len(taken) - 1, len(taken))
+        return delta
 
     def end(self, reason: kv_pb2.FinishReason.ValueType) -> conductor_pb2.TokenDelta | None:
         """End the answer for a reason from outside; returns held-back text, None for none."""
@@ -176,6 +183,11 @@ class Answer:
             return [self.opening.token_id, *self.opening.further_token_ids]
         return [choice.tokens[-1 if len(self.choices) == 1 else 0] for choice in self.choices]
 
+    @property
+    def next_logprobs(self) -> Logprobs | None:
+        """Of the token with which decode begins, where one answer wants them."""
+        return self.choices[0].last_logprobs if len(self.choices) == 1 else None
+
     def prefilled(self, first: prefill_pb2.FirstToken) -> None:
         """Note how the prompt was prefilled; only what came before the first token counts."""
         if not self.tokens:
@@ -187,9 +199,11 @@ class Answer:
         if not self.tokens:
             self.cached_tokens = held_blocks * self.request.block_tokens
 
-    def extend(self, choice: int, token_ids: Sequence[int], now: float) -> conductor_pb2.TokenDelta | None:
+    def extend(
+        self, choice: int, token_ids: Sequence[int], now: float, logprobs: Logprobs | None = None
+    ) -> conductor_pb2.TokenDelta | None:
         """Take tokens of an answer; see `Choice.extend`."""
-        first, delta = not self.new, self.choices[choice].extend(token_ids)
+        first, delta = not self.new, self.choices[choice].extend(token_ids, logprobs)
         if delta is not None:
             self.first_token_at = now if first else self.first_token_at
             self.last_token_at = now

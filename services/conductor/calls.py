@@ -15,6 +15,7 @@ import grpc.aio
 from moonpool.core.kernel import Ended
 from moonpool.errors import MoonpoolError, StreamBroken
 from moonpool.kv.keys import KEY_BYTES, tokens_digest
+from moonpool.logprobs import Logprobs
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.telemetry.logs import get_logger
@@ -195,7 +196,8 @@ class Calls:
             return
         opening = serving.answer.opening
         scores = opening.log_probabilities if opening is not None else ()
-        steps.start(order.sequence, target_proto(order.target), serving.answer.next_tokens, scores)
+        answer = serving.answer
+        steps.start(order.sequence, target_proto(order.target), answer.next_tokens, scores, answer.next_logprobs)
         following.stop_complete()
 
     def adopt(self, order: Adopt, serving: Serving) -> None:
@@ -270,11 +272,12 @@ class _Following:
         token_ids: Sequence[int],
         reason: kv_pb2.FinishReason.ValueType,
         score: float | None,
+        logprobs: Logprobs | None,
     ) -> bool:
         """See `Follower.tokens`. Tokens known already are dropped, a gap is a failure."""
         answer = self._serving.answer
         try:
-            count = self._serving.tokens(choice, position, token_ids, reason, score)
+            count = self._serving.tokens(choice, position, token_ids, reason, score, logprobs)
         except StreamBroken as error:
             self._end(failure_of(error), tell=True)
             return True

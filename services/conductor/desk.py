@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 
 from moonpool.core.kernel import Cancel
+from moonpool.kv.selection import Selection
 from moonpool.telemetry.logs import get_logger
 from services.conductor.answer import Answer
 from services.conductor.calls import Calls
@@ -88,6 +89,7 @@ class Desk:
             arrived=answer.arrived,
             deadline=deadline,
             tenant=request.tenant,
+            scored=request.sampling.prompt_logprobs is not None,
             resumed=resume.resumed if resume is not None else None,
             priority=request.priority,
             weight=request.weight,
@@ -99,13 +101,18 @@ class Desk:
             serving.rehash()
         elif self._recording is not None:
             self._recording.opened(opened(ask, request))
-        self._post(Arrived(ask, tuple(serving.keys)))
+        self._post(Arrived(ask, serving.reusable_keys))
         return serving
 
     def gone(self, serving: Serving) -> None:
         """The client has left, or has everything."""
         if serving.ask.number in self._serving:
             self._post(ClientGone(serving.ask.number))
+
+    def forget(self, selection: Selection, namespace: bytes) -> None:
+        """KV was deleted: of the requests that concern it, nothing that comes from now on is kept."""
+        for serving in self._serving.values():
+            serving.forget(selection, namespace)
 
     def stop(self) -> None:
         """Ends all answers now, with the tokens so far."""
@@ -173,7 +180,7 @@ class Desk:
     def _rehash(self, action: Rehash, serving: Serving) -> None:
         log.warning("placing anew", request=serving.ask.id, failures=action.failures, error=str(action.failure))
         tokens = serving.rehash()
-        self._post(Rehashed(action.request, tokens, tuple(serving.keys)))
+        self._post(Rehashed(action.request, tokens, serving.reusable_keys))
 
     def _fail(self, action: Fail, serving: Serving) -> None:
         if action.refused:

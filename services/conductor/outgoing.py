@@ -28,6 +28,10 @@ class Outgoing:
         self._waiting.clear()
         self._put(conductor_pb2.GenerateResponse(placed=placed))
 
+    def prompt_logprobs(self, scored: conductor_pb2.PromptLogprobs) -> None:
+        """The prompt's log probabilities are known."""
+        self._put(conductor_pb2.GenerateResponse(prompt_logprobs=scored))
+
     def delta(self, delta: conductor_pb2.TokenDelta | None) -> None:
         """Tokens and text; None for nothing."""
         if delta is None:
@@ -36,6 +40,8 @@ class Outgoing:
         if last is not None:
             last.delta.token_ids.extend(delta.token_ids)
             last.delta.text += delta.text
+            if delta.HasField("logprobs"):
+                last.delta.logprobs.MergeFrom(delta.logprobs)
             return
         self._waiting[delta.choice] = conductor_pb2.GenerateResponse(delta=delta)
         self._put(self._waiting[delta.choice])

@@ -16,9 +16,10 @@ from moonpool.checkpoint import ModelConfig, Tokenizer
 from moonpool.contracts import sampling_from_proto, sampling_to_proto
 from moonpool.core.fair import check_priority
 from moonpool.errors import InvalidRequest
+from moonpool.grammar import check_grammar
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.kv.layout import KVLayout
-from moonpool.sampling import SamplingParams, check_beams, check_end_tokens
+from moonpool.sampling import MAX_BAD_WORD_CHARS, SamplingParams, check_beams, check_end_tokens
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor import chat
 from services.conductor.core.admission import Slo
@@ -26,6 +27,8 @@ from services.conductor.core.messages import ATTEMPT_MARK
 
 MAX_ID_CHARS = 128
 MAX_TENANT_CHARS = 256
+MAX_PROMPT_SCORES = 1 << 18
+"""Log probabilities of one prompt: 2 MiB, which one message holds."""
 EVERY_OTHER = "*"
 """Stands for each tenant without a weight of its own."""
 
@@ -61,6 +64,8 @@ class Request:
     chain_root: bytes
     prompt_keys: tuple[BlockKey, ...]
     block_tokens: int
+    bad_tokens: tuple[tuple[int, ...], ...] = ()
+    """Of each the last token is not chosen after the others."""
     priority: int = 0
     weight: float = 1.0
 
@@ -97,17 +102,24 @@ class Request:
             known[-1] if known else self.chain_root, self.prompt[start:] + generated, self.block_tokens
         )
 
-    def sequence(self, wire_id: str, generated: array[int], keys: list[BlockKey]) -> kv_pb2.SequenceSpec:
-        """The engines' form of it, when `generated` tokens of the answer are known already."""
+    def sequence(
+        self, wire_id: str, generated: array[int], keys: list[BlockKey], *, scored: bool = False
+    ) -> kv_pb2.SequenceSpec:
+        """The engines' form of it, when `generated` tokens of the answer are known already.
+
+        `scored`: the prompt's log probabilities are to be told.
+        """
+        sampling = self.sampling if scored else replace(self.sampling, prompt_logprobs=None)
         return kv_pb2.SequenceSpec(
             request_id=wire_id,
             token_ids=tokens_to_bytes(self.prompt + generated),
             prompt_tokens=len(self.prompt),
             block_keys=pack_keys(keys),
-            sampling=sampling_to_proto(self.sampling),
+            sampling=sampling_to_proto(sampling),
             end_token_ids=self.end_token_ids,
             tenant=self.tenant,
             chain_root=self.chain_root,
+            bad_tokens=[kv_pb2.TokenRun(token_ids=run) for run in self.bad_tokens],
             priority=self.priority,
             weight=self.weight,
         )
@@ -135,6 +147,8 @@ def read_request(
     end_token_ids = tuple(dict.fromkeys((*ends, *sampling.stop_token_ids)))
     check_end_tokens(frozenset(end_token_ids), sampling.min_tokens, vocabulary, "sampling.stop_token_ids")
     check_beams(sampling, frozenset(end_token_ids), vocabulary, "sampling")
+    _require("sampling.response_format", not sampling.response_format or bool(ends), "this model has no end token")
+    check_grammar(sampling)
     return Request(
         id=request_id,
         tenant=message.tenant,
@@ -146,9 +160,25 @@ def read_request(
         chain_root=root,
         prompt_keys=tuple(block_keys(root, prompt, served.layout.block_tokens)),
         block_tokens=served.layout.block_tokens,
+        bad_tokens=_read_bad_words(sampling, served, len(end_token_ids)),
         priority=message.priority,
         weight=weight_of(message.tenant, served.weights),
     )
+
+
+def _read_bad_words(sampling: SamplingParams, served: Served, ends: int) -> tuple[tuple[int, ...], ...]:
+    """Tokens of the words, and of each behind a space where that begins another token; as vLLM does it."""
+    runs: dict[tuple[int, ...], None] = {}
+    for word in sampling.bad_words:
+        plain, spaced = (tuple(served.tokenizer.encode(text, False)) for text in (word, " " + word.lstrip()))
+        runs[plain] = None
+        if plain and len(spaced) == len(plain) and spaced[0] != plain[0]:
+            runs[spaced] = None
+    vocabulary, field = served.config.vocab_size, "sampling.bad_words"
+    _require(field, all(len(run) <= MAX_BAD_WORD_CHARS + 1 for run in runs), "a word has too many tokens")
+    _require(field, all(run and max(run) < vocabulary for run in runs), "a word has no tokens, or unknown ones")
+    _require(field, not runs or len(runs) + ends < vocabulary, "no token is left to choose")
+    return tuple(runs)
 
 
 def _check_envelope(message: conductor_pb2.GenerateRequest, served: Served) -> None:
@@ -218,6 +248,9 @@ def _read_sampling(
     params = sampling_from_proto(given)
     params.check(served.config.vocab_size)
     max_tokens = min(params.max_tokens, served.max_tokens - prompt_tokens)
+    scores = 0 if params.prompt_logprobs is None else prompt_tokens * (1 + params.prompt_logprobs)
+    many = f"{scores} log probabilities of {prompt_tokens} tokens are too many, at most {MAX_PROMPT_SCORES}"
+    _require("sampling.prompt_logprobs", scores <= MAX_PROMPT_SCORES, many)
     return replace(
         params,
         seed=draw_seed() if params.seed is None and not params.beam_width else params.seed,

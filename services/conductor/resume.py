@@ -42,14 +42,15 @@ class Resume:
 
 
 def secret_for(request: Request, resume: Resume | None) -> bytes:
-    """The client's own; for a new request one that nobody can guess, b"" for several answers and for beams."""
+    """The client's own; for a new request one that nobody can guess, b"" where there is no resuming."""
     if resume is not None:
         return resume.secret
     return secrets.token_bytes(SECRET_BYTES) if _resumable(request) else b""
 
 
 def _resumable(request: Request) -> bool:
-    return request.choices == 1 and not request.has_beams
+    """The prompt's log probabilities are at the first conductor alone."""
+    return request.choices == 1 and not request.has_beams and request.sampling.prompt_logprobs is None
 
 
 def read_resume(message: conductor_pb2.GenerateRequest, request: Request, served: Served) -> Resume | None:
@@ -61,7 +62,8 @@ def read_resume(message: conductor_pb2.GenerateRequest, request: Request, served
     if not message.HasField("resume"):
         _require("from_position", message.from_position == 0, "must be 0 unless a stream is resumed")
         return None
-    _require("resume", _resumable(request), "a request of several answers (sampling.n) or of beams cannot be resumed")
+    which = "of several answers (sampling.n), of beams, or with sampling.prompt_logprobs"
+    _require("resume", _resumable(request), f"a request {which} cannot be resumed")
     resume, point = message.resume, message.resume.point
     for field, part in (("resume", resume), ("resume.point", point)):
         unknown = UnknownFieldSet(part)

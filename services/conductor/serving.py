@@ -4,8 +4,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from moonpool.contracts import logprobs_from_proto
 from moonpool.errors import StreamBroken
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.selection import Selection
+from moonpool.logprobs import Logprobs
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.conductor.answer import Answer
 from services.conductor.core.messages import Ask, Finish, Target
@@ -28,6 +31,8 @@ class Serving:
         placement: the last one; `placements` how many there were.
         promised_tbt_s: predicted seconds between tokens, by the decode instance that has promised room.
         started: decode was told to start there.
+        prompt_unscored: the client wants the prompt's log probabilities, and was not told them.
+        transient: its KV was deleted meanwhile: engines keep nothing of it.
     """
 
     ask: Ask
@@ -40,8 +45,18 @@ class Serving:
     placements: int = 0
     promised_tbt_s: dict[str, float] = field(default_factory=dict)
     started: bool = False
+    transient: bool = False
+    prompt_unscored: bool = field(init=False)
     _hashed: int = 0
     _spec: kv_pb2.SequenceSpec | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt_unscored = self.answer.request.sampling.prompt_logprobs is not None
+
+    @property
+    def reusable_keys(self) -> tuple[BlockKey, ...]:
+        """Keys of the blocks that need not be computed wherever they are: none where the prompt is to be scored."""
+        return () if self.prompt_unscored else tuple(self.keys)
 
     def remaining_s(self) -> float:
         """Seconds until the deadline."""
@@ -50,9 +65,16 @@ class Serving:
     def spec(self, sequence: str) -> kv_pb2.SequenceSpec:
         """The engines' form of what is placed under this id."""
         if self._spec is None or self._spec.request_id != sequence:
-            answer = self.answer
-            self._spec = answer.request.sequence(sequence, answer.continued[: self._hashed], self.keys)
+            answer, scored = self.answer, self.prompt_unscored
+            self._spec = answer.request.sequence(sequence, answer.continued[: self._hashed], self.keys, scored=scored)
+            self._spec.transient = self.transient
         return self._spec
+
+    def forget(self, selection: Selection, namespace: bytes) -> None:
+        """KV was deleted, maybe this request's."""
+        named = self.answer.request.tenant in selection.tenants or namespace in selection.namespaces
+        if named or not selection.keys.isdisjoint(self.keys):
+            self.transient, self._spec = True, None
 
     def rehash(self) -> int:
         """Keys of all full blocks of the prompt and of what is continued of the answer; returns the latter's length."""
@@ -95,10 +117,40 @@ class Serving:
         if len(token_ids) != len(answer.choices):
             raise StreamBroken(f"{len(token_ids)} first tokens came for {len(answer.choices)} answers")
         answer.prefilled(first)
+        self._prompt_scored(first)
         position = len(answer.continued)
+        found = logprobs_from_proto(first.logprobs) if first.HasField("logprobs") else None
+        self._check(found, len(token_ids))
         for choice, token_id in enumerate(token_ids):
-            self.tokens(choice, position, [token_id], kv_pb2.FINISH_REASON_UNSPECIFIED)
+            its = found.part(choice, choice + 1) if found is not None else None
+            self.tokens(choice, position, [token_id], kv_pb2.FINISH_REASON_UNSPECIFIED, logprobs=its)
         return answer.finish
+
+    def _prompt_scored(self, first: prefill_pb2.FirstToken) -> None:
+        """Tells the client the prompt's log probabilities, where it wants them: once, whatever is placed anew.
+
+        Raises:
+            StreamBroken: they are not those of the prompt's tokens but the first.
+        """
+        request = self.answer.request
+        if not self.prompt_unscored:
+            return
+        scores = logprobs_from_proto(first.prompt_logprobs)
+        if len(scores) != len(request.prompt) - 1 or not scores.consistent:
+            raise StreamBroken(f"{len(scores)} log probabilities came for a prompt of {len(request.prompt)} tokens")
+        self.prompt_unscored = False
+        scored = conductor_pb2.PromptLogprobs(token_ids=request.prompt, logprobs=first.prompt_logprobs)
+        self.outgoing.prompt_logprobs(scored)
+
+    def _check(self, found: Logprobs | None, tokens: int) -> None:
+        """Log probabilities are there if they are wanted, one for each of some tokens.
+
+        Raises:
+            StreamBroken: they are not.
+        """
+        wanted = self.answer.request.sampling.logprobs is not None
+        if wanted != (found is not None) or (found is not None and (len(found) != tokens or not found.consistent)):
+            raise StreamBroken(f"the log probabilities are not those of {tokens} tokens")
 
     def tokens(
         self,
@@ -107,6 +159,7 @@ class Serving:
         token_ids: Sequence[int],
         reason: kv_pb2.FinishReason.ValueType,
         score: float | None = None,
+        logprobs: Logprobs | None = None,
     ) -> int:
         """Takes tokens of an answer, and with the last of them decode's reason. Those known already are dropped.
 
@@ -121,9 +174,12 @@ class Serving:
         answer, before = self.answer, self.answer.tokens
         if not 0 <= choice < len(answer.choices):
             raise StreamBroken(f"there is no answer {choice}")
-        new = answer.choices[choice].unknown(position, token_ids)
+        if token_ids:
+            self._check(logprobs, len(token_ids))
+        known = answer.choices[choice].known(position, token_ids)
         answer.choices[choice].score = score
-        self.outgoing.delta(answer.extend(choice, new, time.monotonic()))
+        new = logprobs.part(known) if logprobs is not None else None
+        self.outgoing.delta(answer.extend(choice, token_ids[known:], time.monotonic(), new))
         if reason:
             self.outgoing.delta(answer.choices[choice].end(reason))
         if not before and answer.tokens:

@@ -10,7 +10,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from moonpool.contracts import logprobs_from_proto, logprobs_to_proto
 from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken
+from moonpool.logprobs import Logprobs
 from moonpool.rpc.channels import Channels
 from moonpool.streams.calling import ClientStream
 from moonpool.telemetry.logs import get_logger
@@ -34,6 +36,7 @@ class Follower(Protocol):
         token_ids: Sequence[int],
         reason: kv_pb2.FinishReason.ValueType,
         score: float | None,
+        logprobs: Logprobs | None,
     ) -> bool:
         """Tokens from a position of an answer on; with the last of them the reason of its end, and a hypothesis' score.
 
@@ -122,6 +125,7 @@ class StepsStream:
         target: kv_pb2.TransferTarget,
         first_tokens: Sequence[int],
         log_probabilities: Sequence[float] = (),
+        logprobs: Logprobs | None = None,
         *,
         compute: bool = False,
     ) -> None:
@@ -136,6 +140,7 @@ class StepsStream:
             first_token_id=first_tokens[0] if first_tokens else 0,
             further_token_ids=first_tokens[1:],
             log_probabilities=log_probabilities,
+            logprobs=None if logprobs is None else logprobs_to_proto(logprobs),
             compute_prompt=compute,
         )
         self._send(decode_pb2.StepsRequest(start=start))
@@ -211,7 +216,8 @@ class StepsStream:
         cancelled = reason == kv_pb2.FINISH_REASON_CANCELLED  # not by us: what we cancel has no follower any more
         told = kv_pb2.FINISH_REASON_UNSPECIFIED if cancelled else reason
         score = tokens.score if tokens.HasField("score") else None
-        over = follower.tokens(tokens.choice, tokens.position, tokens.token_ids, told, score)
+        logprobs = logprobs_from_proto(tokens.logprobs) if tokens.HasField("logprobs") else None
+        over = follower.tokens(tokens.choice, tokens.position, tokens.token_ids, told, score, logprobs)
         if over or cancelled:
             self._followers.pop(sequence_id, None)
         if cancelled:

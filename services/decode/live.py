@@ -4,8 +4,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from moonpool.contracts import logprobs_from_proto
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.kv.keys import BlockKey, block_keys, tokens_to_bytes
+from moonpool.logprobs import Logprobs
 from moonpool.sampling import SamplingParams
 from moonpool.sched.sampling import SequenceSampling
 from moonpool.sched.steps import History, SequenceStep, Several
@@ -30,6 +32,7 @@ class LiveSequence:
         history: the same for engines that check what blocks hold.
         finish: why it has ended by itself.
         stopped: the conductor has all that it wants of it: it is told no more, and ends with its next token.
+        logprobs: of its tokens from the output position `scored_from` on; None where they are not wanted.
     """
 
     request: "LiveRequest"
@@ -41,6 +44,8 @@ class LiveSequence:
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     history: History | None = None
     stopped: bool = False
+    logprobs: Logprobs | None = None
+    scored_from: int = 0
 
     @property
     def id(self) -> int:
@@ -56,10 +61,19 @@ class LiveSequence:
         """Takes the first token; a beam begins with the prompt alone."""
         self.tokens = array("i", [*self.request.incoming.token_ids, *first_token])
         self.history = self.request.incoming.history(self.tokens)
+        self.scored_from = self.output_tokens
+        self.logprobs = Logprobs() if self.sampling.params.logprobs is not None else None
 
-    def append(self, token: int, max_tokens: int) -> kv_pb2.FinishReason.ValueType:
+    def take_first(self, logprobs: Logprobs) -> None:
+        """Takes the log probabilities of its first token."""
+        if self.logprobs is not None:
+            self.logprobs, self.scored_from = logprobs, self.output_tokens - 1
+
+    def append(self, token: int, max_tokens: int, logprobs: Logprobs | None = None) -> kv_pb2.FinishReason.ValueType:
         """Takes the next token; returns why the answer ends with it, unspecified when it goes on."""
         self.tokens.append(token)
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs.extend(logprobs)
         self.finish = kv_pb2.FINISH_REASON_STOP if self.stopped else self.sampling.finish(self.tokens, max_tokens)
         return self.finish
 
@@ -96,7 +110,8 @@ class LiveSequence:
         """Tells the conductor of tokens, and of the end if it has come, if it wants them."""
         request = self.request
         if request.subscriber is not None and not self.stopped:
-            request.subscriber.tokens(request.request_id, position, token_ids, self.finish, self.choice)
+            its = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
+            request.subscriber.tokens(request.request_id, position, token_ids, self.finish, self.choice, logprobs=its)
             request.subscriber.flush()
 
 
@@ -187,6 +202,8 @@ class LiveRequest:
             return (0,), self.beams.propose(0, Several(tuple(tokens), tuple(message.log_probabilities)), max_tokens)
         for sequence, token in zip(self.sequences, tokens, strict=True):
             sequence.begin(token)
+        if message.HasField("logprobs"):
+            self.sequences[0].take_first(logprobs_from_proto(message.logprobs))
         return tuple(it.sampling.finish(it.tokens, max_tokens) for it in self.sequences), ()
 
     def compute(self) -> None:
@@ -290,6 +307,9 @@ def _first_misfit(live: LiveRequest, message: decode_pb2.StartSequence) -> str |
         return None if alone else "a prompt is computed here for one answer only, without beams"
     tokens, scores, wanted = 1 + len(message.further_token_ids), len(message.log_probabilities), len(live.sequences)
     if live.beams is None:
+        first = logprobs_from_proto(message.logprobs)
+        if not first.consistent or len(first) != message.HasField("logprobs"):
+            return "the log probabilities are not those of one token"
         return None if tokens == wanted else f"{wanted} answers are wanted, each has a first token"
     enough = wanted <= tokens == scores
     return None if enough else f"{wanted} beams are wanted, of at least as many tokens with their log probabilities"

@@ -6,6 +6,8 @@ by what its admitted sequences may generate.
 
 import asyncio
 
+from moonpool.contracts import logprobs_to_proto
+from moonpool.logprobs import Logprobs
 from moonpool.v1 import decode_pb2, kv_pb2
 
 MAX_ANSWERS = 4096
@@ -39,6 +41,7 @@ class Subscriber:
         reason: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED,
         choice: int = 0,
         score: float | None = None,
+        logprobs: Logprobs | None = None,
     ) -> None:
         """New tokens of one of a request's answers; sent at the next `flush`. A hypothesis comes whole, scored."""
         waiting = self._tokens.get((request_id, choice))
@@ -47,6 +50,8 @@ class Subscriber:
             self._tokens[request_id, choice] = waiting
         assert waiting.position + len(waiting.token_ids) == position, "tokens of a sequence come in order"
         waiting.token_ids.extend(token_ids)
+        if logprobs is not None:
+            waiting.logprobs.MergeFrom(logprobs_to_proto(logprobs))
         waiting.finish_reason = reason
         if reason:
             self._rest.tokens.append(self._tokens.pop((request_id, choice)))

@@ -6,6 +6,7 @@ from hmac import compare_digest
 from typing import Self
 
 from moonpool.kv.keys import BlockKey, tokens_digest
+from moonpool.logprobs import Logprobs
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.core.actions import Adopted, Fenced, Forget, Parked
 from services.decode.live import LiveRequest, LiveRequests
@@ -24,6 +25,7 @@ class Transcript:
         tokens: the answer's.
         finish: why it has ended by itself; unspecified as long as it has not.
         why: it has ended early.
+        logprobs: of the tokens from `scored_from` on; None where they are not wanted.
     """
 
     request_id: str
@@ -33,6 +35,8 @@ class Transcript:
     tokens: "array[int]"
     finish: kv_pb2.FinishReason.ValueType
     why: str
+    logprobs: Logprobs | None = None
+    scored_from: int = 0
 
     @classmethod
     def of(cls, live: LiveRequest) -> Self:
@@ -40,13 +44,17 @@ class Transcript:
         [sequence] = live.sequences
         answer = sequence.tokens[sequence.sampling.prompt_tokens :]
         generation, root = live.transfer.generation, live.incoming.chain_root
-        return cls(live.request_id, generation, live.secret, root, answer, sequence.finish, live.why)
+        names = live.request_id, generation, live.secret, root
+        scores = sequence.logprobs, sequence.scored_from
+        return cls(*names, answer, sequence.finish, live.why, *scores)
 
     def matches(self, asked: decode_pb2.ResumeSequence) -> bool:
         """Whether whoever asks knows the sequence, its secret, and the answer up to the position."""
         named = (asked.request_id, asked.generation) == (self.request_id, self.generation)
         if not named or not self.secret or not compare_digest(asked.secret, self.secret):
             return False
+        if self.logprobs is not None and asked.from_position < self.scored_from:
+            return False  # what is not known here is computed anew
         known = self.tokens[: asked.from_position]
         same = compare_digest(asked.digest, tokens_digest(self.chain_root, known))
         return same and len(known) == asked.from_position
@@ -54,7 +62,8 @@ class Transcript:
     def tell(self, subscriber: Subscriber, position: int) -> None:
         """Sends everything from a position on."""
         subscriber.forget(self.request_id)
-        subscriber.tokens(self.request_id, position, list(self.tokens[position:]), self.finish)
+        its = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
+        subscriber.tokens(self.request_id, position, list(self.tokens[position:]), self.finish, logprobs=its)
         if self.why:
             subscriber.failed(self.request_id, self.why)
         subscriber.flush()

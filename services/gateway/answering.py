@@ -161,6 +161,7 @@ class Answering:
         async with self._tokens() as tokens:
             async for event in tokens:
                 watch.tokens()
+                form.score(event.logprobs, event.choice)
                 self._job.spending.used(tokens.prompt_tokens, len(event.token_ids))
                 if not begun:
                     begun = True

@@ -27,6 +27,7 @@ from services.gateway.message_form import MessageForm
 from services.gateway.messages import MessagesBody
 from services.gateway.response_form import ResponseForm
 from services.gateway.responses import ResponsesBody
+from services.gateway.scores import Scores
 from services.gateway.text import Texts
 from services.gateway.tokenizing import Tokenizing
 from services.gateway.tools import Reading
@@ -96,7 +97,7 @@ class Endpoints:
             arguments["messages"] = body.turns()
         else:
             arguments["token_ids"] = body.prompt_token_ids
-        form = ChatForm(state.model, self._offer(body, arguments, state), **_shape(body))
+        form = ChatForm(state.model, self._scores(body, state), self._offer(body, arguments, state), **_shape(body))
         return self._answering(request, caller, body, [arguments], form, state, ignored)
 
     async def completion(self, request: Request) -> Answering:
@@ -105,7 +106,7 @@ class Endpoints:
         state = await self._cluster.state()
         arguments = self._arguments(body, caller, COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens)
         requests = [arguments | _prompt(prompt) for prompt in body.prompts()]
-        form = CompletionForm(state.model, **_shape(body))
+        form = CompletionForm(state.model, self._scores(body, state), **_shape(body))
         return self._answering(request, caller, body, requests, form, state, ignored)
 
     async def messages(self, request: Request) -> Answering:
@@ -128,6 +129,16 @@ class Endpoints:
         arguments["messages"] = body.turns()
         form = ResponseForm(state.model, self._offer(body, arguments, state), body.told())
         return self._answering(request, caller, body, [arguments], form, state, ignored)
+
+    def _scores(self, body: GenerationBody, state: ClusterState) -> Scores:
+        """What spells log probabilities, if some are asked for.
+
+        Raises:
+            Mismatch: this gateway has another model's tokenizer.
+        """
+        if body.scored() is not None or body.prompt_logprobs is not None:
+            self._texts.check_model(state.model)
+        return Scores(lambda token: self._texts.decode_now([token], skip_special=False))
 
     def _offer(self, body: AnsweredBody, arguments: GenerateArguments, state: ClusterState) -> Reading:
         """Add the body's tools to what the SDK is asked for; returns what finds the calls in the answers."""

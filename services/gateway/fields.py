@@ -14,16 +14,13 @@ from pydantic_core import ErrorDetails, from_json
 
 from moonpool.client import SamplingParams, Slo
 from moonpool.errors import InvalidRequest
+from services.gateway.formats import wanted_format
 from services.gateway.tools import Tools
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "prompt_logprobs": (None,),
     "echo": (None, False),
     "suffix": (None, ""),
-    "response_format": (None, {"type": "text"}),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
@@ -32,14 +29,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),
-    "bad_words": (None, []),
     "allowed_token_ids": (None,),
     "truncate_prompt_tokens": (None,),
     "include_stop_str_in_output": (None, False),
@@ -173,6 +164,14 @@ class GenerationBody(AnsweredBody):
     skip_special_tokens: bool | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     n: int | None = None
     stream_options: StreamOptions | None = None
 
@@ -184,6 +183,12 @@ class GenerationBody(AnsweredBody):
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "is only for stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs", "is not for stream: true")
+
+    def scored(self) -> int | None:
+        """Likely tokens that are told beside each token of the answer; None = no log probabilities."""
+        raise NotImplementedError
 
     def include_usage(self) -> bool:
         """Whether a stream ends with the usage."""
@@ -193,10 +198,17 @@ class GenerationBody(AnsweredBody):
         names = (
             "min_tokens", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
             "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "seed", "n",
+            "bad_words", "prompt_logprobs",
         )  # fmt: skip
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
-        top_k = 0 if self.top_k == -1 else self.top_k  # vLLM's -1 = all
-        return SamplingParams(max_tokens=max_tokens, top_k=top_k, logit_bias=self._logit_bias(), **given)  # type: ignore[arg-type]
+        given["response_format"], given["grammar"] = self._format()
+        given["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's -1 = all
+        return SamplingParams(max_tokens=max_tokens, logit_bias=self._logit_bias(), logprobs=self.scored(), **given)
+
+    def _format(self) -> tuple[str, str]:
+        kinds = ("json", "regex", "choice", "grammar")
+        guided = {kind: getattr(self, f"guided_{kind}") for kind in kinds}
+        return wanted_format(self.response_format, self.structured_outputs, guided)
 
     def _logit_bias(self) -> dict[int, float]:
         try:
@@ -209,9 +221,15 @@ class CompletionBody(GenerationBody):
     """`/v1/completions`."""
 
     prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    logprobs: int | None = None
+
+    def scored(self) -> int | None:
+        return self.logprobs
 
     def check(self) -> None:
         super().check()
+        if self.prompt_logprobs is not None and len(self.prompts()) > 1:
+            raise InvalidRequest("prompt_logprobs", "is for one prompt only")
         if (self.prompt is None) == (self.prompt_token_ids is None):
             raise InvalidRequest("prompt", "either prompt or prompt_token_ids must be given")
         if not 1 <= len(self.prompts()) <= MAX_PROMPTS:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from pydantic_core import to_json
 
-from moonpool.client import GenerateResult, Usage
+from moonpool.client import GenerateResult, TokenLogprobs, Usage
 from services.gateway.errors import Refusal
+from services.gateway.scores import Scores
 from services.gateway.tools import Call, Piece, Reading
 
 DONE = b"data: [DONE]\n\n"
@@ -32,6 +34,10 @@ class Form(Protocol):
 
     def piece(self, text: str, choice: int) -> bytes:
         """The event of a piece of text of one of the request's answers."""
+        ...
+
+    def score(self, logprobs: Sequence[TokenLogprobs], choice: int) -> None:
+        """Log probabilities of the tokens of the next piece; only of a request that wants them."""
         ...
 
     def closing(self, result: GenerateResult) -> Iterator[bytes]:
@@ -77,9 +83,14 @@ class OpenAIForm:
     nothing: ClassVar[dict[str, Any]]
     """A choice without text."""
 
-    def __init__(self, model: str, *, stream: bool, include_usage: bool, choices: int) -> None:
-        """Take the model's name as answers have it, whether a stream ends with the usage, and how many answers come."""
+    def __init__(self, model: str, scores: Scores, *, stream: bool, include_usage: bool, choices: int) -> None:
+        """Take the model's name as answers have it, whether a stream ends with the usage, and how many answers come.
+
+        `scores` spells log probabilities, if there are any.
+        """
         self._model = model
+        self._scores = scores
+        self._scored: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)  # not told yet, by choice
         self._choices = choices
         self._kind = self.kinds[stream]
         self._include_usage = include_usage
@@ -115,12 +126,24 @@ class OpenAIForm:
             {
                 "index": index,
                 **self.filled(choice.text, index),
-                "logprobs": None,
+                "logprobs": self.logprobs(choice.logprobs, index) if choice.logprobs else None,
                 "finish_reason": self.reason(choice.finish_reason, index),
             }
             for index, choice in enumerate(result.choices)
         ]
-        return {**self._head, "choices": choices, "usage": usage(result.usage)}
+        whole = {**self._head, "choices": choices, "usage": usage(result.usage)}
+        return self.with_prompt(whole, self._scores.prompt(result.prompt_logprobs)) if result.prompt_logprobs else whole
+
+    def score(self, logprobs: Sequence[TokenLogprobs], choice: int) -> None:
+        self._scored[choice] += logprobs
+
+    def logprobs(self, found: Sequence[TokenLogprobs], choice: int) -> dict[str, Any]:
+        """The form of log probabilities of an answer's next tokens."""
+        raise NotImplementedError
+
+    def with_prompt(self, whole: dict[str, Any], scores: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """The answer with the prompt's log probabilities, where vLLM has them."""
+        raise NotImplementedError
 
     def filled(self, text: str, choice: int) -> dict[str, Any]:
         """What a whole choice has its text in."""
@@ -134,8 +157,12 @@ class OpenAIForm:
         """Why an answer ended, in the form's words."""
         return reason
 
-    def _chunk(self, choice: dict[str, Any], index: int, finish_reason: str | None = None) -> bytes:
-        filled = {"index": index, **choice, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(
+        self, choice: dict[str, Any], index: int, finish_reason: str | None = None, *, scored: bool = True
+    ) -> bytes:
+        found = self._scored.pop(index, None) if scored else None
+        logprobs = self.logprobs(found, index) if found else None
+        filled = {"index": index, **choice, "logprobs": logprobs, "finish_reason": finish_reason}
         chunk = {**self._head, "choices": [filled]}
         return event({**chunk, "usage": None} if self._include_usage else chunk)
 
@@ -147,10 +174,18 @@ class ChatForm(OpenAIForm):
     kinds = ("chat.completion", "chat.completion.chunk")
     nothing: ClassVar[dict[str, Any]] = {"delta": {}}
 
-    def __init__(self, model: str, reading: Reading, *, stream: bool, include_usage: bool, choices: int) -> None:
+    def __init__(
+        self, model: str, scores: Scores, reading: Reading, *, stream: bool, include_usage: bool, choices: int
+    ) -> None:
         """As the others; `reading` finds the calls in the answers."""
-        super().__init__(model, stream=stream, include_usage=include_usage, choices=choices)
+        super().__init__(model, scores, stream=stream, include_usage=include_usage, choices=choices)
         self._reading = reading
+
+    def logprobs(self, found: Sequence[TokenLogprobs], choice: int) -> dict[str, Any]:
+        return self._scores.chat(found)
+
+    def with_prompt(self, whole: dict[str, Any], scores: list[dict[str, Any] | None]) -> dict[str, Any]:
+        return {**whole, "prompt_logprobs": scores}
 
     def begin(self, request_id: str, *, emulated: bool) -> None:
         super().begin(request_id, emulated=emulated)
@@ -166,7 +201,7 @@ class ChatForm(OpenAIForm):
 
     def opening(self) -> Iterator[bytes]:
         for index in range(self._choices):
-            yield self._chunk({"delta": {"role": "assistant", "content": ""}}, index)
+            yield self._chunk({"delta": {"role": "assistant", "content": ""}}, index, scored=False)
 
     def piece(self, text: str, choice: int) -> bytes:
         return self._chunks(self._reading.push(text, choice), choice)
@@ -198,6 +233,18 @@ class CompletionForm(OpenAIForm):
     prefix = "cmpl"
     kinds = ("text_completion", "text_completion")
     nothing: ClassVar[dict[str, Any]] = {"text": ""}
+
+    def __init__(self, model: str, scores: Scores, *, stream: bool, include_usage: bool, choices: int) -> None:
+        super().__init__(model, scores, stream=stream, include_usage=include_usage, choices=choices)
+        self._chars: defaultdict[int, int] = defaultdict(int)  # of the tokens that were told, by choice
+
+    def logprobs(self, found: Sequence[TokenLogprobs], choice: int) -> dict[str, Any]:
+        offset = self._chars[choice]
+        self._chars[choice] += self._scores.chars(found)
+        return self._scores.plain(found, offset)
+
+    def with_prompt(self, whole: dict[str, Any], scores: list[dict[str, Any] | None]) -> dict[str, Any]:
+        return {**whole, "choices": [{**choice, "prompt_logprobs": scores} for choice in whole["choices"]]}
 
     def filled(self, text: str, choice: int) -> dict[str, Any]:
         return {"text": text}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from moonpool.client import GenerateResult, Usage
+from moonpool.client import GenerateResult, TokenLogprobs, Usage
 from services.gateway.errors import Refusal
 from services.gateway.forms import compact
 from services.gateway.tools import Piece, Reading
@@ -49,6 +49,9 @@ class ResponseForm:
 
     def piece(self, text: str, choice: int) -> bytes:
         return b"".join(map(self._piece, self._reading.push(text, choice)))
+
+    def score(self, logprobs: Sequence[TokenLogprobs], choice: int) -> None:
+        """This form has no place for them, and no field of its bodies asks for them."""
 
     def closing(self, result: GenerateResult) -> Iterator[bytes]:
         yield from map(self._piece, self._reading.end(0))

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from moonpool.client import Message, SamplingParams
 from moonpool.errors import InvalidRequest
 from services.gateway.fields import AnsweredBody, Body
+from services.gateway.formats import responses_format
 from services.gateway.tools import Tools, checked
 from services.gateway.turns import ContentPart, Function, check_choice, joined, tool_call
 
@@ -77,6 +78,14 @@ class ResponsesTool(Function):
     type: Literal["function"]
 
 
+class TextField(Body):
+    """What an answer's text is."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    format: dict[str, Any] | None = None
+
+
 class ResponsesBody(AnsweredBody):
     """The body."""
 
@@ -90,7 +99,6 @@ class ResponsesBody(AnsweredBody):
         "prompt": (None,),
         "reasoning": (None, {}),
         "store": (None, False),
-        "text": (None, {}, {"format": {"type": "text"}}),
         "top_logprobs": (None, 0),
         "truncation": (None, "disabled"),
     }
@@ -101,12 +109,15 @@ class ResponsesBody(AnsweredBody):
     temperature: float | None = None
     top_p: float | None = None
     metadata: dict[str, str] | None = None
+    text: TextField | None = None
     tools: list[ResponsesTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
     def parts(self) -> Iterator[tuple[str, Body]]:
         yield from super().parts()
+        if self.text is not None:
+            yield "text", self.text
         if isinstance(self.input, list):
             yield from ((f"input.{index}", item) for index, item in enumerate(self.input))
         yield from ((f"tools.{index}", tool) for index, tool in enumerate(self.tools or ()))
@@ -132,7 +143,11 @@ class ResponsesBody(AnsweredBody):
 
     def sampling(self, max_tokens: int) -> SamplingParams:
         given: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
+        given["response_format"], given["grammar"] = responses_format(self._format())
         return SamplingParams(max_tokens=max_tokens, **given)
+
+    def _format(self) -> dict[str, Any]:
+        return (self.text.format if self.text is not None else None) or {"type": "text"}
 
     def told(self) -> dict[str, Any]:
         """What a response repeats of its request."""
@@ -151,7 +166,7 @@ class ResponsesBody(AnsweredBody):
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": self._format()},
             "truncation": "disabled",
             "background": False,
         }

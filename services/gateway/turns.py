@@ -192,9 +192,16 @@ class ChatBody(Conversation, GenerationBody):
     """`/v1/chat/completions`."""
 
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def scored(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
         super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "is only for logprobs: true")
         if (self.messages is None) == (self.prompt_token_ids is None):
             raise InvalidRequest("messages", "either messages or prompt_token_ids must be given")
         if self.messages is None and self.tools:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from moonpool.cluster.instances import check_instance
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.errors import InvalidRequest, MoonpoolError
+from moonpool.logprobs import Logprobs
 from moonpool.sched.steps import History, Several
 from moonpool.v1 import kv_pb2, prefill_pb2
 from services.prefill.core.events import Arrive, Copy, Source
@@ -29,6 +30,8 @@ class Request:
         held: per copy, leading blocks that it is believed to hold; None = unknown.
         first: the token after the prompt, of each answer that is wanted, once they are sampled; for beams the most
             likely ones.
+        logprobs: of these tokens, where they are wanted.
+        scores: of the prompt's tokens but the first, where they are wanted.
         error: why its I/O has failed, if it has.
     """
 
@@ -40,6 +43,8 @@ class Request:
     copies: list[kv_pb2.Instance]
     held: list[int | None]
     first: Several | None = None
+    logprobs: Logprobs | None = None
+    scores: Logprobs = dataclasses.field(default_factory=Logprobs)
     error: MoonpoolError | None = None
     _events: "asyncio.Queue[prefill_pb2.PrefillResponse | MoonpoolError | None]" = dataclasses.field(
         default_factory=lambda: asyncio.Queue(MAX_EVENTS)
@@ -95,7 +100,17 @@ class Request:
             self.incoming.tenant,
             self.incoming.priority,
             self.incoming.weight,
+            reuse=self.incoming.sampling.params.prompt_logprobs is None,
+            transient=self.incoming.transient,
         )
+
+    def sampled(self, found: Several, logprobs: Logprobs | None) -> None:
+        """The tokens after the prompt are known."""
+        self.first, self.logprobs = found, logprobs
+
+    def scored(self, found: Logprobs) -> None:
+        """Log probabilities of the prompt's next tokens are known; chunks come in order."""
+        self.scores.extend(found)
 
     def report(self, event: prefill_pb2.PrefillResponse) -> None:
         """Queues an event for the conductor."""

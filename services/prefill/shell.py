@@ -5,12 +5,14 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
+from moonpool.contracts import logprobs_to_proto
 from moonpool.core.kernel import Cancel, Ended
 from moonpool.drive.driver import Driver
 from moonpool.drive.journal import JournalWriter
 from moonpool.engine.handle import Engine
 from moonpool.errors import Internal, InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.kv.keys import tokens_to_bytes
+from moonpool.sched.forgetting import ForgetKV, Forgot
 from moonpool.sched.steps import LayerDone, SequenceStep, Several, Step, StepResult
 from moonpool.streams.transfer_client import DamagedInTransfer
 from moonpool.streams.writeback import WriteBack
@@ -71,6 +73,7 @@ class Shell:
         self._group: asyncio.TaskGroup | None = None
         self._died = asyncio.Event()
         self._dead = "the engine is not running"
+        self._forgot: dict[int, int] = {}
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -86,6 +89,12 @@ class Shell:
         """Tells the core what has happened."""
         self._driver.post(event)
         self._notify()
+
+    def forget(self, event: ForgetKV) -> int:
+        """Deletes KV from the pool; how many blocks."""
+        self.post(event)
+        self._driver.settle()
+        return self._forgot.pop(event.number)
 
     def find(self, request_id: str) -> list[Request]:
         """Requests of an id that have not ended."""
@@ -125,6 +134,8 @@ class Shell:
                 self._engine.abort(action.step)
             case actions.PutBlocks():
                 self._put(action)
+            case Forgot(number, blocks):
+                self._forgot[number] = blocks
             case Cancel():
                 if (task := self._tasks.get(action.io)) is not None:
                     task.cancel()
@@ -256,9 +267,8 @@ class Shell:
         self._record(order, result)
         if not result.aborted:
             for index, chunk in enumerate(order.chunks):
-                request, token = self._requests.get(chunk.job), result.sampled[index]
-                if request is not None and chunk.last and token is not None:
-                    request.first = result.several.get(index, Several((token,)))
+                if (request := self._requests.get(chunk.job)) is not None:
+                    _take(request, chunk, index, result)
         return events.StepEnded(result.aborted, (result.end_ns - result.start_ns) / 1e9)
 
     def _sequence(self, chunk: actions.ChunkOrder) -> SequenceStep:
@@ -269,6 +279,7 @@ class Shell:
             start=chunk.start,
             block_table=chunk.blocks,
             sample=incoming.sampling.at(incoming.token_ids) if chunk.last else None,
+            scored=incoming.sampling.scored(incoming.token_ids, chunk.start, chunk.end),
             history=request.history,
         )
 
@@ -298,6 +309,15 @@ class Shell:
             self.post(events.Stop())
 
 
+def _take(request: Request, chunk: actions.ChunkOrder, index: int, result: StepResult) -> None:
+    """What a step has found out for a request."""
+    token = result.sampled[index]
+    if index in result.scores:
+        request.scored(result.scores[index])
+    if chunk.last and token is not None:
+        request.sampled(result.several.get(index, Several((token,))), result.logprobs.get(index))
+
+
 def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.PrefillResponse:
     found = request.first
     assert found is not None, "the last chunk samples"
@@ -305,6 +325,8 @@ def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.Prefi
         token_id=found.tokens[0],
         further_token_ids=found.tokens[1:],
         log_probabilities=found.log_probabilities,
+        logprobs=None if request.logprobs is None else logprobs_to_proto(request.logprobs),
+        prompt_logprobs=logprobs_to_proto(request.scores) if len(request.scores) else None,
         local_tokens=told.cached_tokens,
         loaded_tokens=told.loaded_tokens,
         computed_tokens=told.computed_tokens,

@@ -4,30 +4,43 @@ A generated sequence equals the reference's greedy one exactly when each of its 
 the tokens before it; so one teacher-forced forward pass checks a whole answer.
 """
 
+from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from moonpool.model.sampler import uniform
+from moonpool.checkpoint.gguf_file import is_gguf
+from moonpool.logprobs import TokenLogprobs
+from moonpool.model.sampler import sample, uniform
+from moonpool.sampling import SamplingParams
+from moonpool.sched.sampling import SequenceSampling
 
 GAP_TOLERANCE = 1e-4
 """Greatest gap between the reference's best logit and the chosen token's at which float32 sums, rounded in another
 order, may decide otherwise (architecture.md, "What always holds", 1)."""
 
+LOGPROB_TOLERANCE = 1e-4
+"""Of log probabilities, in float32."""
+
 
 class Reference:
     """The checkpoint as `transformers` runs it."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, *, attention: str = "eager") -> None:
+        """`path` is a folder or a GGUF file."""
+        folder, file = (path.parent, path.name) if is_gguf(path) else (path, None)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=file, dtype=dtype, attn_implementation=attention
+        )
         self.model.train(False)
 
     @torch.inference_mode()
-    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Logits at every position, float32, [tokens, vocabulary]."""
-        logits: torch.Tensor = self.model(torch.tensor([list(token_ids)])).logits[0].float()
+    def logits(self, token_ids: Sequence[int], last: int = 0) -> torch.Tensor:
+        """Logits at every position, or at the `last` ones, float32, [positions, vocabulary]."""
+        logits: torch.Tensor = self.model(torch.tensor([list(token_ids)]), logits_to_keep=last).logits[0].float()
         return logits
 
     def first_token(self, prompt: Sequence[int]) -> int:
@@ -36,7 +49,7 @@ class Reference:
 
     def gaps(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
         """By how much each output token's logit falls short of the best one; 0 = it is the greedy choice."""
-        rows = self.logits([*prompt, *output[:-1]])[len(prompt) - 1 :]
+        rows = self.logits([*prompt, *output[:-1]], last=len(output))
         chosen = rows.gather(1, torch.tensor(list(output)).unsqueeze(1)).squeeze(1)
         gaps: list[float] = (rows.max(dim=1).values - chosen).tolist()
         return gaps
@@ -56,7 +69,7 @@ class Reference:
 
         Sampling is the inverse of the cumulative distribution at a number that belongs to (seed, sample, position).
         """
-        rows = self.logits([*prompt, *output[:-1]])[len(prompt) - 1 :].double() / temperature
+        rows = self.logits([*prompt, *output[:-1]], last=len(output)).double() / temperature
         sums = torch.softmax(rows, dim=1).cumsum(dim=1)
         missed = []
         for position, token in enumerate(output):
@@ -64,6 +77,25 @@ class Reference:
             low = float(sums[position, token - 1]) if token else 0.0
             missed.append(max(0.0, low - drawn, drawn - float(sums[position, token])))
         return missed
+
+    def drawn(self, prompt: Sequence[int], output: Sequence[int], how: SamplingParams, index: int = 0) -> list[int]:
+        """The tokens that the sampler chooses by the reference's logits, each after the output's tokens before it."""
+        rows = self.logits([*prompt, *output[:-1]])[len(prompt) - 1 :]
+        sampling = replace(SequenceSampling.of(how, len(prompt), ()), sample_index=index)
+        specs = [sampling.at(array("i", [*prompt, *output[:position]])) for position in range(len(output))]
+        chosen, _ = sample(rows.contiguous(), [replace(spec, samples=1) for spec in specs])
+        return [token for [token] in chosen]
+
+    def assert_logprobs(self, context: Sequence[int], found: Sequence[TokenLogprobs], top: int) -> None:
+        """Fails when the log probabilities of tokens that follow a context are not the reference's."""
+        tokens = [it.token_id for it in found]
+        rows = torch.log_softmax(self.logits([*context, *tokens[:-1]])[len(context) - 1 :], dim=-1)
+        for row, it in zip(rows, found, strict=True):
+            assert abs(float(row[it.token_id]) - it.logprob) <= LOGPROB_TOLERANCE
+            assert abs(int((row > row[it.token_id]).sum()) + 1 - it.rank) <= 1, "equals may be rounded apart"
+            best = row.topk(top).values.tolist()
+            assert max((abs(mine - its) for mine, (_, its) in zip(best, it.top, strict=True)), default=0) <= 1e-4
+            assert all(abs(float(row[token]) - value) <= LOGPROB_TOLERANCE for token, value in it.top)
 
 
 def error_of(other: Reference, exact: Reference, prompt: Sequence[int]) -> float:

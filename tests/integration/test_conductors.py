@@ -16,7 +16,7 @@ from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
 from tests.integration.streams import disturbed
 
-GREEDY = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True, logprobs=1)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,8 @@ def test_streams_go_on_at_the_other_conductor(both: tuple[CheckedStack, str], re
     for prompt, result in zip(prompts, results, strict=True):
         assert (len(result.token_ids), result.resumes) == (1000, 1)
         reference.assert_greedy(prompt, result.token_ids)
+        assert [it.token_id for it in result.logprobs] == result.token_ids
+        reference.assert_logprobs(prompt, result.logprobs, 1)
     wait_at_rest(second, timeout_s=20)
     stack.restart("conductor")
     assert stack.gauge("decode", "sequences_adopted") == len(prompts)

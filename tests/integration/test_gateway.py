@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import jsonschema
 import openai
 import pytest
 from anthropic.types import MessageParam
@@ -21,11 +22,18 @@ from moonpool.cli.load.prompts import Shape
 from moonpool.cli.load.serve import Plan, run_serve
 from moonpool.cli.up import curl_line
 from moonpool.client import Client, Message, SamplingParams
-from tests.integration.conftest import BLOCK, wait_busy
+from tests.integration.conftest import BLOCK, tokens, wait_busy
+from tests.integration.reference import LOGPROB_TOLERANCE, Reference
 from tests.integration.stack import CheckedStack
 
 TURNS: list[ChatCompletionMessageParam] = [{"role": "user", "content": "the tide of a moon pool " * 8}]
 MODEL = "tiny-llama"
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["x", "yy"]}},
+    "required": ["ok", "kind"],
+    "additionalProperties": False,
+}
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
@@ -250,3 +258,56 @@ def post(address: str, path: str, body: object) -> dict[str, Any]:
         return found
     finally:
         connection.close()
+
+
+def test_log_probabilities_of_plain_completions(client: openai.OpenAI, reference: Reference) -> None:
+    prompt, how = tokens(30, "scores over http"), {"max_tokens": 6, "temperature": 0, "logprobs": 2}
+    whole = client.completions.create(model=MODEL, prompt=prompt, extra_body={**how, "prompt_logprobs": 1})
+    [choice] = whole.choices
+    assert choice.logprobs is not None
+    expected = reference.logits(prompt).log_softmax(-1)
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[0] == pytest.approx(float(expected[-1].max()), abs=LOGPROB_TOLERANCE)
+    found = choice.model_extra["prompt_logprobs"]  # type: ignore[index]
+    assert found[0] is None
+    for position, token in enumerate(prompt[1:]):
+        value = float(expected[position, token])
+        assert found[position + 1][str(token)]["logprob"] == pytest.approx(value, abs=LOGPROB_TOLERANCE)
+    told: list[float] = []
+    for chunk in client.completions.create(model=MODEL, prompt=prompt, stream=True, extra_body=how):
+        scores = chunk.choices[0].logprobs
+        told += (scores.token_logprobs or []) if scores is not None else []
+    assert told == pytest.approx(choice.logprobs.token_logprobs, abs=LOGPROB_TOLERANCE)
+
+
+def test_a_chat_that_follows_a_schema(client: openai.OpenAI, stack: CheckedStack) -> None:
+    whole = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "an object, please"}],
+        max_tokens=200,
+        seed=7,
+        n=2,
+        logprobs=True,
+        top_logprobs=1,
+        response_format={"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}},
+    )
+    for choice in whole.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content or ""), SCHEMA)
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert "".join(it.token for it in choice.logprobs.content).startswith(choice.message.content or "-")
+    with Client(stack.address) as sdk:
+        how = SamplingParams(max_tokens=200, seed=7, n=2, response_format="json_schema", grammar=json.dumps(SCHEMA))
+        same = sdk.generate(messages=[{"role": "user", "content": "an object, please"}], sampling=how)
+    assert [choice.text for choice in same.choices] == [choice.message.content for choice in whole.choices]
+
+
+def test_a_schema_that_cannot_be_followed_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "x"}],
+            response_format={"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "objec"}}},
+        )
+    assert caught.value.param == "grammar"

@@ -5,10 +5,13 @@ Each way of giving blocks up, in every step, at each place in a block, and in a 
 
 import asyncio
 import dataclasses
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from moonpool.client import AsyncClient, GenerateResult, SamplingParams
@@ -19,6 +22,8 @@ from tests.integration.stack import CheckedStack
 
 POOL = 26
 ANSWER = 3 * BLOCK + 5
+FORMATTED: dict[str, list[list[list[int]]]] = {}
+"""Structured answers of the way that came first."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,13 @@ class Served:
     async def _all(self, asked: list[tuple[list[int], SamplingParams]]) -> list[GenerateResult]:
         async with AsyncClient(self.stack.address) as client:
             return await asyncio.gather(*(client.generate(token_ids=prompt, sampling=how) for prompt, how in asked))
+
+    def ask(
+        self, prompts: list[list[int]], hows: list[SamplingParams]
+    ) -> list[tuple[list[int], SamplingParams, GenerateResult]]:
+        """The answers to prompts, all at once."""
+        asked = list(zip(prompts, hows, strict=True))
+        return [(*pair, result) for pair, result in zip(asked, asyncio.run(self._all(asked)), strict=True)]
 
     def check(self, prompts: list[list[int]], answer: int) -> None:
         """Greedy and sampled answers to the prompts, all at once, are the reference's."""
@@ -99,3 +111,61 @@ def test_in_company_and_too_many(served: Served) -> None:
     swaps = served.stack.gauge("decode-", "swaps")
     assert (swaps > 0) == (served.way == "swap")
     assert (served.stack.gauge("decode-", "loaded_blocks") > loaded) == (served.way == "store")
+
+
+def test_all_that_sampling_looks_at_is_kept(served: Served) -> None:
+    """Penalties' counts, seeds, bans and log probabilities, of one answer and of several, preempted in every step."""
+    prompts = [tokens(3 + BLOCK * number, f"{served.way} looks {number}") for number in range(2)]
+    several = SamplingParams(max_tokens=BLOCK + 2, seed=5, n=2, ignore_eos=True, logprobs=3, frequency_penalty=0.8)
+    alone = SamplingParams(
+        max_tokens=BLOCK + 2, seed=6, ignore_eos=True, logprobs=0, presence_penalty=1.2, repetition_penalty=1.7,
+        temperature=0.9, top_p=0.9, top_k=40, min_p=0.01, logit_bias={9: 2.0}, min_tokens=5, stop_token_ids=[10],
+    )  # fmt: skip
+    for prompt, how, result in served.ask(prompts, [several, alone]):
+        for index, choice in enumerate(result.choices):
+            assert choice.token_ids == served.reference.drawn(prompt, choice.token_ids, how, index)
+            assert [it.token_id for it in choice.logprobs] == choice.token_ids
+            served.reference.assert_logprobs(prompt, choice.logprobs, how.logprobs or 0)
+
+
+def test_log_probabilities_of_a_prompt(served: Served) -> None:
+    """A prompt that is cached is computed all the same, in several chunks; its KV is then there for others."""
+    prompt, how = tokens(5 * BLOCK + 3, f"{served.way} scored"), SamplingParams(max_tokens=3, temperature=0.0)
+    [(_, _, plain)] = served.ask([prompt], [how])
+    assert not plain.prompt_logprobs
+    [(_, _, scored)] = served.ask([prompt], [dataclasses.replace(how, prompt_logprobs=2, n=2)])
+    assert scored.usage.cached_tokens == 0
+    assert scored.prompt_logprobs[0] is None
+    found = [it for it in scored.prompt_logprobs if it is not None]
+    assert [it.token_id for it in found] == prompt[1:]
+    served.reference.assert_logprobs(prompt[:1], found, 2)
+    assert [choice.token_ids for choice in scored.choices] == [plain.token_ids] * 2
+    [(_, _, again)] = served.ask([prompt], [how])
+    assert (again.token_ids, again.usage.cached_tokens) == (plain.token_ids, 5 * BLOCK)
+
+
+def test_answers_of_a_format(served: Served) -> None:
+    """The parsers behind structured answers come back with their sequences: each way gives the same ones, all valid."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "ok": {"type": "boolean"},
+            "kind": {"enum": ["x", "yy"]},
+            "n": {"type": "integer", "maximum": 99},
+        },
+        "required": ["ok", "kind", "n"],
+        "additionalProperties": False,
+    }
+    text = json.dumps(schema)
+    drawn = SamplingParams(max_tokens=150, seed=3, n=2, response_format="json_schema", grammar=text)
+    greedy = dataclasses.replace(drawn, temperature=0.0, n=1, logprobs=1)
+    pattern = SamplingParams(max_tokens=20, seed=4, response_format="regex", grammar="(ab|ba){2,4}")
+    results = [result for *_, result in served.ask([tokens(40, "format")] * 3, [drawn, greedy, pattern])]
+    for result in results[:2]:
+        for choice in result.choices:
+            assert choice.finish_reason == "stop"
+            jsonschema.validate(json.loads(choice.text), schema)
+    assert re.fullmatch("(ab|ba){2,4}", results[2].text)
+    served.reference.assert_logprobs(tokens(40, "format"), results[1].logprobs, 1)
+    answers = [[choice.token_ids for choice in result.choices] for result in results]
+    assert FORMATTED.setdefault("answers", answers) == answers

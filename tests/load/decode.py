@@ -17,6 +17,7 @@ from moonpool.cli.load.frame import Outcome, Send
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.kv.frames import Slice
 from moonpool.kv.layout import KVLayout
+from moonpool.logprobs import Logprobs
 from moonpool.rpc.channels import Channels
 from moonpool.streams.transfer_client import TransferSender
 from moonpool.v1 import decode_pb2, kv_pb2
@@ -70,6 +71,7 @@ class Tokens:
         token_ids: Sequence[int],
         reason: kv_pb2.FinishReason.ValueType,
         score: float | None,
+        logprobs: Logprobs | None,
     ) -> bool:
         """New ones."""
         self._news.put_nowait((len(token_ids), bool(reason)))

@@ -32,10 +32,13 @@ EVERY_FIELD_SET = SamplingParams(
     logit_bias={3: -1.0},
     logprobs=1,
     n=2,
-    response_format="json",
+    response_format="json_schema",
+    grammar="{}",
     beam_width=4,
     length_penalty=0.5,
     early_stopping="never",
+    bad_words=("x", "y z"),
+    prompt_logprobs=0,
     skip_special_tokens=False,
 )
 
@@ -135,8 +138,13 @@ def test_borders() -> None:
         ("beam_width", 17),
         ("length_penalty", 0.5),
         ("early_stopping", True),
-        ("logprobs", 0),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("prompt_logprobs", 21),
+        ("bad_words", [""]),
+        ("bad_words", ["a"] * 257),
         ("response_format", "json"),
+        ("grammar", "{}"),
     ],
 )
 def test_names_what_is_wrong(name: str, value: object) -> None:
@@ -160,6 +168,8 @@ def test_names_what_is_wrong(name: str, value: object) -> None:
         ("seed", 0),
         ("logit_bias", {0: 1.0}),
         ("n", 5),
+        ("logprobs", 1),
+        ("bad_words", ["a"]),
     ],
 )
 def test_what_beams_cannot_have_is_named(name: str, value: object) -> None:

@@ -68,6 +68,7 @@ class Ask:
         choices: sequences that run together, answers or beams; several begin again when the request is placed anew.
         beams: they are beams: tokens come when all are known, and what is placed anew begins again.
         tenant: whose it is; `weight` is its share, relative to others'.
+        scored: the prompt's log probabilities are wanted: prefill computes all of it.
         resumed: it is not new; only requests of one answer are resumed.
         priority: among the tenant's own; lower ones go first.
     """
@@ -83,6 +84,7 @@ class Ask:
     choices: int = 1
     beams: bool = False
     tenant: str = ""
+    scored: bool = False
     resumed: Resumed | None = None
     priority: int = 0
     weight: float = 1.0

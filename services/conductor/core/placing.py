@@ -82,7 +82,7 @@ class Placing:
         """Plans a request and begins an attempt, or lets it wait, or refuses it."""
         self._book.memberless.pop(request.ask.number, None)
         ask = request.ask
-        at_decode = not request.attempts and ask.choices == 1 and not ask.beams
+        at_decode = not request.attempts and ask.choices == 1 and not ask.beams and not ask.scored
         plan, able = self._considered(now, request, at_decode=at_decode)
         if (
             isinstance(plan, Plan)

@@ -6,7 +6,7 @@ from moonpool.core.fair import FairQueue, Place, Shares, rank
 from moonpool.core.kernel import Cancel, Outstanding
 from moonpool.cost import Speeds, SpeedTracker
 from moonpool.kv.keys import BlockKey
-from moonpool.sched.block_manager import BlockManager
+from moonpool.sched.block_manager import BlockManager, Owner
 from services.prefill.core.actions import Action, Miss
 from services.prefill.core.events import Arrive, Copy, Source
 from services.prefill.core.outgoing import Outgoing
@@ -84,6 +84,9 @@ class Job:
     place: Place
     expected_tokens: int
     """Leading tokens that are expected not to be computed; for predictions, until the job starts."""
+    owner: Owner
+    reuse: bool = True
+    """False = nothing of it may be cached or loaded."""
     next_source: int = 0
     first_step_at: float | None = None
     token_at: float | None = None
@@ -114,11 +117,14 @@ class Job:
         outgoing = None
         if event.held_blocks is not None:
             outgoing = Outgoing.of(settings.layers, settings.blocks_for(event.num_tokens), event.held_blocks)
-        believed = max((source.blocks for source in event.sources), default=0)
+        sources = event.sources if event.reuse else ()
+        believed = max((source.blocks for source in sources), default=0)
         reusable = (event.num_tokens - 1) // settings.block_tokens
         expected = min(believed, reusable) * settings.block_tokens
         place = Place(event.tenant, rank(now, event.priority), event.job, event.weight)
-        return cls(event.job, event.num_tokens, event.keys, event.sources, event.copies, outgoing, now, place, expected)
+        given = event.job, event.num_tokens, event.keys, sources, event.copies
+        owner = Owner(event.tenant, event.transient)
+        return cls(*given, outgoing, now, place, expected, owner, event.reuse)
 
     @property
     def finished(self) -> bool:
@@ -266,14 +272,14 @@ class State:
 
     def reusable_blocks(self, job: Job) -> int:
         """Leading blocks that may be cached or loaded: full ones, without the last token, whose logits are wanted."""
-        return (job.num_tokens - 1) // self.settings.block_tokens
+        return (job.num_tokens - 1) // self.settings.block_tokens if job.reuse else 0
 
     def advance(self, job: Job, end: int) -> None:
         """Tokens up to `end` are in the pool: the blocks they fill get their identity."""
         size = self.settings.block_tokens
         assert job.table is not None
         for index in range(job.computed // size, end // size):
-            self.manager.register(job.table.blocks[index], job.keys[index])
+            self.manager.register(job.table.blocks[index], job.keys[index], job.owner)
         job.computed = end
         job.scheduled = max(job.scheduled, end)
 

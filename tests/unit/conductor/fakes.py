@@ -15,6 +15,8 @@ from moonpool.kv.keys import tokens_from_bytes
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 
+from .scores import made_up, prompt_scores, scores
+
 BLOCK_TOKENS = 16
 WAIT_S = 10.0
 
@@ -105,6 +107,7 @@ class ScriptedPrefill(FakeMember):
     first_token: int | None = None
     cached_tokens: int = 0
     misses: list[prefill_pb2.StoreMiss] = field(default_factory=list)  # told with every first token
+    silent: bool = False  # about log probabilities
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
@@ -115,10 +118,15 @@ class ScriptedPrefill(FakeMember):
             await _meet(self.before)
             length = len(tokens_from_bytes(request.sequence.token_ids))
             token = next_token(length) if self.first_token is None else self.first_token
-            sampling = sampling_from_proto(request.sequence.sampling)
+            sampling, wanted = sampling_from_proto(request.sequence.sampling), request.sequence.sampling
+            if self.silent:
+                wanted = kv_pb2.Sampling()
+            further = [choice_token(length, choice) for choice in range(1, sampling.width)]
             first = prefill_pb2.FirstToken(
                 token_id=token,
-                further_token_ids=[choice_token(length, choice) for choice in range(1, sampling.width)],
+                further_token_ids=further,
+                logprobs=scores(wanted, [token, *further]),
+                prompt_logprobs=prompt_scores(wanted, tokens_from_bytes(request.sequence.token_ids)),
                 log_probabilities=[-1.0 - choice for choice in range(sampling.beam_width)],
                 local_tokens=self.cached_tokens,
                 computed_tokens=length - self.cached_tokens,
@@ -219,6 +227,8 @@ class ScriptedDecode(FakeMember):
                 for choice, token in enumerate(start.further_token_ids, 1):
                     assert token == choice_token(len(tokens), choice)
                 spec = self.reserved[start.request_id].sequence
+                if spec.sampling.HasField("logprobs") and not start.further_token_ids:
+                    assert start.logprobs == made_up([start.first_token_id])
                 if spec.sampling.beam_width:
                     outgoing.put_nowait(self._hypotheses(spec, start))
                 else:
@@ -293,6 +303,8 @@ class ScriptedDecode(FakeMember):
             message = decode_pb2.SequenceTokens(
                 request_id=sequence_id, position=position, token_ids=[tokens[-1]], finish_reason=reason
             )
+            if spec.sampling.HasField("logprobs"):
+                message.logprobs.CopyFrom(made_up(tokens[-1:]))
             if reason:
                 del self.reserved[sequence_id]
             outgoing.put_nowait(decode_pb2.StepsResponse(tokens=[message]))
@@ -343,6 +355,8 @@ class ScriptedDecode(FakeMember):
                     token_ids=[choice_token(spec.prompt_tokens + position, choice)],
                     finish_reason=kv_pb2.FINISH_REASON_LENGTH if last else kv_pb2.FINISH_REASON_UNSPECIFIED,
                 )
+                if spec.sampling.HasField("logprobs"):
+                    new.logprobs.CopyFrom(made_up(new.token_ids))
                 outgoing.put_nowait(decode_pb2.StepsResponse(tokens=[new]))
 
 

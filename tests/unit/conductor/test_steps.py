@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from moonpool.errors import MoonpoolError, StreamBroken
+from moonpool.logprobs import Logprobs
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import kv_pb2
 from services.conductor.steps import StepsPool, StepsStream
@@ -23,6 +24,7 @@ class Reopener:
         token_ids: Sequence[int],
         reason: kv_pb2.FinishReason.ValueType,
         score: float | None,
+        logprobs: Logprobs | None,
     ) -> bool:
         raise AssertionError("there are none")
 

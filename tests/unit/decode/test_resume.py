@@ -8,6 +8,7 @@ import pytest
 
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, tokens_digest
+from moonpool.logprobs import Logprobs
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.subscriber import Subscriber
 from services.decode.token_log import Transcript
@@ -204,3 +205,19 @@ async def test_several_answers_end_with_their_conductor_and_take_no_secret() -> 
         await another.until(lambda: "a" in another.failed)
         assert "no such sequence" in another.failed["a"]
         assert (len(it.service.core.orphans), len(it.service.core.orphans.logs)) == (0, 0)
+
+
+async def test_log_probabilities_come_from_the_position_on_as_far_as_they_are_known() -> None:
+    """Those of an earlier placement were told by another instance: here the sequence is not known then."""
+    root, running = BlockKey(ROOT), kv_pb2.FINISH_REASON_UNSPECIFIED
+    said, found = array("i", [10, 11, 12, 13]), Logprobs(array("f", [-1.0, -2.0, -4.0]), array("I", [1, 2, 3]))
+    transcript = Transcript("a", 1, SECRET, root, said, running, "", found, 1)
+    subscriber = Subscriber(kv_pb2.Instance(id="conductor"))
+    transcript.tell(subscriber, 2)
+    message = await subscriber.next()
+    assert message is not None
+    assert [(list(it.token_ids), list(it.logprobs.logprobs)) for it in message.tokens] == [([12, 13], [-2.0, -4.0])]
+    asked = decode_pb2.ResumeSequence(request_id="a", generation=1, secret=SECRET)
+    for position, known in ((0, False), (1, True), (4, True)):
+        asked.from_position, asked.digest = position, tokens_digest(ROOT, said[:position])
+        assert transcript.matches(asked) == known

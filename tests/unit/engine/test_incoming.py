@@ -40,6 +40,9 @@ def test_unpacks() -> None:
     assert (list(request.keys), request.chain_root) == (KEYS, ROOT)
     assert request.parents() == [ROOT, KEYS[0]]
     assert (request.sampling.prompt_tokens, request.sampling.end_token_ids) == (30, frozenset({1}))
+    most = spec()
+    most.bad_tokens.extend([kv_pb2.TokenRun(token_ids=[2, 3])] * (VOCABULARY - 2))
+    assert unpacked(most).sampling.bad_tokens == ((2, 3),) * (VOCABULARY - 2)
 
 
 WRONG: list[tuple[str, Callable[[kv_pb2.SequenceSpec], object]]] = [
@@ -59,6 +62,12 @@ WRONG: list[tuple[str, Callable[[kv_pb2.SequenceSpec], object]]] = [
     ("end_token_ids", lambda s: s.end_token_ids.append(VOCABULARY)),
     ("end_token_ids", lambda s: s.end_token_ids.extend([1] * VOCABULARY)),
     ("sampling.max_tokens", lambda s: setattr(s.sampling, "max_tokens", 0)),
+    ("sampling.logprobs", lambda s: setattr(s.sampling, "logprobs", 21)),
+    ("sampling.response_format", lambda s: setattr(s.sampling, "response_format", "xml")),
+    ("bad_tokens", lambda s: s.bad_tokens.add()),
+    ("bad_tokens", lambda s: s.bad_tokens.add(token_ids=[VOCABULARY])),
+    ("bad_tokens", lambda s: s.bad_tokens.add(token_ids=[1] * 300)),
+    ("bad_tokens", lambda s: s.bad_tokens.extend([kv_pb2.TokenRun(token_ids=[2])] * (VOCABULARY - 1))),
 ]
 
 
@@ -75,6 +84,9 @@ HUGE = 1 << 20
 HOSTILE: list[tuple[str, Callable[[kv_pb2.SequenceSpec], object]]] = [
     ("token_ids", lambda s: setattr(s, "token_ids", bytes(4 * HUGE))),
     ("end_token_ids", lambda s: s.end_token_ids.extend(range(HUGE))),
+    ("bad_tokens", lambda s: s.bad_tokens.extend([kv_pb2.TokenRun()] * HUGE)),
+    ("sampling.bad_words", lambda s: s.sampling.bad_words.extend([""] * HUGE)),
+    ("sampling.grammar", lambda s: s.sampling.MergeFrom(kv_pb2.Sampling(response_format="regex", grammar="a" * HUGE))),
     ("sampling.stop", lambda s: s.sampling.stop.extend([""] * HUGE)),
     ("sampling.stop_token_ids", lambda s: s.sampling.stop_token_ids.extend(range(HUGE))),
     ("sampling.logit_bias", lambda s: s.sampling.logit_bias.update(dict.fromkeys(range(HUGE // 8), 1.0))),

@@ -132,7 +132,7 @@ async def test_conversation(gateway: Answers) -> None:
         ({"input": "x", "store": True}, "store"),
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text"),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "max_output_tokens": 1.5}, "max_output_tokens"),

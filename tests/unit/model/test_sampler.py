@@ -1,4 +1,7 @@
-"""The sampler: greedy, each parameter, the counter-based draw, and that rows are independent."""
+"""The sampler: greedy, each parameter, the counter-based draw, log probabilities, and that rows are independent.
+
+Distributions, and the rule by which a number becomes a token, are in test_draw.py.
+"""
 
 import math
 from array import array
@@ -12,7 +15,8 @@ from torch import Tensor
 
 from moonpool.errors import Internal
 from moonpool.model import sample
-from moonpool.model.sampler import most_likely, uniform
+from moonpool.model.likely import logprobs, most_likely
+from moonpool.model.sampler import uniform
 from moonpool.sampling import SampleSpec, SamplingParams
 
 
@@ -33,19 +37,19 @@ LOGITS = torch.tensor([0.0, 3.0, 1.0, 3.0, -1.0])
 
 
 def one(logits: Tensor, how: SampleSpec) -> int:
-    [[token]] = sample(logits.clone()[None], [how])
+    [[token]], _ = sample(logits.clone()[None], [how])
     return token
 
 
 def drawn(logits: Tensor, how: SampleSpec, count: int = 400) -> Counter[int]:
     specs = [replace(how, position=position) for position in range(count)]
-    return Counter(token for [token] in sample(logits.repeat(count, 1), specs))
+    return Counter(token for [token] in sample(logits.repeat(count, 1), specs)[0])
 
 
 def test_greedy_is_the_lowest_of_equals() -> None:
     assert one(LOGITS, spec()) == 1
-    assert sample(torch.zeros(2, 7), [spec(), spec(temperature=1e-9)]) == [[0], [0]]
-    assert sample(torch.empty(0, 7), []) == []
+    assert sample(torch.zeros(2, 7), [spec(), spec(temperature=1e-9)])[0] == [[0], [0]]
+    assert sample(torch.empty(0, 7), []) == ([], {})
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -102,37 +106,23 @@ def test_top_k_top_p_min_p() -> None:
     assert set(drawn(torch.zeros(4), spec(1.0, top_k=2))) == {0, 1}
 
 
-def test_large_vocabulary_equals_a_full_sort() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(64, 500, generator=generator).bfloat16().float()  # many equal values
-    cases: list[dict[str, Any]] = [
-        {"top_k": 7},
-        {"top_p": 0.3},
-        {"top_p": 0.95},
-        {"top_k": 50, "top_p": 0.9},
-        {"top_p": 0.8, "min_p": 0.2},
-    ]
-    specs = [spec(temperature=1.5, position=row, **cases[row % len(cases)]) for row in range(64)]
-    assert sample(logits.clone(), specs, candidates=60) == sample(logits.clone(), specs, candidates=500)
-
-
 def test_rows_are_independent() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(6, 50, generator=generator)
     specs = [spec(), spec(1.0), spec(temperature=1.0, top_k=5), spec(banned=(0,)), spec(), spec(min_p=0.5)]
     specs = [replace(how, position=row) for row, how in enumerate(specs)]
-    together = sample(logits.clone(), specs)
+    together, _ = sample(logits.clone(), specs)
     assert together == [[one(logits[row], how)] for row, how in enumerate(specs)]
     order = [3, 1, 5, 0, 4, 2]
-    assert sample(logits[order].clone(), [specs[row] for row in order]) == [together[row] for row in order]
+    assert sample(logits[order].clone(), [specs[row] for row in order])[0] == [together[row] for row in order]
 
 
 @pytest.mark.parametrize("how", [{"temperature": 1.0}, {"temperature": 0.8, "top_k": 50, "top_p": 0.9}, {}])
 def test_each_of_several_samples_is_that_of_its_seed(how: dict[str, Any]) -> None:
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(5))
-    [together] = sample(logits.clone(), [replace(spec(**how), seed=2**64 - 2, samples=5)])
+    [together], _ = sample(logits.clone(), [replace(spec(**how), seed=2**64 - 2, samples=5)])
     seeds = [2**64 - 2, 2**64 - 1, 0, 1, 2]
-    alone = [sample(logits.clone(), [replace(spec(**how), seed=seed)]) for seed in seeds]
+    alone = [sample(logits.clone(), [replace(spec(**how), seed=seed)])[0] for seed in seeds]
     assert alone == [[[token]] for token in together]
     assert len(set(together)) == (1 if not how else 5)
 
@@ -153,3 +143,32 @@ def test_what_is_banned_is_not_among_the_most_likely_and_makes_no_other_likelier
 def test_the_most_likely_of_what_is_not_finite_are_none(bad: float) -> None:
     with pytest.raises(Internal, match="not finite"):
         most_likely(torch.tensor([0.0, bad]), SampleSpec(best=1))
+
+
+def test_log_probabilities_are_those_before_everything_else() -> None:
+    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(3))
+    plain = torch.log_softmax(logits, dim=-1)
+    hot = spec(0.5, logprobs=3, logit_bias={7: 50.0}, top_k=1)
+    tokens, told = sample(logits.clone(), [hot, spec(1.0), replace(spec(1.0, logprobs=0), samples=2)])
+    assert tokens[0] == [7]
+    assert sorted(told) == [0, 2]
+    [row] = told[0].of(tokens[0])
+    assert row.logprob == pytest.approx(float(plain[0, 7]), abs=1e-5)
+    assert row.rank == 1 + int((logits[0] > logits[0, 7]).sum())
+    assert [token for token, _ in row.top] == logits[0].topk(3).indices.tolist()
+    assert [value for _, value in row.top] == pytest.approx(plain[0].topk(3).values.tolist(), abs=1e-5)
+    both = list(told[2].of(tokens[2]))
+    assert [it.logprob for it in both] == pytest.approx([float(plain[2, token]) for token in tokens[2]], abs=1e-5)
+    assert [it.top for it in both] == [(), ()]
+
+
+@pytest.mark.parametrize("vocabulary", [5, 127, 4096, 5001])
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_the_likely_tokens_are_those_of_a_stable_sort(vocabulary: int, count: int) -> None:
+    logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(vocabulary)).round(decimals=1)
+    ordered = torch.log_softmax(logits, -1).sort(dim=-1, descending=True, stable=True)
+    for row, found in enumerate(logprobs(logits, [[0], [1, 2], [3], [4]], count)):
+        size = [1, 2, 1, 1][row]
+        assert found.top_token_ids.tolist() == ordered.indices[row, :count].tolist() * size
+        assert found.top_logprobs.tolist() == pytest.approx(ordered.values[row, :count].tolist() * size, abs=1e-5)
+        assert found.consistent

@@ -293,3 +293,17 @@ def test_stages_share_the_queue_and_cached_prompts_cost_little() -> None:
     single.settle()
     single.arrive(2 * BT)
     assert single.core.drain_seconds() == pytest.approx(prefill_seconds(single.core.state.tracker.speeds, BT, BT))
+
+
+def test_a_prompt_that_may_not_reuse_anything_is_computed_whole_and_cached_for_others() -> None:
+    it = world()
+    it.arrive(40)
+    assert run(it) == [[(1, 0, 32)], [(1, 32, 40)]]
+    it.arrive(40, sources=(events.Source("store", 2),), reuse=False)
+    assert not loads(it)
+    assert run(it) == [[(2, 0, 32)], [(2, 32, 40)]]
+    token = it.clients[2].token
+    assert token is not None
+    assert (token.cached_tokens, token.loaded_tokens, token.computed_tokens) == (0, 0, 40)
+    it.arrive(40)
+    assert run(it) == [[(3, 32, 40)]]

@@ -109,11 +109,12 @@ class World:
         tenant: str = "",
         priority: int = 0,
         weight: float = 1.0,
+        reuse: bool = True,
     ) -> Client:
         number = len(self.clients) + 1
         chain = keys(family, num_tokens)
         whose = tenant, priority, weight
-        client = Client(events.Arrive(number, num_tokens, chain, held, sources, copies, *whose))
+        client = Client(events.Arrive(number, num_tokens, chain, held, sources, copies, *whose, reuse))
         self.clients[number] = client
         self.post(client.arrive)
         return client

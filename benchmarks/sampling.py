@@ -1,0 +1,178 @@
+"""What choosing a token costs: each parameter beside greedy, and the masks of structured answers within a step.
+
+`python -m benchmarks.sampling [--json]`. Steps are those of one stage in this process, of the shape `small` in bfloat16
+with random weights, batch 8, a context of 256 tokens each; the tokenizer is made up (`moonpool model create`). All
+sequences of a structured step follow the same JSON schema and begin it anew when they have ended; plain ones sample
+from the same contexts. Both draw at temperature 1, and alternate.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.frame import Absent, Progress, Row, paired, run
+from moonpool.checkpoint import Tokenizer, kv_layout, load_config
+from moonpool.engine.gates import Gates
+from moonpool.engine.masks import Masks
+from moonpool.engine.messages import StepDone
+from moonpool.engine.pipeline import NoLinks
+from moonpool.engine.step import StageRunner
+from moonpool.kv.pool import KVPool
+from moonpool.model import sample
+from moonpool.model.create import create
+from moonpool.model.load import load_stage
+from moonpool.sampling import SampleSpec, SamplingParams
+from moonpool.sched.sampling import SequenceSampling
+from moonpool.sched.steps import LayerDone, SequenceStep, Step
+from moonpool.v1 import kv_pb2
+
+VOCABULARIES = (49_152, 151_936)
+BATCH, CONTEXT, BLOCK_TOKENS = 8, 256, 64
+WANTED = 1 / 1.05
+"""A step with masks takes at most 5 % longer."""
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "kind": {"enum": ["person", "place", "thing"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 5},
+        "size": {
+            "type": "object",
+            "properties": {"x": {"type": "number"}, "y": {"type": "integer"}},
+            "required": ["x"],
+        },
+    },
+    "required": ["name", "kind", "tags", "size"],
+    "additionalProperties": False,
+}
+PLAIN = SampleSpec(SamplingParams())
+FEATURES = {
+    "temperature 0.8": SamplingParams(temperature=0.8),
+    "temperature 0.8, top-p 0.95": SamplingParams(temperature=0.8, top_p=0.95),
+    "temperature 0.8, top-k 50": SamplingParams(temperature=0.8, top_k=50),
+    "penalties": SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1),
+    "20 log probabilities": SamplingParams(temperature=0.0, logprobs=20),
+}
+
+
+class Stage:
+    """One stage of a made-up model, and sequences that it generates for."""
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        create("small", folder, overrides={"vocab_size": vocabulary})
+        config = load_config(folder)
+        self._blocks = -(-(CONTEXT + 1) // BLOCK_TOKENS)
+        self._pool = KVPool.create(
+            kv_layout(config, "bfloat16", BLOCK_TOKENS), BATCH * self._blocks, [(0, config.num_layers)]
+        )
+        self._ends = config.eos_token_ids
+        self._masks = Masks(lambda: Tokenizer.load(folder), vocabulary, self._ends)
+        model = load_stage(folder, config, torch.bfloat16, 0, config.num_layers)
+        self._events: list[LayerDone | StepDone] = []
+        [part] = self._pool.parts
+        self._runner = StageRunner(0, model, part, NoLinks(), Gates(), self._events.append, 1.0, self._masks)
+        self._numbers = itertools.count(1)
+        structured = SamplingParams(max_tokens=10_000, response_format="json_schema", grammar=json.dumps(SCHEMA))
+        self._sampling = [SequenceSampling.of(replace(structured, seed=row), 1, self._ends) for row in range(BATCH)]
+        self._answers = [array("i", [3]) for _ in range(BATCH)]
+
+    def seconds(self, *, structured: bool) -> float:
+        """Time of one step."""
+        pairs = zip(self._sampling, self._answers, strict=True)
+        specs = [it.at(answer) if structured else PLAIN for it, answer in pairs]
+        step = Step(next(self._numbers), tuple(map(self._sequence, range(BATCH), specs)))
+        begin = time.perf_counter()
+        self._runner.run(step)
+        took = time.perf_counter() - begin
+        done = self._events.pop()
+        self._events.clear()
+        assert isinstance(done, StepDone)
+        if structured:
+            for row, token in enumerate(done.sampled):
+                self._grow(row, token or 0)
+        return took
+
+    def _sequence(self, row: int, spec: SampleSpec) -> SequenceStep:
+        table = tuple(range(row * self._blocks, (row + 1) * self._blocks))
+        return SequenceStep(array("i", [row + 3]).tobytes(), CONTEXT, table, spec)
+
+    def _grow(self, row: int, token: int) -> None:
+        self._answers[row].append(token)
+        if self._sampling[row].finish(self._answers[row], 10_000) != kv_pb2.FINISH_REASON_UNSPECIFIED:
+            del self._answers[row][1:]
+
+    def close(self) -> None:
+        """Ends the thread and gives the memory back."""
+        self._masks.close()
+        self._pool.close()
+
+
+@contextmanager
+def stage(vocabulary: int) -> Iterator[Stage]:
+    """A stage of a model with this vocabulary."""
+    with tempfile.TemporaryDirectory() as folder, closing(Stage(Path(folder) / "model", vocabulary)) as made:
+        yield made
+
+
+def mask_row(vocabulary: int, runs: int, steps: int) -> Row:
+    """A step with masks beside one without."""
+    pairs = []
+    with stage(vocabulary) as made:
+        for _ in range(steps):  # parsers learn, torch settles
+            made.seconds(structured=True)
+            made.seconds(structured=False)
+        for _ in range(runs):
+            both = [(made.seconds(structured=True), made.seconds(structured=False)) for _ in range(steps)]
+            pairs.append((1e3 * statistics.median(a for a, _ in both), 1e3 * statistics.median(b for _, b in both)))
+    name = f"step with masks, vocabulary {vocabulary}, batch {BATCH}"
+    return paired(name, "ms", pairs, "the step without", less_is_better=True, target=WANTED)
+
+
+def feature_rows(vocabulary: int, runs: int) -> Iterator[Row]:
+    """Choosing a token for each of eight rows, beside the highest logit."""
+    logits = torch.randn(BATCH, vocabulary, generator=torch.Generator().manual_seed(0)) * 3
+    history = array("i", range(5, 5 + 2 * CONTEXT)).tobytes()
+    for name, params in FEATURES.items():
+        spec = SampleSpec(params, seed=1, history=history if params.penalised else None, prompt_tokens=CONTEXT)
+        pairs = [(_choosing(logits, spec), _choosing(logits, SampleSpec())) for _ in range(runs)]
+        yield paired(f"{name}, vocabulary {vocabulary}", "us per row", pairs, "greedy", less_is_better=True)
+
+
+def _choosing(logits: torch.Tensor, spec: SampleSpec, times: int = 5) -> float:
+    """Microseconds per row, the least of some times; the logits are copied before."""
+
+    def once(copied: torch.Tensor) -> float:
+        begin = time.perf_counter()
+        sample(copied, [spec] * len(copied))
+        return time.perf_counter() - begin
+
+    return 1e6 / len(logits) * min(once(logits.clone()) for _ in range(times))
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
+    """All rows."""
+    rows: list[Row | Absent] = []
+    for vocabulary in VOCABULARIES:
+        for row in (mask_row(vocabulary, options.runs, options.steps), *feature_rows(vocabulary, options.runs)):
+            rows.append(row)
+            progress(f"{row.name}: {row.value:.2f} {row.unit}, ratio {row.ratio:.3f}")
+    return rows
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this benchmark."""
+    parser.add_argument("--steps", type=int, default=60, help="steps of each kind per run")
+
+
+if __name__ == "__main__":
+    run("sampling", measure, flags=flags)

@@ -1,0 +1,87 @@
+"""The last stage's end of a step: which tokens its sequences get, and log probabilities."""
+
+from collections.abc import Container, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moonpool.logprobs import Logprobs
+from moonpool.model.batch import PackedBatch
+from moonpool.model.likely import logprobs, most_likely
+from moonpool.model.sampler import sample
+from moonpool.model.stage import StageModel
+from moonpool.sampling import SampleSpec
+from moonpool.sched.steps import Scored, Several, Step
+
+SCORED_ROWS = 64
+"""Rows of logits that are held at once for the log probabilities of known tokens: a row of 152k tokens has 0.6 MB."""
+
+
+@dataclass(slots=True)
+class Found:
+    """As the fields of `StepResult`."""
+
+    sampled: list[int | None] = field(default_factory=list)
+    several: dict[int, Several] = field(default_factory=dict)
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    scores: dict[int, Logprobs] = field(default_factory=dict)
+
+
+@torch.inference_mode()
+def choose(
+    model: StageModel,
+    step: Step,
+    hidden: Tensor,
+    batch: PackedBatch,
+    dropped: Container[int],
+    masks: Mapping[int, Future[bytes]],
+) -> Found:
+    """Everything that is wanted of the `hidden` states [T, hidden] after the last layer, but of dropped sequences.
+
+    `masks`: which tokens may follow, by index of the sequence, where not all may.
+    """
+    found = Found([None] * len(step.sequences))
+    live = [(index, sequence) for index, sequence in enumerate(step.sequences) if index not in dropped]
+    wanted = [(index, sequence.sample) for index, sequence in live if sequence.sample is not None]
+    if wanted:
+        logits = model.logits(hidden[batch.last_rows[[index for index, _ in wanted]]])
+        _sample(logits, wanted, masks, found)
+    for index, sequence in live:
+        if sequence.scored is not None:
+            last = int(batch.last_rows[index])
+            first = last + 1 - len(sequence.token_ids) // 4
+            found.scores[index] = _scores(model, hidden[first : last + 1], sequence.scored)
+    return found
+
+
+def _sample(
+    logits: Tensor, wanted: Sequence[tuple[int, SampleSpec]], masks: Mapping[int, Future[bytes]], found: Found
+) -> None:
+    """Each row's tokens; for beams the most likely ones, which are not drawn."""
+    drawn = [(row, index, spec) for row, (index, spec) in enumerate(wanted) if not spec.best]
+    for row, (index, spec) in enumerate(wanted):
+        if spec.best:
+            tokens, scores = most_likely(logits[row], spec)
+            found.sampled[index], found.several[index] = tokens[0], Several(tuple(tokens), tuple(scores))
+    rows = logits if len(drawn) == len(wanted) else logits[[row for row, _, _ in drawn]]
+    allowed = {at: masks[index].result() for at, (_, index, _) in enumerate(drawn) if index in masks}
+    chosen, told = sample(rows, [spec for _, _, spec in drawn], allowed)
+    for at, (_, index, spec) in enumerate(drawn):
+        found.sampled[index] = chosen[at][0]
+        if spec.samples > 1:
+            found.several[index] = Several(tuple(chosen[at]))
+        if at in told:
+            found.logprobs[index] = told[at]
+
+
+def _scores(model: StageModel, hidden: Tensor, scored: Scored) -> Logprobs:
+    """Log probabilities of the tokens after the leading rows of `hidden`."""
+    tokens, found = torch.frombuffer(bytearray(scored.token_ids), dtype=torch.int32).tolist(), Logprobs()
+    for begin in range(0, len(tokens), SCORED_ROWS):
+        part = tokens[begin : begin + SCORED_ROWS]
+        logits = model.logits(hidden[begin : begin + len(part)])
+        for its in logprobs(logits, [[token] for token in part], scored.top):
+            found.extend(its)
+    return found

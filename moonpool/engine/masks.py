@@ -1,0 +1,119 @@
+"""Which tokens may follow in answers of a given format: worked out on a thread of its own while the step computes.
+
+What may follow depends on the tokens before it, which are known when a step begins. So the masks are there when the
+step has its logits, and nothing waits for them that was not busy itself. The first request with a format waits for the
+tokenizer, which takes up to a second and 150 MB with 152k tokens: who asks for no format pays neither.
+
+A mask is a function of the grammar and the answer so far. Parsers that stand behind an answer are kept only to save
+time: one that is missing is made anew from the answer, so nothing is lost with a preempted or moved sequence.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import TypeVar
+
+from llguidance import LLMatcher, LLTokenizer
+
+from moonpool.checkpoint import Tokenizer
+from moonpool.grammar import LIMITS, Grammar
+from moonpool.kv.keys import tokens_from_bytes
+from moonpool.sampling import SampleSpec
+from moonpool.sched.steps import Step
+from moonpool.telemetry.logs import get_logger
+
+MAX_GRAMMARS = 64
+MAX_PARSERS = 512
+TOKEN_BYTES = 4
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+log = get_logger(__name__)
+
+
+class Masks:
+    """Makes bit masks: bit i (from the lowest bit of the first byte on) says whether token i may follow.
+
+    Args:
+        load: gives the tokenizer; called on the thread.
+        vocab_size: tokens of the model.
+        end_token_ids: of the model.
+    """
+
+    def __init__(self, load: Callable[[], Tokenizer], vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
+        self._load = load
+        self._vocab_size = vocab_size
+        self._ends = end_token_ids
+        self._thread = ThreadPoolExecutor(1, "masks")
+        self._grammars: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._parsers: OrderedDict[tuple[Grammar, bytes], LLMatcher] = OrderedDict()
+
+    def begin(self, step: Step) -> dict[int, Future[bytes]]:
+        """Begins the masks of a step's sequences that sample with a format, by index."""
+        return {
+            index: self._thread.submit(self._mask, grammar, sequence.sample)
+            for index, sequence in enumerate(step.sequences)
+            if sequence.sample is not None and (grammar := Grammar.of(sequence.sample.params)) is not None
+        }
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    # --- on the thread ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        tokenizer = self._load()
+        size = max(self._vocab_size, tokenizer.vocab_size)
+        return LLTokenizer(tokenizer.definition(), n_vocab=size, eos_token=list(self._ends) or None)
+
+    def _mask(self, grammar: Grammar, spec: SampleSpec) -> bytes:
+        """What may follow; where a grammar cannot be followed any more, the end alone."""
+        try:
+            parser = self._parser(grammar, spec.answer)
+            mask = parser.compute_bitmask()
+            if not parser.is_error() and any(mask):
+                _keep(self._parsers, (grammar, spec.answer), parser, MAX_PARSERS)
+                return mask
+            why = parser.get_error()
+        except Exception as error:  # of the library, or the checkpoint has no tokenizer: other sequences go on
+            why = repr(error)
+        log.warning("an answer ends where its grammar cannot be followed", format=grammar.format, reason=why[:200])
+        return self._ending()
+
+    def _parser(self, grammar: Grammar, answer: bytes) -> LLMatcher:
+        """The parser behind an answer, at best the one that stood before its last token."""
+        known = self._parsers.pop((grammar, answer), None)
+        if known is not None:
+            return known
+        before = self._parsers.pop((grammar, answer[:-TOKEN_BYTES]), None) if answer else None
+        new = answer if before is None else answer[-TOKEN_BYTES:]
+        parser = self._compiled(grammar).deep_copy() if before is None else before
+        if new:
+            parser.consume_tokens(tokens_from_bytes(new).tolist())
+        return parser
+
+    def _compiled(self, grammar: Grammar) -> LLMatcher:
+        found = self._grammars.pop(grammar, None)
+        if found is None:
+            found = LLMatcher(self._tokenizer, grammar.compiled(), log_level=0, limits=LIMITS)
+        _keep(self._grammars, grammar, found, MAX_GRAMMARS)
+        return found
+
+    def _ending(self) -> bytes:
+        mask = bytearray(-(-self._vocab_size // 8))
+        for token in self._ends:
+            mask[token // 8] |= 1 << token % 8
+        return bytes(mask)
+
+
+def _keep(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+    """As the newest of at most `most`."""
+    kept[key] = value
+    while len(kept) > most:
+        kept.popitem(last=False)

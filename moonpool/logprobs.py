@@ -1,0 +1,74 @@
+"""Log probabilities of tokens, as they travel from the sampler to clients.
+
+They are those of the model's own distribution: before temperature, penalties, bias, bans and masks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+MAX_LOGPROBS = 20
+"""Most likely tokens that are told beside each token, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One token's."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 = it is the most likely one; equals share the better rank."""
+    top: tuple[tuple[int, float], ...]
+    """The most likely tokens at its position with their log probabilities, the best first, equals by token."""
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Those of consecutive tokens, in columns."""
+
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """Of each token."""
+    ranks: array[int] = field(default_factory=lambda: array("I"))
+    """As `TokenLogprobs.rank`."""
+    top_token_ids: array[int] = field(default_factory=lambda: array("i"))
+    """The most likely tokens at each position, the same number everywhere, one position after the other."""
+    top_logprobs: array[float] = field(default_factory=lambda: array("f"))
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self.logprobs)
+
+    @property
+    def top(self) -> int:
+        """Most likely tokens per position."""
+        return len(self.top_token_ids) // len(self) if len(self) else 0
+
+    @property
+    def consistent(self) -> bool:
+        """Whether the columns fit each other."""
+        tops = len(self.top_token_ids)
+        return len(self.ranks) == len(self) and len(self.top_logprobs) == tops == self.top * len(self)
+
+    def extend(self, more: Logprobs) -> None:
+        """Appends those of the following tokens, with as many likely ones per position."""
+        self.logprobs += more.logprobs
+        self.ranks += more.ranks
+        self.top_token_ids += more.top_token_ids
+        self.top_logprobs += more.top_logprobs
+
+    def part(self, begin: int, end: int | None = None) -> Logprobs:
+        """Those of the tokens [begin, end); end None = to the last."""
+        of, tops = slice(begin, end), self.top
+        wide = slice(begin * tops, None if end is None else end * tops)
+        return Logprobs(self.logprobs[of], self.ranks[of], self.top_token_ids[wide], self.top_logprobs[wide])
+
+    def of(self, token_ids: Sequence[int]) -> Iterator[TokenLogprobs]:
+        """Row by row; `token_ids` are the tokens."""
+        top = self.top
+        for at, (token, logprob, rank) in enumerate(zip(token_ids, self.logprobs, self.ranks, strict=True)):
+            likely = slice(at * top, (at + 1) * top)
+            pairs = zip(self.top_token_ids[likely], self.top_logprobs[likely], strict=True)
+            yield TokenLogprobs(token, logprob, rank, tuple(pairs))

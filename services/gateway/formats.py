@@ -1,0 +1,97 @@
+"""What an answer is to look like, from OpenAI's and vLLM's fields to the two that the SDK has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from moonpool.errors import InvalidRequest
+
+Format = tuple[str, str]
+"""`response_format` and `grammar` of `SamplingParams`."""
+
+_ANY: Format = ("", "")
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+"""vLLM's kinds: members of `structured_outputs`, and with "guided_" before them its older fields."""
+
+
+def wanted_format(
+    response_format: Mapping[str, Any] | None, structured: Mapping[str, Any] | None, guided: Mapping[str, Any]
+) -> Format:
+    """The one format that is asked for, if any.
+
+    Args:
+        response_format: OpenAI's field.
+        structured: vLLM's `structured_outputs`.
+        guided: vLLM's older fields, by kind.
+
+    Raises:
+        InvalidRequest: names what is wrong, or that there are two.
+    """
+    found = [("response_format", _openai(response_format))] if response_format is not None else []
+    found += _vllm("structured_outputs.", structured or {})
+    found += _vllm("guided_", guided)
+    asked = [(name, it) for name, it in found if it != _ANY]
+    if len(asked) > 1:
+        raise InvalidRequest(asked[1][0], f"does not go with {asked[0][0]}: an answer has one format")
+    return asked[0][1] if asked else _ANY
+
+
+def responses_format(field: Mapping[str, Any]) -> Format:
+    """The format of a response: `text.format`, where a schema lies beside its type.
+
+    Raises:
+        InvalidRequest: names what is wrong.
+    """
+    return _typed("text.format", field, "schema", field)
+
+
+def _openai(field: Mapping[str, Any]) -> Format:
+    return _typed("response_format", field, "json_schema.schema", field.get("json_schema"))
+
+
+def _typed(name: str, field: Mapping[str, Any], place: str, holder: object) -> Format:
+    """`holder` has the schema, which errors name by its `place` in the field of that `name`."""
+    kind = field.get("type")
+    if kind == "text":
+        return _ANY
+    if kind == "json_object":
+        return "json_object", ""
+    if kind != "json_schema":
+        raise InvalidRequest(f"{name}.type", f"must be text, json_object or json_schema, not {kind!r}")
+    if not isinstance(holder, Mapping) or not isinstance(holder.get("schema"), Mapping):
+        raise InvalidRequest(f"{name}.{place}", "must be a JSON schema")
+    return "json_schema", _text(holder["schema"])
+
+
+def _vllm(prefix: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Format]]:
+    for kind in _KINDS:
+        value = given.get(kind)
+        if value is not None:
+            yield prefix + kind, _of_kind(prefix + kind, kind, value)
+
+
+def _of_kind(name: str, kind: str, value: Any) -> Format:
+    match kind, value:
+        case "json_object", bool():
+            return ("json_object", "") if value else _ANY
+        case "json", str():
+            return "json_schema", value
+        case "json", Mapping():
+            return "json_schema", _text(value)
+        case "regex", str() if value:
+            return "regex", value
+        case "grammar", str() if value:
+            return "lark", value
+        case "choice", [*texts] if texts and all(isinstance(it, str) and it for it in texts):
+            return "lark", _choice(texts)
+    raise InvalidRequest(name, "has a wrong type, or is empty")
+
+
+def _choice(texts: Sequence[str]) -> str:
+    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+
+
+def _text(schema: Mapping[str, Any]) -> str:
+    return json.dumps(schema, ensure_ascii=False, allow_nan=False)

@@ -1,0 +1,78 @@
+"""Log probabilities through a conductor: each token's with it and once, also where the request is placed anew."""
+
+import pytest
+
+from moonpool.client import SamplingParams
+from moonpool.cluster.speeds import speeds_to_proto
+from moonpool.cost import Speeds
+from moonpool.errors import Unavailable
+from moonpool.kv.keys import block_keys, chain_root
+
+from .fakes import BLOCK_TOKENS, decode, expected, prefill, store
+from .stack import stack
+
+PROMPT = list(range(30, 70))
+
+
+@pytest.mark.parametrize("failing", [1, 3])
+@pytest.mark.parametrize("answers", [1, 2])
+async def test_each_token_has_its_own_whatever_fails(answers: int, failing: int) -> None:
+    p, d, other = prefill(), decode(fail_at=[failing]), decode(1)
+    async with stack(p, d, other) as s:
+        stream = s.client.stream(token_ids=PROMPT, sampling=SamplingParams(max_tokens=6, n=answers, logprobs=0))
+        events = [event async for event in stream]
+        result = stream.result
+        assert result is not None
+        for choice in result.choices:
+            assert [it.token_id for it in choice.logprobs] == choice.token_ids
+            assert [it.logprob for it in choice.logprobs] == pytest.approx([-it / 10 for it in choice.token_ids])
+        assert result.token_ids == expected(len(PROMPT), 6)
+        assert all(tuple(it.token_id for it in event.logprobs) == event.token_ids for event in events)
+        assert len(result.placements) == 2
+        await s.rest()
+
+
+async def test_those_of_a_prompt_come_once_and_what_is_cached_of_it_is_not_looked_for() -> None:
+    p, d, other, k = prefill(), decode(fail_at=[2]), decode(1), store()
+    p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
+    async with stack(p, d, other, k) as s:
+        index = s.servicer.core.picture.index
+        k.store(list(block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)))
+        await s.until(lambda: index.held("kvstore-0") == 2)
+        how = SamplingParams(max_tokens=4, prompt_logprobs=1)
+        result = await s.client.generate(token_ids=PROMPT, sampling=how)
+        assert result.prompt_logprobs[0] is None
+        found = [it for it in result.prompt_logprobs if it is not None]
+        assert [it.token_id for it in found] == PROMPT[1:]
+        assert [it.logprob for it in found] == pytest.approx([-it / 10 for it in PROMPT[1:]])
+        assert result.token_ids == expected(len(PROMPT), 4)
+        first, again = p.requests
+        assert (first.sequence.sampling.prompt_logprobs, first.HasField("source")) == (1, False)
+        assert not again.sequence.sampling.HasField("prompt_logprobs"), "placed anew, they are known"
+        assert again.HasField("source")
+        assert {request.resume_secret for request in d.requests + other.requests} == {b""}, "it cannot be resumed"
+        await s.rest()
+
+
+async def test_members_that_do_not_tell_what_is_wanted_are_not_believed() -> None:
+    p, d = prefill(), decode()
+    async with stack(p, d, retries=0) as s:
+        p.silent = True
+        with pytest.raises(Unavailable, match="the log probabilities are not those of 1 tokens"):
+            await s.client.generate(token_ids=PROMPT, sampling=SamplingParams(max_tokens=3, logprobs=1))
+        with pytest.raises(Unavailable, match="0 log probabilities came for a prompt of 40 tokens"):
+            await s.client.generate(token_ids=PROMPT, sampling=SamplingParams(max_tokens=3, prompt_logprobs=1))
+
+
+async def test_bad_words_reach_the_engines_as_tokens_with_and_without_a_space_before_them() -> None:
+    p, d = prefill(), decode()
+    async with stack(p, d) as s:
+        how = SamplingParams(max_tokens=2, bad_words=["return", "x y"])
+        await s.client.generate(token_ids=PROMPT, sampling=how)
+        encode = s.checkpoint.tokenizer.encode
+        runs = [list(run.token_ids) for run in p.requests[0].sequence.bad_tokens]
+        assert runs == [list(run.token_ids) for run in d.requests[0].sequence.bad_tokens]
+        assert encode("return", False) in runs
+        assert encode(" return", False) in runs
+        assert encode("x y", False) in runs
+        await s.rest()

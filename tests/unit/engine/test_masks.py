@@ -1,0 +1,135 @@
+"""Masks of structured answers: what is chosen by them validates, wherever the parsers behind them come from."""
+
+import json
+import re
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+
+import moonpool.bundled
+from moonpool.checkpoint import Tokenizer, load_config
+from moonpool.engine.masks import MAX_PARSERS, Masks
+from moonpool.model import sample
+from moonpool.sampling import SampleSpec, SamplingParams
+from moonpool.sched.sampling import SequenceSampling
+from moonpool.sched.steps import SequenceStep, Step
+from moonpool.v1 import kv_pb2
+from tests.unit.engine.schemas import SCHEMAS, record
+
+FOLDER = Path(moonpool.bundled.__file__).parent / "tiny"
+CONFIG = load_config(FOLDER)
+TOKENIZER = Tokenizer.load(FOLDER)
+END = CONFIG.eos_token_ids[0]
+PROMPT = array("i", [5, 6, 7])
+LONGEST = 700
+FORMATS = jsonschema.FormatChecker(("date", "ipv4", "uuid"))
+"""Those that mean the same to both libraries: a leap second is a time to one of them."""
+ANYTHING = torch.randn(16, CONFIG.vocab_size, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def masks() -> Iterator[Masks]:
+    made = Masks(lambda: TOKENIZER, CONFIG.vocab_size, CONFIG.eos_token_ids)
+    yield made
+    made.close()
+
+
+def begun(masks: Masks, *specs: SampleSpec) -> dict[int, bytes]:
+    step = Step(1, tuple(SequenceStep(b"", 0, (), spec) for spec in specs))
+    return {index: mask.result() for index, mask in masks.begin(step).items()}
+
+
+def allowed(mask: bytes) -> set[int]:
+    return {token for token in range(CONFIG.vocab_size) if mask[token // 8] >> token % 8 & 1}
+
+
+def generate(masks: Masks, params: SamplingParams, longest: int = LONGEST) -> list[int]:
+    """An answer by logits that know nothing, but for the end, which they like."""
+    sampling, tokens = SequenceSampling.of(params, len(PROMPT), CONFIG.eos_token_ids), array("i", PROMPT)
+    while sampling.finish(tokens, longest) == kv_pb2.FINISH_REASON_UNSPECIFIED:
+        spec = sampling.at(tokens)
+        logits = ANYTHING[len(tokens) % 16][None].clone()
+        logits[0, END] += 4
+        [[token]], _ = sample(logits, [spec], begun(masks, spec))
+        tokens.append(token)
+    return tokens[len(PROMPT) :].tolist()
+
+
+def schema(text: object, seed: int = 0) -> SamplingParams:
+    return SamplingParams(max_tokens=600, seed=seed, response_format="json_schema", grammar=json.dumps(text))
+
+
+def answer(tokens: list[int]) -> str:
+    assert tokens[-1] == END, "it has come to its own end"
+    return TOKENIZER.decode(tokens[:-1])
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_answers_validate(masks: Masks, name: str) -> None:
+    for seed in range(2):
+        text = answer(generate(masks, schema(SCHEMAS[name], seed)))
+        jsonschema.validate(json.loads(text), SCHEMAS[name], format_checker=FORMATS)
+
+
+def test_an_object_an_expression_and_a_grammar(masks: Masks) -> None:
+    tokens = generate(masks, SamplingParams(max_tokens=600, seed=1, response_format="json_object"), longest=1000)
+    assert isinstance(json.loads(answer(tokens)), dict)
+    pattern = r"(yes|no), [0-9]{2,4} times?"
+    text = answer(generate(masks, SamplingParams(seed=2, response_format="regex", grammar=pattern)))
+    assert re.fullmatch(pattern, text)
+    grammar = 'start: sum\nsum: number ("+" number)+\nnumber: /[0-9]{1,3}/\n'
+    text = answer(generate(masks, SamplingParams(max_tokens=400, seed=3, response_format="lark", grammar=grammar)))
+    assert re.fullmatch(r"[0-9]{1,3}(\+[0-9]{1,3})+", text)
+
+
+def test_an_answer_goes_on_anywhere_as_where_it_began(masks: Masks) -> None:
+    """A mask is a function of the answer: parsers that are not at hand are made anew."""
+    params = schema(record(a={"type": "integer"}, b={"type": "boolean"}))
+    whole = generate(masks, params)
+    sampling = SequenceSampling.of(params, len(PROMPT), CONFIG.eos_token_ids)
+    elsewhere = Masks(lambda: TOKENIZER, CONFIG.vocab_size, CONFIG.eos_token_ids)
+    for length in (0, 3, 2, len(whole) - 1, 1, 1, 2):
+        spec = sampling.at(PROMPT + array("i", whole[:length]))
+        assert begun(elsewhere, spec) == begun(masks, spec)
+        assert whole[length] in allowed(begun(elsewhere, spec)[0])
+    elsewhere.close()
+
+
+def test_samples_with_a_common_beginning_do_not_disturb_each_other(masks: Masks) -> None:
+    params = schema({"enum": ["aa", "ab", "b"]})
+    sampling = SequenceSampling.of(params, len(PROMPT), CONFIG.eos_token_ids)
+    quote, a, b = (TOKENIZER.encode(text, add_special=False)[0] for text in ('"', "a", "b"))
+    same = [sampling.at(PROMPT + array("i", its)) for its in ([quote], [quote])]
+    first, second = begun(masks, *same).values()
+    assert first == second
+    apart = [sampling.at(PROMPT + array("i", its)) for its in ([quote, a], [quote, b])]
+    after_a, after_b = (allowed(mask) for mask in begun(masks, *apart).values())
+    assert {a, b} <= after_a
+    assert not {a, b} & after_b
+
+
+def test_more_answers_than_parsers_are_kept(masks: Masks) -> None:
+    params = SamplingParams(response_format="regex", grammar="[ab]{1,12}")
+    sampling = SequenceSampling.of(params, len(PROMPT), CONFIG.eos_token_ids)
+    a, b = (TOKENIZER.encode(text, add_special=False)[0] for text in "ab")
+    for number in range(MAX_PARSERS + 2):
+        tokens = array("i", [a if number >> bit & 1 else b for bit in range(10)])
+        assert {a, b, END} <= allowed(begun(masks, sampling.at(PROMPT + tokens))[0])
+
+
+def test_what_cannot_be_followed_ends(masks: Masks) -> None:
+    """An engine meets only what a conductor has checked; if not, the answer ends, and nobody else is concerned."""
+    broken = SequenceSampling.of(
+        SamplingParams(response_format="regex", grammar="(["), len(PROMPT), CONFIG.eos_token_ids
+    )
+    fine = SequenceSampling.of(SamplingParams(response_format="regex", grammar="x"), len(PROMPT), CONFIG.eos_token_ids)
+    found = begun(masks, broken.at(PROMPT), SampleSpec(), fine.at(PROMPT))
+    assert sorted(found) == [0, 2]
+    assert allowed(found[0]) == {END}
+    assert END not in allowed(found[2])
+    strange = SequenceSampling.of(SamplingParams(response_format="regex", grammar="x"), 1, CONFIG.eos_token_ids)
+    assert allowed(begun(masks, strange.at(PROMPT))[0]) == {END}, "the answer so far does not fit"

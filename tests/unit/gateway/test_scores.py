@@ -1,0 +1,117 @@
+"""Log probabilities over HTTP: OpenAI's forms for chats and plain completions, vLLM's for prompts."""
+
+import json
+from typing import Any
+
+import pytest
+
+from moonpool.client.testing import FakeConductor, answer
+from moonpool.v1 import conductor_pb2 as pb
+from moonpool.v1 import kv_pb2
+
+from .fakes import TURNS, answering, tokenizer
+
+TOKENS = [5, 6]
+TOP = 2
+
+
+def scored(first: int, count: int) -> kv_pb2.Logprobs:
+    """Of `count` tokens: -1 and its place, rank 2, and two likelier ones."""
+    return kv_pb2.Logprobs(
+        logprobs=[-1.0 - place for place in range(first, first + count)],
+        ranks=[3] * count,
+        top_token_ids=[7, 8] * count,
+        top_logprobs=[-0.25, -0.5] * count,
+    )
+
+
+def conductor(*, top: bool = True, prompt: bool = False) -> FakeConductor:
+    def script(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+        messages = answer(TOKENS, request_id="r")
+        for message in messages:
+            if message.HasField("delta"):
+                found = scored(message.delta.position, 1)
+                if not top:
+                    del found.top_token_ids[:]
+                    del found.top_logprobs[:]
+                message.delta.logprobs.CopyFrom(found)
+        told = pb.PromptLogprobs(token_ids=[3, 4, 7], logprobs=scored(0, 2))
+        return [messages[0], *([pb.GenerateResponse(prompt_logprobs=told)] if prompt else []), *messages[1:]]
+
+    return FakeConductor(script)
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    pieces = text.split("\n\n")
+    return [json.loads(piece.removeprefix("data: ")) for piece in pieces[:-2]]
+
+
+async def test_chat() -> None:
+    async with answering(conductor()) as gateway:
+        [choice] = (await gateway.chat(logprobs=True, top_logprobs=TOP)).json()["choices"]
+        assert gateway.asked.sampling.logprobs == TOP
+        first, second = choice["logprobs"]["content"]
+        assert (first["logprob"], second["logprob"]) == (-1.0, -2.0)
+        assert first["bytes"] == list(first["token"].encode())
+        assert [it["logprob"] for it in first["top_logprobs"]] == [-0.25, -0.5]
+        assert first["token"] == tokenizer().decode([5], skip_special=False)
+
+
+async def test_a_stream_tells_them_with_the_text_of_their_tokens() -> None:
+    async with answering(conductor()) as gateway:
+        found = events((await gateway.chat(logprobs=True, stream=True)).text)
+        told = [it["choices"][0] for it in found if it["choices"][0]["logprobs"]]
+        assert [it["delta"]["content"] for it in told] == ["5 ", "6 "]
+        assert [[one["logprob"] for one in it["logprobs"]["content"]] for it in told] == [[-1.0], [-2.0]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_plain_completion(stream: bool) -> None:
+    async with answering(conductor()) as gateway:
+        answered = await gateway.plain(prompt="x", logprobs=TOP, stream=stream)
+        bodies = events(answered.text) if stream else [answered.json()]
+        found = [its for body in bodies if (its := body["choices"][0]["logprobs"])]
+        tokens = [token for its in found for token in its["tokens"]]
+        assert [value for its in found for value in its["token_logprobs"]] == [-1.0, -2.0]
+        assert [offset for its in found for offset in its["text_offset"]] == [0, len(tokens[0])]
+        assert found[0]["top_logprobs"][0][tokens[0]] == -1.0
+        assert len(found[0]["top_logprobs"][0]) == TOP + 1
+
+
+async def test_without_likely_tokens() -> None:
+    async with answering(conductor(top=False)) as gateway:
+        [choice] = (await gateway.plain(prompt="x", logprobs=0)).json()["choices"]
+        assert gateway.asked.sampling.HasField("logprobs")
+        assert choice["logprobs"]["top_logprobs"] == [{}, {}]
+
+
+@pytest.mark.parametrize("path", ["chat", "plain"])
+async def test_of_a_prompt(path: str) -> None:
+    async with answering(conductor(prompt=True)) as gateway:
+        ask = gateway.chat(prompt_logprobs=TOP) if path == "chat" else gateway.plain(prompt="x", prompt_logprobs=TOP)
+        body = (await ask).json()
+        assert gateway.asked.sampling.prompt_logprobs == TOP
+        found = body["prompt_logprobs"] if path == "chat" else body["choices"][0]["prompt_logprobs"]
+        assert found[0] is None
+        assert list(found[1]) == ["7", "8", "4"]
+        assert (found[1]["4"]["logprob"], found[1]["4"]["rank"]) == (-1.0, 3)
+        assert (found[2]["7"]["logprob"], found[2]["7"]["rank"]) == (-0.25, 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("chat", {"logprobs": 1}, "logprobs"),
+        ("chat", {"top_logprobs": 2}, "top_logprobs"),
+        ("chat", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ("plain", {"logprobs": True}, "logprobs"),
+        ("plain", {"prompt_logprobs": 1, "prompt": ["a", "b"]}, "prompt_logprobs"),
+    ],
+)
+async def test_what_is_refused(path: str, body: dict[str, Any], param: str) -> None:
+    async with answering(conductor()) as gateway:
+        asked = {"prompt": "x", **body} if path == "plain" else {"messages": TURNS, **body}
+        answered = await (gateway.plain(**asked) if path == "plain" else gateway.chat(**asked))
+        assert answered.status_code == 400
+        assert answered.json()["error"]["param"].startswith(param)
+        assert gateway.fake.requests == []

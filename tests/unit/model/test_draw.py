@@ -1,0 +1,145 @@
+"""The rule by which a number becomes a token, against a plain sort, and distributions over 100,000 draws each."""
+
+import math
+from array import array
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moonpool.model import sample
+from moonpool.model.draw import draw
+from moonpool.sampling import SampleSpec, SamplingParams
+
+DRAWS = 100_000
+PER_POSITION = 10_000
+LOGITS = torch.randn(40, generator=torch.Generator().manual_seed(11)) * 1.5
+HISTORY = [3, 5, 5, 5, 8, 13, 21, 21]
+PROMPT = 4
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.6},
+    "hot": {"temperature": 2.0},
+    "top_k": {"top_k": 7},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.15},
+    "top_k and top_p": {"top_k": 12, "top_p": 0.8},
+    "all three": {"top_k": 20, "top_p": 0.95, "min_p": 0.05, "temperature": 1.3},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": 0.7},
+    "repetition_penalty": {"repetition_penalty": 1.8},
+    "all penalties": {"presence_penalty": -0.5, "frequency_penalty": 0.9, "repetition_penalty": 0.7},
+    "logit_bias": {"logit_bias": {0: 2.0, 17: -3.0, 39: 1.0}},
+}
+
+
+def weights_of(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The kept weights by a stable sort of everything: the rule as it is written down."""
+    heated = logits / params.temperature
+    weights = (heated - heated.amax()).exp()
+    ordered = weights.sort(descending=True, stable=True)
+    kept = ordered.indices[: params.top_k or None]
+    values = weights[kept].double()
+    before = values.cumsum(0) - values
+    kept = kept[(before < params.top_p * values.sum()) & (weights[kept] >= params.min_p)]
+    return torch.zeros_like(weights).index_copy(0, kept, weights[kept])
+
+
+def plain_draw(logits: Tensor, params: SamplingParams, number: float) -> int:
+    sums = weights_of(logits, params).double().cumsum(0)
+    return int(torch.searchsorted(sums, min(number * sums[-1], torch.nextafter(sums[-1], -sums[-1])), right=True))
+
+
+def penalised(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Bias and penalties token by token, as vLLM documents them."""
+    changed = logits.tolist()
+    for token, bias in params.logit_bias.items():
+        changed[token] += bias
+    for token in set(HISTORY):
+        value = changed[token]
+        changed[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+    for token, count in Counter(HISTORY[PROMPT:]).items():
+        changed[token] -= params.presence_penalty + params.frequency_penalty * count
+    return torch.tensor(changed)
+
+
+def chi_square(counts: Counter[int], probabilities: list[float]) -> tuple[float, float]:
+    """The statistic, and its bound at four standard deviations (Wilson and Hilferty's approximation)."""
+    total = sum(counts.values())
+    possible = [token for token, share in enumerate(probabilities) if share * total >= 1]
+    value = sum((counts[it] - probabilities[it] * total) ** 2 / (probabilities[it] * total) for it in possible)
+    freedom = len(possible) - 1
+    scale = 2 / (9 * freedom)
+    return value, freedom * (1 - scale + 4 * math.sqrt(scale)) ** 3
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_draws_follow_the_distribution(feature: str) -> None:
+    params = SamplingParams(**FEATURES[feature])
+    history = array("i", HISTORY).tobytes() if params.penalised else None
+    spec = SampleSpec(params, 4711, samples=PER_POSITION, history=history, prompt_tokens=PROMPT)
+    counts: Counter[int] = Counter()
+    for position in range(DRAWS // PER_POSITION):
+        [tokens], _ = sample(LOGITS.clone()[None], [replace(spec, position=position)])
+        counts.update(tokens)
+    weights = weights_of(penalised(LOGITS, params), params).double()
+    probabilities = (weights / weights.sum()).tolist()
+    assert not [token for token in counts if not probabilities[token]]
+    value, bound = chi_square(counts, probabilities)
+    print(f"{feature}: chi-square {value:.1f}, bound {bound:.1f}, {len(counts)} tokens")
+    assert value < bound
+
+
+def test_the_chi_square_test_can_fail() -> None:
+    weights = weights_of(LOGITS, SamplingParams())
+    [tokens], _ = sample(LOGITS.clone()[None], [SampleSpec(SamplingParams(temperature=1.05), 1, samples=PER_POSITION)])
+    value, bound = chi_square(Counter(tokens), (weights / weights.sum()).tolist())
+    assert value > bound
+
+
+MIXED = [
+    SamplingParams(),
+    SamplingParams(top_k=7),
+    SamplingParams(top_k=400, temperature=1.5),
+    SamplingParams(top_p=0.3),
+    SamplingParams(top_p=0.95, temperature=1.5),
+    SamplingParams(top_p=0.9999),
+    SamplingParams(top_p=1e-6),
+    SamplingParams(top_k=50, top_p=0.9),
+    SamplingParams(top_p=0.8, min_p=0.2),
+    SamplingParams(min_p=1.0),
+    SamplingParams(top_k=1),
+]
+
+
+@pytest.mark.parametrize("vocabulary", [3, 128, 500, 5000])
+@pytest.mark.parametrize("shape", ["many equal values", "flat", "peaked", "with bans"])
+def test_it_is_the_rule_as_a_full_sort_follows_it(vocabulary: int, shape: str) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(len(MIXED), vocabulary, generator=generator)
+    if shape == "many equal values":
+        logits = logits.bfloat16().float().round(decimals=1)
+    elif shape == "flat":
+        logits.zero_()
+    elif shape == "peaked":
+        logits *= 12
+    else:
+        logits[:, ::3] = -torch.inf
+        logits[:, 1] = 0.5
+    numbers = torch.rand(len(MIXED), 9, generator=generator, dtype=torch.float64).tolist()
+    for row in numbers:
+        row += [0.0, 1 - 2**-53]
+    found = draw(logits, MIXED, numbers)
+    for row, params in enumerate(MIXED):
+        assert found[row] == [plain_draw(logits[row], params, number) for number in numbers[row]], params
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    logits = torch.randn(len(MIXED), 777, generator=torch.Generator().manual_seed(1))
+    numbers = [[0.1 * row, 0.37] for row in range(len(MIXED))]
+    together = draw(logits, MIXED, numbers)
+    for row, params in enumerate(MIXED):
+        assert draw(logits[row : row + 1], [params], [numbers[row]]) == [together[row]]
