@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from moonpool.cli import model as model_verbs
-from moonpool.cli.bench import bench_app
+from moonpool.cli.bench import bench_app, replay
 from moonpool.errors import MoonpoolError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.add_typer(model_verbs.app, name="model")
 app.add_typer(bench_app, name="bench")
+app.command()(replay)
 
 Address = Annotated[str, typer.Option(help="The conductor, HOST:PORT.", envvar="MOONPOOL_ADDRESS")]
 Model = Annotated[
@@ -309,40 +310,6 @@ def plan(
 
     run_plan(trace, model=model, hardware=hardware, slo=slo, goodput=goodput, rate=rate, requests=requests,
              bound=bound, report=report, as_json=as_json)  # fmt: skip
-
-
-@app.command()
-def replay(
-    trace: Annotated[Path, typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE")],
-    address: Address = "127.0.0.1:50051",
-    model: Model = "",
-    requests: Annotated[int, typer.Option(min=0, help="First requests of the trace only; 0 = all.")] = 0,
-    time_scale: Annotated[float, typer.Option(help="Seconds of the trace, and of the report, in one second.")] = 1.0,
-    prompt_tokens: Annotated[int, typer.Option(min=0, help="Of each prompt at most; 0 = all.")] = 0,
-    output_tokens: Annotated[int, typer.Option(min=0, help="Of each answer at most; 0 = all.")] = 0,
-    ttft_slo_s: Annotated[float, typer.Option(min=0.0, help="TTFT limit of goodput, seconds.")] = 30.0,
-    tbt_slo_s: Annotated[float, typer.Option(min=0.0, help="TBT limit of goodput, seconds.")] = 0.1,
-    simulate: Annotated[str, typer.Option(help="Also simulate such a stack, with this profile; empty = do not.")] = "",
-    step_tokens: Annotated[int, typer.Option(min=1, help="--step-tokens of the prefill instances.")] = 512,
-    calibrate_on: Annotated[
-        int, typer.Option(min=0, help="Fit the simulation to so many first requests, compare the others.")
-    ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-) -> None:
-    """Send a trace to a running stack; report latencies and predictions as the simulator does, and beside it.
-
-    Exit status: 0 when every request was answered, 1 when not.
-    """
-    from moonpool.cli.named import chosen_model
-    from moonpool.cli.replay import run_replay
-    from simulator.cluster.config import Slo
-
-    status = run_replay(
-        trace, address, model=chosen_model(model), requests=requests, time_scale=time_scale,
-        prompt_tokens=prompt_tokens, output_tokens=output_tokens, slo=Slo(ttft_slo_s, tbt_slo_s), profile=simulate,
-        step_tokens=step_tokens, calibrate_on=calibrate_on, as_json=as_json,
-    )  # fmt: skip
-    raise typer.Exit(status)
 
 
 @app.command()
