@@ -95,6 +95,7 @@ class OpenAIForm:
         self._kind = self.kinds[stream]
         self._include_usage = include_usage
         self._head: dict[str, Any] = {}
+        self._around = b"", b""  # what is the same in each chunk, before its choice and behind it
 
     def begin(self, request_id: str, *, emulated: bool) -> None:
         self._head = {
@@ -104,6 +105,8 @@ class OpenAIForm:
             "model": self._model,
             "system_fingerprint": "emulated" if emulated else None,
         }
+        usage_member = b',"usage":null' if self._include_usage else b""
+        self._around = b"data: " + compact(self._head)[:-1] + b',"choices":[', b"]" + usage_member + b"}\n\n"
 
     def opening(self) -> Iterator[bytes]:
         return iter(())
@@ -163,8 +166,8 @@ class OpenAIForm:
         found = self._scored.pop(index, None) if scored else None
         logprobs = self.logprobs(found, index) if found else None
         filled = {"index": index, **choice, "logprobs": logprobs, "finish_reason": finish_reason}
-        chunk = {**self._head, "choices": [filled]}
-        return event({**chunk, "usage": None} if self._include_usage else chunk)
+        before, behind = self._around
+        return before + compact(filled) + behind
 
 
 class ChatForm(OpenAIForm):
