@@ -42,6 +42,15 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose budget it is: `name` is unique, `told` is what a refusal calls it."""
+
+    name: str
+    told: str
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
 class KeyFile:
     """What a file of keys says.
 
@@ -54,6 +63,13 @@ class KeyFile:
     tenants: dict[str, str]
     limits: dict[str, Limits]
     shared: dict[str, Limits]
+
+    def owners(self, key_hash: str) -> list[Owner]:
+        """Whose budgets a request with this key is on."""
+        tenant = self.tenants[key_hash]
+        own, shared = self.limits.get(key_hash), self.shared.get(tenant)
+        found = [(f"key {key_hash}", "this key", own), (f"tenant {tenant}", "this key's tenant", shared)]
+        return [Owner(name, told, limits) for name, told, limits in found if limits is not None]
 
 
 def parse_keys(text: str) -> KeyFile:
@@ -113,24 +129,28 @@ class ApiKeys:
         except (OSError, ValueError) as error:
             raise ConfigError("api_keys", f"{path}: {error}") from error
 
-    @property
-    def file(self) -> KeyFile:
-        """What the file says now; another object when it has changed."""
-        self._renew()
-        return self._file
-
     def tenant(self, key: str) -> str:
         """The tenant of a key.
 
         Raises:
-            Unauthenticated: no key was given, or there is no such key.
+            Unauthenticated: no key was given or there is no such key.
         """
+        self._renew()
         if not key:
             raise Unauthenticated("no API key was given; send it as `Authorization: Bearer KEY`")
-        tenant = self.file.tenants.get(hashed(key))
+        tenant = self._file.tenants.get(hashed(key))
         if tenant is None:
             raise Unauthenticated("this API key is not known")
         return tenant
+
+    def owners(self, key: str) -> list[Owner]:
+        """Whose budgets a request with this key is on: the key's, its tenant's, where they have some.
+
+        Raises:
+            Unauthenticated: as of `tenant`.
+        """
+        self.tenant(key)
+        return self._file.owners(hashed(key))
 
     def _renew(self) -> None:
         """Read the file again when it has changed; one that is wrong or gone leaves the keys as they were."""

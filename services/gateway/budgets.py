@@ -7,22 +7,12 @@ nothing new is let in until that is made up for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-from moonpool.rpc.keys import Limits
+from moonpool.rpc.keys import Owner
 from services.gateway.errors import BudgetSpentError
 
 MINUTE_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Whose budget it is: `name` is unique, `told` is what a refusal calls it."""
-
-    name: str
-    told: str
-    limits: Limits
 
 
 class Bucket:
@@ -96,10 +86,6 @@ class Budgets:
         for _, bucket in requests:
             bucket.take(1, now)
         return Spending([bucket for _, bucket in tokens], self._clock)
-
-    def keep(self, names: Collection[str]) -> None:
-        """Forget the budgets of all owners but these."""
-        self._buckets = {key: bucket for key, bucket in self._buckets.items() if key[0] in names}
 
     def _of(self, what: str, owners: Sequence[Owner], now: float) -> list[tuple[Owner, Bucket]]:
         limited = [(owner, getattr(owner.limits, what)) for owner in owners]

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moonpool.rpc.keys import ApiKeys
+from services.gateway.budgets import Budgets, Spending
 from services.gateway.config import GatewayConfig
 from services.gateway.fields import Body, BodyT
 from services.gateway.forms import compact
-from services.gateway.keys import BudgetedKeys, Caller
 from services.gateway.reading import JSON_TYPE, read_body
 
 MAX_IGNORED = 16
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: the tenant, and where it is counted what the request uses."""
+
+    tenant: str = ""
+    spending: Spending = field(default_factory=Spending)
+
+
 class Door:
     """Lets requests in."""
 
-    def __init__(self, config: GatewayConfig, keys: BudgetedKeys | None) -> None:
-        """`keys` are those that are known; None = none is asked for."""
+    def __init__(self, config: GatewayConfig, keys: ApiKeys | None, clock: Callable[[], float]) -> None:
+        """`keys` are those that are known, None = none is asked for; `clock` gives seconds."""
         self._config = config
         self._keys = keys
+        self._budgets = Budgets(clock)
 
     def tenant(self, request: Request) -> str:
         """Whose request it is, of one that uses nothing.
@@ -43,10 +55,13 @@ class Door:
             BudgetSpentError: the key or its tenant has used up its budget.
             InvalidRequest: names the field that is wrong.
         """
-        caller = Caller() if self._keys is None else self._keys.admit(_key(request))
+        caller = Caller() if self._keys is None else self._admit(self._keys, _key(request))
         body = await read_body(request, cls, self._config.max_body_bytes, self._config.read_timeout_s)
         body.check()
         return caller, body, _warning(body)
+
+    def _admit(self, keys: ApiKeys, key: str) -> Caller:
+        return Caller(keys.tenant(key), self._budgets.admit(keys.owners(key)))
 
 
 def _key(request: Request) -> str:

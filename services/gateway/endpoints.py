@@ -15,13 +15,13 @@ from starlette.responses import Response
 from moonpool.client import AsyncClient, ClusterState, GenerateArguments, SamplingParams
 from moonpool.client.tracing import TRACEPARENT, is_traceparent
 from moonpool.errors import NotFound, Unavailable
+from moonpool.rpc.keys import ApiKeys
 from services.gateway.answering import Answering, Job
 from services.gateway.cluster import Cluster
 from services.gateway.config import GatewayConfig
-from services.gateway.door import Door, json_response
+from services.gateway.door import Caller, Door, json_response
 from services.gateway.fields import AnsweredBody, CompletionBody, GenerationBody
 from services.gateway.forms import ChatForm, CompletionForm, Form
-from services.gateway.keys import BudgetedKeys, Caller
 from services.gateway.measuring import Meter
 from services.gateway.message_form import MessageForm
 from services.gateway.messages import MessagesBody
@@ -45,7 +45,7 @@ class Endpoints:
         config: GatewayConfig,
         client: AsyncClient,
         texts: Texts,
-        keys: BudgetedKeys | None,
+        keys: ApiKeys | None,
         meter: Meter,
         registry: CollectorRegistry,
         started_at: int,
@@ -55,7 +55,7 @@ class Endpoints:
         self._config = config
         self._client = client
         self._texts = texts
-        self._door = Door(config, keys)
+        self._door = Door(config, keys, meter.clock)
         self._registry = registry
         self._started_at = started_at
         self._cluster = Cluster(client, meter.clock)

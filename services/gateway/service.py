@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from moonpool.checkpoint import Tokenizer, model_name, resolve
 from moonpool.client import AsyncClient
+from moonpool.rpc.keys import ApiKeys
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.security import Security
 from moonpool.telemetry.gauges import Gauges, process_entries
@@ -18,7 +19,6 @@ from moonpool.telemetry.metrics import Metrics
 from services.gateway.app import make_app
 from services.gateway.config import GatewayConfig
 from services.gateway.endpoints import Endpoints
-from services.gateway.keys import BudgetedKeys
 from services.gateway.measuring import Meter
 from services.gateway.server import Server, http_serving
 from services.gateway.text import Texts
@@ -36,7 +36,7 @@ async def gateway(config: GatewayConfig, tokenizer: Tokenizer) -> AsyncIterator[
     Raises:
         ConfigError: a setting is refused.
     """
-    keys = BudgetedKeys(config.api_keys, time.monotonic) if config.api_keys is not None else None
+    keys = ApiKeys(config.api_keys) if config.api_keys is not None else None
     async with AsyncExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "tokenize"))
         client = await stack.enter_async_context(

@@ -15,12 +15,12 @@ from moonpool.bundled import model_dir
 from moonpool.checkpoint import Tokenizer
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor
+from moonpool.rpc.keys import ApiKeys
 from moonpool.telemetry.metrics import Metrics
 from moonpool.v1 import conductor_pb2 as pb
 from services.gateway.app import make_app
 from services.gateway.config import GatewayConfig
 from services.gateway.endpoints import Endpoints
-from services.gateway.keys import BudgetedKeys
 from services.gateway.measuring import Meter
 from services.gateway.text import Texts
 
@@ -48,7 +48,7 @@ def make_gateway(
 ) -> Starlette:
     """The application as the service builds it."""
     metrics = Metrics("gateway")
-    keys = BudgetedKeys(config.api_keys, time.monotonic) if config.api_keys else None
+    keys = ApiKeys(config.api_keys) if config.api_keys else None
     meter = Meter(metrics, time.monotonic)
     texts = Texts(MODEL, tokenizer, threads, config.tool_parser)
     return make_app(Endpoints(config, client, texts, keys, meter, metrics.registry, started_at=7))

@@ -10,8 +10,8 @@ import pytest
 
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
-from moonpool.rpc.keys import Limits, hashed
-from services.gateway.budgets import Bucket, Budgets, Owner
+from moonpool.rpc.keys import Limits, Owner, hashed
+from services.gateway.budgets import Bucket, Budgets
 from services.gateway.errors import BudgetSpentError
 
 from .fakes import CHAT, TURNS, answering, make_gateway, scope, settings, tokenizer
@@ -103,15 +103,6 @@ def test_a_refusal_uses_nothing() -> None:
     for _ in range(5):
         assert refused(budgets, key, tenant) == ("requests", 60.0)
     budgets.admit([key])
-
-
-def test_owners_that_are_gone_are_forgotten() -> None:
-    budgets = Budgets(Clock())
-    for name in ("ann", "bob"):
-        budgets.admit([owner(name, requests=1)])
-    budgets.keep({"bob"})
-    budgets.admit([owner("ann", requests=1)])
-    assert refused(budgets, owner("bob", requests=1))[0] == "requests"
 
 
 def line(key: str, limits: str, tenant: str) -> str:

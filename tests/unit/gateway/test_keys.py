@@ -8,7 +8,6 @@ import pytest
 from moonpool.client.testing import FakeConductor
 from moonpool.errors import ConfigError, Unauthenticated
 from moonpool.rpc.keys import ApiKeys, KeyFile, Limits, hashed, parse_keys
-from services.gateway.keys import owners_of
 
 from .fakes import answering
 
@@ -34,12 +33,12 @@ def test_budgets_in_the_file() -> None:
     x, y = hashed("x"), hashed("y")
     file = parse_keys(f"sha256:{x} rpm=60 TPM=1000 ann\nsha256:{y}\ttpm=5\tann & bob\ntenant rpm=7 ann\n{BOB}")
     assert file.tenants == {x: "ann", y: "ann & bob", hashed("bob-key"): "bob & co"}
-    assert [(owner.told, owner.limits) for owner in owners_of(file, x)] == [
+    assert [(owner.told, owner.limits) for owner in file.owners(x)] == [
         ("this key", Limits(60, 1000)),
         ("this key's tenant", Limits(7, None)),
     ]
-    assert [owner.limits for owner in owners_of(file, y)] == [Limits(None, 5)]
-    assert owners_of(file, hashed("bob-key")) == []
+    assert [owner.limits for owner in file.owners(y)] == [Limits(None, 5)]
+    assert file.owners(hashed("bob-key")) == []
 
 
 @pytest.mark.parametrize(
