@@ -8,7 +8,7 @@ MODEL  ?=
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run up down up-local down-local test-containers test test-all check lint format protos bench load clean
+.PHONY: help setup run chat up down up-local down-local test-containers test test-all check lint format protos bench load clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -22,8 +22,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m kernels.native.build || true
 	@touch $@
 
-run: $(STAMP)  ## serve the bundled model on this machine, show what happens, stop
+run: $(STAMP)  ## serve a small model on this machine (fetched once, else the bundled one), show what happens, stop
 	$(BIN)/moonpool demo $(if $(MODEL),--model $(MODEL))
+
+chat: $(STAMP)  ## chat with a small model on this machine (fetched once, 93 MB)
+	$(BIN)/moonpool chat --model $(or $(MODEL),smollm2)
 
 up:  ## a stack: containers where a docker engine answers, else as up-local; says which
 	@MODEL="$(MODEL)" MAKE="$(MAKE)" deploy/stack.sh up

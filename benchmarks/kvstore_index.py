@@ -49,7 +49,9 @@ def build(folder: Path, chains: int) -> int:
             entries = {}
             for first in range(0, rows, ROWS_PER_VALUE):
                 slots = range(first, min(first + ROWS_PER_VALUE, rows))
-                packed = [ENTRY.pack(next(keys), slot * RECORD_UNITS, RECORD_UNITS, FORMAT, TENANT) for slot in slots]
+                packed = [
+                    ENTRY.pack(next(keys), slot * RECORD_UNITS, RECORD_UNITS, FORMAT, TENANT, 0) for slot in slots
+                ]
                 entries[segment, first] = b"".join(packed)
             index.commit(IndexChange(entries=entries, segments={segment: rows * record_bytes()}))
             with segment_path(folder / "segments", segment).open("wb") as file:

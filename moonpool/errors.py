@@ -133,7 +133,7 @@ class CheckpointError(MoonpoolError):
 
 
 class UnsupportedModel(CheckpointError):
-    """A checkpoint asks for something that is not built; `field` names the setting of its config.json."""
+    """A checkpoint asks for something that is not built; `field` names the setting, key or tensor."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint folders, without torch: finding, reading and identifying them; tokenizer and chat template.
+"""Checkpoints (Hugging Face folders, GGUF files) without torch: finding, reading, identifying them; tokenizers.
 
 Nothing from a checkpoint is executed and no pickle is read.
 """
@@ -9,10 +9,10 @@ from moonpool.checkpoint.config import (
     RopeScaling,
     config_hash,
     kv_layout,
-    load_config,
     resolve_dtype,
 )
 from moonpool.checkpoint.fingerprint import weights_fingerprint
+from moonpool.checkpoint.formats import load_config
 from moonpool.checkpoint.inspect import Report, inspect_checkpoint
 from moonpool.checkpoint.resolve import model_name, resolve
 from moonpool.checkpoint.stops import StopWatcher

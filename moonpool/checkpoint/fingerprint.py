@@ -6,24 +6,23 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from moonpool.checkpoint.config import config_hash, load_config
-from moonpool.checkpoint.weights import weight_files
+from moonpool.checkpoint.config import config_hash
+from moonpool.checkpoint.formats import load_config, weight_files
 from moonpool.errors import CheckpointError
 
 
 def weights_fingerprint(path: Path | str) -> bytes:
     """Return 32 bytes that differ wherever configuration or weights differ.
 
-    Hashes every safetensors file whole (memory-mapped, on all cores), so that a fine-tuned copy with the same header
+    Hashes every file of weights whole (memory-mapped, on all cores), so that a fine-tuned copy with the same header
     never passes for the original. The same weights in other shards get another fingerprint; that costs cache misses,
     never a wrong answer.
 
     Raises:
         CheckpointError: as `load_config` and `weight_files`; or a file cannot be read.
     """
-    folder = Path(path)
-    digest = blake3(b"moonpool weights 1\0" + config_hash(load_config(folder)))
-    for file in weight_files(folder):
+    digest = blake3(b"moonpool weights 1\0" + config_hash(load_config(path)))
+    for file in weight_files(path):
         content = blake3(max_threads=blake3.AUTO)
         try:
             content.update_mmap(file)

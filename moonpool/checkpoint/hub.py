@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from moonpool.checkpoint.weights import weight_files
+from moonpool.checkpoint.weights import folder_weights
 from moonpool.errors import CheckpointError
 
 #: What is fetched from a hub repository: files of the top folder only (see `_IGNORE`).
@@ -39,7 +39,7 @@ def cached(name: str, revision: str | None) -> Path | None:
         return None
     folder = Path(config).parent
     try:
-        weight_files(folder)
+        folder_weights(folder)
     except CheckpointError:
         return None
     return folder if (folder / "tokenizer.json").exists() else None

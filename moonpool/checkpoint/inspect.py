@@ -1,6 +1,6 @@
 """What a checkpoint needs: parameters, bytes, KV per token, and how many tokens fit a given memory.
 
-Reads the configuration and the safetensors headers only.
+Reads the configuration and the headers of the files only.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from moonpool.checkpoint.config import ModelConfig, kv_layout, load_config, resolve_dtype
-from moonpool.checkpoint.weights import TensorInfo, tensor_index
+from moonpool.checkpoint.config import ModelConfig, kv_layout, resolve_dtype
+from moonpool.checkpoint.formats import load_config, tensor_index
+from moonpool.checkpoint.weights import TensorInfo
 from moonpool.errors import InvalidRequest
 
 _HEAD = "lm_head.weight"
@@ -45,11 +46,10 @@ def inspect_checkpoint(
         CheckpointError: as `load_config` and `tensor_index`.
         InvalidRequest: `memory_bytes` is negative.
     """
-    folder = Path(path)
-    config = load_config(folder)
+    config = load_config(path)
     chosen = resolve_dtype(config, dtype)
     layout = kv_layout(config, chosen, block_tokens)
-    tensors = tensor_index(folder)
+    tensors = tensor_index(path)
     parameters = _parameters(config, tensors)
     weight_bytes = parameters * layout.element_bytes
     blocks = None

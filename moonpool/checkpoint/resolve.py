@@ -1,42 +1,57 @@
-"""Finds a model: a folder, or a Hugging Face hub id."""
+"""Finds a model: a Hugging Face folder, a GGUF file, or a Hugging Face hub id."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from moonpool.checkpoint.gguf_file import SUFFIX, is_gguf
 from moonpool.errors import CheckpointError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 
 
 def model_name(model: str) -> str:
-    """The name under which a folder or hub id is served: the folder's name, the hub id's last part.
+    """The name under which a model is served: the folder's, the file's without its ending, the hub id's last part.
 
     Conductor and engines must say the same, so both ask here.
     """
-    folder = Path(model).expanduser()
-    return folder.resolve().name if folder.is_dir() else model.partition("@")[0].rpartition("/")[2]
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve().name
+    if is_gguf(path):
+        return path.name.removesuffix(SUFFIX)
+    return model.partition("@")[0].rpartition("/")[2]
 
 
 def resolve(model: str) -> Path:
-    """Return the folder of `model`: a path to a folder, or a hub id "owner/name", optionally "@revision".
+    """Return the checkpoint of `model`: a path to a folder or a GGUF file, or a hub id "owner/name[@revision]".
 
-    A hub id is looked up in the local cache first; only what is missing is fetched, from `HF_ENDPOINT`, unless
-    `HF_HUB_OFFLINE` forbids it.
+    A folder without `config.json` that holds one GGUF file stands for that file. A hub id is looked up in the local
+    cache first; only what is missing is fetched, from `HF_ENDPOINT`, unless `HF_HUB_OFFLINE` forbids it.
 
     Raises:
-        CheckpointError: there is no such folder or model, or it cannot be fetched.
+        CheckpointError: there is no such folder, file or model, or it cannot be fetched.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder.resolve()
-    if folder.exists():
-        raise CheckpointError(f"{model}: a model is a folder, this is a file")
-    if not _HUB_ID.fullmatch(model):
-        raise CheckpointError(f"{model}: no such folder")
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _in_folder(path.resolve())
+    if path.exists():
+        if not is_gguf(path):
+            raise CheckpointError(f"{model}: a model is a folder or a {SUFFIX} file, this is another file")
+        return path.absolute()  # a cache's link has the ending, what it leads to has not
+    if is_gguf(path) or not _HUB_ID.fullmatch(model):
+        raise CheckpointError(f"{model}: no such folder and no such {SUFFIX} file")
     name, _, revision = model.partition("@")
     # Only here: huggingface_hub takes half a second to import, and every service and engine process imports this.
     from moonpool.checkpoint import hub
 
     return hub.cached(name, revision or None) or hub.fetch(name, revision or None)
+
+
+def _in_folder(folder: Path) -> Path:
+    """Return the folder, or its GGUF file where that is all it has."""
+    files = [] if (folder / "config.json").exists() else sorted(folder.glob(f"*{SUFFIX}"))
+    if len(files) > 1:
+        raise CheckpointError(f"{folder}: has {len(files)} {SUFFIX} files; name one, for example {files[0].name}")
+    return files[0] if files else folder

@@ -1,4 +1,4 @@
-"""Text to tokens and back: `tokenizer.json`, and incremental detokenising."""
+"""Text to tokens and back, and incremental detokenising."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import tokenizers
 
 from moonpool.checkpoint.chat import ChatTemplate
-from moonpool.checkpoint.fields import read_json
-from moonpool.errors import CheckpointError, InvalidRequest
+from moonpool.checkpoint.folder import folder_tokenizer
+from moonpool.checkpoint.gguf_file import is_gguf
+from moonpool.checkpoint.gguf_tokenizer import gguf_tokenizer
+from moonpool.errors import InvalidRequest
 
 _REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes, so at most 3 tokens wait for its end; more is text that will never be valid.
@@ -38,22 +40,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path | str) -> Tokenizer:
-        """Load from a checkpoint folder.
+        """Load from a Hugging Face folder or a GGUF file.
 
         Raises:
-            CheckpointError: `tokenizer.json` is missing or damaged, or the chat template is no valid template.
+            CheckpointError: the tokenizer is missing or damaged, or the chat template is no valid template.
         """
-        folder = Path(path)
-        file = folder / "tokenizer.json"
-        if not file.exists():
-            raise CheckpointError(f"{folder}: no tokenizer.json in this folder")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise CheckpointError(f"{file}: not a tokenizer: {error}") from None
-        settings_file = folder / "tokenizer_config.json"
-        settings = read_json(settings_file) if settings_file.exists() else {}
-        return cls(backend, _find_chat_template(folder, settings), _special_tokens(settings))
+        return cls(*(gguf_tokenizer if is_gguf(path) else folder_tokenizer)(Path(path)))
 
     @property
     def vocab_size(self) -> int:
@@ -174,31 +166,3 @@ class Detokenizer:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special)
-
-
-def _find_chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Return the default template, from `chat_template.jinja`, else `chat_template.json`, else `settings`."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    legacy = folder / "chat_template.json"
-    template = (read_json(legacy) if legacy.exists() else settings).get("chat_template")
-    if isinstance(template, list):  # several named templates
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{folder}: chat_template must be text")
-    return template
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return `bos_token` and the like, as templates see them."""
-    names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-    special = {}
-    for name in names:
-        value = settings.get(name)
-        if isinstance(value, Mapping):
-            value = value.get("content")
-        if isinstance(value, str):
-            special[name] = value
-    return special

@@ -20,11 +20,17 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor: the file that holds it, its safetensors type (for example "BF16") and its shape."""
+    """One tensor: the file that holds it, its type there (for example "BF16" or "Q4_0") and its shape.
+
+    Of GGUF files also the byte at which its data begins, and `paired_rows`: rows of a head, where those that RoPE turns
+    together lie beside one another instead of half a head apart; 0 = they do not.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    begin: int = 0
+    paired_rows: int = 0
 
     @property
     def elements(self) -> int:
@@ -34,7 +40,7 @@ class TensorInfo:
         return count
 
 
-def weight_files(folder: Path) -> list[Path]:
+def folder_weights(folder: Path) -> list[Path]:
     """Return the safetensors files of the checkpoint in `folder`, sorted by name.
 
     Raises:
@@ -58,14 +64,14 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def tensor_index(folder: Path) -> dict[str, TensorInfo]:
+def folder_index(folder: Path) -> dict[str, TensorInfo]:
     """Return every tensor of the checkpoint by name, from the files' headers only.
 
     Raises:
         CheckpointError: a file is missing, damaged, shorter than its header says, or a tensor is in two files.
     """
     tensors: dict[str, TensorInfo] = {}
-    for file in weight_files(folder):
+    for file in folder_weights(folder):
         for name, info in read_header(file).items():
             if name in tensors:
                 raise CheckpointError(f"{folder}: tensor {name} is in {tensors[name].file.name} and in {file.name}")

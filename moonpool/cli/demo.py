@@ -26,8 +26,13 @@ class Shown:
     result: GenerateResult
 
 
-def run_demo(model: str, max_tokens: int) -> int:
+def run_demo(model: str, max_tokens: int, instead: str) -> int:
     """Serves the demonstration's prompts and prints a table.
+
+    Args:
+        model: folder or file to serve.
+        max_tokens: of each answer at most.
+        instead: why it is not the model that was meant to be served; "" when it is.
 
     Returns:
         0 when everything was served and everything reserved came back.
@@ -35,6 +40,8 @@ def run_demo(model: str, max_tokens: int) -> int:
     console = Console(width=max(Console().width, TABLE_WIDTH), highlight=False)
     with tempfile.TemporaryDirectory(prefix="moonpool-demo-") as folder:
         plan = StackPlan(model=model, data_dir=Path(folder))
+        if instead:
+            console.print(f"{instead}\nServing the bundled model in its place.", markup=False)
         console.print(f"Starting conductor, kvstore, prefill and decode with [bold]{Path(model).name}[/] ...")
         stack = LocalStack(plan, on_ready=lambda service: console.print(f"  {service.id:<10} {service.address}"))
         with stack:

@@ -46,7 +46,7 @@ def run_generate(
         sys.stdout.write(_scores("prompt", result.prompt_logprobs))
         for index, choice in enumerate(result.choices):
             sys.stdout.write(_scores(f"answer {index}", choice.logprobs))
-        typer.echo(_figures(result), err=True)
+        typer.echo(figures(result), err=True)
 
 
 def _streamed(sampling: SamplingParams) -> bool:
@@ -73,10 +73,12 @@ def _scores(title: str, logprobs: Sequence[TokenLogprobs | None]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _figures(result: GenerateResult) -> str:
+def figures(result: GenerateResult) -> str:
+    """A line on an answer: why it ended, its tokens, what of its prompt came from the cache, and its speeds."""
     usage, timing = result.usage, result.timing
+    speed = f" ({1 / timing.tpot_s:.1f} tokens/s)" if timing.tpot_s else ""
     return (
         f"[{result.finish_reason}] {usage.prompt_tokens} prompt tokens, {usage.cached_tokens} cached; "
-        f"{usage.completion_tokens} generated; TTFT {timing.ttft_s:.3f} s, TPOT {timing.tpot_s:.4f} s"
+        f"{usage.completion_tokens} generated; TTFT {timing.ttft_s:.3f} s, TPOT {timing.tpot_s:.4f} s{speed}"
         + (" (emulated)" if result.placement.emulated else "")
     )

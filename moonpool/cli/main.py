@@ -10,20 +10,21 @@ from typing import Annotated
 
 import typer
 
+from moonpool.cli import model as model_verbs
 from moonpool.errors import MoonpoolError
 
 app = typer.Typer(
     name="moonpool",
     help="KVCache-centric serving of large language models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-model_app = typer.Typer(help="Create and inspect checkpoints.", no_args_is_help=True)
-app.add_typer(model_app, name="model")
+app.add_typer(model_verbs.app, name="model")
 
 Address = Annotated[str, typer.Option(help="The conductor, HOST:PORT.", envvar="MOONPOOL_ADDRESS")]
-Model = Annotated[str, typer.Option(help="Hugging Face folder or hub id; empty = the bundled model.")]
+Model = Annotated[
+    str, typer.Option(help="Hugging Face folder, GGUF file, hub id, or smollm2 (fetched once); empty = the bundled one")
+]
 HTTP_PORT = 8000
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -94,12 +95,15 @@ def up(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
     """Run a local stack in the foreground, until Ctrl-C."""
+    from moonpool.cli.named import chosen_model
     from moonpool.cli.stack import StackPlan
     from moonpool.cli.up import run_up
 
+    served = chosen_model(model)
+
     def plan(folder: Path) -> StackPlan:
         return StackPlan(
-            model=model or bundled_model(), data_dir=folder, dtype=dtype, prefill=prefill, decode=decode,
+            model=served, data_dir=folder, dtype=dtype, prefill=prefill, decode=decode,
             kvstore=kvstore, kvstore_replicas=kvstore_replicas, stages=stages, engine=engine, time_scale=time_scale,
             port=port, http_port=(HTTP_PORT if port else 0) if http_port is None else http_port, threads=threads,
             block_tokens=block_tokens, kv_bytes=kv_bytes, dram_bytes=dram_bytes,
@@ -167,6 +171,55 @@ def generate(
     )
     slo = Slo(ttft_s=ttft_slo_s, queue_s=queue_s)
     run_generate(address, text, sampling, chat=chat, slo=slo, tenant=tenant, priority=priority, as_json=as_json)
+
+
+@app.command("context", context_settings=PASS_THROUGH)
+def context_(context: typer.Context) -> None:
+    """Named contexts: context create|list|show|renew|delete."""
+    from moonpool.cli import contexts
+
+    contexts.run(context.args)
+
+
+@app.command()
+def delete(
+    key: Annotated[list[str] | None, typer.Option(help="A block key, 64 hexadecimal digits; may be repeated.")] = None,
+    tenant: Annotated[list[str] | None, typer.Option(help="All KV of this tenant; may be repeated.")] = None,
+    namespace: Annotated[
+        list[str] | None, typer.Option(help="All KV of this namespace, 64 hexadecimal digits; may be repeated.")
+    ] = None,
+    address: Address = "127.0.0.1:50051",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Delete KV from every tier of every instance; what is on disk is overwritten.
+
+    Exit status: 0 when every instance has done it, 1 when one has not yet.
+    """
+    from moonpool.cli.contexts import run_delete
+
+    run_delete(address, key or [], tenant or [], namespace or [], as_json=as_json)
+
+
+@app.command()
+def chat(
+    address: Address = "127.0.0.1:50051",
+    model: Annotated[
+        str,
+        typer.Option(help="As of `up`: start a stack that serves this, and stop it at the end; empty = ask --address."),
+    ] = "",
+    system: Annotated[str, typer.Option(help="What the model is told first.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.2,
+    top_p: Annotated[float, typer.Option(help="Least share of probability that tokens are drawn from.")] = 0.9,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+) -> None:
+    """Chat with the model; after each answer: what the cache saved, and the speeds. In a pipe each line is a turn."""
+    from moonpool.cli.chat import chat as run_chat
+    from moonpool.cli.named import chosen_model
+    from moonpool.client import SamplingParams
+
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    run_chat(address, chosen_model(model) if model else "", sampling, system)
 
 
 @app.command()
@@ -278,11 +331,12 @@ def replay(
 
     Exit status: 0 when every request was answered, 1 when not.
     """
+    from moonpool.cli.named import chosen_model
     from moonpool.cli.replay import run_replay
     from simulator.cluster.config import Slo
 
     status = run_replay(
-        trace, address, model=model or bundled_model(), requests=requests, time_scale=time_scale,
+        trace, address, model=chosen_model(model), requests=requests, time_scale=time_scale,
         prompt_tokens=prompt_tokens, output_tokens=output_tokens, slo=Slo(ttft_slo_s, tbt_slo_s), profile=simulate,
         step_tokens=step_tokens, calibrate_on=calibrate_on, as_json=as_json,
     )  # fmt: skip
@@ -316,65 +370,33 @@ def calibrate(
 ) -> None:
     """Measure a model on this machine and write a profile for `--engine emulated:FILE`."""
     from moonpool.cli.calibrate import run_calibrate
+    from moonpool.cli.named import chosen_model
 
-    run_calibrate(model or bundled_model(), out, name=name, hardware=hardware, dtype=dtype, threads=threads,
+    run_calibrate(chosen_model(model), out, name=name, hardware=hardware, dtype=dtype, threads=threads,
                   repeats=repeats)  # fmt: skip
 
 
 @app.command()
 def demo(
-    model: Model = "",
+    model: Annotated[str, typer.Option(help="As of `up`; empty = smollm2 where it can be had, else bundled.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per request at most.")] = 48,
 ) -> None:
     """Start a local stack, serve some prompts, show the results, stop."""
     from moonpool.cli.demo import run_demo
+    from moonpool.cli.named import best_model, chosen_model
 
-    raise typer.Exit(run_demo(model or bundled_model(), max_tokens))
-
-
-@model_app.command("create")
-def model_create(
-    shape: Annotated[str, typer.Argument(help="Named shape, for example tiny-llama or qwen2.5-0.5b.")],
-    folder: Annotated[Path, typer.Argument(help="Folder to write; must not exist or be empty.")],
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-) -> None:
-    """Write a checkpoint with random weights in Hugging Face format."""
-    from moonpool.model.create import create
-
-    create(shape, folder, seed=seed, dtype=dtype)
-    typer.echo(f"{folder}: {shape}, {dtype}, seed {seed}")
-
-
-@model_app.command("inspect")
-def model_inspect(
-    model: Annotated[str, typer.Argument(help="Hugging Face folder or hub id.")],
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    block_tokens: Annotated[int, typer.Option(help="Tokens per KV block.")] = 64,
-    memory_bytes: Annotated[
-        int | None, typer.Option(help="Show how many tokens fit in this memory beside the weights.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-) -> None:
-    """Show a checkpoint's parameters, KV bytes per token, and what fits a given memory."""
-    from moonpool.cli.inspect import run_inspect
-
-    run_inspect(model, dtype, block_tokens, memory_bytes, as_json=as_json)
-
-
-def bundled_model() -> str:
-    """Folder of the model that comes with Moonpool."""
-    from moonpool.bundled import model_dir
-
-    return str(model_dir())
+    served, instead = (chosen_model(model), "") if model else best_model()
+    raise typer.Exit(run_demo(served, max_tokens, instead))
 
 
 def main() -> None:
-    """Entry point: prints an error as one line and exits with 2."""
+    """Entry point: prints an error and what to do about it, and exits with 2."""
     try:
         app()
     except MoonpoolError as error:
-        typer.echo(f"moonpool: {error}", err=True)
+        from moonpool.cli.advice import advice
+
+        typer.echo("\n".join(filter(None, (f"moonpool: {error}", advice(error)))), err=True)
         sys.exit(2)
 
 

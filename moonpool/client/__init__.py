@@ -13,6 +13,7 @@ Errors are those of `moonpool.errors`. Torch-free.
 
 from moonpool.client.aio import AsyncClient, AsyncTokenStream
 from moonpool.client.blocking import Client, TokenStream
+from moonpool.client.contexts import AsyncContexts, Context, Contexts, DeletedKV, InstanceDeletion
 from moonpool.client.types import (
     Candidate,
     Choice,
@@ -49,17 +50,22 @@ from moonpool.errors import (
 
 __all__ = [
     "AsyncClient",
+    "AsyncContexts",
     "AsyncTokenStream",
     "Candidate",
     "Choice",
     "Client",
     "ClusterState",
+    "Context",
+    "Contexts",
     "DeadlineExceeded",
+    "DeletedKV",
     "Explanation",
     "FinishReason",
     "GaugeValue",
     "GenerateArguments",
     "GenerateResult",
+    "InstanceDeletion",
     "InstanceInfo",
     "Internal",
     "InvalidRequest",

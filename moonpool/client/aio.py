@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
+
+from google.protobuf.message import Message
 
 from moonpool.client import translate
 from moonpool.client.conductors import Conductors, Search
+from moonpool.client.contexts import DELETE_TIMEOUT_S, AsyncContexts, DeletedKV, delete_request, deleted_kv
 from moonpool.client.transport import Call, GrpcTransport, NotConnected, Transport
 from moonpool.client.types import (
     ClusterState,
@@ -23,8 +26,6 @@ from moonpool.client.types import (
 from moonpool.errors import DeadlineExceeded, Overloaded, Unavailable
 from moonpool.rpc.tls import Tls
 from moonpool.v1 import conductor_pb2
-
-T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 5.0
@@ -195,6 +196,8 @@ class AsyncClient:
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._resume_timeout_s = resume_timeout_s
+        self.contexts = AsyncContexts(self._query)
+        """Named contexts: create, list, get, update, delete."""
 
     async def generate(self, **request: Unpack[GenerateArguments]) -> GenerateResult:
         """Generate a whole answer to exactly one of `prompt`, `token_ids` and `messages`.
@@ -232,9 +235,7 @@ class AsyncClient:
     async def cluster_state(self, *, timeout_s: float = QUERY_TIMEOUT_S) -> ClusterState:
         """Return the cluster as the conductor sees it."""
         request = conductor_pb2.ClusterStateRequest()
-        return translate.cluster_state(
-            await self._query(lambda at, seconds: at.cluster_state(request, seconds), timeout_s)
-        )
+        return translate.cluster_state(await self._query(request, timeout_s))
 
     async def explain(self, request_id: str, *, timeout_s: float = QUERY_TIMEOUT_S) -> Explanation:
         """Return how a request was placed and why.
@@ -243,12 +244,27 @@ class AsyncClient:
             NotFound: the conductor knows no such request (any more).
         """
         request = conductor_pb2.ExplainRequest(request_id=request_id)
-        return translate.explanation(await self._query(lambda at, seconds: at.explain(request, seconds), timeout_s))
+        return translate.explanation(await self._query(request, timeout_s))
 
     async def stats(self, *, timeout_s: float = QUERY_TIMEOUT_S) -> tuple[GaugeValue, ...]:
         """Return everything the conductor holds, as gauges."""
         request = conductor_pb2.ConductorStatsRequest()
-        return translate.gauges(await self._query(lambda at, seconds: at.stats(request, seconds), timeout_s))
+        return translate.gauges(await self._query(request, timeout_s))
+
+    async def delete_kv(
+        self,
+        *,
+        keys: Sequence[bytes] = (),
+        tenants: Sequence[str] = (),
+        namespaces: Sequence[bytes] = (),
+        timeout_s: float = DELETE_TIMEOUT_S,
+    ) -> DeletedKV:
+        """Delete KV from every tier of every instance: all blocks that one of the arguments names.
+
+        Raises:
+            InvalidRequest: nothing is named, or a key or namespace has not 32 bytes.
+        """
+        return deleted_kv(await self._query(delete_request(keys, tenants, namespaces), timeout_s))
 
     async def aclose(self) -> None:
         """End all calls; may be called again."""
@@ -262,12 +278,12 @@ class AsyncClient:
     ) -> None:
         await self.aclose()
 
-    async def _query(self, ask: Callable[[Transport, float], Awaitable[T]], timeout_s: float) -> T:
+    async def _query(self, request: Message, timeout_s: float) -> Any:
         deadline = _now() + timeout_s
         search = Search(self._conductors, self._connect_timeout_s)
         while True:
             try:
-                answer = await ask(search.transport, _remaining(deadline))
+                answer = await search.transport.ask(request, _remaining(deadline))
             except NotConnected:
                 await _pause(search.failed(), deadline)
             else:

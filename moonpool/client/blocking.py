@@ -15,6 +15,7 @@ from moonpool.client.aio import (
     AsyncTokenStream,
 )
 from moonpool.client.background import BackgroundLoop
+from moonpool.client.contexts import DELETE_TIMEOUT_S, Contexts, DeletedKV
 from moonpool.client.transport import Transport
 from moonpool.client.types import (
     ClusterState,
@@ -110,6 +111,8 @@ class Client:
             transport=transport,
         )
         self._loop = BackgroundLoop()
+        self.contexts = Contexts(self._client.contexts, self._loop)
+        """Named contexts: create, list, get, update, delete."""
 
     def generate(self, **request: Unpack[GenerateArguments]) -> GenerateResult:
         """Generate a whole answer; see `AsyncClient.generate`. KeyboardInterrupt cancels the request."""
@@ -130,6 +133,18 @@ class Client:
     def stats(self, *, timeout_s: float = QUERY_TIMEOUT_S) -> tuple[GaugeValue, ...]:
         """Return everything the conductor holds, as gauges."""
         return self._loop.run(self._client.stats(timeout_s=timeout_s))
+
+    def delete_kv(
+        self,
+        *,
+        keys: Sequence[bytes] = (),
+        tenants: Sequence[str] = (),
+        namespaces: Sequence[bytes] = (),
+        timeout_s: float = DELETE_TIMEOUT_S,
+    ) -> DeletedKV:
+        """Delete KV from every tier of every instance; see `AsyncClient.delete_kv`."""
+        chosen = {"keys": keys, "tenants": tenants, "namespaces": namespaces}
+        return self._loop.run(self._client.delete_kv(**chosen, timeout_s=timeout_s))  # type: ignore[arg-type]
 
     def close(self) -> None:
         """End all calls and the background thread; may be called again."""

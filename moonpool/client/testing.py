@@ -9,10 +9,13 @@ assert fake.requests[0].text == "hi"
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any
+
+from google.protobuf.message import Message
 
 from moonpool.client.aio import AsyncClient
 from moonpool.client.blocking import Client
-from moonpool.errors import NotFound
+from moonpool.errors import NotFound, Unsupported
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 
@@ -66,6 +69,9 @@ class FakeConductor:
         self.state = pb.ClusterStateResponse(ready=True)
         self.explanations: dict[str, pb.ExplainResponse] = {}
         self.gauges = pb.ConductorStatsResponse()
+        self.asked: list[Message] = []
+        """Requests of further calls, such as those about contexts; `answers` has what each is answered, by its name."""
+        self.answers: dict[str, Message | Exception] = {}
 
     def client(
         self,
@@ -101,6 +107,23 @@ class FakeConductor:
         self.requests.append(request)
         self.timeouts_s.append(timeout_s)
         return FakeCall(self, request, iter(self._script(request)))
+
+    def answer(self, request: Message) -> Message:
+        """What any call but Generate is answered; raises MoonpoolError."""
+        match request:
+            case pb.ExplainRequest():
+                return self.explain(request)
+            case pb.ClusterStateRequest():
+                return self.state
+            case pb.ConductorStatsRequest():
+                return self.gauges
+        self.asked.append(request)
+        found = self.answers.get(type(request).__name__)
+        if found is None:
+            raise Unsupported(f"the fake has no answer to {type(request).__name__}")
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def explain(self, request: pb.ExplainRequest) -> pb.ExplainResponse:
         """Return what `explanations` holds; raises NotFound."""
@@ -147,14 +170,8 @@ class _FakeTransport:
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> FakeCall:
         return self._fake.begin(request, timeout_s)
 
-    async def explain(self, request: pb.ExplainRequest, timeout_s: float) -> pb.ExplainResponse:
-        return self._fake.explain(request)
-
-    async def cluster_state(self, request: pb.ClusterStateRequest, timeout_s: float) -> pb.ClusterStateResponse:
-        return self._fake.state
-
-    async def stats(self, request: pb.ConductorStatsRequest, timeout_s: float) -> pb.ConductorStatsResponse:
-        return self._fake.gauges
+    async def ask(self, request: Message, timeout_s: float) -> Any:
+        return self._fake.answer(request)
 
     async def aclose(self) -> None:
         """Nothing is open."""

@@ -69,6 +69,9 @@ def generate_request(given: GenerateArguments) -> conductor_pb2.GenerateRequest:
         value_s = getattr(slo, name)
         if value_s is not None:
             _assign(request.slo, name, value_s, f"slo.{name}")
+    if given.get("context") or given.get("context_ttl_s"):
+        _assign(request.context, "id", given.get("context", ""), "context")
+        _assign(request.context, "reset_ttl_s", given.get("context_ttl_s", 0.0), "context_ttl_s")
     if request.ByteSize() > MAX_REQUEST_BYTES:
         raise InvalidRequest(form, f"the request has {request.ByteSize()} bytes, at most {MAX_REQUEST_BYTES} are taken")
     return request

@@ -58,16 +58,8 @@ class Transport(Protocol):
         """Begin a request."""
         ...
 
-    async def explain(self, request: pb.ExplainRequest, timeout_s: float) -> pb.ExplainResponse:
-        """Ask how a request was placed."""
-        ...
-
-    async def cluster_state(self, request: pb.ClusterStateRequest, timeout_s: float) -> pb.ClusterStateResponse:
-        """Ask for the cluster's picture."""
-        ...
-
-    async def stats(self, request: pb.ConductorStatsRequest, timeout_s: float) -> pb.ConductorStatsResponse:
-        """Ask for the conductor's gauges."""
+    async def ask(self, request: Message, timeout_s: float) -> Any:
+        """Ask anything else: `XRequest` is answered by the `XResponse` of the call `X`."""
         ...
 
     async def aclose(self) -> None:
@@ -102,14 +94,9 @@ class GrpcTransport:
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> Call:
         return _GrpcCall(self._stub().Generate(request, timeout=timeout_s, metadata=metadata() + self._key))
 
-    async def explain(self, request: pb.ExplainRequest, timeout_s: float) -> pb.ExplainResponse:
-        return await _answer(self._stub().Explain(request, timeout=timeout_s, metadata=self._key))
-
-    async def cluster_state(self, request: pb.ClusterStateRequest, timeout_s: float) -> pb.ClusterStateResponse:
-        return await _answer(self._stub().ClusterState(request, timeout=timeout_s, metadata=self._key))
-
-    async def stats(self, request: pb.ConductorStatsRequest, timeout_s: float) -> pb.ConductorStatsResponse:
-        return await _answer(self._stub().ConductorStats(request, timeout=timeout_s, metadata=self._key))
+    async def ask(self, request: Message, timeout_s: float) -> Any:
+        method = getattr(self._stub(), type(request).__name__.removesuffix("Request"))
+        return await _answer(method(request, timeout=timeout_s, metadata=self._key))
 
     async def aclose(self) -> None:
         """Close the channel; its calls are cancelled."""

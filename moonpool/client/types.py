@@ -71,6 +71,8 @@ class GenerateArguments(TypedDict, total=False):
         tenant: whose request it is; tenants do not share KV.
         model: name of the model; "" = whatever is served.
         request_id: unique in the cluster; drawn by the conductor when "".
+        context: id or tag of a context that goes before the messages or tokens; "" = none.
+        context_ttl_s: the context lives so many seconds from now on; 0 = as it was.
         priority: as in vLLM, a lower one is served earlier; among the tenant's own requests; -100 to 100.
         timeout_s: seconds the request may take; None = the client's.
     """
@@ -84,6 +86,8 @@ class GenerateArguments(TypedDict, total=False):
     tenant: str
     model: str
     request_id: str
+    context: str
+    context_ttl_s: float
     priority: int
     timeout_s: float | None
 

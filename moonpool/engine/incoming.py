@@ -35,6 +35,7 @@ class IncomingRequest:
         chain_root: parent of the first key.
         tenant: whose KV it is.
         sampling: how the next tokens are chosen.
+        transient: none of its blocks is to be kept.
         priority: among the tenant's own; lower ones go first.
         weight: the tenant's share, relative to others'.
     """
@@ -45,6 +46,7 @@ class IncomingRequest:
     chain_root: BlockKey
     tenant: str
     sampling: SequenceSampling
+    transient: bool = False
     priority: int = 0
     weight: float = 1.0
 
@@ -86,7 +88,8 @@ class IncomingRequest:
             raise InvalidRequest("sequence.block_keys", f"are not the {len(keys)} keys of these tokens")
         bad_tokens = _bad_tokens(spec, len(ends), vocab_size)
         sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids, bad_tokens)
-        return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, sampling, spec.priority, weight)
+        rest = sampling, spec.transient, spec.priority, weight
+        return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, *rest)
 
     @property
     def width(self) -> int:

@@ -111,6 +111,8 @@ class Ready:
 
     load_s: float
     """Seconds it took."""
+    peak_bytes: int
+    """The most memory that the process held until then, libraries and mapped files included."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,9 @@ from moonpool.errors import Internal, MoonpoolError, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.sched.steps import LayerDone, Step, StepResult
+from moonpool.telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 _SHUTDOWN_S = 5.0
 _REAP_S = 2.0
@@ -164,6 +167,10 @@ class ProcessEngine:
         if isinstance(message, Failed):
             raise as_error(message, str(worker))
         assert isinstance(message, Ready)
+        log.info(
+            "loaded", stage=worker.stage, seconds=round(message.load_s, 2), peak_mib=message.peak_bytes >> 20,
+            checkpoint=self._spec.checkpoint,
+        )  # fmt: skip
 
     def listen(self) -> None:
         """Starts to read the messages of the stages."""

@@ -70,7 +70,7 @@ class EngineConfig(CoreServiceConfig):
         description="profile that `moonpool calibrate` wrote for this machine and model: its speeds are told at join "
         "in place of those of a few steps timed at start; then they follow what is measured",
     )
-    model: str = Field(description="folder of the checkpoint, or its id on the Hugging Face hub")
+    model: str = Field(description="folder or GGUF file of the checkpoint, or its id on the Hugging Face hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="element type of weights and KV; auto = the checkpoint's own"
     )

@@ -8,6 +8,7 @@ import argparse
 import gc
 import os
 import queue
+import resource
 import shutil
 import signal
 import socket
@@ -77,7 +78,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     import torch
 
     from moonpool.checkpoint import Tokenizer
-    from moonpool.checkpoint.config import load_config
+    from moonpool.checkpoint.formats import load_config
     from moonpool.engine.masks import Masks
     from moonpool.engine.pipeline import GlooLinks, Links, NoLinks
     from moonpool.engine.step import StageRunner
@@ -128,7 +129,8 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     receiver.start()
     begin = time.monotonic()
     runner = load(spec, pool_fd, gates, channel)
-    channel.send(Ready(time.monotonic() - begin))
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    channel.send(Ready(time.monotonic() - begin, peak_bytes))
     while True:
         order = receiver.orders.get()  # no deadline: the receiver ends the process when the channel closes
         if isinstance(order, Shutdown):

@@ -41,12 +41,14 @@ class BlockInfo:
         parent: key of the block before it in its chain; `NO_PARENT` when unknown.
         tenant: whose block it is; "" for none.
         format: of what kind of KV it is.
+        written_at: when its store got it, whole seconds since 1970; 0 = not known, long ago.
     """
 
     key: BlockKey
     parent: BlockKey
     tenant: str
     format: BlockFormat
+    written_at: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
-from moonpool.checkpoint.config import ModelConfig, load_config
+from moonpool.checkpoint.config import ModelConfig
+from moonpool.checkpoint.formats import load_config
 from moonpool.errors import ConfigError
 from moonpool.model.load import layer_shapes, torch_dtype
 from moonpool.model.shapes import SHAPES

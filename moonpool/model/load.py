@@ -1,6 +1,6 @@
-"""Reads the weights of one stage from a Hugging Face checkpoint of the Llama family, and fuses projections.
+"""Reads the weights of one stage from a checkpoint of the Llama family, and fuses projections.
 
-Only safetensors are read: nothing is ever unpickled or executed.
+Only safetensors and GGUF files are read: nothing is ever unpickled or executed.
 """
 
 from __future__ import annotations
@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from moonpool.checkpoint.config import ModelConfig
-from moonpool.checkpoint.weights import TensorInfo, tensor_index
+from moonpool.checkpoint.formats import tensor_index
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.model.linear import Linear
 from moonpool.model.stage import LayerWeights, StageModel
+from moonpool.model.stored import stored_tensors
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
@@ -137,25 +135,25 @@ def _read_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeight
 class _Reader:
     """Checks and reads tensors of one checkpoint; keeps its files open until the exit stack closes."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, stack: ExitStack) -> None:
-        self._tensors = tensor_index(folder)
-        self._folder = folder
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, stack: ExitStack) -> None:
+        self._tensors = tensor_index(path)
+        self._stored = stored_tensors(path, stack)
+        self._path = path
         self._dtype = dtype
         self._device = device
-        self._stack = stack
-        self._files: dict[Path, Any] = {}
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise CheckpointError unless the checkpoint has tensor `name` in this shape and a supported type."""
         info = self._tensors.get(name)
         if info is None:
-            raise CheckpointError(f"{self._folder}: tensor {name} is missing")
+            raise CheckpointError(f"{self._path}: tensor {name} is missing")
         if info.shape != shape:
             raise CheckpointError(
-                f"{self._folder}: tensor {name} has shape {list(info.shape)}, config.json makes it {list(shape)}"
+                f"{self._path}: tensor {name} has shape {list(info.shape)}, the configuration makes it {list(shape)}"
             )
-        if info.dtype not in _STORED:
-            raise CheckpointError(f"{self._folder}: tensor {name} is stored as {info.dtype}, not {', '.join(_STORED)}")
+        if info.dtype not in self._stored.dtypes:
+            known = ", ".join(sorted(self._stored.dtypes))
+            raise CheckpointError(f"{self._path}: tensor {name} is stored as {info.dtype}, not {known}")
 
     def read(self, names: Sequence[str]) -> Tensor:
         """Return the tensors stacked along their first dimension, in this reader's type and on its device."""
@@ -164,15 +162,6 @@ class _Reader:
         fused = torch.empty((rows, *infos[0].shape[1:]), dtype=self._dtype, device=self._device)
         begin = 0
         for name, info in zip(names, infos, strict=True):
-            fused[begin : begin + info.shape[0]].copy_(self._tensor(name, info))
+            self._stored.copy(name, info, fused[begin : begin + info.shape[0]])
             begin += info.shape[0]
         return fused
-
-    def _tensor(self, name: str, info: TensorInfo) -> Tensor:
-        try:
-            if info.file not in self._files:
-                self._files[info.file] = self._stack.enter_context(safe_open(info.file, framework="pt"))
-            tensor: Tensor = self._files[info.file].get_tensor(name)
-        except Exception as error:  # safetensors raises bare errors of its own
-            raise CheckpointError(f"{info.file}: tensor {name} cannot be read: {error}") from None
-        return tensor

@@ -38,6 +38,8 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
+    if scaling.kind == "divisors":
+        return frequencies / torch.tensor(scaling.divisors)
     return frequencies / scaling.factor if scaling.kind == "linear" else _llama3(frequencies, scaling)
 
 

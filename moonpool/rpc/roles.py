@@ -30,19 +30,24 @@ _CONDUCTOR = {
     "Explain": OPERATORS | {"gateway"},
     "ClusterState": OPERATORS | {"gateway"},
     "CreateContext": CLIENTS,
+    "UpdateContext": CLIENTS,
+    "ListContexts": CLIENTS,
     "DeleteContext": CLIENTS,
+    "DeleteKV": CLIENTS,
     "ConductorStats": OPERATORS | {"gateway"},
 }
 _PREFILL = {
     "Prefill": frozenset({"conductor"}),
     "ReadKV": ENGINES,
     "Cancel": frozenset({"conductor"}),
+    "Forget": frozenset({"conductor"}),
     "PrefillStats": READERS,
 }
 _DECODE = {
     "Reserve": frozenset({"conductor"}),
     "ReceiveKV": ENGINES,
     "Steps": frozenset({"conductor"}),
+    "Forget": frozenset({"conductor"}),
     "DecodeStats": READERS,
 }
 _KVSTORE = {
@@ -52,6 +57,8 @@ _KVSTORE = {
     "Pin": READERS,
     "Unpin": READERS,
     "Watch": ENGINES | READERS,
+    "Forget": frozenset({"conductor"}),
+    "SyncRecords": frozenset({"conductor"}),
     "Compact": OPERATORS,
     "Warm": READERS,
     "ReuseCurve": READERS,
@@ -97,11 +104,17 @@ def tenant_of(asked: str) -> str:
         PermissionDenied: a client names a tenant that is not its own.
     """
     who = caller()
-    if who is None or who.role != "client":
+    if who is None or not is_client():
         return asked
     if asked not in ("", who.name):
         raise PermissionDenied("the request names a tenant that is not the caller's")
     return who.name
+
+
+def is_client() -> bool:
+    """Whether a client made the call that is being answered, which speaks for its own tenant only."""
+    who = caller()
+    return who is not None and who.role == "client"
 
 
 def require_role(role: str) -> None:

@@ -8,7 +8,7 @@ A block is in exactly one of three states:
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from moonpool.core.digest import digest_of
@@ -28,6 +28,18 @@ class KeyEvents:
     removed: list[BlockKey]
 
 
+@dataclass(slots=True, eq=False)
+class Owner:
+    """Whose KV a request computes; shared by all that registers blocks for it."""
+
+    tenant: str = ""
+    transient: bool = False
+    """Its KV was deleted while it was on its way: none of its blocks gets a key any more."""
+
+
+NOBODY = Owner()
+
+
 class BlockManager:
     """The blocks of one pool.
 
@@ -42,6 +54,9 @@ class BlockManager:
         self._refs = [0] * num_blocks
         self._key_of: list[BlockKey | None] = [None] * num_blocks
         self._block_of: dict[BlockKey, int] = {}
+        self._owned: list[tuple[str, float]] = [("", 0.0)] * num_blocks  # by whom and when its key was registered
+        self.now = 0.0
+        """Time of what is being done, seconds; set by the core that owns the manager."""
         # Net events. Dicts keep the order of insertion and forget in constant time.
         self._stored: dict[BlockKey, None] = {}
         self._removed: dict[BlockKey, None] = {}
@@ -116,21 +131,22 @@ class BlockManager:
             taken.append(block)
         return taken
 
-    def register(self, block: int, key: BlockKey) -> bool:
+    def register(self, block: int, key: BlockKey, owner: Owner = NOBODY) -> bool:
         """Gives a used block, whose KV is complete in all layers, its identity.
 
         If another block has this key already, that one keeps it and this one stays anonymous: who matches next finds
-        one of them, and the older has been referred to by others.
+        one of them, and the older has been referred to by others. So it does when its owner is transient.
 
         Returns:
             Whether the block has the key now.
         """
         assert self._refs[block] > 0, f"block {block} is not used"
         assert self._key_of[block] in (None, key), f"block {block} has another key"
-        if self._block_of.setdefault(key, block) != block:
+        if owner.transient or self._block_of.setdefault(key, block) != block:
             return False
         if self._key_of[block] is None:
             self._key_of[block] = key
+            self._owned[block] = owner.tenant, self.now
             self._note(key, now=self._stored, before=self._removed)
         return True
 
@@ -151,7 +167,7 @@ class BlockManager:
                 self._cached[block] = None
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Takes their identity from blocks that proved damaged, so that nobody finds them any more."""
+        """Takes their identity from blocks that are damaged or to be deleted, so that nobody finds them any more."""
         for key in keys:
             block = self._block_of.pop(key, None)
             if block is None:
@@ -161,6 +177,11 @@ class BlockManager:
             if block in self._cached:
                 del self._cached[block]
                 self._free.append(block)
+
+    def held(self, takes: Callable[[BlockKey, str, float], bool]) -> list[BlockKey]:
+        """Keys of which `takes(key, tenant, seconds since it was registered)` is true."""
+        now, owned = self.now, self._owned
+        return [key for key, block in self._block_of.items() if takes(key, owned[block][0], now - owned[block][1])]
 
     def keys(self) -> list[BlockKey]:
         """All keys held, by used and cached blocks."""
@@ -191,7 +212,8 @@ class BlockManager:
 
     def digest(self) -> bytes:
         """Hash of the whole state, for cores that own a manager."""
-        return digest_of(self._free, list(self._cached), self._refs, self._key_of, self._stored, self._removed)
+        owned = [self._owned[block] for block in self._block_of.values()]
+        return digest_of(self._free, list(self._cached), self._refs, self._key_of, owned, self._stored, self._removed)
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two calls."""

@@ -58,7 +58,7 @@ class WriteBackLimits:
     pause_s: float = 2.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     store: kv_pb2.Instance
     keys: Sequence[BlockKey]
@@ -101,6 +101,8 @@ class WriteBack:
         self._lanes: dict[tuple[str, str], _Lane] = {}
         self._group: asyncio.TaskGroup | None = None
         self._closed = False
+        self._doing: list[_Job] = []
+        self._ended = asyncio.Event()  # another one after each job
         self._idle = asyncio.Event()
         self._idle.set()
         self.blocks_held = 0
@@ -180,6 +182,27 @@ class WriteBack:
             return False
         return True
 
+    async def forget(self, concerns: Callable[[Sequence[BlockKey], str], bool], timeout_s: float) -> bool:
+        """Drops jobs of which `concerns(keys, tenant)` is true, and waits for those that are under way.
+
+        From then on none of them can reach its store. False when that takes longer than `timeout_s`.
+        """
+        for lane in list(self._lanes.values()):
+            waiting = list(lane.queue)
+            lane.queue.clear()
+            for job in waiting:
+                if concerns(job.keys, job.tenant):
+                    self._drop(job)
+                else:
+                    lane.queue.append(job)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while any(concerns(job.keys, job.tenant) for job in self._doing):
+                    await self._ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
     def _staff(self, lane: _Lane) -> None:
         """A worker more for a lane, as long as it may have one."""
         if self._group is not None and lane.workers < self._limits.workers:
@@ -198,6 +221,7 @@ class WriteBack:
             self._drop(job)
             return
         stored = False
+        self._doing.append(job)
         try:
             writer = await self._stores.get(job.store)
             outcome = await writer.put(
@@ -218,6 +242,9 @@ class WriteBack:
             self._failed(job, error)
             log.exception("write-back failed", store=job.store.id, blocks=len(job.blocks))
         finally:
+            self._doing.remove(job)
+            self._ended.set()
+            self._ended = asyncio.Event()
             self._give_back(job, stored=stored)
 
     def _failed(self, job: _Job, error: Exception) -> None:

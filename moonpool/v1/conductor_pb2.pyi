@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from moonpool.v1 import kv_pb2 as _kv_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,36 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _ContextStatus:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ContextStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ContextStatus.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CONTEXT_STATUS_UNSPECIFIED: _ContextStatus.ValueType  # 0
+    CONTEXT_STATUS_PENDING: _ContextStatus.ValueType  # 1
+    """Its KV is being computed. It may be used."""
+    CONTEXT_STATUS_READY: _ContextStatus.ValueType  # 2
+    """Its KV was computed and stored."""
+    CONTEXT_STATUS_ERROR: _ContextStatus.ValueType  # 3
+    """Its KV could not be computed or kept; `error` says why. It may be used: the KV is computed then."""
+    CONTEXT_STATUS_INACTIVE: _ContextStatus.ValueType  # 4
+    """Its time is over. `reset_ttl_s` brings it back, for a day."""
+
+class ContextStatus(_ContextStatus, metaclass=_ContextStatusEnumTypeWrapper):
+    """How a context stands."""
+
+CONTEXT_STATUS_UNSPECIFIED: ContextStatus.ValueType  # 0
+CONTEXT_STATUS_PENDING: ContextStatus.ValueType  # 1
+"""Its KV is being computed. It may be used."""
+CONTEXT_STATUS_READY: ContextStatus.ValueType  # 2
+"""Its KV was computed and stored."""
+CONTEXT_STATUS_ERROR: ContextStatus.ValueType  # 3
+"""Its KV could not be computed or kept; `error` says why. It may be used: the KV is computed then."""
+CONTEXT_STATUS_INACTIVE: ContextStatus.ValueType  # 4
+"""Its time is over. `reset_ttl_s` brings it back, for a day."""
+Global___ContextStatus: _TypeAlias = ContextStatus  # noqa: Y015
 
 @_typing.final
 class ToolCall(_message.Message):
@@ -197,6 +228,7 @@ class GenerateRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    CONTEXT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique in the cluster; drawn by the conductor when empty."""
     from_position: _builtins.int
@@ -231,6 +263,10 @@ class GenerateRequest(_message.Message):
         the id and the seed that `Placed` has told. Only for one answer (`Sampling.n`).
         """
 
+    @_builtins.property
+    def context(self) -> Global___ContextUse:
+        """A context that goes before the prompt; a chat's before a chat, tokens before tokens."""
+
     def __init__(
         self,
         *,
@@ -245,16 +281,43 @@ class GenerateRequest(_message.Message):
         model: _builtins.str = ...,
         resume: Global___Resume | None = ...,
         priority: _builtins.int = ...,
+        context: Global___ContextUse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "context", b"context", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "from_position", b"from_position", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "context", b"context", "from_position", b"from_position", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class ContextUse(_message.Message):
+    """Names a context that a request begins with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    RESET_TTL_S_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Its id, or one of its tags. Another tenant's is not found."""
+    reset_ttl_s: _builtins.float
+    """When set, the context lives so many seconds from now on."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        reset_ttl_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "reset_ttl_s", b"reset_ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContextUse: _TypeAlias = ContextUse  # noqa: Y015
 
 @_typing.final
 class ResumePoint(_message.Message):
@@ -1365,23 +1428,64 @@ Global___ClusterStateResponse: _TypeAlias = ClusterStateResponse  # noqa: Y015
 
 @_typing.final
 class CreateContextRequest(_message.Message):
-    """Names a context."""
+    """Makes a context."""
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     NAME_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The name."""
+    """A name for people; need not be unique."""
     ttl_s: _builtins.float
-    """Seconds it lives."""
+    """Seconds it lives; 0 = an hour."""
     tenant: _builtins.str
     """Whose it is."""
+    description: _builtins.str
+    """For people."""
+    model: _builtins.str
+    """Model name; empty = whatever is served, otherwise it must match."""
     @_builtins.property
     def prompt(self) -> Global___TokenPrompt:
-        """The prompt whose KV is kept."""
+        """The beginning of prompts that are tokens. Either this or `chat`."""
+
+    @_builtins.property
+    def chat(self) -> Global___ChatPrompt:
+        """The beginning of conversations."""
+
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Further names by which requests may use it. A tag that another context of the tenant has moves to this one."""
+
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The client's own notes."""
 
     def __init__(
         self,
@@ -1390,14 +1494,99 @@ class CreateContextRequest(_message.Message):
         prompt: Global___TokenPrompt | None = ...,
         ttl_s: _builtins.float = ...,
         tenant: _builtins.str = ...,
+        chat: Global___ChatPrompt | None = ...,
+        tags: _abc.Iterable[_builtins.str] | None = ...,
+        description: _builtins.str = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "prompt", b"prompt", "tenant", b"tenant", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "description", b"description", "metadata", b"metadata", "model", b"model", "name", b"name", "prompt", b"prompt", "tags", b"tags", "tenant", b"tenant", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateContextRequest: _TypeAlias = CreateContextRequest  # noqa: Y015
+
+@_typing.final
+class Context(_message.Message):
+    """A context."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    MADE_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    CREATED_AT_FIELD_NUMBER: _builtins.int
+    EXPIRES_AT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    PINNED_BYTES_FIELD_NUMBER: _builtins.int
+    KVSTORE_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    SAVED_TOKENS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Unique."""
+    status: Global___ContextStatus.ValueType
+    """How it stands."""
+    created_at: _builtins.float
+    """Seconds since 1970."""
+    expires_at: _builtins.float
+    """Seconds since 1970."""
+    tokens: _builtins.int
+    """Tokens of its prompt."""
+    blocks: _builtins.int
+    """Its full blocks."""
+    pinned_blocks: _builtins.int
+    """How many of them a pin keeps."""
+    pinned_bytes: _builtins.int
+    """Bytes of these."""
+    kvstore: _builtins.str
+    """The kvstore that has the pin; empty for none."""
+    hits: _builtins.int
+    """Requests that used it."""
+    saved_tokens: _builtins.int
+    """Tokens of it that these did not have to compute."""
+    error: _builtins.str
+    """What is wrong, or what limits the pin; empty for nothing."""
+    model: _builtins.str
+    """The model it was made for."""
+    keys: _builtins.bytes
+    """Concatenated 32-byte keys of its full blocks."""
+    @_builtins.property
+    def made(self) -> Global___CreateContextRequest:
+        """As it was made."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        made: Global___CreateContextRequest | None = ...,
+        status: Global___ContextStatus.ValueType = ...,
+        created_at: _builtins.float = ...,
+        expires_at: _builtins.float = ...,
+        tokens: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        pinned_blocks: _builtins.int = ...,
+        pinned_bytes: _builtins.int = ...,
+        kvstore: _builtins.str = ...,
+        hits: _builtins.int = ...,
+        saved_tokens: _builtins.int = ...,
+        error: _builtins.str = ...,
+        model: _builtins.str = ...,
+        keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["made", b"made"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "created_at", b"created_at", "error", b"error", "expires_at", b"expires_at", "hits", b"hits", "id", b"id", "keys", b"keys", "kvstore", b"kvstore", "made", b"made", "model", b"model", "pinned_blocks", b"pinned_blocks", "pinned_bytes", b"pinned_bytes", "saved_tokens", b"saved_tokens", "status", b"status", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Context: _TypeAlias = Context  # noqa: Y015
 
 @_typing.final
 class CreateContextResponse(_message.Message):
@@ -1406,20 +1595,170 @@ class CreateContextResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    CONTEXT_FIELD_NUMBER: _builtins.int
     pinned_blocks: _builtins.int
-    """Blocks pinned."""
+    """Blocks pinned so far: none, when the context is new."""
+    @_builtins.property
+    def context(self) -> Global___Context:
+        """It."""
+
     def __init__(
         self,
         *,
         pinned_blocks: _builtins.int = ...,
+        context: Global___Context | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned_blocks", b"pinned_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "pinned_blocks", b"pinned_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateContextResponse: _TypeAlias = CreateContextResponse  # noqa: Y015
+
+@_typing.final
+class UpdateContextRequest(_message.Message):
+    """Changes a context. Unset fields stay as they are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    ADD_TAGS_FIELD_NUMBER: _builtins.int
+    REMOVE_TAGS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Id or tag."""
+    tenant: _builtins.str
+    """Whose it is."""
+    ttl_s: _builtins.float
+    """Seconds it lives from now on."""
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Replaces the client's notes, unless empty."""
+
+    @_builtins.property
+    def add_tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Gives it these tags besides."""
+
+    @_builtins.property
+    def remove_tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Takes these tags from it."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        ttl_s: _builtins.float | None = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        add_tags: _abc.Iterable[_builtins.str] | None = ...,
+        remove_tags: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s", "add_tags", b"add_tags", "id", b"id", "metadata", b"metadata", "remove_tags", b"remove_tags", "tenant", b"tenant", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ttl_s: _TypeAlias = _typing.Literal["ttl_s"]  # noqa: Y015
+    _WhichOneofArgType__ttl_s: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl_s) -> _WhichOneofReturnType__ttl_s | None: ...
+
+Global___UpdateContextRequest: _TypeAlias = UpdateContextRequest  # noqa: Y015
+
+@_typing.final
+class UpdateContextResponse(_message.Message):
+    """A context was changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def context(self) -> Global___Context:
+        """It."""
+
+    def __init__(
+        self,
+        *,
+        context: Global___Context | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateContextResponse: _TypeAlias = UpdateContextResponse  # noqa: Y015
+
+@_typing.final
+class ListContextsRequest(_message.Message):
+    """Asks for contexts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Whose."""
+    id: _builtins.str
+    """Id or tag of the only one that is wanted; empty = all."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListContextsRequest: _TypeAlias = ListContextsRequest  # noqa: Y015
+
+@_typing.final
+class ListContextsResponse(_message.Message):
+    """Contexts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def contexts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Context]:
+        """Newest first."""
+
+    def __init__(
+        self,
+        *,
+        contexts: _abc.Iterable[Global___Context] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contexts", b"contexts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListContextsResponse: _TypeAlias = ListContextsResponse  # noqa: Y015
 
 @_typing.final
 class DeleteContextRequest(_message.Message):
@@ -1430,7 +1769,7 @@ class DeleteContextRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The name."""
+    """Its id or one of its tags."""
     tenant: _builtins.str
     """Whose it is."""
     def __init__(
@@ -1453,16 +1792,117 @@ class DeleteContextResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    ID_FIELD_NUMBER: _builtins.int
+    DELETED_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Its id."""
+    @_builtins.property
+    def deleted(self) -> Global___DeleteKVResponse:
+        """What was deleted of its KV."""
+
     def __init__(
         self,
+        *,
+        id: _builtins.str = ...,
+        deleted: Global___DeleteKVResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted", "id", b"id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteContextResponse: _TypeAlias = DeleteContextResponse  # noqa: Y015
+
+@_typing.final
+class DeleteKVRequest(_message.Message):
+    """Deletes KV."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SELECTION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def selection(self) -> _kv_pb2.Selection:
+        """What."""
+
+    def __init__(
+        self,
+        *,
+        selection: _kv_pb2.Selection | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["selection", b"selection"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["selection", b"selection"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteKVRequest: _TypeAlias = DeleteKVRequest  # noqa: Y015
+
+@_typing.final
+class InstanceDeletion(_message.Message):
+    """What one instance deleted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    instance: _builtins.str
+    """Its id."""
+    blocks: _builtins.int
+    """Blocks."""
+    bytes: _builtins.int
+    """Bytes."""
+    error: _builtins.str
+    """Why it is not known to have done it; empty when it has. It does it when it joins again."""
+    def __init__(
+        self,
+        *,
+        instance: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "error", b"error", "instance", b"instance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InstanceDeletion: _TypeAlias = InstanceDeletion  # noqa: Y015
+
+@_typing.final
+class DeleteKVResponse(_message.Message):
+    """KV was deleted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    RECORDED_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Names the deletion in logs."""
+    recorded: _builtins.int
+    """kvstores that remember the deletion for those that are away; 0 = this conductor alone does, as long as it lives."""
+    @_builtins.property
+    def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceDeletion]:
+        """Each instance that is joined."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        instances: _abc.Iterable[Global___InstanceDeletion] | None = ...,
+        recorded: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "instances", b"instances", "recorded", b"recorded"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteKVResponse: _TypeAlias = DeleteKVResponse  # noqa: Y015
 
 @_typing.final
 class ConductorStatsRequest(_message.Message):

@@ -60,10 +60,25 @@ class ConductorServiceStub:
                 request_serializer=moonpool_dot_v1_dot_conductor__pb2.CreateContextRequest.SerializeToString,
                 response_deserializer=moonpool_dot_v1_dot_conductor__pb2.CreateContextResponse.FromString,
                 _registered_method=True)
+        self.UpdateContext = channel.unary_unary(
+                '/moonpool.v1.ConductorService/UpdateContext',
+                request_serializer=moonpool_dot_v1_dot_conductor__pb2.UpdateContextRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_conductor__pb2.UpdateContextResponse.FromString,
+                _registered_method=True)
+        self.ListContexts = channel.unary_unary(
+                '/moonpool.v1.ConductorService/ListContexts',
+                request_serializer=moonpool_dot_v1_dot_conductor__pb2.ListContextsRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_conductor__pb2.ListContextsResponse.FromString,
+                _registered_method=True)
         self.DeleteContext = channel.unary_unary(
                 '/moonpool.v1.ConductorService/DeleteContext',
                 request_serializer=moonpool_dot_v1_dot_conductor__pb2.DeleteContextRequest.SerializeToString,
                 response_deserializer=moonpool_dot_v1_dot_conductor__pb2.DeleteContextResponse.FromString,
+                _registered_method=True)
+        self.DeleteKV = channel.unary_unary(
+                '/moonpool.v1.ConductorService/DeleteKV',
+                request_serializer=moonpool_dot_v1_dot_conductor__pb2.DeleteKVRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_conductor__pb2.DeleteKVResponse.FromString,
                 _registered_method=True)
         self.ConductorStats = channel.unary_unary(
                 '/moonpool.v1.ConductorService/ConductorStats',
@@ -105,14 +120,35 @@ class ConductorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CreateContext(self, request, context):
-        """Keeps a prompt's KV under a name for a time. Not built yet.
+        """Keeps the beginning of prompts under a name for a time, and its KV with it. Answered before the KV is computed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateContext(self, request, context):
+        """Changes a context's time, tags or metadata.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListContexts(self, request, context):
+        """A tenant's contexts, or one of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteContext(self, request, context):
-        """Ends a named context. Not built yet.
+        """Ends a context and deletes its KV from every tier.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteKV(self, request, context):
+        """Deletes KV from every tier of every instance, also from those that join later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,10 +189,25 @@ def add_ConductorServiceServicer_to_server(servicer, server):
                     request_deserializer=moonpool_dot_v1_dot_conductor__pb2.CreateContextRequest.FromString,
                     response_serializer=moonpool_dot_v1_dot_conductor__pb2.CreateContextResponse.SerializeToString,
             ),
+            'UpdateContext': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateContext,
+                    request_deserializer=moonpool_dot_v1_dot_conductor__pb2.UpdateContextRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_conductor__pb2.UpdateContextResponse.SerializeToString,
+            ),
+            'ListContexts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListContexts,
+                    request_deserializer=moonpool_dot_v1_dot_conductor__pb2.ListContextsRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_conductor__pb2.ListContextsResponse.SerializeToString,
+            ),
             'DeleteContext': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteContext,
                     request_deserializer=moonpool_dot_v1_dot_conductor__pb2.DeleteContextRequest.FromString,
                     response_serializer=moonpool_dot_v1_dot_conductor__pb2.DeleteContextResponse.SerializeToString,
+            ),
+            'DeleteKV': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteKV,
+                    request_deserializer=moonpool_dot_v1_dot_conductor__pb2.DeleteKVRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_conductor__pb2.DeleteKVResponse.SerializeToString,
             ),
             'ConductorStats': grpc.unary_unary_rpc_method_handler(
                     servicer.ConductorStats,
@@ -311,6 +362,60 @@ class ConductorService:
             _registered_method=True)
 
     @staticmethod
+    def UpdateContext(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.ConductorService/UpdateContext',
+            moonpool_dot_v1_dot_conductor__pb2.UpdateContextRequest.SerializeToString,
+            moonpool_dot_v1_dot_conductor__pb2.UpdateContextResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListContexts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.ConductorService/ListContexts',
+            moonpool_dot_v1_dot_conductor__pb2.ListContextsRequest.SerializeToString,
+            moonpool_dot_v1_dot_conductor__pb2.ListContextsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def DeleteContext(request,
             target,
             options=(),
@@ -327,6 +432,33 @@ class ConductorService:
             '/moonpool.v1.ConductorService/DeleteContext',
             moonpool_dot_v1_dot_conductor__pb2.DeleteContextRequest.SerializeToString,
             moonpool_dot_v1_dot_conductor__pb2.DeleteContextResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteKV(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.ConductorService/DeleteKV',
+            moonpool_dot_v1_dot_conductor__pb2.DeleteKVRequest.SerializeToString,
+            moonpool_dot_v1_dot_conductor__pb2.DeleteKVResponse.FromString,
             options,
             channel_credentials,
             insecure,

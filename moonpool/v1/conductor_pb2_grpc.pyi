@@ -42,9 +42,15 @@ class ConductorServiceStub:
     ClusterState: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ClusterStateRequest, _conductor_pb2.ClusterStateResponse]
     """Lists the instances the conductor knows."""
     CreateContext: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.CreateContextRequest, _conductor_pb2.CreateContextResponse]
-    """Keeps a prompt's KV under a name for a time. Not built yet."""
+    """Keeps the beginning of prompts under a name for a time, and its KV with it. Answered before the KV is computed."""
+    UpdateContext: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.UpdateContextRequest, _conductor_pb2.UpdateContextResponse]
+    """Changes a context's time, tags or metadata."""
+    ListContexts: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ListContextsRequest, _conductor_pb2.ListContextsResponse]
+    """A tenant's contexts, or one of them."""
     DeleteContext: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.DeleteContextRequest, _conductor_pb2.DeleteContextResponse]
-    """Ends a named context. Not built yet."""
+    """Ends a context and deletes its KV from every tier."""
+    DeleteKV: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.DeleteKVRequest, _conductor_pb2.DeleteKVResponse]
+    """Deletes KV from every tier of every instance, also from those that join later."""
     ConductorStats: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ConductorStatsRequest, _conductor_pb2.ConductorStatsResponse]
     """Everything the conductor holds, as gauges."""
 
@@ -62,9 +68,15 @@ class ConductorServiceAsyncStub(ConductorServiceStub):
     ClusterState: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ClusterStateRequest, _conductor_pb2.ClusterStateResponse]  # type: ignore[assignment]
     """Lists the instances the conductor knows."""
     CreateContext: _aio.UnaryUnaryMultiCallable[_conductor_pb2.CreateContextRequest, _conductor_pb2.CreateContextResponse]  # type: ignore[assignment]
-    """Keeps a prompt's KV under a name for a time. Not built yet."""
+    """Keeps the beginning of prompts under a name for a time, and its KV with it. Answered before the KV is computed."""
+    UpdateContext: _aio.UnaryUnaryMultiCallable[_conductor_pb2.UpdateContextRequest, _conductor_pb2.UpdateContextResponse]  # type: ignore[assignment]
+    """Changes a context's time, tags or metadata."""
+    ListContexts: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ListContextsRequest, _conductor_pb2.ListContextsResponse]  # type: ignore[assignment]
+    """A tenant's contexts, or one of them."""
     DeleteContext: _aio.UnaryUnaryMultiCallable[_conductor_pb2.DeleteContextRequest, _conductor_pb2.DeleteContextResponse]  # type: ignore[assignment]
-    """Ends a named context. Not built yet."""
+    """Ends a context and deletes its KV from every tier."""
+    DeleteKV: _aio.UnaryUnaryMultiCallable[_conductor_pb2.DeleteKVRequest, _conductor_pb2.DeleteKVResponse]  # type: ignore[assignment]
+    """Deletes KV from every tier of every instance, also from those that join later."""
     ConductorStats: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ConductorStatsRequest, _conductor_pb2.ConductorStatsResponse]  # type: ignore[assignment]
     """Everything the conductor holds, as gauges."""
 
@@ -109,7 +121,23 @@ class ConductorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _conductor_pb2.CreateContextRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.CreateContextResponse, _abc.Awaitable[_conductor_pb2.CreateContextResponse]]:
-        """Keeps a prompt's KV under a name for a time. Not built yet."""
+        """Keeps the beginning of prompts under a name for a time, and its KV with it. Answered before the KV is computed."""
+
+    @_abc_1.abstractmethod
+    def UpdateContext(
+        self,
+        request: _conductor_pb2.UpdateContextRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.UpdateContextResponse, _abc.Awaitable[_conductor_pb2.UpdateContextResponse]]:
+        """Changes a context's time, tags or metadata."""
+
+    @_abc_1.abstractmethod
+    def ListContexts(
+        self,
+        request: _conductor_pb2.ListContextsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.ListContextsResponse, _abc.Awaitable[_conductor_pb2.ListContextsResponse]]:
+        """A tenant's contexts, or one of them."""
 
     @_abc_1.abstractmethod
     def DeleteContext(
@@ -117,7 +145,15 @@ class ConductorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _conductor_pb2.DeleteContextRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.DeleteContextResponse, _abc.Awaitable[_conductor_pb2.DeleteContextResponse]]:
-        """Ends a named context. Not built yet."""
+        """Ends a context and deletes its KV from every tier."""
+
+    @_abc_1.abstractmethod
+    def DeleteKV(
+        self,
+        request: _conductor_pb2.DeleteKVRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.DeleteKVResponse, _abc.Awaitable[_conductor_pb2.DeleteKVResponse]]:
+        """Deletes KV from every tier of every instance, also from those that join later."""
 
     @_abc_1.abstractmethod
     def ConductorStats(

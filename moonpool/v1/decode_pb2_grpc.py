@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from moonpool.v1 import decode_pb2 as moonpool_dot_v1_dot_decode__pb2
+from moonpool.v1 import kv_pb2 as moonpool_dot_v1_dot_kv__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -50,6 +51,11 @@ class DecodeServiceStub:
                 request_serializer=moonpool_dot_v1_dot_decode__pb2.StepsRequest.SerializeToString,
                 response_deserializer=moonpool_dot_v1_dot_decode__pb2.StepsResponse.FromString,
                 _registered_method=True)
+        self.Forget = channel.unary_unary(
+                '/moonpool.v1.DecodeService/Forget',
+                request_serializer=moonpool_dot_v1_dot_kv__pb2.ForgetRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_kv__pb2.ForgetResponse.FromString,
+                _registered_method=True)
         self.DecodeStats = channel.unary_unary(
                 '/moonpool.v1.DecodeService/DecodeStats',
                 request_serializer=moonpool_dot_v1_dot_decode__pb2.DecodeStatsRequest.SerializeToString,
@@ -82,6 +88,13 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Forget(self, request, context):
+        """Deletes KV from the pool. Sequences that are here go on, and none of their blocks is kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DecodeStats(self, request, context):
         """Everything the instance holds, as gauges.
         """
@@ -106,6 +119,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Steps,
                     request_deserializer=moonpool_dot_v1_dot_decode__pb2.StepsRequest.FromString,
                     response_serializer=moonpool_dot_v1_dot_decode__pb2.StepsResponse.SerializeToString,
+            ),
+            'Forget': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forget,
+                    request_deserializer=moonpool_dot_v1_dot_kv__pb2.ForgetRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_kv__pb2.ForgetResponse.SerializeToString,
             ),
             'DecodeStats': grpc.unary_unary_rpc_method_handler(
                     servicer.DecodeStats,
@@ -195,6 +213,33 @@ class DecodeService:
             '/moonpool.v1.DecodeService/Steps',
             moonpool_dot_v1_dot_decode__pb2.StepsRequest.SerializeToString,
             moonpool_dot_v1_dot_decode__pb2.StepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Forget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.DecodeService/Forget',
+            moonpool_dot_v1_dot_kv__pb2.ForgetRequest.SerializeToString,
+            moonpool_dot_v1_dot_kv__pb2.ForgetResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from moonpool.v1 import decode_pb2 as _decode_pb2
+from moonpool.v1 import kv_pb2 as _kv_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -39,6 +40,8 @@ class DecodeServiceStub:
     """Receives KV of many transfers on one long-lived stream per pair of processes."""
     Steps: _grpc.StreamStreamMultiCallable[_decode_pb2.StepsRequest, _decode_pb2.StepsResponse]
     """Starts and cancels sequences; returns tokens, one message per step. One long-lived stream per conductor."""
+    Forget: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ForgetRequest, _kv_pb2.ForgetResponse]
+    """Deletes KV from the pool. Sequences that are here go on, and none of their blocks is kept."""
     DecodeStats: _grpc.UnaryUnaryMultiCallable[_decode_pb2.DecodeStatsRequest, _decode_pb2.DecodeStatsResponse]
     """Everything the instance holds, as gauges."""
 
@@ -53,6 +56,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """Receives KV of many transfers on one long-lived stream per pair of processes."""
     Steps: _aio.StreamStreamMultiCallable[_decode_pb2.StepsRequest, _decode_pb2.StepsResponse]  # type: ignore[assignment]
     """Starts and cancels sequences; returns tokens, one message per step. One long-lived stream per conductor."""
+    Forget: _aio.UnaryUnaryMultiCallable[_kv_pb2.ForgetRequest, _kv_pb2.ForgetResponse]  # type: ignore[assignment]
+    """Deletes KV from the pool. Sequences that are here go on, and none of their blocks is kept."""
     DecodeStats: _aio.UnaryUnaryMultiCallable[_decode_pb2.DecodeStatsRequest, _decode_pb2.DecodeStatsResponse]  # type: ignore[assignment]
     """Everything the instance holds, as gauges."""
 
@@ -82,6 +87,14 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.StepsResponse], _abc.AsyncIterator[_decode_pb2.StepsResponse]]:
         """Starts and cancels sequences; returns tokens, one message per step. One long-lived stream per conductor."""
+
+    @_abc_1.abstractmethod
+    def Forget(
+        self,
+        request: _kv_pb2.ForgetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_pb2.ForgetResponse, _abc.Awaitable[_kv_pb2.ForgetResponse]]:
+        """Deletes KV from the pool. Sequences that are here go on, and none of their blocks is kept."""
 
     @_abc_1.abstractmethod
     def DecodeStats(

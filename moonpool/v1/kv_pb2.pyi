@@ -798,6 +798,7 @@ class SequenceSpec(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     CHAIN_ROOT_FIELD_NUMBER: _builtins.int
     BAD_TOKENS_FIELD_NUMBER: _builtins.int
+    TRANSIENT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -814,6 +815,8 @@ class SequenceSpec(_message.Message):
     """Root of the key chain's tenant salt; empty for none."""
     chain_root: _builtins.bytes
     """32-byte root of the block-key chain, the parent of the first block's key."""
+    transient: _builtins.bool
+    """Its KV was deleted while it was on its way: none of its blocks is kept for others, here or in a kvstore."""
     priority: _builtins.int
     """`GenerateRequest.priority`."""
     weight: _builtins.float
@@ -842,16 +845,197 @@ class SequenceSpec(_message.Message):
         tenant: _builtins.str = ...,
         chain_root: _builtins.bytes = ...,
         bad_tokens: _abc.Iterable[Global___TokenRun] | None = ...,
+        transient: _builtins.bool = ...,
         priority: _builtins.int = ...,
         weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_tokens", b"bad_tokens", "block_keys", b"block_keys", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_tokens", b"bad_tokens", "block_keys", b"block_keys", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "transient", b"transient", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class Selection(_message.Message):
+    """Which KV is to be deleted: all that one of the fields names."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    NAMESPACES_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    """Concatenated 32-byte block keys."""
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Whose KV; "" is the tenant without a name."""
+
+    @_builtins.property
+    def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """32-byte namespaces."""
+
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+        tenants: _abc.Iterable[_builtins.str] | None = ...,
+        namespaces: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "namespaces", b"namespaces", "tenants", b"tenants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Selection: _TypeAlias = Selection  # noqa: Y015
+
+@_typing.final
+class Deletion(_message.Message):
+    """An order to delete KV. It is carried out once by each instance, also by those that were away when it was given."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    SELECTION_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Unique."""
+    @_builtins.property
+    def selection(self) -> Global___Selection:
+        """What."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        selection: Global___Selection | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["selection", b"selection"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "selection", b"selection"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Deletion: _TypeAlias = Deletion  # noqa: Y015
+
+@_typing.final
+class ForgetRequest(_message.Message):
+    """Deletes KV. Answered when nobody can find it here any more, also not after a restart."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TtlSEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    DELETIONS_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def deletions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Deletion]:
+        """Those that were carried out here before (in this process' life; by a kvstore: ever) are passed over."""
+
+    @_builtins.property
+    def ttl_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Besides, KV that is here for longer than so many seconds, by tenant; "*" is for all that are not named."""
+
+    def __init__(
+        self,
+        *,
+        deletions: _abc.Iterable[Global___Deletion] | None = ...,
+        ttl_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletions", b"deletions", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetRequest: _TypeAlias = ForgetRequest  # noqa: Y015
+
+@_typing.final
+class ForgetResponse(_message.Message):
+    """What was deleted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """Blocks, each counted once however many copies there were here."""
+    bytes: _builtins.int
+    """Bytes of all copies."""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetResponse: _TypeAlias = ForgetResponse  # noqa: Y015
+
+@_typing.final
+class Record(_message.Message):
+    """A small durable value that kvstores keep for conductors: a context, a tag, a deletion. The latest version wins."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    EXPIRES_AT_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """What it is."""
+    tenant: _builtins.str
+    """Whose."""
+    id: _builtins.str
+    """Unique for its kind and tenant."""
+    version: _builtins.int
+    """Of two records of one place the higher version is kept."""
+    value: _builtins.bytes
+    """What its kind says; empty = it was deleted."""
+    expires_at: _builtins.float
+    """Seconds since 1970 at which it may be forgotten, deleted or not."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        value: _builtins.bytes = ...,
+        expires_at: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_at", b"expires_at", "id", b"id", "kind", b"kind", "tenant", b"tenant", "value", b"value", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Record: _TypeAlias = Record  # noqa: Y015
 
 @_typing.final
 class KVEvents(_message.Message):

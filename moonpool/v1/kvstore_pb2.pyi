@@ -810,6 +810,66 @@ class ReuseCurveResponse(_message.Message):
 Global___ReuseCurveResponse: _TypeAlias = ReuseCurveResponse  # noqa: Y015
 
 @_typing.final
+class SyncRecordsRequest(_message.Message):
+    """Records to be kept, and those that are wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORDS_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    after: _builtins.int
+    """Only records that came here after this number are wanted: the `sequence` of the last answer, or 0."""
+    @_builtins.property
+    def records(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.Record]:
+        """To be kept; durable when the call is answered, where there is an SSD tier."""
+
+    def __init__(
+        self,
+        *,
+        records: _abc.Iterable[_kv_pb2.Record] | None = ...,
+        after: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "records", b"records"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SyncRecordsRequest: _TypeAlias = SyncRecordsRequest  # noqa: Y015
+
+@_typing.final
+class SyncRecordsResponse(_message.Message):
+    """Records."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORDS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Number of the last of them; without any, `after` again."""
+    more: _builtins.bool
+    """There are more."""
+    @_builtins.property
+    def records(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.Record]:
+        """Those wanted, in the order in which they came; as many as a message holds."""
+
+    def __init__(
+        self,
+        *,
+        records: _abc.Iterable[_kv_pb2.Record] | None = ...,
+        sequence: _builtins.int = ...,
+        more: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["more", b"more", "records", b"records", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SyncRecordsResponse: _TypeAlias = SyncRecordsResponse  # noqa: Y015
+
+@_typing.final
 class KVStoreStatsRequest(_message.Message):
     """Asks for gauges."""
 

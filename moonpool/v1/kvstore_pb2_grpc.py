@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from moonpool.v1 import kv_pb2 as moonpool_dot_v1_dot_kv__pb2
 from moonpool.v1 import kvstore_pb2 as moonpool_dot_v1_dot_kvstore__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -80,6 +81,16 @@ class KVStoreServiceStub:
                 request_serializer=moonpool_dot_v1_dot_kvstore__pb2.ReuseCurveRequest.SerializeToString,
                 response_deserializer=moonpool_dot_v1_dot_kvstore__pb2.ReuseCurveResponse.FromString,
                 _registered_method=True)
+        self.Forget = channel.unary_unary(
+                '/moonpool.v1.KVStoreService/Forget',
+                request_serializer=moonpool_dot_v1_dot_kv__pb2.ForgetRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_kv__pb2.ForgetResponse.FromString,
+                _registered_method=True)
+        self.SyncRecords = channel.unary_unary(
+                '/moonpool.v1.KVStoreService/SyncRecords',
+                request_serializer=moonpool_dot_v1_dot_kvstore__pb2.SyncRecordsRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_kvstore__pb2.SyncRecordsResponse.FromString,
+                _registered_method=True)
         self.KVStoreStats = channel.unary_unary(
                 '/moonpool.v1.KVStoreService/KVStoreStats',
                 request_serializer=moonpool_dot_v1_dot_kvstore__pb2.KVStoreStatsRequest.SerializeToString,
@@ -154,6 +165,20 @@ class KVStoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Forget(self, request, context):
+        """Deletes blocks from both tiers. Their bytes on SSD are overwritten before the answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SyncRecords(self, request, context):
+        """Takes records, and gives those that came after a number: by this, conductors share what must outlive them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def KVStoreStats(self, request, context):
         """Everything the store holds, as gauges.
         """
@@ -208,6 +233,16 @@ def add_KVStoreServiceServicer_to_server(servicer, server):
                     servicer.ReuseCurve,
                     request_deserializer=moonpool_dot_v1_dot_kvstore__pb2.ReuseCurveRequest.FromString,
                     response_serializer=moonpool_dot_v1_dot_kvstore__pb2.ReuseCurveResponse.SerializeToString,
+            ),
+            'Forget': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forget,
+                    request_deserializer=moonpool_dot_v1_dot_kv__pb2.ForgetRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_kv__pb2.ForgetResponse.SerializeToString,
+            ),
+            'SyncRecords': grpc.unary_unary_rpc_method_handler(
+                    servicer.SyncRecords,
+                    request_deserializer=moonpool_dot_v1_dot_kvstore__pb2.SyncRecordsRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_kvstore__pb2.SyncRecordsResponse.SerializeToString,
             ),
             'KVStoreStats': grpc.unary_unary_rpc_method_handler(
                     servicer.KVStoreStats,
@@ -459,6 +494,60 @@ class KVStoreService:
             '/moonpool.v1.KVStoreService/ReuseCurve',
             moonpool_dot_v1_dot_kvstore__pb2.ReuseCurveRequest.SerializeToString,
             moonpool_dot_v1_dot_kvstore__pb2.ReuseCurveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Forget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.KVStoreService/Forget',
+            moonpool_dot_v1_dot_kv__pb2.ForgetRequest.SerializeToString,
+            moonpool_dot_v1_dot_kv__pb2.ForgetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SyncRecords(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.KVStoreService/SyncRecords',
+            moonpool_dot_v1_dot_kvstore__pb2.SyncRecordsRequest.SerializeToString,
+            moonpool_dot_v1_dot_kvstore__pb2.SyncRecordsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from moonpool.v1 import kv_pb2 as _kv_pb2
 from moonpool.v1 import kvstore_pb2 as _kvstore_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -51,6 +52,10 @@ class KVStoreServiceStub:
     """Reads blocks from SSD into DRAM that is free, the most recently written first; for use after a restart."""
     ReuseCurve: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReuseCurveRequest, _kvstore_pb2.ReuseCurveResponse]
     """The hit share that other sizes of this store would have had, from sampled reuse distances."""
+    Forget: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ForgetRequest, _kv_pb2.ForgetResponse]
+    """Deletes blocks from both tiers. Their bytes on SSD are overwritten before the answer."""
+    SyncRecords: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.SyncRecordsRequest, _kvstore_pb2.SyncRecordsResponse]
+    """Takes records, and gives those that came after a number: by this, conductors share what must outlive them."""
     KVStoreStats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.KVStoreStatsRequest, _kvstore_pb2.KVStoreStatsResponse]
     """Everything the store holds, as gauges."""
 
@@ -77,6 +82,10 @@ class KVStoreServiceAsyncStub(KVStoreServiceStub):
     """Reads blocks from SSD into DRAM that is free, the most recently written first; for use after a restart."""
     ReuseCurve: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReuseCurveRequest, _kvstore_pb2.ReuseCurveResponse]  # type: ignore[assignment]
     """The hit share that other sizes of this store would have had, from sampled reuse distances."""
+    Forget: _aio.UnaryUnaryMultiCallable[_kv_pb2.ForgetRequest, _kv_pb2.ForgetResponse]  # type: ignore[assignment]
+    """Deletes blocks from both tiers. Their bytes on SSD are overwritten before the answer."""
+    SyncRecords: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.SyncRecordsRequest, _kvstore_pb2.SyncRecordsResponse]  # type: ignore[assignment]
+    """Takes records, and gives those that came after a number: by this, conductors share what must outlive them."""
     KVStoreStats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.KVStoreStatsRequest, _kvstore_pb2.KVStoreStatsResponse]  # type: ignore[assignment]
     """Everything the store holds, as gauges."""
 
@@ -154,6 +163,22 @@ class KVStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.ReuseCurveResponse, _abc.Awaitable[_kvstore_pb2.ReuseCurveResponse]]:
         """The hit share that other sizes of this store would have had, from sampled reuse distances."""
+
+    @_abc_1.abstractmethod
+    def Forget(
+        self,
+        request: _kv_pb2.ForgetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_pb2.ForgetResponse, _abc.Awaitable[_kv_pb2.ForgetResponse]]:
+        """Deletes blocks from both tiers. Their bytes on SSD are overwritten before the answer."""
+
+    @_abc_1.abstractmethod
+    def SyncRecords(
+        self,
+        request: _kvstore_pb2.SyncRecordsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.SyncRecordsResponse, _abc.Awaitable[_kvstore_pb2.SyncRecordsResponse]]:
+        """Takes records, and gives those that came after a number: by this, conductors share what must outlive them."""
 
     @_abc_1.abstractmethod
     def KVStoreStats(

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from moonpool.v1 import kv_pb2 as moonpool_dot_v1_dot_kv__pb2
 from moonpool.v1 import prefill_pb2 as moonpool_dot_v1_dot_prefill__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -50,6 +51,11 @@ class PrefillServiceStub:
                 request_serializer=moonpool_dot_v1_dot_prefill__pb2.CancelRequest.SerializeToString,
                 response_deserializer=moonpool_dot_v1_dot_prefill__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.Forget = channel.unary_unary(
+                '/moonpool.v1.PrefillService/Forget',
+                request_serializer=moonpool_dot_v1_dot_kv__pb2.ForgetRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_kv__pb2.ForgetResponse.FromString,
+                _registered_method=True)
         self.PrefillStats = channel.unary_unary(
                 '/moonpool.v1.PrefillService/PrefillStats',
                 request_serializer=moonpool_dot_v1_dot_prefill__pb2.PrefillStatsRequest.SerializeToString,
@@ -82,6 +88,13 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Forget(self, request, context):
+        """Deletes KV from the pool. Prompts that are here go on, and none of their blocks is kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PrefillStats(self, request, context):
         """Everything the instance holds, as gauges.
         """
@@ -106,6 +119,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=moonpool_dot_v1_dot_prefill__pb2.CancelRequest.FromString,
                     response_serializer=moonpool_dot_v1_dot_prefill__pb2.CancelResponse.SerializeToString,
+            ),
+            'Forget': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forget,
+                    request_deserializer=moonpool_dot_v1_dot_kv__pb2.ForgetRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_kv__pb2.ForgetResponse.SerializeToString,
             ),
             'PrefillStats': grpc.unary_unary_rpc_method_handler(
                     servicer.PrefillStats,
@@ -195,6 +213,33 @@ class PrefillService:
             '/moonpool.v1.PrefillService/Cancel',
             moonpool_dot_v1_dot_prefill__pb2.CancelRequest.SerializeToString,
             moonpool_dot_v1_dot_prefill__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Forget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.PrefillService/Forget',
+            moonpool_dot_v1_dot_kv__pb2.ForgetRequest.SerializeToString,
+            moonpool_dot_v1_dot_kv__pb2.ForgetResponse.FromString,
             options,
             channel_credentials,
             insecure,

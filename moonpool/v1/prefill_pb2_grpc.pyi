@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from moonpool.v1 import kv_pb2 as _kv_pb2
 from moonpool.v1 import prefill_pb2 as _prefill_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -39,6 +40,8 @@ class PrefillServiceStub:
     """Reads blocks from this instance's pool, layer by layer. Not built yet."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.CancelRequest, _prefill_pb2.CancelResponse]
     """Cancels a prefill by request id."""
+    Forget: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ForgetRequest, _kv_pb2.ForgetResponse]
+    """Deletes KV from the pool. Prompts that are here go on, and none of their blocks is kept."""
     PrefillStats: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PrefillStatsRequest, _prefill_pb2.PrefillStatsResponse]
     """Everything the instance holds, as gauges."""
 
@@ -53,6 +56,8 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """Reads blocks from this instance's pool, layer by layer. Not built yet."""
     Cancel: _aio.UnaryUnaryMultiCallable[_prefill_pb2.CancelRequest, _prefill_pb2.CancelResponse]  # type: ignore[assignment]
     """Cancels a prefill by request id."""
+    Forget: _aio.UnaryUnaryMultiCallable[_kv_pb2.ForgetRequest, _kv_pb2.ForgetResponse]  # type: ignore[assignment]
+    """Deletes KV from the pool. Prompts that are here go on, and none of their blocks is kept."""
     PrefillStats: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PrefillStatsRequest, _prefill_pb2.PrefillStatsResponse]  # type: ignore[assignment]
     """Everything the instance holds, as gauges."""
 
@@ -82,6 +87,14 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.CancelResponse, _abc.Awaitable[_prefill_pb2.CancelResponse]]:
         """Cancels a prefill by request id."""
+
+    @_abc_1.abstractmethod
+    def Forget(
+        self,
+        request: _kv_pb2.ForgetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_pb2.ForgetResponse, _abc.Awaitable[_kv_pb2.ForgetResponse]]:
+        """Deletes KV from the pool. Prompts that are here go on, and none of their blocks is kept."""
 
     @_abc_1.abstractmethod
     def PrefillStats(

@@ -6,14 +6,22 @@ from math import isfinite
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from moonpool.config import ListenAddress, OptionalAddress, read_mapping
 from moonpool.drive.config import CoreServiceConfig
-from moonpool.errors import ConfigError
+from moonpool.errors import ConfigError, InvalidRequest
+from moonpool.kv.selection import check_ttls
 from services.conductor.core.admission import Admission
 from services.conductor.core.policies import DEFAULT, POLICIES
 from services.conductor.core.stores import MAX_REPLICAS
+
+
+def _positive(ttl_s: dict[str, float]) -> dict[str, float]:
+    try:
+        return check_ttls(ttl_s, "")
+    except InvalidRequest as error:
+        raise ValueError(str(error)) from None
 
 
 class ConductorConfig(CoreServiceConfig):
@@ -31,8 +39,8 @@ class ConductorConfig(CoreServiceConfig):
         None, description="file of these clients' hashed keys and their tenants, a line `sha256:HEX TENANT` each"
     )
     model: str = Field(
-        description="checkpoint folder or Hugging Face hub id whose tokenizer and configuration are used; "
-        "the folder's name is the model's name"
+        description="checkpoint folder, GGUF file or Hugging Face hub id whose tokenizer and configuration are used; "
+        "the name of folder or file is the model's name"
     )
     policy: str = Field(
         DEFAULT,
@@ -109,6 +117,11 @@ class ConductorConfig(CoreServiceConfig):
         ge=0,
         description="seconds a resumed request waits for the decode instance where it ran to join this conductor, "
         "before it is placed anew",
+    )
+    tenant_ttl_s: Annotated[dict[str, float], BeforeValidator(read_mapping), AfterValidator(_positive)] = Field(
+        default_factory=dict,
+        description="seconds for which KV may stay in any one place, by tenant, as YAML or JSON: {NAME: SECONDS}; NAME "
+        "'*' is for each tenant that is not named; default: as long as there is room",
     )
     record_trace: Path | None = Field(
         None,

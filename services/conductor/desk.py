@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 
 from moonpool.core.kernel import Cancel
+from moonpool.kv.selection import Selection
 from moonpool.telemetry.logs import get_logger
 from services.conductor.answer import Answer
 from services.conductor.calls import Calls
@@ -107,6 +108,11 @@ class Desk:
         """The client has left, or has everything."""
         if serving.ask.number in self._serving:
             self._post(ClientGone(serving.ask.number))
+
+    def forget(self, selection: Selection, namespace: bytes) -> None:
+        """KV was deleted: of the requests that concern it, nothing that comes from now on is kept."""
+        for serving in self._serving.values():
+            serving.forget(selection, namespace)
 
     def stop(self) -> None:
         """Ends all answers now, with the tokens so far."""

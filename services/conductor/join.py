@@ -6,7 +6,7 @@ An instance that is silent for three heartbeats is lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from moonpool.errors import InvalidRequest, Mismatch
 from moonpool.rpc.roles import require_role
@@ -18,6 +18,8 @@ from services.conductor.registry import Member
 
 log = get_logger(__name__)
 
+Admit = Callable[[kv_pb2.Instance], Awaitable[None]]
+
 HELLO_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 3.0
 SILENT_HEARTBEATS = 3
@@ -26,8 +28,12 @@ SILENT_HEARTBEATS = 3
 class JoinServer:
     """Serves the Join streams of all instances."""
 
-    def __init__(self, cluster: Cluster, heartbeat_s: float) -> None:
-        """Wire the server; `conductor` must be set before the first instance joins."""
+    def __init__(self, cluster: Cluster, heartbeat_s: float, admit: Admit) -> None:
+        """Wire the server; `conductor` must be set before the first instance joins.
+
+        `admit` raises when an instance may not join yet.
+        """
+        self._admit = admit
         self.conductor = kv_pb2.Instance(kind=kv_pb2.INSTANCE_KIND_CONDUCTOR)
         self._cluster = cluster
         self._heartbeat_s = heartbeat_s
@@ -47,16 +53,19 @@ class JoinServer:
             DeadlineExceeded: it was silent for three heartbeats.
         """
         welcome = conductor_pb2.JoinWelcome(conductor=self.conductor, heartbeat_s=self._heartbeat_s)
-        await JoinStream(self._cluster, welcome, self._stopping).run(requests, context)
+        await JoinStream(self._cluster, welcome, self._stopping, self._admit).run(requests, context)
 
 
 class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
     """One instance's stream."""
 
-    def __init__(self, cluster: Cluster, welcome: conductor_pb2.JoinWelcome, stopping: asyncio.Event) -> None:
+    def __init__(
+        self, cluster: Cluster, welcome: conductor_pb2.JoinWelcome, stopping: asyncio.Event, admit: Admit
+    ) -> None:
         super().__init__(stopping, hello_timeout_s=HELLO_TIMEOUT_S, silence_s=SILENT_HEARTBEATS * welcome.heartbeat_s)
         self._cluster = cluster
         self._welcome = welcome
+        self._admit = admit
         self._member: Member
         self._left = False
 
@@ -66,6 +75,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         self._cluster.registry.check(hello)
         require_role(kv_pb2.InstanceKind.Name(hello.instance.kind).removeprefix("INSTANCE_KIND_").lower())
         await self._cluster.probe(hello.instance.address, PROBE_TIMEOUT_S)
+        await self._admit(hello.instance)
         self._member = self._cluster.join(hello, self._resync)
         emulated = {"emulated": hello.model.emulated} if hello.model.emulated else {}
         log.info("joined", instance=self._member.id, address=hello.instance.address, **emulated)

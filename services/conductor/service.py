@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from moonpool.drive.driver import Driver
+from moonpool.kv.selection import Selection
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.security import Security
@@ -20,12 +21,17 @@ from services.conductor.calls import Calls
 from services.conductor.checkpoint import Checkpoint
 from services.conductor.cluster import Cluster
 from services.conductor.config import ConductorConfig
+from services.conductor.contexts import Contexts
 from services.conductor.core.conductor import ConductorCore
 from services.conductor.core.messages import Action, Event
 from services.conductor.core.picture import Picture
 from services.conductor.core.placing import Limits
 from services.conductor.desk import Desk
 from services.conductor.explain import Decisions
+from services.conductor.forgetting import Forgetting
+from services.conductor.intake import Intake
+from services.conductor.keeping import ContextKeeper
+from services.conductor.ledger import Ledger
 from services.conductor.policy import load_policy
 from services.conductor.predictions import Predictions
 from services.conductor.recording import Recording
@@ -60,7 +66,11 @@ async def conductor(
         stack.push_async_callback(calls.aclose)
         decisions = Decisions(config.explain_history, config.policy)
         desk = Desk(calls, decisions, Predictions(metrics), recording, cluster.resync, driver.post)
-        servicer = ConductorServicer(config, checkpoint, cluster, core, desk, decisions, tokenizing, spans)
+        intake = Intake(checkpoint, cluster.registry, desk, tokenizing, config)
+        forgetting, keeper = await _records(config, channels, cluster, desk, intake, core, stack)
+        servicer = ConductorServicer(
+            config, cluster, core, desk, intake, decisions, keeper, forgetting, tokenizing, spans
+        )
         metrics.watch(servicer.gauges)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         contract = (DESCRIPTOR, servicer)
@@ -72,6 +82,39 @@ async def conductor(
             kv_pb2.Instance(id=config.id, incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_CONDUCTOR, address=address)
         )
         yield servicer, address
+
+
+async def _records(
+    config: ConductorConfig,
+    channels: Channels,
+    cluster: Cluster,
+    desk: Desk,
+    intake: Intake,
+    core: ConductorCore,
+    stack: AsyncExitStack,
+) -> tuple[Forgetting, ContextKeeper]:
+    """What outlives conductors: deletions and contexts."""
+    registry = cluster.registry
+
+    def stores() -> list[kv_pb2.Instance]:
+        return [member.instance for member in registry.of_kind(kv_pb2.INSTANCE_KIND_KVSTORE)]
+
+    def on_its_way(selection: Selection) -> None:
+        desk.forget(selection, registry.model.namespace if registry.model is not None else b"")
+
+    ledger = Ledger(channels, stores)
+    members = lambda: [member.instance for member in registry]  # noqa: E731
+    forgetting = Forgetting(ledger, channels, members, on_its_way, config.tenant_ttl_s)
+    sweeping = asyncio.create_task(forgetting.run())
+    stack.push_async_callback(asyncio.wait, [sweeping])
+    stack.callback(sweeping.cancel)
+    held = core.picture.index.lengths
+    contexts = Contexts(ledger, config.id)
+    keeper = ContextKeeper(
+        contexts, ledger, forgetting, channels, stores, intake.model, intake.read, intake.compute, held
+    )
+    stack.push_async_callback(keeper.aclose)
+    return forgetting, keeper
 
 
 def _core(config: ConductorConfig) -> ConductorCore:

@@ -14,23 +14,26 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from moonpool.cluster.selections import selection_from_proto
 from moonpool.core.fair import may_enter
-from moonpool.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, Unsupported
-from moonpool.rpc.roles import tenant_of
+from moonpool.errors import DeadlineExceeded, InvalidRequest, Overloaded, PermissionDenied, Unavailable
+from moonpool.rpc.roles import is_client, tenant_of
 from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.answer import Answer
-from services.conductor.checkpoint import Checkpoint
 from services.conductor.cluster import Cluster
 from services.conductor.config import ConductorConfig
 from services.conductor.core.conductor import ConductorCore
 from services.conductor.desk import Desk
 from services.conductor.explain import Decisions
+from services.conductor.forgetting import Forgetting
+from services.conductor.intake import Intake
 from services.conductor.join import JoinServer
+from services.conductor.keeping import ContextKeeper
 from services.conductor.outgoing import Outgoing
 from services.conductor.queue import queue_state
-from services.conductor.request import Served, read_request, weight_of
+from services.conductor.request import weight_of
 from services.conductor.resume import Resume, read_resume
 from services.conductor.serving import Serving
 
@@ -57,24 +60,28 @@ class ConductorServicer:
     def __init__(
         self,
         config: ConductorConfig,
-        checkpoint: Checkpoint,
         cluster: Cluster,
         core: ConductorCore,
         desk: Desk,
+        intake: Intake,
         decisions: Decisions,
+        keeper: ContextKeeper,
+        forgetting: Forgetting,
         tokenizing: ThreadPoolExecutor,
         spans: Recorder,
     ) -> None:
         """`set_instance` must be called before the first request."""
         self._config = config
-        self._checkpoint = checkpoint
         self.cluster = cluster
         self.core = core
         self._desk = desk
+        self._intake = intake
+        self._keeper = keeper
+        self.forgetting = forgetting
         self._decisions = decisions
         self._tokenizing = tokenizing
         self._spans = spans
-        self._joins = JoinServer(cluster, config.heartbeat_s)
+        self._joins = JoinServer(cluster, config.heartbeat_s, forgetting.admit)
         self._instance = kv_pb2.Instance(kind=kv_pb2.INSTANCE_KIND_CONDUCTOR)
         self._running: dict[str, _Running] = {}
         self._idle = asyncio.Event()
@@ -126,15 +133,14 @@ class ConductorServicer:
         self, message: conductor_pb2.GenerateRequest, request_id: str, arrived: float, context: _GenerateContext
     ) -> None:
         deadline = arrived + min(self._config.request_timeout_s, context.time_remaining() or float("inf"))
-        served = self._served_now()
-        loop = asyncio.get_running_loop()
-        request = await loop.run_in_executor(
-            self._tokenizing, read_request, message, served, request_id, lambda: secrets.randbits(64)
-        )
+        served, use = self._intake.served(), await self._keeper.use(message)
+        message = use.request if use is not None else message
+        request = await self._intake.read(message, request_id)
         resume, answer = read_resume(message, request, served), Answer.begin(request, served, arrived)
         if resume is not None:
             self._resumed += 1
-            await loop.run_in_executor(self._tokenizing, answer.choices[0].resume, resume.tokens, resume.text_chars)
+            known, loop = (resume.tokens, resume.text_chars), asyncio.get_running_loop()
+            await loop.run_in_executor(self._tokenizing, answer.choices[0].resume, *known)
             if answer.finish:
                 await _tell_end(answer, resume, context)
                 return
@@ -144,6 +150,8 @@ class ConductorServicer:
             async with asyncio.timeout(deadline - time.monotonic()):
                 async for response in serving.outgoing:
                     await context.write(response)
+            if use is not None:
+                self._keeper.used(use, answer.cached_tokens)
         except TimeoutError:
             raise DeadlineExceeded("the request took longer than it may") from None
         finally:
@@ -180,22 +188,6 @@ class ConductorServicer:
                 retry_after_s=QUEUE_FULL_RETRY_S,
             )
 
-    def _served_now(self) -> Served:
-        model, layout = self.cluster.registry.model, self.cluster.registry.layout
-        if model is None or layout is None:
-            raise Unavailable("no prefill and no decode instance has joined")
-        checkpoint = self._checkpoint
-        return Served(
-            checkpoint.name,
-            checkpoint.config,
-            checkpoint.tokenizer,
-            model.namespace,
-            layout,
-            model.max_tokens,
-            self._config.queue_deadline_s,
-            self._config.tenant_weights,
-        )
-
     async def Join(self, requests: AsyncIterator[conductor_pb2.JoinRequest], context: object) -> None:
         """Follow one instance."""
         await self._joins.serve(requests, context)
@@ -226,13 +218,37 @@ class ConductorServicer:
             queue=queue_state(self.core.requests, self._tenants(), self._weight_of),
         )
 
-    async def CreateContext(self, request: conductor_pb2.CreateContextRequest, context: object) -> None:
-        """Not built yet."""
-        raise Unsupported("named contexts are not built yet")
+    async def CreateContext(
+        self, request: conductor_pb2.CreateContextRequest, context: object
+    ) -> conductor_pb2.CreateContextResponse:
+        request.tenant = tenant_of(request.tenant)
+        return conductor_pb2.CreateContextResponse(context=await self._keeper.create(request))
 
-    async def DeleteContext(self, request: conductor_pb2.DeleteContextRequest, context: object) -> None:
-        """Not built yet."""
-        raise Unsupported("named contexts are not built yet")
+    async def UpdateContext(
+        self, request: conductor_pb2.UpdateContextRequest, context: object
+    ) -> conductor_pb2.UpdateContextResponse:
+        request.tenant = tenant_of(request.tenant)
+        return conductor_pb2.UpdateContextResponse(context=await self._keeper.update(request))
+
+    async def ListContexts(
+        self, request: conductor_pb2.ListContextsRequest, context: object
+    ) -> conductor_pb2.ListContextsResponse:
+        request.tenant = tenant_of(request.tenant)
+        return conductor_pb2.ListContextsResponse(contexts=await self._keeper.list(request))
+
+    async def DeleteContext(
+        self, request: conductor_pb2.DeleteContextRequest, context: object
+    ) -> conductor_pb2.DeleteContextResponse:
+        request.tenant = tenant_of(request.tenant)
+        return await self._keeper.delete(request)
+
+    async def DeleteKV(self, request: conductor_pb2.DeleteKVRequest, context: object) -> conductor_pb2.DeleteKVResponse:
+        selection = selection_from_proto(request.selection)
+        if is_client() and (selection.keys or selection.namespaces):
+            raise PermissionDenied("a client deletes its own tenant's KV, by the tenant's name")
+        for tenant in selection.tenants:
+            tenant_of(tenant)
+        return await self.forgetting.delete(selection)
 
     async def ConductorStats(
         self, request: conductor_pb2.ConductorStatsRequest, context: object
@@ -258,6 +274,10 @@ class ConductorServicer:
                 ("claims", lambda: len(picture.claims), 0),
                 ("decode_blocks_unreported", lambda: picture.blocks_unreported, 0),
                 ("steps_messages_unsent", lambda: cluster.steps.unsent, 0),
+                ("contexts", lambda: len(self._keeper.contexts), None),
+                ("context_tasks", lambda: self._keeper.tasks, 0),
+                ("deletions", lambda: self.forgetting.deletions, None),
+                ("deletions_owed", lambda: self.forgetting.owed, 0),
                 ("emulated", lambda: cluster.registry.emulated, None),
                 ("instances", lambda: len(cluster.registry), None),
                 ("index_keys", lambda: len(picture.index), None),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from moonpool.contracts import logprobs_from_proto
 from moonpool.errors import StreamBroken
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.selection import Selection
 from moonpool.logprobs import Logprobs
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.conductor.answer import Answer
@@ -31,6 +32,7 @@ class Serving:
         promised_tbt_s: predicted seconds between tokens, by the decode instance that has promised room.
         started: decode was told to start there.
         prompt_unscored: the client wants the prompt's log probabilities, and was not told them.
+        transient: its KV was deleted meanwhile: engines keep nothing of it.
     """
 
     ask: Ask
@@ -43,6 +45,7 @@ class Serving:
     placements: int = 0
     promised_tbt_s: dict[str, float] = field(default_factory=dict)
     started: bool = False
+    transient: bool = False
     prompt_unscored: bool = field(init=False)
     _hashed: int = 0
     _spec: kv_pb2.SequenceSpec | None = None
@@ -64,7 +67,14 @@ class Serving:
         if self._spec is None or self._spec.request_id != sequence:
             answer, scored = self.answer, self.prompt_unscored
             self._spec = answer.request.sequence(sequence, answer.continued[: self._hashed], self.keys, scored=scored)
+            self._spec.transient = self.transient
         return self._spec
+
+    def forget(self, selection: Selection, namespace: bytes) -> None:
+        """KV was deleted, maybe this request's."""
+        named = self.answer.request.tenant in selection.tenants or namespace in selection.namespaces
+        if named or not selection.keys.isdisjoint(self.keys):
+            self.transient, self._spec = True, None
 
     def rehash(self) -> int:
         """Keys of all full blocks of the prompt and of what is continued of the answer; returns the latter's length."""

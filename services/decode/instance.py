@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 from moonpool.cluster.speeds import speeds_to_proto
+from moonpool.engine.forgetting import Forgetting
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
 from moonpool.errors import Unavailable
@@ -34,6 +35,7 @@ class DecodeInstance:
         manager: the pool's blocks.
         shell: does what the core decides; has the requests.
         write_back: stores the answers' full blocks.
+        forgetting: deletes KV.
         subscribers: conductors on a Steps stream.
         receivers: prefill processes on a ReceiveKV stream.
         closing: set when long-lived streams are to end.
@@ -60,6 +62,7 @@ class DecodeInstance:
             context.notify,
             config.journal(),
         )
+        self.forgetting = Forgetting(context.setup.namespace, layout.block_bytes, self.write_back, self.shell.forget)
         self.subscribers: set[Subscriber] = set()
         self.receivers: set[Receiver] = set()
         self.closing = asyncio.Event()

@@ -76,6 +76,12 @@ class DecodeServicer:
         """Starts and cancels sequences; returns tokens."""
         await _StepsStream(self._instance).run(requests, context)
 
+    async def Forget(  # noqa: N802
+        self, request: kv_pb2.ForgetRequest, context: Context
+    ) -> kv_pb2.ForgetResponse:
+        """Deletes KV from the pool."""
+        return await self._instance.forgetting.forget(request)
+
     async def DecodeStats(  # noqa: N802
         self, request: decode_pb2.DecodeStatsRequest, context: Context
     ) -> decode_pb2.DecodeStatsResponse:

@@ -10,6 +10,7 @@ from moonpool.drive.journal import JournalWriter
 from moonpool.engine.handle import Engine
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.errors import MoonpoolError, Overloaded, TransferFailed, Unavailable
+from moonpool.sched.forgetting import ForgetKV, Forgot
 from moonpool.sched.steps import Step, StepResult
 from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.transfer import InboundTransfer, TransferState
@@ -60,6 +61,7 @@ from services.decode.limits import inbound, sequence_lengths
 from services.decode.live import LiveRequest, LiveRequests, LiveSequence, rules_of
 from services.decode.subscriber import Subscriber, identity
 from services.decode.token_log import TokenLog
+from services.decode.tracing import record_step
 
 log = get_logger(__name__)
 
@@ -104,6 +106,7 @@ class DecodeShell:
         self._live = LiveRequests()
         self._next = 1
         self._answers: dict[int, Promised | Refused] = {}
+        self._forgot: dict[int, int] = {}
         self._streams: dict[Subscriber, int] = {}
         self._stream_numbers = itertools.count(1)
         self.log = TokenLog(self._live, self._streams)
@@ -160,7 +163,8 @@ class DecodeShell:
         keys, prompt = tuple(incoming.keys), incoming.sampling.prompt_tokens
         width, targets, beams = incoming.width, len(stores), rules_of(incoming.sampling.params)
         asked = keys, tokens, prompt, total, tbt_slo_s, who, targets, width, starts_in_s
-        self._post(Reserve(number, *asked, beams, bool(secret), fence, incoming.priority))
+        kept = incoming.priority, incoming.tenant, incoming.transient
+        self._post(Reserve(number, *asked, beams, bool(secret), fence, *kept))
         self._driver.settle()
         answer = self._answers.pop(number)
         if isinstance(answer, Refused):
@@ -172,6 +176,12 @@ class DecodeShell:
         self._live.add(live)
         self.empty.clear()
         return live, answer.tbt_s
+
+    def forget(self, event: ForgetKV) -> int:
+        """Deletes KV from the pool; how many blocks."""
+        self._post(event)
+        self._driver.settle()
+        return self._forgot.pop(event.number)
 
     def get(self, transfer_id: int, generation: int) -> LiveRequest | None:
         """The request of a transfer; None when it is unknown, has ended or has another generation."""
@@ -307,7 +317,7 @@ class DecodeShell:
             parts.append(sequences[-1].step(chunk.start, chunk.count, size, sample=chunk.sample))
         result = await self._engine.run(Step(run.step, tuple(parts), copies=run.copies))
         self.steps += 1
-        self._record(run, sequences, result)
+        record_step(self._spans, run, sequences, result)
         self._done(run, sequences, result)
 
     def _done(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> None:
@@ -333,18 +343,6 @@ class DecodeShell:
         self._driver.post(StepDone(run.step, result.aborted, seconds, *told, candidates=tuple(candidates)))
         if ended or filled or run.chunks:
             self.notify()
-
-    def _record(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> None:
-        if self._spans.enabled:
-            self._spans.add(
-                "decode.step",
-                result.start_ns,
-                result.end_ns,
-                step=run.step,
-                requests=[sequence.request.request_id for sequence in sequences],
-                sequences=len(sequences),
-                computed_again=sum(chunk.count for chunk in run.chunks),
-            )
 
     def _post(self, event: Event) -> None:
         self._driver.post(event)
@@ -372,6 +370,8 @@ class DecodeShell:
                 self._recount()
             case SwapOut() | SwapIn() | SwapDrop():
                 self.copies.swap(action)
+            case Forgot(number, blocks):
+                self._forgot[number] = blocks
 
     def _tell(self, action: Finish | Select | Ranked | Ending | Gone) -> None:
         """An answer, or a request, is over or nearly so."""

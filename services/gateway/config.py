@@ -22,8 +22,8 @@ class GatewayConfig(ServiceConfig):
         description="HOST:PORT of the conductor that serves the requests; of several, another one when it is lost",
     )
     model: str = Field(
-        description="checkpoint folder or Hugging Face hub id, the same as the conductor's; its tokenizer answers "
-        "/tokenize and /detokenize"
+        description="checkpoint folder, GGUF file or Hugging Face hub id, the same as the conductor's; its tokenizer "
+        "answers /tokenize and /detokenize"
     )
     api_keys: Path | None = Field(
         None,

@@ -25,7 +25,9 @@ from services.kvstore.core.store import BlockStore
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.dram.arena import Arena
 from services.kvstore.dram.tier import DramTier
+from services.kvstore.operate.deletions import Deletions
 from services.kvstore.operate.gauges import gauges_of
+from services.kvstore.operate.ledger import Ledger
 from services.kvstore.operate.observe import Observer
 from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.pin_keeper import PinKeeper
@@ -77,6 +79,7 @@ class KVStoreService(StoreListener):
         instance: kv_pb2.Instance,
         channels: Channels | None = None,
         on_drain: Callable[[], None] = lambda: None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.config = config
         self.rooms = RoomQueue(MAX_WAITING_FOR_ROOM)
@@ -96,6 +99,7 @@ class KVStoreService(StoreListener):
         self.writer = None if ssd is None else WriteBehind(self.store.writes, ssd, self._observer.committed)
         held = HeldKeys(PARTS, self.store.tiers.part)
         self._journal = Journal(held, instance.incarnation)
+        self._ledger = ledger or Ledger(None)
         self._pins = PinKeeper(self.store.tiers, asyncio.get_running_loop().time)
         ahead = ByteCredits(config.read_ahead_bytes)
         rows = list(config.tenants)
@@ -115,7 +119,9 @@ class KVStoreService(StoreListener):
         get = GetResources(store.reads, pool, ahead, instance, timeout_s, lease_timeout_s, on_read)
         operations = Operations(store, pool, ahead, self._observer.reuse, config.capacity_bytes)
         journal, closing, streams = self._journal, self._closing, self.streams
-        return KVStoreServicer(put, get, self._pins, operations, journal, self.gauges, closing, streams)
+        deletions = Deletions(store, self._pins, self._ledger, self.writer, config.session_timeout_s)
+        durable = self._pins, self._ledger, deletions
+        return KVStoreServicer(put, get, *durable, operations, journal, self.gauges, closing, streams)
 
     @property
     def contract(self) -> Service:
@@ -170,6 +176,7 @@ class KVStoreService(StoreListener):
                 await self.writer.aclose()
             await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
             await asyncio.to_thread(self.store.tiers.dram.arena.close)
+            await asyncio.to_thread(self._ledger.close)
             if self.store.tiers.ssd is not None:
                 await asyncio.to_thread(self.store.tiers.ssd.close)
 
@@ -199,10 +206,11 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
     """
     raise_open_files_limit()
     tiers = await asyncio.to_thread(open_tiers, config)
+    ledger = await asyncio.to_thread(Ledger, config.data_dir and config.data_dir / "records")
     instance = ctx.instance(kv_pb2.INSTANCE_KIND_KVSTORE, config.id, "")
     security = Security.of(config)
     async with Channels(Security.tls_of(security)) as channels:
-        service = KVStoreService(config, tiers, instance, channels, ctx.stopping.set)
+        service = KVStoreService(config, tiers, instance, channels, ctx.stopping.set, ledger)
         async with (
             service.running(),
             service.metrics.served(config.metrics_listen),

@@ -8,8 +8,11 @@ from contextlib import aclosing
 from moonpool.kv.keys import unpack_keys
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.telemetry.gauges import Gauges
+from moonpool.v1 import kv_pb2
 from moonpool.v1 import kvstore_pb2 as pb
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS
+from services.kvstore.operate.deletions import Deletions
+from services.kvstore.operate.ledger import Ledger
 from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.pin_keeper import PinKeeper
 from services.kvstore.streams.get_stream import GetResources, GetStream
@@ -27,6 +30,8 @@ class KVStoreServicer:
     put: PutResources
     get: GetResources
     pins: PinKeeper
+    ledger: Ledger
+    deletions: Deletions
     operations: Operations
     journal: Journal
     gauges: Gauges
@@ -70,6 +75,15 @@ class KVStoreServicer:
 
     async def KVStoreStats(self, request: pb.KVStoreStatsRequest, context: object) -> pb.KVStoreStatsResponse:  # noqa: N802
         return pb.KVStoreStatsResponse(instance=self.put.instance, gauges=self.gauges.read())
+
+    async def Forget(self, request: kv_pb2.ForgetRequest, context: object) -> kv_pb2.ForgetResponse:  # noqa: N802
+        done = await self.deletions.forget(request.deletions, request.ttl_s)
+        return kv_pb2.ForgetResponse(blocks=done.blocks, bytes=done.nbytes)
+
+    async def SyncRecords(self, request: pb.SyncRecordsRequest, context: object) -> pb.SyncRecordsResponse:  # noqa: N802
+        await self.ledger.take(request.records)
+        records, sequence, more = self.ledger.book.after(request.after)
+        return pb.SyncRecordsResponse(records=records, sequence=sequence, more=more)
 
     async def Compact(self, request: pb.CompactRequest, context: object) -> pb.CompactResponse:  # noqa: N802
         return pb.CompactResponse(segments=self.operations.compact(request.min_live_share))

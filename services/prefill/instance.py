@@ -6,6 +6,7 @@ import time
 
 from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
+from moonpool.engine.forgetting import Forgetting
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
 from moonpool.sched.block_manager import BlockManager
 from moonpool.streams.store_reader import StoreReader
@@ -35,6 +36,7 @@ class PrefillInstance:
         sending: streams to decode instances.
         loading: streams from kvstores.
         write_back: stores new full blocks.
+        forgetting: deletes KV.
     """
 
     def __init__(self, context: InstanceContext, config: PrefillConfig) -> None:
@@ -61,6 +63,9 @@ class PrefillInstance:
             context.spans,
             context.notify,
             config.journal(),
+        )
+        self.forgetting = Forgetting(
+            context.setup.namespace, self.layout.block_bytes, self.write_back, self.shell.forget
         )
 
     @property

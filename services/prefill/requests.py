@@ -101,6 +101,7 @@ class Request:
             self.incoming.priority,
             self.incoming.weight,
             reuse=self.incoming.sampling.params.prompt_logprobs is None,
+            transient=self.incoming.transient,
         )
 
     def sampled(self, found: Several, logprobs: Logprobs | None) -> None:

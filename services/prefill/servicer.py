@@ -43,6 +43,12 @@ class PrefillServicer:
             self._instance.cancel(one)
         return prefill_pb2.CancelResponse(outcome=outcome)
 
+    async def Forget(  # noqa: N802
+        self, request: kv_pb2.ForgetRequest, context: Context
+    ) -> kv_pb2.ForgetResponse:
+        """Deletes KV from the pool."""
+        return await self._instance.forgetting.forget(request)
+
     async def PrefillStats(  # noqa: N802
         self, request: prefill_pb2.PrefillStatsRequest, context: Context
     ) -> prefill_pb2.PrefillStatsResponse:

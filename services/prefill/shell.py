@@ -12,6 +12,7 @@ from moonpool.drive.journal import JournalWriter
 from moonpool.engine.handle import Engine
 from moonpool.errors import Internal, InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.kv.keys import tokens_to_bytes
+from moonpool.sched.forgetting import ForgetKV, Forgot
 from moonpool.sched.steps import LayerDone, SequenceStep, Several, Step, StepResult
 from moonpool.streams.transfer_client import DamagedInTransfer
 from moonpool.streams.writeback import WriteBack
@@ -72,6 +73,7 @@ class Shell:
         self._group: asyncio.TaskGroup | None = None
         self._died = asyncio.Event()
         self._dead = "the engine is not running"
+        self._forgot: dict[int, int] = {}
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -87,6 +89,12 @@ class Shell:
         """Tells the core what has happened."""
         self._driver.post(event)
         self._notify()
+
+    def forget(self, event: ForgetKV) -> int:
+        """Deletes KV from the pool; how many blocks."""
+        self.post(event)
+        self._driver.settle()
+        return self._forgot.pop(event.number)
 
     def find(self, request_id: str) -> list[Request]:
         """Requests of an id that have not ended."""
@@ -126,6 +134,8 @@ class Shell:
                 self._engine.abort(action.step)
             case actions.PutBlocks():
                 self._put(action)
+            case Forgot(number, blocks):
+                self._forgot[number] = blocks
             case Cancel():
                 if (task := self._tasks.get(action.io)) is not None:
                     task.cancel()

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from moonpool.checkpoint.gguf_file import is_gguf
 from moonpool.logprobs import TokenLogprobs
 from moonpool.model.sampler import sample, uniform
 from moonpool.sampling import SamplingParams
@@ -28,14 +29,18 @@ LOGPROB_TOLERANCE = 1e-4
 class Reference:
     """The checkpoint as `transformers` runs it."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, *, attention: str = "eager") -> None:
+        """`path` is a folder or a GGUF file."""
+        folder, file = (path.parent, path.name) if is_gguf(path) else (path, None)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=file, dtype=dtype, attn_implementation=attention
+        )
         self.model.train(False)
 
     @torch.inference_mode()
-    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Logits at every position, float32, [tokens, vocabulary]."""
-        logits: torch.Tensor = self.model(torch.tensor([list(token_ids)])).logits[0].float()
+    def logits(self, token_ids: Sequence[int], last: int = 0) -> torch.Tensor:
+        """Logits at every position, or at the `last` ones, float32, [positions, vocabulary]."""
+        logits: torch.Tensor = self.model(torch.tensor([list(token_ids)]), logits_to_keep=last).logits[0].float()
         return logits
 
     def first_token(self, prompt: Sequence[int]) -> int:
@@ -44,7 +49,7 @@ class Reference:
 
     def gaps(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
         """By how much each output token's logit falls short of the best one; 0 = it is the greedy choice."""
-        rows = self.logits([*prompt, *output[:-1]])[len(prompt) - 1 :]
+        rows = self.logits([*prompt, *output[:-1]], last=len(output))
         chosen = rows.gather(1, torch.tensor(list(output)).unsqueeze(1)).squeeze(1)
         gaps: list[float] = (rows.max(dim=1).values - chosen).tolist()
         return gaps
@@ -64,7 +69,7 @@ class Reference:
 
         Sampling is the inverse of the cumulative distribution at a number that belongs to (seed, sample, position).
         """
-        rows = self.logits([*prompt, *output[:-1]])[len(prompt) - 1 :].double() / temperature
+        rows = self.logits([*prompt, *output[:-1]], last=len(output)).double() / temperature
         sums = torch.softmax(rows, dim=1).cumsum(dim=1)
         missed = []
         for position, token in enumerate(output):

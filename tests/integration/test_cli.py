@@ -2,10 +2,12 @@
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from io import RawIOBase
 from pathlib import Path
 
 import pytest
@@ -22,9 +24,15 @@ def environment() -> dict[str, str]:
     return os.environ | {"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1"}
 
 
-def moonpool(*arguments: str, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+def moonpool(*arguments: str, timeout_s: float = 100, said: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*CLI, *arguments], capture_output=True, text=True, timeout=timeout_s, env=environment(), check=False
+        [*CLI, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment(),
+        input=said,
+        check=False,
     )
 
 
@@ -112,6 +120,8 @@ def test_up_generate_check_interrupt(up: tuple[subprocess.Popen[str], str]) -> N
     heads = [line.split() for line in beams.stdout.splitlines() if line.startswith("---")]
     assert [head[1] for head in heads] == ["0", "1"]
     assert 0 > float(heads[0][3]) >= float(heads[1][3])
+    chat_in_a_pipe(address)
+    chat_on_a_terminal(address)
     empty = moonpool("generate", "--address", address, "--prompt", "")
     assert empty.returncode == 2
     assert "prompt" in empty.stderr
@@ -121,6 +131,44 @@ def test_up_generate_check_interrupt(up: tuple[subprocess.Popen[str], str]) -> N
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0
     assert [pid for pid in descendants if Path(f"/proc/{pid}").exists()] == []
+
+
+def chat_in_a_pipe(address: str) -> None:
+    """Each line is a turn; answers alone on standard output; without a conductor, what to do."""
+    flags = ("--temperature", "0", "--max-tokens", "4", "--address")
+    done = moonpool("chat", *flags, address, said="hello\n\nand now?\n")
+    assert done.returncode == 0, done.stderr
+    figures = [line for line in done.stderr.splitlines() if "cached" in line and "tokens/s" in line]
+    assert len(figures) == 2
+    again = moonpool("chat", *flags, address, said="hello\n")
+    assert done.stdout.startswith(again.stdout)
+    nobody = moonpool("chat", *flags, "127.0.0.1:1", said="hello\n")
+    assert nobody.returncode == 2
+    assert "`moonpool up` starts a stack" in nobody.stderr
+
+
+def chat_on_a_terminal(address: str) -> None:
+    """A person types a turn and Ctrl-D."""
+    ours, theirs = pty.openpty()
+    with open(ours, "r+b", buffering=0) as terminal:
+        flags = ["chat", "--max-tokens", "4", "--address", address]
+        with subprocess.Popen([*CLI, *flags], stdin=theirs, stdout=theirs, stderr=theirs, env=environment()) as process:
+            os.close(theirs)
+            shown = read_until(terminal, b"> ")
+            terminal.write(b"hello\n")
+            shown += read_until(terminal, b"tokens/s)\r\n\r\n> ")
+            terminal.write(b"\x04")
+            assert process.wait(30) == 0
+    assert b"Ctrl-D ends" in shown
+    assert b"4 generated" in shown or b"[stop]" in shown
+
+
+def read_until(terminal: RawIOBase, end: bytes) -> bytes:
+    """What is shown up to `end`; the test's timeout bounds the wait."""
+    shown = b""
+    while not shown.endswith(end):
+        shown += terminal.read(1) or b""
+    return shown
 
 
 def next_event(process: subprocess.Popen[str], key: str) -> dict[str, object]:
@@ -248,7 +296,7 @@ def test_wrong_use_names_the_field(arguments: list[str], named: str) -> None:
 
 def test_demo(tmp_path: Path) -> None:
     """What `make run` shows: a table, a comparison, the way on; it leaves no process."""
-    done = moonpool("demo", "--max-tokens", "6", timeout_s=110)
+    done = moonpool("demo", "--model", "bundled", "--max-tokens", "6", timeout_s=110)
     assert done.returncode == 0, done.stderr + done.stdout
     for text in ("a long prompt, cold", "the same again", "second turn", "8 of 8 at once", "times sooner", "Next:"):
         assert text in done.stdout

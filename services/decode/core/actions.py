@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from moonpool.sched.forgetting import Forgot
+
 
 @dataclass(frozen=True, slots=True)
 class Promised:
@@ -229,4 +231,5 @@ Action = (
     | SwapDrop
     | Store
     | Load
+    | Forgot
 )

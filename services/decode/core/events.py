@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from moonpool.core.kernel import Ended, Tick
 from moonpool.kv.keys import BlockKey
+from moonpool.sched.forgetting import ForgetKV
 
 Candidates = tuple[tuple[float, bool], ...]
 """What may follow one beam: of each token its log probability and whether the sequence ends with it; the best first."""
@@ -53,6 +54,10 @@ class Reserve:
     """How often its client has resumed it."""
     priority: int = 0
     """Lower ones go first."""
+    tenant: str = ""
+    """Whose KV it is."""
+    transient: bool = False
+    """None of its blocks is to be kept: its KV was deleted while it was on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +228,7 @@ Event = (
     | Stepped
     | StepDone
     | Died
+    | ForgetKV
     | Ended[IoEnd]
     | Tick
 )

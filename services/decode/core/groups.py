@@ -208,7 +208,7 @@ def computed(request: Request, chunk: Chunk, config: CoreConfig, manager: BlockM
     assert member is not None, "members end in the batch only"
     member.computed = chunk.start + chunk.count
     for index in range(chunk.start // size, min(member.computed // size, len(member.keys))):
-        manager.register(member.table[index], member.keys[index])
+        manager.register(member.table[index], member.keys[index], request.owner)
     return member
 
 

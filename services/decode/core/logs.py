@@ -65,6 +65,11 @@ class Logs:
         answer = max(0, member.tokens - request.prompt_tokens)
         self._keep(request.id, Log(now + self._ttl_s, LOG_BYTES + TOKEN_BYTES * answer, request.fence), out)
 
+    @property
+    def waiting(self) -> list[Request]:
+        """Sequences that could go on."""
+        return [log.request for log in self._logs.values() if log.request is not None]
+
     def parked(self, now: float, request: Request, out: list[Action]) -> None:
         """Keeps a sequence that could go on: its tokens (as they came, and as they are) and its keys."""
         [member] = request.members

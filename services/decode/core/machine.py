@@ -5,6 +5,7 @@ from moonpool.core.kernel import Ended, Outstanding, Tick
 from moonpool.core.timers import Timers
 from moonpool.cost import SpeedTracker
 from moonpool.sched.block_manager import BlockManager
+from moonpool.sched.forgetting import ForgetKV
 from services.decode.core import beams, groups
 from services.decode.core.actions import Action, Ending, Finish, Promised, Refused, Run, Table
 from services.decode.core.admission import Admission
@@ -28,12 +29,13 @@ from services.decode.core.events import (
     StreamOpened,
     SwapEnd,
 )
+from services.decode.core.forgetting import forget_kv
 from services.decode.core.holds import Copy, Holds, Loading, Writing
 from services.decode.core.lengths import AnswerLengths
 from services.decode.core.orphans import Orphans
 from services.decode.core.planner import Planner
 from services.decode.core.preemption import Parking
-from services.decode.core.request import TRANSFERRING, Request, State
+from services.decode.core.request import Request, State
 from services.decode.core.room import Room
 from services.decode.core.roster import Roster
 from services.decode.core.runs import observe
@@ -101,7 +103,7 @@ class DecodeCore:
 
     def handle(self, now: float, event: Event, out: list[Action]) -> None:
         """Takes an event."""
-        self.orphans.now = now
+        self.orphans.now = self.blocks.now = now
         match event:
             case StepDone():
                 self._step_done(now, event, out)
@@ -120,8 +122,8 @@ class DecodeCore:
                 self._stream(event, out)
             case Adopt() if event.stream in self._streams:
                 self.orphans.adopt(event, self._streams[event.stream], out)
-            case Died(why):
-                self._die(why, out)
+            case Died() | ForgetKV():
+                self._at_once(event, out)
             case _:
                 self._progress(now, event, out)
         self._end_all(self.orphans.settle(out), "its conductor was lost", out)
@@ -136,8 +138,7 @@ class DecodeCore:
         request = Request.of(event, now, now + self.config.promise_s)
         refused = self._admission.refuse(event, request, tbt_s, self.requests.values())
         if refused is not None:
-            reason, why = refused
-            out.append(Refused(event.id, reason, why, tbt_s))
+            out.append(Refused(event.id, *refused, tbt_s))
             return
         self._roster.add(request)
         self.planner.keep_seat(request)
@@ -168,7 +169,7 @@ class DecodeCore:
         self._leases.set(request.id, now + self.config.lease_s)
         [member] = request.members
         for block, key in zip(member.table, member.keys, strict=False):
-            self.blocks.register(block, key)
+            self.blocks.register(block, key, request.owner)
         self._join(request, out)
 
     def _start(self, request: Request, event: Start, out: list[Action]) -> None:
@@ -277,11 +278,14 @@ class DecodeCore:
         self._roster.remove(request)
         self.orphans.gone(request, out)
 
-    def _die(self, why: str, out: list[Action]) -> None:
-        self._dead = True
-        self.planner.flight = None
+    def _at_once(self, event: Died | ForgetKV, out: list[Action]) -> None:
+        """Something that concerns all requests: the engine has died, or KV is to be deleted."""
+        if isinstance(event, ForgetKV):
+            out.append(forget_kv(self.blocks, event, [*self.requests.values(), *self.orphans.logs.waiting]))
+            return
+        self._dead, self.planner.flight = True, None
         self._step_over(out)
-        self._end_all(list(self.requests.values()), why, out)
+        self._end_all(list(self.requests.values()), event.why, out)
 
     # --- steps and copies ------------------------------------------------------------------------------------------
 
@@ -334,7 +338,7 @@ class DecodeCore:
             if request.state is not State.LEAVING and member is not None:
                 index = len(member.keys)
                 member.keys.append(key)
-                self.blocks.register(member.table[index], key)
+                self.blocks.register(member.table[index], key, request.owner)
                 for store in range(request.stores):
                     self.shelf.write(request, member, index, store, out)
 
@@ -371,14 +375,10 @@ class DecodeCore:
         copying = [holds.request for _, holds in self._ios if not isinstance(holds, Writing)]
         self.shelf.check_invariants(requests)
         for request in requests:
-            assert 1 <= len(request.members) <= request.width
-            for member in request.members:
-                assert len(set(member.table)) == len(member.table), "a block is twice in a table"
+            request.check_invariants(leased=self._leases.at(request.id) is not None)
             beams.check_invariants(request)
-            assert (request.promised > 0) <= (request.state is State.PROMISED)
             assert request.state not in _IN_USE or request in copying
             assert request.state is not State.LEAVING or request in copying or request in self._leaving
-            assert (self._leases.at(request.id) is not None) == (request.state in TRANSFERRING)
 
     def digest(self) -> bytes:
         """Hash of the whole state."""

@@ -207,7 +207,7 @@ class Parking:
             return
         for member in request.members:
             for block, key in zip(member.table, member.keys, strict=False):
-                self._room.blocks.register(block, key)
+                self._room.blocks.register(block, key, request.owner)
         request.state = State.READY
 
     def _observe(self, nbytes: int, seconds: float) -> None:

@@ -7,6 +7,7 @@ from typing import Self
 
 from moonpool.core.fair import rank
 from moonpool.kv.keys import BlockKey
+from moonpool.sched.block_manager import Owner
 from services.decode.core.events import Candidates, Reserve
 from services.decode.core.search import Search
 
@@ -99,6 +100,8 @@ class Request:
     stores: int
     rank: float = 0.0
     """When it came, and later by its priority (`moonpool.core.fair.rank`)."""
+    owner: Owner = field(default_factory=Owner)
+    """Whose KV it is, and whether its blocks may be kept."""
     until: float = 0.0
     """When it ends if it was not started, however often its lease is renewed."""
     state: State = State.PROMISED
@@ -143,6 +146,7 @@ class Request:
             event.conductor,
             event.stores,
             rank(now, event.priority),
+            Owner(event.tenant, event.transient),
             until,
             resumable=event.resumable,
             fence=event.fence,
@@ -193,3 +197,11 @@ class Request:
     def refs(self) -> Iterator[int]:
         """Its references to blocks: a block is named by each member that has it."""
         return (block for member in self.members for block in member.table)
+
+    def check_invariants(self, *, leased: bool) -> None:
+        """Asserts what its state says; `leased`: it has a lease."""
+        assert 1 <= len(self.members) <= self.width
+        for member in self.members:
+            assert len(set(member.table)) == len(member.table), "a block is twice in a table"
+        assert (self.promised > 0) <= (self.state is State.PROMISED)
+        assert leased == (self.state in TRANSFERRING)

@@ -52,7 +52,12 @@ class Shelf:
     # --- writing ---------------------------------------------------------------------------------------------------
 
     def write(self, request: Request, member: Member, index: int, store: int, out: list[Action]) -> None:
-        """Writes a full block to one of its request's kvstores; it stays in the pool until that is over."""
+        """Writes a full block to one of its request's kvstores; it stays in the pool until that is over.
+
+        Does nothing where the request's blocks are not to be kept.
+        """
+        if request.owner.transient:
+            return
         block = member.table[index]
         self._room.blocks.acquire([block])
         if member.stored[store] == index:
@@ -139,7 +144,7 @@ class Shelf:
         if request.state is not State.LOADING:
             return
         for block, key in zip(holds.blocks[: result.blocks], holds.member.keys[holds.first : end], strict=True):
-            self._room.blocks.register(block, key)
+            self._room.blocks.register(block, key, request.owner)
         groups.comes_with(request, holds.held.union(range(end)), self._config)
 
     def _load_s(self, blocks: int) -> float:

@@ -33,7 +33,8 @@ Allocate = Callable[[int], memoryview]
 class PutSpec:
     """What a writing session has declared: its blocks, and the layers and heads of them that it brings.
 
-    `parents` are the blocks before them in their chains, one for each key, or none when they are unknown.
+    `parents` are the blocks before them in their chains, one for each key, or none when they are unknown; `written_at`
+    is the time that its blocks get.
 
     Raises:
         InvalidRequest: naming the field of PutOpen that is wrong.
@@ -45,6 +46,7 @@ class PutSpec:
     tenant: str
     layers: range
     heads: range
+    written_at: int = 0
 
     def __post_init__(self) -> None:
         layout = self.format.layout
@@ -128,7 +130,7 @@ class Assembly:
         spec = self.spec
         parent = spec.parents[self.index] if spec.parents else NO_PARENT
         hashes = [self.hashes[layer] for layer in range(spec.format.layout.layers)]
-        return DramBlock(BlockInfo(self.key, parent, spec.tenant, spec.format), self.data, hashes)
+        return DramBlock(BlockInfo(self.key, parent, spec.tenant, spec.format, spec.written_at), self.data, hashes)
 
 
 class PutSession:
@@ -138,6 +140,7 @@ class PutSession:
         present: indices of blocks that existed when it was opened.
         on_visible: told indices of blocks that became readable.
         on_durable: told indices of blocks that became durable.
+        on_forgotten: told that blocks of it were deleted, which ends it.
         unfinished: index -> block that is not whole yet.
         reserved_bytes: DRAM that was reserved for its blocks since it was opened.
         opener: opens its frames, in their order.
@@ -149,6 +152,7 @@ class PutSession:
         self.present = present
         self.on_visible = on_visible
         self.on_durable = on_durable
+        self.on_forgotten: Callable[[], None] = lambda: None
         self.unfinished: dict[int, Assembly] = {}
         self.reserved_bytes = 0
         self.closed = False

@@ -58,7 +58,13 @@ class LeasedBlock:
     def promoted(self, layout: KVLayout) -> DramBlock | None:
         """The block that was read from the SSD tier into reserved DRAM; None when not all of it was read."""
         reader = self.reader
-        if reader is None or reader.info is None or self.fill is None or self.filled != (1 << layout.layers) - 1:
+        if (
+            reader is None
+            or reader.deleted
+            or reader.info is None
+            or self.fill is None
+            or self.filled != (1 << layout.layers) - 1
+        ):
             return None
         hashes = [reader.hashes[layer] for layer in range(layout.layers)]
         return DramBlock(dataclasses.replace(reader.info, tenant=self.tenant), self.fill, hashes)
@@ -173,8 +179,7 @@ class Reads:
         self.tiers.listener.asked(lease.keys)
 
     def _is_wanted(self, block: DramBlock, lease: ReadLease) -> bool:
-        same = block.info.format is lease.format or block.info.format == lease.format
-        return same and block.info.key not in self.tiers.damaged
+        return block.info.format is lease.format or block.info.format == lease.format
 
     def _source(self, key: BlockKey, lease: ReadLease) -> LeasedBlock | None:
         """Leases one block; None when it is not here, or leases keep as much DRAM as they may."""

@@ -33,7 +33,6 @@ class TieredStore:
     """The DRAM tier over the SSD tier, if there is one.
 
     Attributes:
-        damaged: keys of damaged blocks in DRAM that wait for their last hold to end; they are not leased any more.
         damaged_blocks: blocks whose bytes in DRAM were found not to match their hashes, since the start.
     """
 
@@ -41,7 +40,6 @@ class TieredStore:
         self.dram = dram
         self.ssd = ssd
         self.listener = listener
-        self.damaged: set[BlockKey] = set()
         self.damaged_blocks = 0
 
     def __contains__(self, key: bytes) -> bool:
@@ -125,25 +123,16 @@ class TieredStore:
         """Ends one hold on each."""
         for block in blocks:
             self.dram.release(block)
-            if block.info.key in self.damaged and not block.holds:
-                self._drop_damaged(block)
         if blocks:
             self.listener.room()
 
     def suspect(self, key: BlockKey) -> None:
-        """Checks a block that a reader reports as damaged; drops it from DRAM if it is, with its last hold."""
+        """Checks a block that a reader reports as damaged; nobody finds it in DRAM any more if it is."""
         block = self.dram.get(key)
-        if block is None or key in self.damaged or block.is_intact:
-            return
-        self.damaged_blocks += 1
-        self.damaged.add(key)
-        if not block.holds:
-            self._drop_damaged(block)
-
-    def _drop_damaged(self, block: DramBlock) -> None:
-        self.damaged.remove(block.info.key)
-        self.dram.drop(block)
-        self.removed([block.info.key])
+        if block is not None and not block.is_intact:
+            self.damaged_blocks += 1
+            self.dram.drop(block)
+            self.removed([key])
 
     def removed(self, keys: Sequence[BlockKey]) -> None:
         """Announces those of `keys`, which have left a tier, that are in no other."""

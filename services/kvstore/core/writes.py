@@ -7,7 +7,7 @@ elsewhere, between `next_plan` and `plan_done`.
 """
 
 import collections
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
@@ -50,6 +50,7 @@ class Writes:
         self._keys = 0  # of all open sessions
         self._queue: collections.deque[DramBlock] = collections.deque()
         self._committing: WritePlan | None = None
+        self._recalled: set[DramBlock] = set()  # deleted while the plan under way writes them
         self.sessions: set[PutSession] = set()
         self.unfinished: dict[BlockKey, Assembly] = {}
         self.queued: set[BlockKey] = set()
@@ -280,18 +281,39 @@ class Writes:
         ssd = self._tiers.ssd
         assert plan is not None
         assert ssd is not None
+        recalled, self._recalled = self._recalled, set()
+        blocks = [block for block in plan.blocks if block not in recalled]
         if error is not None:
             self.failed_batches += 1
             ssd.failed(plan, error)
             self._tiers.removed(plan.lost)
             if again:
-                self._queue.extendleft(reversed(plan.blocks))
+                self._queue.extendleft(reversed(blocks))
             else:
-                self._not_durable(plan.blocks)
-            return
-        ssd.committed(plan)
-        self._tiers.removed(plan.lost)
-        self._durable(plan.blocks)
+                self._not_durable(blocks)
+        else:
+            ssd.committed(plan)
+            self._tiers.removed(plan.lost)
+            ssd.erase(place for block in recalled if (place := ssd.catalogue.find(block.info.key)) is not None)
+            self._durable(blocks)
+        self._tiers.release(list(recalled))
+
+    @property
+    def erasing(self) -> bool:
+        """Whether something that was deleted may be on disk still."""
+        return bool(self._recalled) or (self._tiers.ssd is not None and self._tiers.ssd.erasing)
+
+    def recall(self, blocks: set[DramBlock], concerns: Callable[[PutSpec], bool]) -> None:
+        """Blocks were deleted: none of them becomes durable, and the sessions that bring such blocks end."""
+        for session in [session for session in self.sessions if concerns(session.spec)]:
+            session.on_forgotten()
+            self.close(session)
+        waiting = [block for block in self._queue if block in blocks]
+        self._queue = collections.deque(block for block in self._queue if block not in blocks)
+        writing = blocks.intersection(self._committing.blocks if self._committing is not None else ())
+        self._recalled |= writing
+        self.queued.difference_update(block.info.key for block in (*waiting, *writing))
+        self._tiers.release(waiting)
 
     def _durable(self, blocks: Sequence[DramBlock]) -> None:
         self.blocks_durable += len(blocks)
@@ -358,10 +380,14 @@ class Writes:
         reserved = sum(block.nbytes for block in self.unfinished.values() if block.reserved)
         assert self._tiers.dram.reserved.total_bytes >= reserved
         waiting = [*self._queue, *(self._committing.blocks if self._committing else ())]
+        assert self._recalled <= set(waiting)
+        waiting = [block for block in waiting if block not in self._recalled]
         assert self.queued == {block.info.key for block in waiting}
         assert len(self.queued) == len(waiting)
         assert not any(map(self._tiers.durable, (*self.queued, *self.unsaved)))
-        assert all(block.holds > 0 and self._tiers.dram.get(block.info.key) is block for block in waiting)
+        there = self._tiers.dram
+        assert all(block.holds > 0 for block in waiting)
+        assert all(there.get(block.info.key) is block or block in there.leaving for block in waiting)
         for key, entries in self.awaiting.items():
             assert entries
             assert all(not session.closed and session.spec.keys[index] == key for session, index in entries)

@@ -41,6 +41,7 @@ class DramTier(PartTable[DramBlock]):
         self.pinned = TenantBytes()
         self.fixed = TenantBytes()  # of blocks that are held or pinned
         self.held_bytes = 0
+        self.leaving: set[DramBlock] = set()  # found by nobody; their bytes go with their last hold
         self.evictions = 0  # blocks, since the start
 
     def part(self, number: int) -> Collection[BlockKey]:
@@ -163,10 +164,15 @@ class DramTier(PartTable[DramBlock]):
                 self._set_pinned(block, True)
 
     def drop(self, block: DramBlock) -> None:
-        """Drops a block that is not held, pinned or not; its pins stay, for when it comes again."""
+        """Nobody finds the block any more, pinned or not; its bytes go with its last hold, its pins stay."""
         if block.pinned:
             self._set_pinned(block, False)
-        self._discard([block])
+        if not block.holds:
+            self._discard([block])
+            return
+        del self[block.info.key]
+        self._policy.removed(block.info.key)
+        self.leaving.add(block)
 
     def _discard(self, blocks: Sequence[DramBlock]) -> None:
         """Drops blocks that are neither held nor pinned."""
@@ -190,6 +196,9 @@ class DramTier(PartTable[DramBlock]):
         block.holds -= 1
         if not block.holds:
             self._count_held(block, -block.info.nbytes)
+            if block in self.leaving:
+                self.leaving.remove(block)
+                self.account.used.add(block.info.tenant, -block.info.nbytes)
 
     def _count_held(self, block: DramBlock, nbytes: int) -> None:
         self.held_bytes += nbytes
@@ -216,7 +225,8 @@ class DramTier(PartTable[DramBlock]):
 
     def check_invariants(self) -> None:
         """Checks the counts against the blocks, the budget and the quotas, and that the policy knows the same keys."""
-        blocks = list(self.values())
+        blocks = [*self.values(), *self.leaving]
+        assert all(block.holds and not block.pinned for block in self.leaving)
         assert self.held_bytes == sum(block.info.nbytes for block in blocks if block.holds)
         assert self.free_bytes >= 0
         assert set(self._policy.candidates()) == {key for key, block in self.items() if not block.pinned}

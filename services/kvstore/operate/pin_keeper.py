@@ -1,7 +1,7 @@
 """The pins of a store: what they change in its tiers, and when they end."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 
 from moonpool.kv.keys import BlockKey
 from services.kvstore.core.tiered_store import TieredStore
@@ -42,6 +42,10 @@ class PinKeeper:
         changed = self._pins.unpin(tenant, name)
         self._changed(changed)
         return bool(changed)
+
+    def end_all(self, tenants: Container[str]) -> None:
+        """Ends all pins of tenants."""
+        self._changed(self._pins.end_all(tenants))
 
     def expire(self) -> None:
         """Ends the pins whose time is over."""

@@ -151,7 +151,7 @@ def _check_record(files: Files, path: pathlib.Path, found: Found, row: Row | Non
     """Raises the fault of a record whose header is intact."""
     info = found.info
     if row is not None and catalogue is not None:
-        key, _, length, block_format, tenant = row
+        key, _, length, block_format, tenant, _ = row
         if (key, length * ALIGN) != (info.key, found.nbytes):
             raise BadRecordError("the index names another block")
         if catalogue.formats[block_format] != info.format or catalogue.tenants[tenant] != info.tenant:

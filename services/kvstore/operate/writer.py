@@ -28,6 +28,7 @@ RETRY_AFTER_S = (0.0, 0.1, 1.0)
 UNSAVED_AFTER_S = (1.0, 2.0, 5.0, 15.0, 60.0)
 """Seconds before unsaved blocks, which are in DRAM only, are tried again: the first time, the second and so on."""
 
+ERASE_AGAIN_S = 0.02
 REPEAT_S = 60.0  # the same kind of error is logged once in this time, unless blocks became durable meanwhile
 _Kind = tuple[str, type[Exception], int | None]  # message, type and errno of the error; not the file it happened with
 _MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # as a full device does: by a plan
@@ -59,6 +60,7 @@ class WriteBehind:
         self.retries = 0  # batches that were tried again
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
+        self._planned = asyncio.Event()  # another one after each plan
         self._delays = iter(self.retry_after_s)
         self._unsaved_tries = 0
         self._retry_at = math.inf
@@ -81,6 +83,8 @@ class WriteBehind:
                 again = self._again(plan, error)
                 self._report(plan, error, again)
                 self.writes.plan_done(error, again=again is not None)
+                self._planned.set()
+                self._planned = asyncio.Event()
                 if again is not None:
                     await asyncio.sleep(again)
                 elif not plan.blocks and (plan.idle or error is not None):
@@ -139,6 +143,18 @@ class WriteBehind:
     async def drain(self, timeout_s: float) -> bool:
         """Waits until everything visible is durable or unsaved; False when that takes longer than `timeout_s`."""
         return await within(timeout_s, self._idle)
+
+    async def erased(self, timeout_s: float) -> bool:
+        """Waits until what was deleted is overwritten on disk; False when that takes longer than `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.writes.erasing:
+                    self.wake()
+                    await self._planned.wait()
+                    if self.writes.erasing:
+                        await asyncio.sleep(ERASE_AGAIN_S)  # the disk may need some time, or another plan is due
+                return True
+        return False
 
     async def aclose(self) -> None:
         """Waits for the thread; call when `run` has ended."""

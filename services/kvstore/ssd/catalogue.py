@@ -1,6 +1,6 @@
 """What the SSD tier holds, in memory: which record of which segment is which block.
 
-Built to be small: per block one entry of a dict, its key, one integer and 21 bytes in arrays.
+Built to be small: per block one entry of a dict, its key, one integer and 25 bytes in arrays.
 
 A block's *place* is its segment's number and its *slot*, the index of its record within that segment. A slot is dead
 when its key has another place, or none: its bytes are free once the segment is reclaimed.
@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.keys import KEY_BYTES, BlockKey
 from moonpool.kv.parts import PartTable
+from moonpool.kv.selection import Selection, ttl_of
 from services.kvstore.ssd.records import ALIGN
 from services.kvstore.tenancy.tenants import Account, TenantBytes
 
@@ -102,10 +103,10 @@ class IdTable(Generic[Name]):
         assert all(self.by_id[number] == name for name, number in self._ids.items())
 
 
-ENTRY = struct.Struct("<32sIIII")
-"""One record in an index: key, offset and length in units of `ALIGN`, id of the format, id of the tenant."""
+ENTRY = struct.Struct("<32sIIIII")
+"""One record in an index: key, offset and length in units of `ALIGN`, ids of format and tenant, `written_at`."""
 
-Row = tuple[BlockKey, int, int, int, int]  # the same, unpacked
+Row = tuple[BlockKey, int, int, int, int, int]  # the same, unpacked
 Slot = tuple[int, int]  # number of a segment, and index of a record within it
 MAX_SEGMENT_BYTES = ALIGN << 32
 _SLOT_BITS = 24
@@ -134,6 +135,8 @@ class Segment:
     lengths: "array[int]" = dataclasses.field(default_factory=_column)
     formats: "array[int]" = dataclasses.field(default_factory=_column)  # ids, as the tenants
     tenants: "array[int]" = dataclasses.field(default_factory=_column)
+    written: "array[int]" = dataclasses.field(default_factory=_column)  # seconds since 1970
+    erased: set[int] = dataclasses.field(default_factory=set)  # slots whose records are, or are to be, overwritten
     used: bytearray = dataclasses.field(default_factory=bytearray)  # 1: the block was used since it was written here
 
     def offset(self, slot: int) -> int:
@@ -143,7 +146,12 @@ class Segment:
         return self.lengths[slot] * ALIGN
 
     def row(self, slot: int) -> Row:
-        return self.keys[slot], self.starts[slot], self.lengths[slot], self.formats[slot], self.tenants[slot]
+        columns = (self.starts, self.lengths, self.formats, self.tenants, self.written)
+        start, length, format_id, tenant_id, written = (column[slot] for column in columns)
+        return self.keys[slot], start, length, format_id, tenant_id, written
+
+
+Place = tuple[Segment, int]  # and a slot of it
 
 
 class Catalogue(PartTable[int]):
@@ -209,6 +217,27 @@ class Catalogue(PartTable[int]):
                     nbytes -= segment.nbytes(slot)
         return found
 
+    def chosen(self, selection: Selection) -> list[Place]:
+        """Places of the chosen blocks' records, also of dead ones: without an index, a start would find them again."""
+        tenants = {number for number, name in self.tenants.by_id.items() if name in selection.tenants}
+        formats = {number for number, one in self.formats.by_id.items() if one.namespace in selection.namespaces}
+        return [
+            (segment, slot)
+            for segment in self.segments.values()
+            for slot, (key, owner, kind) in enumerate(zip(segment.keys, segment.tenants, segment.formats, strict=True))
+            if (owner in tenants or kind in formats or key in selection.keys) and slot not in segment.erased
+        ]
+
+    def expired(self, ttl_s: Mapping[str, float], now: float) -> list[Place]:
+        """Places of blocks that are here for longer than their tenants' blocks may be."""
+        oldest = {number: now - ttl_of(ttl_s, name) for number, name in self.tenants.by_id.items()}
+        return [
+            (segment, slot)
+            for segment in self.segments.values()
+            for slot, (owner, written) in enumerate(zip(segment.tenants, segment.written, strict=True))
+            if written < oldest[owner] and self.is_live(segment, slot)
+        ]
+
     def touch(self, keys: Iterable[BlockKey]) -> None:
         """Those of the blocks that are here were used."""
         for segment, slot in filter(None, map(self.find, keys)):
@@ -222,7 +251,7 @@ class Catalogue(PartTable[int]):
         numbers = array("I", packed)
         if sys.byteorder != "little":
             numbers.byteswap()
-        columns = (segment.starts, segment.lengths, segment.formats, segment.tenants)
+        columns = (segment.starts, segment.lengths, segment.formats, segment.tenants, segment.written)
         for word, column in enumerate(columns, KEY_BYTES // 4):
             column.extend(numbers[word :: ENTRY.size // 4])
         segment.keys += keys
@@ -285,7 +314,7 @@ class Catalogue(PartTable[int]):
             assert segment.live == TenantBytes.of(
                 (self.tenants[segment.tenants[slot]], segment.nbytes(slot)) for slot in slots
             )
-            columns = (segment.starts, segment.lengths, segment.formats, segment.tenants, segment.used)
+            columns = (segment.starts, segment.lengths, segment.formats, segment.tenants, segment.written, segment.used)
             assert {len(segment.keys)} == set(map(len, columns))
             for tenant, nbytes in segment.live.items():
                 live.add(tenant, nbytes)

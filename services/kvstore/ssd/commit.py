@@ -16,7 +16,7 @@ from pathlib import Path
 from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.catalogue import ENTRY, IdChange, Row, Segment, Slot
+from services.kvstore.ssd.catalogue import ENTRY, IdChange, Place, Row, Segment, Slot
 from services.kvstore.ssd.files import Buffer, Files
 from services.kvstore.ssd.index import Index, IndexChange
 from services.kvstore.ssd.reader import read_record
@@ -24,6 +24,7 @@ from services.kvstore.ssd.records import ALIGN, BadRecordError, pack_header
 
 log = get_logger(__name__)
 
+ERASE_BYTES = 1 << 20  # overwritten in one write at most
 WRITE_BYTES = 4 << 20  # of one write at most; the device begins with it while the next is being prepared
 
 
@@ -95,6 +96,7 @@ class WritePlan:
     full: bool
     carry: list[Append]
     store: list[Append]
+    erase: list[Place] = dataclasses.field(default_factory=list)  # records to be overwritten
     cleared: bool = False  # first transaction committed: victims are forgotten, what was carried has its new place
     named: bool = False  # the index has learnt the ids
     unreadable: Segment | None = None  # the plan failed for it
@@ -112,7 +114,7 @@ class WritePlan:
     @property
     def idle(self) -> bool:
         """Whether committing it changes nothing in the index."""
-        return not (self.carry or self.store or self.dead or self.removed_segments)
+        return not (self.carry or self.store or self.dead or self.erase or self.removed_segments)
 
     @property
     def carried(self) -> list[Append]:
@@ -142,6 +144,7 @@ class Committer:
 
     def _clear(self, plan: WritePlan) -> None:
         """The first transaction, and the files that it makes superfluous."""
+        self._erase(plan.erase)
         if plan.full:
             for segment in plan.removed_segments:
                 if not segment.live:
@@ -160,6 +163,15 @@ class Committer:
             except OSError as error:
                 log.error("a segment could not be deleted", path=str(segment.path), error=str(error))
                 plan.undeleted.append(segment)
+
+    def _erase(self, places: Sequence[Place]) -> None:
+        """Overwrites records with zeros, on the device: no start finds them, with an index or without."""
+        for segment, slot in places:
+            nbytes, zeros = segment.nbytes(slot), bytes(min(segment.nbytes(slot), ERASE_BYTES))
+            for at in range(0, nbytes, ERASE_BYTES):
+                self.files.write(segment.path, [zeros[: nbytes - at]], segment.offset(slot) + at)
+        for path in dict.fromkeys(segment.path for segment, _ in places):
+            self.files.sync(path)
 
     def _carry(self, append: Append, plan: WritePlan) -> None:
         """Copies one verified record, but not a bad one. When it cannot be read, another segment may do: EAGAIN."""

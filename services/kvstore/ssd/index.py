@@ -35,7 +35,7 @@ from moonpool.v1 import kv_pb2
 from services.kvstore.ssd.catalogue import ENTRY, NO_CHANGE, IdChange, Slot
 from services.kvstore.ssd.files import Files, open_lmdb
 
-_VERSION = b"2"
+_VERSION = b"3"
 _VERSION_KEY = b"version"
 _TABLES = (b"meta", b"segments", b"entries", b"dropped", b"formats", b"tenants")
 _SEGMENT_KEY = struct.Struct(">Q")

@@ -33,6 +33,11 @@ class SsdReader:
         segment.readers += 1
 
     @property
+    def deleted(self) -> bool:
+        """Whether the block was deleted since the reading began."""
+        return self.slot in self.segment.erased
+
+    @property
     def info(self) -> BlockInfo | None:
         """Known once a slice was read."""
         return self._header.info if self._header is not None else None
@@ -41,7 +46,7 @@ class SsdReader:
         """Blocking. Fills `outs` (`slice_bytes` each) with the verified bytes of consecutive layers, from `first` on.
 
         Raises:
-            BadRecordError: the bytes read are not what was written; they never will be.
+            BadRecordError: the bytes read are not what was written, or were deleted; they never will be.
             OSError: the read failed, which says nothing of the record.
         """
         header = self._header  # several threads may read it at once; they find the same
@@ -53,6 +58,8 @@ class SsdReader:
         if not together:
             skipped = self._header_bytes + first * self.format.layout.slice_bytes
             read_whole(self._files, self.segment.path, outs, self._offset + skipped)
+        if self.deleted:
+            raise BadRecordError("the block was deleted")
         for layer, out in enumerate(outs, first):
             self.hashes[layer] = header.check_slice(layer, out)
 

@@ -9,7 +9,8 @@
     120     4 · 5         layout version, kv_heads, head_dim, block_tokens, scale_bytes
     140     16            dtype, ASCII, zero-padded
     156     4             length of the tenant's name
-    160     tenant, then 8 bytes per layer: the hash of that layer's slice (moonpool/kv/hashes.py), then zeros
+    160     tenant, then 8 bytes per layer: the hash of that layer's slice (moonpool/kv/hashes.py), then 8 bytes:
+            seconds since 1970 at which the store got the block (0 = not known, as in older records), then zeros
     header_bytes          the data, [layers, slice_bytes], then zeros to a multiple of 4096
 
 Each layer has its own hash, made where the KV was computed, so that a layer-major reader can use a slice without
@@ -74,7 +75,7 @@ def _align(nbytes: int) -> int:
 
 def header_size(info: BlockInfo) -> int:
     """Bytes of a record's header, padding included."""
-    return _align(_FIXED.size + len(info.tenant.encode()) + 8 * info.format.layout.layers)
+    return _align(_FIXED.size + len(info.tenant.encode()) + 8 * info.format.layout.layers + 8)
 
 
 def data_size(block_format: BlockFormat) -> int:
@@ -97,7 +98,7 @@ def pack_header(info: BlockInfo, hashes: Sequence[int]) -> bytes:
     names = info.key, info.parent, info.format.namespace
     shape = (layout.version, layout.kv_heads, layout.head_dim, layout.block_tokens, layout.scale_bytes)
     _FIXED.pack_into(out, 0, MAGIC, 0, size, layout.layers, *names, *shape, layout.dtype.encode(), len(tenant))
-    struct.pack_into(f"<{len(tenant)}s{len(hashes)}Q", out, _FIXED.size, tenant, *hashes)
+    struct.pack_into(f"<{len(tenant)}s{len(hashes) + 1}Q", out, _FIXED.size, tenant, *hashes, info.written_at)
     struct.pack_into("<Q", out, 8, xxhash.xxh3_64_intdigest(memoryview(out)[_HASHED_FROM:]))
     return bytes(out)
 
@@ -139,6 +140,8 @@ def unpack_header(data: bytes | bytearray) -> RecordHeader:
         tenant = data[_FIXED.size : sums_at].decode()
     except (MoonpoolError, ValueError) as error:
         raise BadRecordError(f"the header is intact but impossible: {error}") from error
-    info = BlockInfo(BlockKey(key), BlockKey(parent), tenant, block_format)
     hashes = struct.unpack_from(f"<{layers}Q", data, sums_at)
+    time_at = sums_at + 8 * layers
+    written_at = int.from_bytes(data[time_at : time_at + 8], "little") if time_at + 8 <= size else 0
+    info = BlockInfo(BlockKey(key), BlockKey(parent), tenant, block_format, written_at)
     return RecordHeader(info, size, hashes, seeded=magic == SEEDED_MAGIC)

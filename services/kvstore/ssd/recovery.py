@@ -285,7 +285,8 @@ def _is_whole(files: Files, path: Path, found: Found) -> bool:
 def _pack(catalogue: Catalogue, found: Sequence[Found]) -> bytes:
     """Entries of records."""
     formats, tenants = catalogue.formats, catalogue.tenants
+    ids = ((formats.id_of(one.info.format), tenants.id_of(one.info.tenant), one.info.written_at) for one in found)
     return b"".join(
-        ENTRY.pack(info.key, at // ALIGN, nbytes // ALIGN, formats.id_of(info.format), tenants.id_of(info.tenant))
-        for at, nbytes, info in found
+        ENTRY.pack(info.key, at // ALIGN, nbytes // ALIGN, *last)
+        for (at, nbytes, info), last in zip(found, ids, strict=True)
     )

@@ -13,7 +13,7 @@ import lmdb
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.catalogue import Segment, Slot
+from services.kvstore.ssd.catalogue import Place, Segment, Slot
 from services.kvstore.ssd.commit import Append, Committer, Victim, WritePlan, ends, pack
 from services.kvstore.ssd.files import Files, is_full
 from services.kvstore.ssd.index import MAP_BYTES
@@ -52,6 +52,8 @@ class SsdTier:
         self.space = Space(self.catalogue, folder.segments, capacity_bytes, segment_bytes, first, pins, account)
         self.commit = Committer(self._files, found.index, folder.segments, sync=self.durability == "power").run
         self._dead: list[Slot] = []  # the index does not know it
+        self._doomed: list[Place] = []  # to be overwritten
+        self._dooming = False  # a plan does so
         self._nameless: list[Segment] = []  # forgotten by the index; the file is not deleted yet
         self._forgotten: list[Segment] = []  # the file may be deleted; not forgotten by the index yet
         self._leaving: list[Segment] = []  # removed, and still being read
@@ -86,10 +88,25 @@ class SsdTier:
         """Blocks are not here any more; the index learns it with the next plan."""
         self._dead += filter(None, map(self.catalogue.forget, keys))
 
+    def erase(self, places: Iterable[Place]) -> list[BlockKey]:
+        """Blocks are not here any more, and their records are overwritten with the next plan; keys of live ones."""
+        places = list(places)
+        live = [segment.keys[slot] for segment, slot in places if self.catalogue.is_live(segment, slot)]
+        self.forget(live)
+        for segment, slot in places:
+            segment.erased.add(slot)
+        self._doomed += places
+        return live
+
+    @property
+    def erasing(self) -> bool:
+        """Whether there are records to be overwritten, or files to be deleted, which may hold such."""
+        return self._dooming or bool(self._doomed or self._forgotten or self._nameless)
+
     @property
     def has_housekeeping(self) -> bool:
         """Whether a plan without blocks has something to do: to forget on disk, or to come back to the budget."""
-        return bool(self._dead or self._nameless or self._forgotten) or self.space.has_work
+        return bool(self._dead or self._doomed or self._nameless or self._forgotten) or self.space.has_work
 
     def plan(self, blocks: Sequence[DramBlock]) -> WritePlan:
         """Places blocks that are not here into segments; old segments make room for them, and go at once."""
@@ -114,26 +131,29 @@ class SsdTier:
         change = self.catalogue.formats.change(), self.catalogue.tenants.change()
         known = self._forgotten, self._nameless, self._dead
         self._forgotten, self._nameless, self._dead = [], [], []
-        return WritePlan(taken, rejected, victims, *known, *change, full, carry, store)
+        erase = [place for place in self._doomed if place[0].number in self.catalogue.segments]
+        self._dooming, self._doomed = bool(self._doomed), []
+        return WritePlan(taken, rejected, victims, *known, *change, full, carry, store, erase)
 
     def _place(self, blocks: Sequence[DramBlock], victims: Sequence[Victim]) -> tuple[list[Append], list[Append]]:
         """Gives every record its place. Sizes of segments change only when the plan is done."""
         carry, store = [], []
         sizes: dict[Segment, int] = {}
         for source in ((victim.segment, slot) for victim in victims for slot in victim.carried):
-            key, _, length, format_id, tenant_id = source[0].row(source[1])
+            key, _, length, format_id, tenant_id, written = source[0].row(source[1])
             segment, start = self.space.place(length, sizes)
-            carry.append(Append(segment, (key, start, length, format_id, tenant_id), source=source))
+            carry.append(Append(segment, (key, start, length, format_id, tenant_id, written), source=source))
         formats, tenants = self.catalogue.formats, self.catalogue.tenants
         for block in blocks:
             info, length = block.info, record_size(block.info) // ALIGN
             segment, start = self.space.place(length, sizes)
-            row = info.key, start, length, formats.id_of(info.format), tenants.id_of(info.tenant)
-            store.append(Append(segment, row, block))
+            ids = formats.id_of(info.format), tenants.id_of(info.tenant)
+            store.append(Append(segment, (info.key, start, length, *ids, info.written_at), block))
         return carry, store
 
     def committed(self, plan: WritePlan) -> None:
         """The plan was committed: its blocks are here from now on."""
+        self._dooming = False
         self._clear(plan)
         self._add(plan.store)
         self.user_bytes += sum(block.info.nbytes for block in plan.blocks)
@@ -144,9 +164,11 @@ class SsdTier:
 
         A full device gives up its oldest segment, as if the budget were smaller, and carries over only what it must.
         """
+        self._dooming = False
         if plan.cleared:
             self._clear(plan)
         else:
+            self._doomed += plan.erase
             self._nameless += plan.nameless
             self._forgotten += plan.forgotten
             self._dead += plan.dead
@@ -175,7 +197,8 @@ class SsdTier:
         carried = plan.carried
         dropped = [append.key for append in carried if self.catalogue.find(append.key) != append.source]
         self._add(carried)
-        self.forget(dropped)  # a reader found them bad while they were being copied
+        # A reader found them bad, or they were deleted, while they were being copied.
+        self.erase(place for key in dropped if (place := self.catalogue.find(key)) is not None)
         self.carried_bytes += sum(append.row[2] * ALIGN for append in carried)
         for segment in removed:
             self.catalogue.remove(segment)

@@ -7,6 +7,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import time
 from collections.abc import Sequence
 
 from google.protobuf.message import Message
@@ -165,18 +166,21 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         parents = unpack_keys(message.parent_keys, "parent_keys", max_keys=MAX_SESSION_BLOCKS)
         layers = range(message.layer_begin, message.layer_end)
         heads = range(message.head_begin, message.head_end)
-        return PutSpec(self.format, keys, parents, message.tenant, layers, heads)
+        return PutSpec(self.format, keys, parents, message.tenant, layers, heads, int(time.time()))
 
     def _waits(self, spec: PutSpec) -> bool:
         return bool(self._rooms) and self._rooms.waits(self._writes.lane(spec.tenant))
 
     def _attempt_open(self, entry: _Entry, spec: PutSpec) -> PutSession | None:
-        return self._writes.open(
+        session = self._writes.open(
             spec,
             lambda blocks: self._visible(entry, blocks),
             lambda blocks: self._durable(entry, blocks),
             now=self._loop.time(),
         )
+        if session is not None:
+            session.on_forgotten = lambda: self._refuse(entry, InvalidRequest("keys", "blocks of them were deleted"))
+        return session
 
     def _open_frame(self, session: PutSession, header: kv_pb2.FrameHeader, payload: memoryview) -> list[list[OpenRun]]:
         """Verifies a frame; the parts in which it is written, nearly always one."""

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import MAX_TENANT_BYTES
@@ -141,6 +141,10 @@ class Pins:
     def unpin(self, tenant: str, name: str) -> set[BlockKey]:
         """Ends a pin; returns its keys, none when there is no such pin."""
         return self._end([(tenant, name)])
+
+    def end_all(self, tenants: Container[str]) -> set[BlockKey]:
+        """Ends all pins of tenants; returns their keys."""
+        return self._end([place for place in self._pins if place[0] in tenants])
 
     def expire(self, now: float) -> set[BlockKey]:
         """Ends the pins whose time is over; returns their keys."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from moonpool.core.kernel import Cancel
+from moonpool.sched.forgetting import Forgot
 
 
 class Refusal(Enum):
@@ -215,5 +216,6 @@ Action = (
     | PutBlocks
     | TellToken
     | EndJob
+    | Forgot
     | Cancel
 )

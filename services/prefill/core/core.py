@@ -7,6 +7,7 @@ from moonpool.core.fair import may_enter
 from moonpool.core.kernel import Ended, Tick
 from moonpool.cost import Speeds
 from moonpool.errors import ConfigError
+from moonpool.sched.forgetting import ForgetKV, forget
 from services.prefill.core.actions import Accept, Action, EndJob, Outcome, PutBlocks, Refusal, Refuse, TellToken
 from services.prefill.core.events import (
     Arrive,
@@ -75,6 +76,7 @@ class PrefillCore:
     def handle(self, now: float, event: Event | Ended[Result] | Tick, out: list[Action]) -> None:
         """See `moonpool.core.kernel.Core.handle`."""
         self.state.now, self.state.out = now, out
+        self.state.manager.now = now
         match event:
             case Arrive():
                 self._arrive(event)
@@ -86,6 +88,9 @@ class PrefillCore:
                 self.loads.layer_loaded(event.io, event.layer)
             case Ended():
                 self._ended(event.io, event.result)
+            case ForgetKV():
+                requests = ((job.owner, job.keys) for job in self.state.jobs.values())
+                self.state.do(forget(self.state.manager, event, requests))
             case Drain():
                 self._draining = True
             case Stop():
@@ -289,6 +294,8 @@ class PrefillCore:
 
     def _offer(self, job: Job) -> None:
         """Full blocks go to the kvstores as soon as they are computed; what these lack of the prefix goes before."""
+        if job.owner.transient:
+            return
         size = self.state.settings.block_tokens
         prefix, full = (job.cached + job.loaded) // size, job.computed // size
         if not job.put_until:

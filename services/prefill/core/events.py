@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from moonpool.kv.keys import BlockKey
+from moonpool.sched.forgetting import ForgetKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class Arrive:
     """The tenant's share, relative to others'."""
     reuse: bool = True
     """Blocks that are there already may be used; False = every token is computed."""
+    transient: bool = False
+    """None of its blocks is to be kept: its KV was deleted while it was on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class LayerLoaded:
     layer: int
 
 
-Event = Arrive | Leave | Drain | Stop | LayerComputed | LayerLoaded
+Event = Arrive | Leave | Drain | Stop | LayerComputed | LayerLoaded | ForgetKV
 
 # --- results of I/O: each comes in one `Ended` --------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from moonpool.core.fair import FairQueue, Place, Shares, rank
 from moonpool.core.kernel import Cancel, Outstanding
 from moonpool.cost import Speeds, SpeedTracker
 from moonpool.kv.keys import BlockKey
-from moonpool.sched.block_manager import BlockManager
+from moonpool.sched.block_manager import BlockManager, Owner
 from services.prefill.core.actions import Action, Miss
 from services.prefill.core.events import Arrive, Copy, Source
 from services.prefill.core.outgoing import Outgoing
@@ -84,6 +84,7 @@ class Job:
     place: Place
     expected_tokens: int
     """Leading tokens that are expected not to be computed; for predictions, until the job starts."""
+    owner: Owner
     reuse: bool = True
     """False = nothing of it may be cached or loaded."""
     next_source: int = 0
@@ -121,8 +122,9 @@ class Job:
         reusable = (event.num_tokens - 1) // settings.block_tokens
         expected = min(believed, reusable) * settings.block_tokens
         place = Place(event.tenant, rank(now, event.priority), event.job, event.weight)
-        keys, copies, reuse = event.keys, event.copies, event.reuse
-        return cls(event.job, event.num_tokens, keys, sources, copies, outgoing, now, place, expected, reuse)
+        given = event.job, event.num_tokens, event.keys, sources, event.copies
+        owner = Owner(event.tenant, event.transient)
+        return cls(*given, outgoing, now, place, expected, owner, event.reuse)
 
     @property
     def finished(self) -> bool:
@@ -277,7 +279,7 @@ class State:
         size = self.settings.block_tokens
         assert job.table is not None
         for index in range(job.computed // size, end // size):
-            self.manager.register(job.table.blocks[index], job.keys[index])
+            self.manager.register(job.table.blocks[index], job.keys[index], job.owner)
         job.computed = end
         job.scheduled = max(job.scheduled, end)
 

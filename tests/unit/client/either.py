@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from moonpool.client import AsyncClient, AsyncTokenStream, Client, TokenEvent
+from moonpool.client import AsyncClient, AsyncContexts, AsyncTokenStream, Client, TokenEvent
 
 
 class DrivenStream:
@@ -43,14 +43,20 @@ class DrivenStream:
 class Driven:
     """An asyncio client with blocking calls."""
 
-    def __init__(self, client: AsyncClient, runner: asyncio.Runner) -> None:
+    def __init__(self, client: AsyncClient | AsyncContexts, runner: asyncio.Runner) -> None:
         self.client, self.runner = client, runner
+
+    @property
+    def contexts(self) -> "Driven":
+        assert isinstance(self.client, AsyncClient)
+        return Driven(self.client.contexts, self.runner)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         call = getattr(self.client, name)
         return lambda *args, **kwargs: self.runner.run(call(*args, **kwargs))
 
     def stream(self, **request: Any) -> DrivenStream:
+        assert isinstance(self.client, AsyncClient)
         return DrivenStream(self.client.stream(**request), self.runner)
 
 

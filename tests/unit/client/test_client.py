@@ -7,8 +7,10 @@ import pytest
 
 from moonpool.client import (
     AsyncClient,
+    AsyncContexts,
     Choice,
     Client,
+    Contexts,
     InvalidRequest,
     NotFound,
     Overloaded,
@@ -29,20 +31,30 @@ from .conftest import Dial
 
 OVERLOADED = Overloaded("no", reason="ttft_slo", predicted_ttft_s=9.0, slo_s=1.0, retry_after_s=8.0)
 
-COVERED = {"Generate": "generate", "ClusterState": "cluster_state", "Explain": "explain", "ConductorStats": "stats"}
-UNCOVERED = {
-    "Join": "for instances only",
-    "CreateContext": "not built yet",
-    "DeleteContext": "not built yet",
+COVERED = {
+    "Generate": "generate",
+    "ClusterState": "cluster_state",
+    "Explain": "explain",
+    "ConductorStats": "stats",
+    "DeleteKV": "delete_kv",
 }
+CONTEXTS = {
+    "CreateContext": "create",
+    "UpdateContext": "update",
+    "ListContexts": "list",
+    "DeleteContext": "delete",
+}
+UNCOVERED = {"Join": "for instances only"}
 
 
 def test_every_rpc_is_covered_or_left_out_on_purpose() -> None:
     methods = {method.name for method in pb.DESCRIPTOR.services_by_name["ConductorService"].methods}
-    assert methods == set(COVERED) | set(UNCOVERED)
-    assert not set(COVERED) & set(UNCOVERED)
+    assert methods == {*COVERED, *CONTEXTS, *UNCOVERED}
+    assert len(methods) == len(COVERED) + len(CONTEXTS) + len(UNCOVERED)
     blocking, asynchronous = ({name for name in vars(kind) if name[0] != "_"} for kind in (Client, AsyncClient))
     assert set(COVERED.values()) | {"stream"} == blocking - {"close"} == asynchronous - {"aclose"}
+    blocking, asynchronous = ({name for name in vars(kind) if name[0] != "_"} for kind in (Contexts, AsyncContexts))
+    assert set(CONTEXTS.values()) | {"get"} == blocking == asynchronous
 
 
 def test_a_whole_answer(dial: Dial) -> None:

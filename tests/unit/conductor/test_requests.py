@@ -6,15 +6,10 @@ from moonpool.client import (
     InvalidRequest,
     SamplingParams,
     Slo,
-    Unsupported,
 )
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.errors import from_rpc_error
-from moonpool.v1 import conductor_pb2
-from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 
 from .fakes import decode, prefill
-from .stack import WAIT_S, stack
+from .stack import stack
 
 PROMPT = list(range(30, 70))
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -71,17 +66,3 @@ async def test_max_tokens_is_cut_to_the_models_length() -> None:
     async with stack(p, d) as s:
         result = await s.client.generate(token_ids=[5] * 509, sampling=SamplingParams(max_tokens=100))
         assert (len(result.token_ids), result.finish_reason) == (3, "length")
-
-
-async def test_context_calls_are_not_built_yet() -> None:
-    import grpc
-
-    async with stack() as s, Channels() as channels:
-        stub = ConductorServiceStub(channels.get(s.address))
-        for call in (
-            stub.CreateContext(conductor_pb2.CreateContextRequest(), timeout=WAIT_S),
-            stub.DeleteContext(conductor_pb2.DeleteContextRequest(), timeout=WAIT_S),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call
-            assert isinstance(from_rpc_error(caught.value), Unsupported)

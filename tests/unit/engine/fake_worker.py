@@ -62,7 +62,7 @@ def main() -> None:
     gates = Gates()
     receiver = Receiver(channel, gates, spec.engine.stages, spec.rendezvous)
     receiver.start()
-    channel.send(Ready(0.0))
+    channel.send(Ready(0.0, 0))
     while not isinstance(order := receiver.orders.get(), Shutdown):
         run(order, spec, gates, channel)
 

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from google.protobuf.message import Message
 
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor
@@ -25,7 +26,8 @@ class Asked(Holding):
         self.begun = asyncio.Event()
         self.go = asyncio.Event()
 
-    async def cluster_state(self, request: pb.ClusterStateRequest, timeout_s: float) -> pb.ClusterStateResponse:
+    async def ask(self, request: Message, timeout_s: float) -> pb.ClusterStateResponse:
+        assert isinstance(request, pb.ClusterStateRequest)
         self.times += 1
         self.begun.set()
         await self.go.wait()

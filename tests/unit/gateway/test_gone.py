@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from google.protobuf.message import Message as Protobuf
 from starlette.applications import Starlette
 
 from moonpool.client import AsyncClient
@@ -57,14 +58,8 @@ class Holding:
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> Call:
         return self.call
 
-    async def explain(self, request: pb.ExplainRequest, timeout_s: float) -> pb.ExplainResponse:
-        return self._fake.explain(request)
-
-    async def cluster_state(self, request: pb.ClusterStateRequest, timeout_s: float) -> pb.ClusterStateResponse:
-        return self._fake.state
-
-    async def stats(self, request: pb.ConductorStatsRequest, timeout_s: float) -> pb.ConductorStatsResponse:
-        return self._fake.gauges
+    async def ask(self, request: Protobuf, timeout_s: float) -> Any:
+        return self._fake.answer(request)
 
     async def aclose(self) -> None:
         """Nothing is open."""

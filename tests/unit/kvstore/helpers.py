@@ -68,6 +68,7 @@ def spec_of(
     heads: range | None = None,
     block_format: BlockFormat = FORMAT,
     tenant: str = "",
+    written_at: int = 0,
 ) -> PutSpec:
     layout = block_format.layout
     return PutSpec(
@@ -77,6 +78,7 @@ def spec_of(
         tenant,
         layers or range(layout.layers),
         heads or range(layout.kv_heads),
+        written_at,
     )
 
 

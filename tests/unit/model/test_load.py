@@ -69,7 +69,7 @@ def test_a_stage_does_not_need_the_others_tensors(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "tensor"),
     [
-        (r"has shape \[64\], config\.json makes it \[64, 64\]", torch.zeros(64)),
+        (r"has shape \[64\], the configuration makes it \[64, 64\]", torch.zeros(64)),
         ("is stored as F64", torch.zeros(64, 64, dtype=torch.float64)),
         ("is stored as I8", torch.zeros(64, 64, dtype=torch.int8)),
     ],

@@ -20,7 +20,7 @@ def made(path: Path) -> Index:
 
 
 def entries(*numbers: int) -> bytes:
-    return b"".join(ENTRY.pack(KEYS[n], 2 * n, 2, 7, 1) for n in numbers)
+    return b"".join(ENTRY.pack(KEYS[n], 2 * n, 2, 7, 1, 0) for n in numbers)
 
 
 def test_what_was_committed_is_there_again(tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ def make(path: Path) -> None:
     index = Index(Files(), path / "index", sync=False)
     for number in range(1, SEGMENTS + 1):
         rows = [
-            ENTRY.pack(hashlib.blake2b(b"%d.%d" % (number, n), digest_size=32).digest(), n * PAGES, PAGES, 1, 1 + n % 3)
+            ENTRY.pack(
+                hashlib.blake2b(b"%d.%d" % (number, n), digest_size=32).digest(), n * PAGES, PAGES, 1, 1 + n % 3, 0
+            )
             for n in range(PER_SEGMENT)
         ]
         entries = {(number, at): b"".join(rows[at : at + BATCH]) for at in range(0, PER_SEGMENT, BATCH)}

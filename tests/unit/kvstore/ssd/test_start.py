@@ -46,7 +46,7 @@ def test_a_lost_index_waits_for_room_and_its_blocks_do_not(
                 line for line in caplog.messages if str(tmp_path / "index") in line and "error" in line
             ]
             assert "free some room and start again" in caplog.text
-            assert f"'needed_bytes': {48 * len(here) + (1 << 20)}" in caplog.text
+            assert f"'needed_bytes': {52 * len(here) + (1 << 20)}" in caplog.text
             ssd = ssd_of(driven)
             assert not ssd.indexed
             assert not (tmp_path / "index").exists()

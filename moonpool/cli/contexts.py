@@ -1,0 +1,168 @@
+"""`moonpool context create|list|show|renew|delete` and `moonpool delete`: named contexts, and KV that shall be gone."""
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from moonpool.client import Client, Context, DeletedKV, Message
+from moonpool.errors import InvalidRequest
+
+EXIT_INCOMPLETE = 1
+
+app = typer.Typer(
+    name="moonpool context",
+    help="Named contexts: beginnings of prompts that are kept, with their KV.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Address = Annotated[str, typer.Option(help="The conductor, HOST:PORT.", envvar="MOONPOOL_ADDRESS")]
+Tenant = Annotated[str, typer.Option(help="Whose context it is.")]
+Json = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
+Name = Annotated[str, typer.Argument(help="The context's id, or one of its tags.")]
+LOCAL = "127.0.0.1:50051"
+
+
+@app.command()
+def create(
+    file: Annotated[
+        str, typer.Argument(help="Text of a system turn, or with --messages a JSON list of turns; - = standard input.")
+    ],
+    address: Address = LOCAL,
+    tenant: Tenant = "",
+    name: Annotated[str, typer.Option(help="A name for people.")] = "",
+    tag: Annotated[list[str] | None, typer.Option(help="A further name for requests; may be given again.")] = None,
+    ttl_s: Annotated[float, typer.Option(min=0.0, help="Seconds it lives; 0 = an hour.")] = 0.0,
+    messages: Annotated[bool, typer.Option(help="The file is a JSON list of turns with role and content.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Keep the beginning of conversations; its KV is computed now, and pinned."""
+    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    turns = _turns(text) if messages else [Message(role="system", content=text)]
+    with Client(address) as client:
+        context = client.contexts.create(messages=turns, name=name, tags=tag or [], ttl_s=ttl_s, tenant=tenant)
+    _print(context, as_json=as_json)
+
+
+@app.command("list")
+def list_(address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) -> None:
+    """List a tenant's contexts with their size, their hits and what these saved."""
+    with Client(address) as client:
+        found = client.contexts.list(tenant=tenant)
+    if as_json:
+        typer.echo(json.dumps([_plain(context) for context in found]))
+        return
+    table = Table("id", "name", "tags", "status", "tokens", "pinned", "MB", "hits", "saved tokens", "ends in")
+    for column in table.columns[4:]:
+        column.justify = "right"
+    for each in found:
+        pinned = f"{each.pinned_blocks} of {each.blocks}"
+        figures = (
+            f"{each.tokens:,}",
+            pinned,
+            f"{each.pinned_bytes / 1e6:.1f}",
+            str(each.hits),
+            f"{each.saved_tokens:,}",
+        )
+        table.add_row(each.id, each.name, ", ".join(each.tags), each.status, *figures, _left(each))
+    Console().print(table)
+
+
+@app.command()
+def show(name: Name, address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) -> None:
+    """Show one context."""
+    with Client(address) as client:
+        _print(client.contexts.get(name, tenant=tenant), as_json=as_json)
+
+
+@app.command()
+def renew(
+    name: Name,
+    ttl_s: Annotated[float, typer.Option(min=1.0, help="Seconds it lives from now on.")] = 3600.0,
+    address: Address = LOCAL,
+    tenant: Tenant = "",
+    as_json: Json = False,
+) -> None:
+    """Let a context live on, also one whose time was over less than a day ago."""
+    with Client(address) as client:
+        _print(client.contexts.update(name, ttl_s=ttl_s, tenant=tenant), as_json=as_json)
+
+
+@app.command()
+def delete(name: Name, address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) -> None:
+    """End a context, and delete its KV from every tier. Exits with 1 when an instance has not done so."""
+    with Client(address) as client:
+        gone, deleted = client.contexts.delete(name, tenant=tenant)
+    if not as_json:
+        typer.echo(f"{gone} is deleted")
+    _print_deleted(deleted, as_json=as_json, context=gone)
+
+
+def run_delete(address: str, keys: list[str], tenants: list[str], namespaces: list[str], *, as_json: bool) -> None:
+    """Deletes KV everywhere and prints what each instance did; exits with 1 when one has not."""
+    chosen_keys, chosen_namespaces = _bytes("key", keys), _bytes("namespace", namespaces)
+    with Client(address) as client:
+        deleted = client.delete_kv(keys=chosen_keys, tenants=tenants, namespaces=chosen_namespaces)
+    _print_deleted(deleted, as_json=as_json)
+
+
+def _print_deleted(deleted: DeletedKV, *, as_json: bool, **more: str) -> None:
+    if as_json:
+        sums = {"blocks": deleted.blocks, "bytes": deleted.bytes, "complete": deleted.complete}
+        typer.echo(json.dumps({**more, **dataclasses.asdict(deleted), **sums}))
+    else:
+        for one in deleted.instances:
+            what = f"not done yet: {one.error}" if one.error else f"{one.blocks:,} blocks, {one.bytes / 1e6:.1f} MB"
+            typer.echo(f"{one.instance}: {what}")
+        typer.echo(f"{deleted.recorded} kvstores repeat it to instances that join later")
+    raise typer.Exit(0 if deleted.complete else EXIT_INCOMPLETE)
+
+
+def _turns(text: str) -> list[Message]:
+    try:
+        found = json.loads(text)
+        return [Message(role=str(turn["role"]), content=str(turn["content"])) for turn in found]
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidRequest("file", f"must be a JSON list of turns with role and content: {error}") from None
+
+
+def _bytes(option: str, given: list[str]) -> list[bytes]:
+    try:
+        return [bytes.fromhex(one) for one in given]
+    except ValueError:
+        raise InvalidRequest(option, "must be hexadecimal digits") from None
+
+
+def _plain(context: Context) -> dict[str, Any]:
+    return {**dataclasses.asdict(context), "keys": [key.hex() for key in context.keys]}
+
+
+def _print(context: Context, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(_plain(context)))
+        return
+    tags = f", tags {', '.join(context.tags)}" if context.tags else ""
+    typer.echo(f"{context.id}: {context.status}{tags}; {context.tokens:,} tokens, ends in {_left(context)}")
+    typer.echo(f"{context.pinned_blocks} of {context.blocks} blocks pinned, {context.pinned_bytes / 1e6:.1f} MB")
+    typer.echo(f"{context.hits} hits saved {context.saved_tokens:,} tokens")
+    if context.error:
+        typer.echo(context.error)
+
+
+def _left(context: Context) -> str:
+    seconds = max(0, round(context.expires_at - time.time()))
+    hours, minutes = seconds // 3600, seconds % 3600 // 60
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds % 60} s"
+
+
+def run(args: list[str]) -> None:
+    """Runs `moonpool context VERB ...`; errors are raised, for the caller to print."""
+    app(args, prog_name="moonpool context")

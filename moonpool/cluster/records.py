@@ -1,0 +1,121 @@
+"""Records: small values that must outlive conductors, the same at all kvstores and conductors in the end.
+
+A record has a place (kind, tenant, id) and a version; of two for one place the higher version is kept, whoever brings
+it and in whatever order (last writer wins). A deleted record stays, empty, until it expires, so that a store that was
+away does not bring it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from moonpool.errors import InvalidRequest, Overloaded
+from moonpool.v1 import kv_pb2
+
+MAX_BYTES = 256 << 20
+"""Of all records of a book."""
+MAX_RECORD_BYTES = 4 << 20
+MESSAGE_BYTES = 4 << 20
+"""Records in one message: those after the one that reaches this come with the next."""
+MAX_NAME_BYTES = 1024
+
+Place = tuple[str, str, str]
+
+
+def place_of(record: kv_pb2.Record) -> Place:
+    """Where it belongs."""
+    return record.kind, record.tenant, record.id
+
+
+class RecordBook:
+    """Records, each with the number under which it came here; numbers ascend and mean something in this book only."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._records: dict[Place, tuple[int, kv_pb2.Record]] = {}  # in the order of their numbers
+        self.last = 0
+        """Number of the record that came last."""
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def merge(self, records: Iterable[kv_pb2.Record]) -> list[kv_pb2.Record]:
+        """Takes records; those that are newer than what was here.
+
+        Raises:
+            InvalidRequest: a record is too large, or has no place.
+            Overloaded: all together are too large; none was taken.
+        """
+        given = sorted(
+            map(_checked, records), key=lambda record: record.version
+        )  # of two for a place, the later counts
+        newer = {place_of(record): record for record in given if self._is_newer(record)}
+        growth = sum(record.ByteSize() - self._size(place) for place, record in newer.items())
+        if growth > 0 and self.nbytes + growth > self._max_bytes:
+            raise Overloaded("there is no room for more records", reason="records_full", retry_after_s=60.0)
+        for place, record in newer.items():
+            self._records.pop(place, None)
+            self.last += 1
+            self._records[place] = self.last, record
+        self.nbytes += growth
+        return list(newer.values())
+
+    def _is_newer(self, record: kv_pb2.Record) -> bool:
+        found = self._records.get(place_of(record))
+        return found is None or record.version > found[1].version
+
+    def _size(self, place: Place) -> int:
+        found = self._records.get(place)
+        return 0 if found is None else found[1].ByteSize()
+
+    def after(self, number: int) -> tuple[list[kv_pb2.Record], int, bool]:
+        """Records that came after a number, as many as a message holds; the last one's number; whether there are more.
+
+        A number of another book is fine when it is 0.
+        """
+        found = []
+        for came, record in reversed(self._records.values()):
+            if came <= number:
+                break
+            found.append((came, record))
+        taken, nbytes = [], 0
+        while found and nbytes < MESSAGE_BYTES:
+            number, record = found.pop()
+            taken.append(record)
+            nbytes += record.ByteSize()
+        return taken, number, bool(found)
+
+    def get(self, kind: str, tenant: str, record_id: str) -> kv_pb2.Record | None:
+        """The record of a place; None when there is none, or it was deleted."""
+        found = self._records.get((kind, tenant, record_id))
+        return found[1] if found is not None and found[1].value else None
+
+    def of(self, kind: str, tenant: str | None = None) -> Iterator[kv_pb2.Record]:
+        """Records of a kind, and of a tenant if one is named, that were not deleted."""
+        for _, record in list(self._records.values()):
+            if record.kind == kind and tenant in (None, record.tenant) and record.value:
+                yield record
+
+    def version(self, place: Place, now: float) -> int:
+        """A version for what is written to a place now: nanoseconds since 1970, or later than what is there."""
+        found = self._records.get(place)
+        return max(int(now * 1e9), 0 if found is None else found[1].version + 1)
+
+    def prune(self, now: float) -> list[kv_pb2.Record]:
+        """Forgets records whose time is over; returns them."""
+        over = [(place, record) for place, (_, record) in self._records.items() if record.expires_at <= now]
+        for place, record in over:
+            del self._records[place]
+            self.nbytes -= record.ByteSize()
+        return [record for _, record in over]
+
+
+def _checked(record: kv_pb2.Record) -> kv_pb2.Record:
+    if not record.kind or not record.id:
+        raise InvalidRequest("records.id", "a record has a kind and an id")
+    if max(len(name.encode()) for name in place_of(record)) > MAX_NAME_BYTES:
+        raise InvalidRequest("records.id", f"kind, tenant and id have at most {MAX_NAME_BYTES} bytes each")
+    if record.ByteSize() > MAX_RECORD_BYTES:
+        raise InvalidRequest("records.value", f"a record has at most {MAX_RECORD_BYTES} bytes")
+    return record

@@ -1,0 +1,33 @@
+"""Translates which KV is to be deleted between the contract's message and plain values."""
+
+from moonpool.errors import InvalidRequest
+from moonpool.kv.keys import KEY_BYTES, pack_keys, unpack_keys
+from moonpool.kv.selection import Selection
+from moonpool.v1 import kv_pb2
+
+MAX_SELECTED_KEYS = 1 << 17
+MAX_SELECTED_NAMES = 1 << 10
+
+
+def selection_to_proto(selection: Selection) -> kv_pb2.Selection:
+    """The contract's form of a selection."""
+    return kv_pb2.Selection(
+        keys=pack_keys(sorted(selection.keys)),
+        tenants=sorted(selection.tenants),
+        namespaces=sorted(selection.namespaces),
+    )
+
+
+def selection_from_proto(message: kv_pb2.Selection, field: str = "selection") -> Selection:
+    """A selection from the contract.
+
+    Raises:
+        InvalidRequest: naming what is wrong, below `field`.
+    """
+    keys = unpack_keys(message.keys, f"{field}.keys", max_keys=MAX_SELECTED_KEYS)
+    for name, given in (("tenants", message.tenants), ("namespaces", message.namespaces)):
+        if len(given) > MAX_SELECTED_NAMES:
+            raise InvalidRequest(f"{field}.{name}", f"at most {MAX_SELECTED_NAMES}, not {len(given)}")
+    if any(len(namespace) != KEY_BYTES for namespace in message.namespaces):
+        raise InvalidRequest(f"{field}.namespaces", f"each must have {KEY_BYTES} bytes")
+    return Selection(frozenset(keys), frozenset(message.tenants), frozenset(message.namespaces))

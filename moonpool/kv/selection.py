@@ -1,0 +1,46 @@
+"""Which KV is to be deleted: by key, by tenant, by namespace, or for its age."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moonpool.errors import InvalidRequest
+from moonpool.kv.keys import BlockKey
+
+EVERY_TENANT = "*"
+"""In a table of times to live: each tenant that is not named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """All blocks that one of the fields names."""
+
+    keys: frozenset[BlockKey] = frozenset()
+    tenants: frozenset[str] = frozenset()
+    namespaces: frozenset[bytes] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.keys or self.tenants or self.namespaces)
+
+    def takes(self, key: BlockKey, tenant: str, namespace: bytes) -> bool:
+        """Whether a block is chosen."""
+        return tenant in self.tenants or key in self.keys or namespace in self.namespaces
+
+
+def check_ttls(ttl_s: Mapping[str, float], field: str = "ttl_s") -> dict[str, float]:
+    """Times to live by tenant, seconds.
+
+    Raises:
+        InvalidRequest: one is not positive and finite; names `field`.
+    """
+    for tenant, seconds in ttl_s.items():
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise InvalidRequest(f"{field}[{tenant}]", f"must be above 0 and finite, is {seconds:g}")
+    return dict(ttl_s)
+
+
+def ttl_of(ttl_s: Mapping[str, float], tenant: str) -> float:
+    """How long a tenant's KV may live in one place, seconds; infinite when nothing is said."""
+    return ttl_s.get(tenant, ttl_s.get(EVERY_TENANT, math.inf))

@@ -1,0 +1,175 @@
+"""Deleting KV from every tier of every instance, also of those that are away, and for its age.
+
+A deletion is written to the kvstores' records first, then carried out: by engines, which also stop writing such KV to
+kvstores, and then by kvstores. Whoever joins carries out all deletions that it has not heard of before it is a member,
+so nothing comes back with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+
+import grpc.aio
+
+from moonpool.cluster.selections import selection_to_proto
+from moonpool.errors import InvalidRequest, MoonpoolError, Unavailable, Unsupported
+from moonpool.kv.selection import Selection
+from moonpool.rpc.channels import Channels
+from moonpool.rpc.errors import from_rpc_error
+from moonpool.telemetry.logs import get_logger
+from moonpool.v1 import conductor_pb2, kv_pb2
+from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
+from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
+from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
+from services.conductor.ledger import Ledger
+
+log = get_logger(__name__)
+
+DELETION = "deletion"
+KEEP_S = 30 * 86400.0
+"""How long a deletion is repeated to those who join. Who was away for longer must come with an empty data folder."""
+FORGET_TIMEOUT_S = 90.0
+JOIN_TIMEOUT_S = 8.0
+"""Less than an instance waits for its welcome; it tries again, and goes on where it was."""
+AGAIN_S = 10.0
+"""Between two looks at what other conductors have deleted, and at what instances have not carried out."""
+SWEEPS_PER_TTL = 10
+_STUBS = {
+    kv_pb2.INSTANCE_KIND_PREFILL: PrefillServiceStub,
+    kv_pb2.INSTANCE_KIND_DECODE: DecodeServiceStub,
+    kv_pb2.INSTANCE_KIND_KVSTORE: KVStoreServiceStub,
+}
+
+
+class Forgetting:
+    """All deletions of one conductor.
+
+    Args:
+        ledger: where they are kept.
+        channels: to instances.
+        members: instances that are joined.
+        on_its_way: is told of a deletion, to mark the requests that are being served.
+        ttl_s: how long KV may stay in one place, by tenant.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        channels: Channels,
+        members: Callable[[], Sequence[kv_pb2.Instance]],
+        on_its_way: Callable[[Selection], None],
+        ttl_s: Mapping[str, float],
+    ) -> None:
+        self._ledger = ledger
+        self._channels = channels
+        self._members = members
+        self._on_its_way = on_its_way
+        self._ttl_s = ttl_s
+        self._told: dict[tuple[str, int], set[str]] = {}  # deletions that a member has carried out
+
+    @property
+    def deletions(self) -> int:
+        """How many are repeated to those who join."""
+        return len(self._all())
+
+    @property
+    def owed(self) -> int:
+        """How many members are not known to have carried out, over all members."""
+        return sum(len(self._missing(member)) for member in self._members())
+
+    async def delete(self, selection: Selection) -> conductor_pb2.DeleteKVResponse:
+        """Deletes everywhere; the answer says what each member did.
+
+        Raises:
+            InvalidRequest: nothing is chosen.
+        """
+        if not selection:
+            raise InvalidRequest("selection", "names nothing: give keys, tenants or namespaces")
+        deletion = kv_pb2.Deletion(id=secrets.token_hex(8), selection=selection_to_proto(selection))
+        expires_at = self._ledger.clock() + KEEP_S
+        record = self._ledger.record(DELETION, "", deletion.id, deletion.SerializeToString(), expires_at)
+        recorded = await self._ledger.push([record])
+        self._on_its_way(selection)
+        response = conductor_pb2.DeleteKVResponse(id=deletion.id, recorded=recorded)
+        members = self._members()
+        is_store = [member.kind == kv_pb2.INSTANCE_KIND_KVSTORE for member in members]
+        for stores in (False, True):  # what an engine is writing must have come to its store before that deletes
+            chosen = [member for member, it in zip(members, is_store, strict=True) if it is stores]
+            response.instances.extend(await asyncio.gather(*map(self._report, chosen)))
+        log.info("KV deleted", deletion=deletion.id, blocks=sum(one.blocks for one in response.instances))
+        return response
+
+    async def admit(self, instance: kv_pb2.Instance) -> None:
+        """An instance wants to join: it carries out what it has not heard of.
+
+        Raises:
+            Unavailable: it has not done so yet, and is to try again.
+        """
+        try:
+            if instance.kind == kv_pb2.INSTANCE_KIND_KVSTORE:
+                await self._ledger.exchange(instance)
+            await self._ledger.pull()
+            await self._bring_up(instance, JOIN_TIMEOUT_S)
+        except Unsupported:
+            if self._all() or self._ttl_s:
+                raise Unavailable(
+                    f"{instance.id} does not know how to delete KV, and there is some to delete"
+                ) from None
+        except MoonpoolError as error:
+            raise Unavailable(f"{instance.id} has not deleted yet what it must: {error}") from error
+
+    async def run(self) -> None:
+        """Repeats deletions to members that have not carried them out, and deletes what is too old; until cancelled."""
+        pause_s = min([AGAIN_S, *(seconds / SWEEPS_PER_TTL for seconds in self._ttl_s.values())])
+        while True:
+            await asyncio.sleep(pause_s)
+            await self.sweep()
+
+    async def sweep(self) -> None:
+        """One round of `run`."""
+        await self._ledger.pull()
+        members = self._members()
+        here = {(member.id, member.incarnation) for member in members}
+        self._told = {place: told for place, told in self._told.items() if place in here}
+        waiting = [member for member in members if self._ttl_s or self._missing(member)]
+        answers = await asyncio.gather(
+            *(self._bring_up(member, FORGET_TIMEOUT_S) for member in waiting), return_exceptions=True
+        )
+        for member, answer in zip(waiting, answers, strict=True):
+            if isinstance(answer, MoonpoolError):
+                log.warning("KV not deleted yet", instance=member.id, error=str(answer))
+
+    def _all(self) -> dict[str, kv_pb2.Deletion]:
+        return {one.id: kv_pb2.Deletion.FromString(one.value) for one in self._ledger.book.of(DELETION)}
+
+    def _missing(self, member: kv_pb2.Instance) -> list[kv_pb2.Deletion]:
+        told = self._told.get((member.id, member.incarnation), set())
+        return [deletion for name, deletion in self._all().items() if name not in told]
+
+    async def _report(self, member: kv_pb2.Instance) -> conductor_pb2.InstanceDeletion:
+        try:
+            answer = await self._bring_up(member, FORGET_TIMEOUT_S)
+        except MoonpoolError as error:
+            log.warning("KV not deleted yet", instance=member.id, error=str(error))
+            return conductor_pb2.InstanceDeletion(instance=member.id, error=str(error))
+        return conductor_pb2.InstanceDeletion(instance=member.id, blocks=answer.blocks, bytes=answer.bytes)
+
+    async def _bring_up(self, member: kv_pb2.Instance, timeout_s: float) -> kv_pb2.ForgetResponse:
+        """Has a member carry out what it is not known to have.
+
+        Raises:
+            MoonpoolError: it did not.
+        """
+        missing = self._missing(member)
+        if not (missing or self._ttl_s):
+            return kv_pb2.ForgetResponse()
+        stub = _STUBS[member.kind](self._channels.get(member.address))
+        request = kv_pb2.ForgetRequest(deletions=missing, ttl_s=dict(self._ttl_s))
+        try:
+            answer: kv_pb2.ForgetResponse = await stub.Forget(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        self._told.setdefault((member.id, member.incarnation), set()).update(one.id for one in missing)
+        return answer

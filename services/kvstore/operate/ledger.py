@@ -1,0 +1,94 @@
+"""What a store keeps for conductors besides blocks: records, and which deletions it has carried out.
+
+Kept in memory, and in a small LMDB database where there is a data folder; every write there is synced. What is deleted
+there leaves the database; its bytes may stay in free pages of the file until these are used again.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from moonpool.cluster.records import RecordBook, place_of
+from moonpool.errors import ConfigError
+from moonpool.v1 import kv_pb2
+from services.kvstore.ssd.files import Files, open_lmdb
+
+MAP_BYTES = 1 << 30
+KEEP_S = 40 * 86400.0
+"""How long it is known that a deletion was carried out; conductors repeat theirs for a shorter time."""
+_APPLIED = "applied"
+
+
+class Ledger:
+    """The records of one store. Blocking to open; `folder` None keeps them in memory only.
+
+    Raises:
+        ConfigError: naming `data_dir`: what is there cannot be read.
+    """
+
+    def __init__(self, folder: Path | None, clock: Callable[[], float] = time.time) -> None:
+        self.book = RecordBook()
+        self._applied = RecordBook()
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-ledger")
+        self._env = None
+        if folder is not None:
+            Files().make_folder(folder)
+            self._env = open_lmdb(folder, map_size=MAP_BYTES)
+            self._load(folder)
+
+    def _load(self, folder: Path) -> None:
+        assert self._env is not None
+        try:
+            with self._env.begin() as txn:
+                records = [kv_pb2.Record.FromString(bytes(value)) for _, value in txn.cursor()]
+        except DecodeError as error:
+            raise ConfigError("data_dir", f"{folder} cannot be read: {error}") from error
+        self._applied.merge(record for record in records if record.kind == _APPLIED)
+        self.book.merge(record for record in records if record.kind != _APPLIED)
+
+    async def take(self, records: Sequence[kv_pb2.Record]) -> None:
+        """Keeps those that are newer than what is here; they are durable on return."""
+        await self._write(self.book.merge(records))
+
+    def is_applied(self, deletion: str) -> bool:
+        """Whether a deletion was carried out."""
+        return self._applied.get(_APPLIED, "", deletion) is not None
+
+    async def applied(self, deletions: Iterable[str]) -> None:
+        """Deletions were carried out."""
+        now = self._clock()
+        marks = [
+            kv_pb2.Record(kind=_APPLIED, id=one, value=b"1", version=1, expires_at=now + KEEP_S) for one in deletions
+        ]
+        await self._write(self._applied.merge(marks))
+
+    async def _write(self, records: Sequence[kv_pb2.Record]) -> None:
+        over = [record for book in (self.book, self._applied) for record in book.prune(self._clock())]
+        if self._env is not None and (records or over):
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._commit, records, over)
+
+    def _commit(self, records: Sequence[kv_pb2.Record], over: Sequence[kv_pb2.Record]) -> None:
+        assert self._env is not None
+        with self._env.begin(write=True) as txn:
+            for record in over:
+                txn.delete(_key(record))
+            for record in records:
+                txn.put(_key(record), record.SerializeToString())
+
+    def close(self) -> None:
+        """Blocking. Ends it; what was taken is durable."""
+        self._thread.shutdown()
+        if self._env is not None:
+            self._env.close()
+
+
+def _key(record: kv_pb2.Record) -> bytes:
+    """LMDB's keys are short."""
+    parts = [part.encode() for part in place_of(record)]
+    return blake2b(b"".join(len(part).to_bytes(4, "little") + part for part in parts), digest_size=32).digest()

@@ -1,0 +1,130 @@
+"""SmolLM2-135M-Instruct from its GGUF file: greedy answers are those of transformers, from short to full contexts.
+
+`moonpool model fetch smollm2` fetches the model; without it these tests are skipped.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moonpool.checkpoint import Tokenizer
+from moonpool.cli.named import cache_folder, cached
+from moonpool.cli.stack import StackPlan
+from moonpool.client import Client, Message, SamplingParams
+from tests.integration.reference import GAP_TOLERANCE, Reference, error_of
+from tests.integration.stack import CheckedStack
+from tests.integration.test_parity import TIMES_ERROR
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+BLOCK = 64
+NEW = 24
+ROOT = Path(__file__).parents[2]
+QUESTIONS = (
+    "What is the capital of France?",
+    "How many people live there?",
+    "Which river runs through it?",
+    "Name three famous buildings of that city.",
+    "Which of them is the oldest?",
+    "Write one sentence about its history.",
+    "Translate that sentence into French.",
+    "What should I eat there?",
+    "And what should I drink with it?",
+    "Now sum up our conversation in two sentences.",
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    """The fetched file."""
+    file = cached("smollm2", cache_folder())
+    if file is None:
+        pytest.skip("SmolLM2 is not here; `moonpool model fetch smollm2` fetches it")
+    return file
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Tokenizer:
+    return Tokenizer.load(model)
+
+
+@pytest.fixture(scope="module")
+def text(tokenizer: Tokenizer) -> list[int]:
+    """More than 8,000 tokens of English prose."""
+    pages = sorted(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "adr").glob("*.md"))
+    tokens = tokenizer.encode("\n".join(pages))
+    assert len(tokens) > 8000
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    return Reference(model, attention="sdpa")
+
+
+def plan_of(model: Path, folder: Path, dtype: str) -> StackPlan:
+    return StackPlan(model=str(model), data_dir=folder, dtype=dtype, threads=1, kv_bytes=512 << 20)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def stack(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CheckedStack]:
+    with CheckedStack(plan_of(model, tmp_path_factory.mktemp(request.param), request.param)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tolerance(stack: CheckedStack, model: Path, reference: Reference, text: list[int]) -> float:
+    """The largest gap to the reference's best logit: rounding's in float32, a multiple of bfloat16's own error."""
+    if stack.plan.dtype == "float32":
+        return GAP_TOLERANCE
+    found = TIMES_ERROR * error_of(Reference(model, torch.bfloat16, attention="sdpa"), reference, text[:400])
+    best, _, third = reference.logits(text[:400]).topk(3).values.unbind(1)
+    print(f"tolerance {found:.3f}, rejects the third choice at {float((best - third > found).float().mean()):.0%}")
+    return found
+
+
+GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+
+
+@pytest.mark.parametrize("length", [100, 1000, 3000, 8000])
+def test_greedy_at_every_length(
+    length: int, stack: CheckedStack, reference: Reference, tolerance: float, text: list[int]
+) -> None:
+    """Cold, then from the cache."""
+    prompt = text[:length]
+    with Client(stack.address) as client:
+        cold = client.generate(token_ids=prompt, sampling=GREEDY)
+        stack.check_at_rest()
+        again = client.generate(token_ids=prompt, sampling=GREEDY)
+    print(f"TTFT cold {cold.timing.ttft_s:.2f} s, cached {again.timing.ttft_s:.2f} s; {cold.text!r}")
+    assert again.usage.cached_tokens == (length - 1) // BLOCK * BLOCK
+    for answer in {tuple(cold.token_ids), tuple(again.token_ids)}:
+        assert len(answer) == NEW
+        reference.assert_greedy(prompt, answer, tolerance)
+
+
+def test_a_chat_of_ten_turns(stack: CheckedStack, reference: Reference, tolerance: float, tokenizer: Tokenizer) -> None:
+    """Each answer is the reference's, and each turn finds the blocks of the last one's prompt and answer."""
+    turns: list[Message] = []
+    known, shares = 0, []
+    with Client(stack.address) as client:
+        for question in QUESTIONS:
+            turns.append({"role": "user", "content": question})
+            prompt = tokenizer.apply_chat_template(turns)
+            answer = client.generate(messages=turns, sampling=SamplingParams(max_tokens=96, temperature=0.0))
+            assert answer.usage.prompt_tokens == len(prompt)
+            reference.assert_greedy(prompt, answer.token_ids, tolerance)
+            assert answer.usage.cached_tokens >= known // BLOCK * BLOCK
+            shares.append(answer.usage.cached_tokens / len(prompt))
+            turns.append({"role": "assistant", "content": answer.text})
+            known = common(prompt + answer.token_ids[:-1], tokenizer.apply_chat_template(turns))
+            stack.check_at_rest()
+    print(f"cached share of turns 2 to 10: {sum(shares[1:]) / len(shares[1:]):.3f}; last prompt {len(prompt)} tokens")
+
+
+def common(first: list[int], second: list[int]) -> int:
+    """Tokens that two sequences begin with alike: an answer may have been spelled by other tokens than its text is."""
+    return next((i for i, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), len(first))

@@ -1,0 +1,101 @@
+"""`moonpool chat`: turns, what stays in the conversation, figures, errors and pipes."""
+
+import io
+from collections.abc import Iterable
+
+import pytest
+
+from moonpool.cli.advice import advice
+from moonpool.cli.chat import Conversation, run_chat
+from moonpool.client import SamplingParams
+from moonpool.client.testing import FakeConductor, Script, answer
+from moonpool.client.transport import NotConnected
+from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, Unavailable, UnsupportedModel
+from moonpool.v1 import conductor_pb2 as pb
+
+
+def talk(fake: FakeConductor, lines: Iterable[str], *, system: str = "", forgiving: bool = True) -> tuple[str, str]:
+    """What a conversation writes."""
+    out, err = io.StringIO(), io.StringIO()
+    with fake.client() as client:
+        conversation = Conversation(client, SamplingParams(max_tokens=8), system)
+        run_chat(conversation, lines, out, err, forgiving=forgiving)
+    return out.getvalue(), err.getvalue()
+
+
+def turns(request: pb.GenerateRequest) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in request.chat.messages]
+
+
+def test_turns_add_up_and_figures_follow_each_answer() -> None:
+    fake = FakeConductor(lambda request: answer((7, 8), prompt_tokens=100, cached_tokens=64))
+    out, err = talk(fake, ["Hi\n", "\n", "And?\n", "/quit\n", "never"], system="Be brief.")
+    assert out == "7 8 \n7 8 \n"
+    assert turns(fake.requests[0]) == [("system", "Be brief."), ("user", "Hi")]
+    assert turns(fake.requests[1])[1:] == [("user", "Hi"), ("assistant", "7 8 "), ("user", "And?")]
+    assert len(fake.requests) == 2
+    assert err.splitlines()[0] == (
+        "[stop] 100 prompt tokens, 64 cached; 2 generated; TTFT 0.010 s, TPOT 0.0010 s (1000.0 tokens/s)"
+    )
+
+
+def test_new_forgets_and_help_helps() -> None:
+    fake = FakeConductor()
+    _, err = talk(fake, ["Hi", "/new", "/help", "Again"])
+    assert turns(fake.requests[1]) == [("user", "Again")]
+    assert "a new conversation" in err
+    assert "Ctrl-C stops" in err
+
+
+def test_a_failed_turn_is_forgotten_and_says_what_to_do() -> None:
+    scripts: list[Script] = [answer(), [InvalidRequest("messages", "the prompt has 9000 tokens")], answer()]
+    fake = FakeConductor(lambda request: scripts[len(fake.requests) - 1])
+    _, err = talk(fake, ["Hi", "much", "Again"])
+    assert "moonpool: messages: the prompt has 9000 tokens\n/new begins a new conversation.\n" in err
+    assert turns(fake.requests[2]) == [("user", "Hi"), ("assistant", "1 2 3 "), ("user", "Again")]
+
+
+def test_a_pipe_ends_at_the_first_error() -> None:
+    fake = FakeConductor(lambda request: [InvalidRequest("messages", "no")])
+    with pytest.raises(InvalidRequest):
+        talk(fake, ["Hi", "Again"], forgiving=False)
+    assert len(fake.requests) == 1
+
+
+class Interrupting(io.StringIO):
+    """Ctrl-C when the second piece of the first answer is written."""
+
+    pieces = 0
+
+    def write(self, text: str) -> int:
+        self.pieces += 1
+        if self.pieces == 2:
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_came() -> None:
+    fake = FakeConductor()
+    out, err = Interrupting(), io.StringIO()
+    with fake.client() as client:
+        conversation = Conversation(client, SamplingParams())
+        run_chat(conversation, ["Hi"], out, err, forgiving=True)
+        assert conversation.turns == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "1 2 "}]
+        run_chat(conversation, ["Go on"], out, err, forgiving=True)
+    assert err.getvalue().splitlines()[0] == "[stopped]"
+    assert turns(fake.requests[1])[1] == ("assistant", "1 2 ")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (NotConnected("nobody"), "`moonpool up` starts a stack"),
+        (Overloaded("full", reason="queue_full", retry_after_s=7.2), "in 7 s"),
+        (Unavailable("no instance"), "`moonpool state` shows"),
+        (UnsupportedModel("hidden_act", "gelu"), "docs/models.md"),
+        (InvalidRequest("prompt", "is empty"), ""),
+    ],
+)
+def test_errors_say_what_to_do_next(error: MoonpoolError, words: str) -> None:
+    assert words in advice(error)
+    assert bool(advice(error)) == bool(words)

@@ -1,0 +1,113 @@
+"""Deletions at a store: carried out once, on disk before the answer, known after a restart; records outlive it too."""
+
+from pathlib import Path
+
+import pytest
+
+from moonpool.cluster.records import RecordBook
+from moonpool.errors import InvalidRequest, Overloaded
+from moonpool.kv.keys import pack_keys
+from moonpool.v1 import kv_pb2, kvstore_pb2
+from services.kvstore.operate.ledger import Ledger
+from tests.unit.kvstore.helpers import BLOCK, RECORD, data_of, keys_of
+from tests.unit.kvstore.rig import Rig, answer, opened_put, rig
+
+OURS, THEIRS = keys_of(3, "ours"), keys_of(2, "theirs")
+
+
+def deletion(name: str, **selection: object) -> kv_pb2.Deletion:
+    return kv_pb2.Deletion(id=name, selection=kv_pb2.Selection(**selection))  # type: ignore[arg-type]
+
+
+async def forget(store: Rig, *deletions: kv_pb2.Deletion, **more: object) -> tuple[int, int]:
+    request = kv_pb2.ForgetRequest(deletions=deletions, **more)  # type: ignore[arg-type]
+    answer = await store.stub.Forget(request, timeout=10)
+    return answer.blocks, answer.bytes
+
+
+async def test_it_is_on_disk_when_it_is_answered_and_is_done_once(tmp_path: Path) -> None:
+    order = deletion("one", tenants=["ours"])
+    async with rig(tmp_path) as store:
+        await store.put(OURS, "ours")
+        await store.put(THEIRS, "theirs")
+        await store.durable()
+        assert await forget(store, order) == (3, 3 * (BLOCK + RECORD))
+        raw = b"".join(path.read_bytes() for path in (tmp_path / "segments").iterdir())
+        assert not any(bytes(key) in raw or data_of(key)[:64] in raw for key in OURS)
+        assert await store.read(OURS) == []
+        await store.put(OURS, "ours")
+        assert await forget(store, order) == (0, 0)  # what came later stays
+        assert await store.read(OURS) == [data_of(key) for key in OURS]
+        assert await store.read(THEIRS) == [data_of(key) for key in THEIRS]
+        await store.at_rest()
+
+
+async def test_pins_of_a_deleted_tenant_end() -> None:
+    async with rig() as store:
+        await store.put(OURS, "ours")
+        for tenant in ("ours", "other"):
+            pin = kvstore_pb2.PinRequest(name="p", keys=pack_keys(OURS[:1]), ttl_s=60.0, tenant=tenant)
+            await store.stub.Pin(pin)
+        assert await forget(store, deletion("one", tenants=["ours"])) == (3, 3 * BLOCK)
+        assert len(store.service.store.tiers.dram.pins) == 1
+        assert store.gauges()["pinned_bytes"] == BLOCK
+
+
+async def test_a_writer_of_deleted_blocks_is_refused(tmp_path: Path) -> None:
+    async with rig(tmp_path) as store:
+        call = await opened_put(store, OURS)
+        assert await forget(store, deletion("one", keys=pack_keys(OURS[:1]))) == (0, 0)
+        refused = (await answer(call)).refused
+        assert (refused.code, "deleted" in refused.reason) == ("invalid_request", True)
+        call.cancel()
+        await store.at_rest()
+
+
+async def test_what_is_too_old_goes_and_wrong_orders_are_refused() -> None:
+    async with rig() as store:
+        await store.put(OURS, "ours")
+        assert await forget(store, ttl_s={"ours": 3600.0}) == (0, 0)
+        for wrong in ({"ttl_s": {"ours": 0.0}}, {"deletions": [deletion("x", keys=b"short")]}):
+            with pytest.raises(Exception, match=r"ttl_s\[ours\]|selection.keys"):
+                await store.stub.Forget(kv_pb2.ForgetRequest(**wrong))
+        assert len(await store.read(OURS)) == 3
+
+
+def record(name: str, version: int, value: bytes = b"v", expires_at: float = 1e12) -> kv_pb2.Record:
+    return kv_pb2.Record(kind="k", tenant="t", id=name, version=version, value=value, expires_at=expires_at)
+
+
+async def test_records_and_what_was_carried_out_outlive_the_process(tmp_path: Path) -> None:
+    now = [100.0]
+    ledger = Ledger(tmp_path / "records", lambda: now[0])
+    await ledger.take([record("a", 2), record("b", 1, expires_at=200.0), record("a", 1, b"older")])
+    await ledger.applied(["one"])
+    ledger.close()
+    again = Ledger(tmp_path / "records", lambda: now[0])
+    assert sorted((it.id, it.version) for it in again.book.of("k", "t")) == [("a", 2), ("b", 1)]
+    assert (again.is_applied("one"), again.is_applied("two")) == (True, False)
+    now[0] = 300.0
+    await again.take([record("a", 3, b"")])
+    again.close()
+    last = Ledger(tmp_path / "records", lambda: now[0])
+    assert [it.id for it in last.book.of("k")] == []
+    assert last.book.after(0)[0] == [record("a", 3, b"")]  # that it was deleted is known still
+    last.close()
+
+
+def test_the_higher_version_is_kept_whoever_brings_it() -> None:
+    book = RecordBook(max_bytes=200)
+    assert book.merge([record("a", 2), record("a", 1), record("b", 1)]) == [record("a", 2), record("b", 1)]
+    assert book.merge([record("a", 2), record("a", 1)]) == []
+    assert book.after(0) == ([record("a", 2), record("b", 1)], 2, False)
+    book.merge([record("a", 3)])
+    assert book.after(2) == ([record("a", 3)], 3, False)
+    assert book.after(3) == ([], 3, False)
+    assert book.version(("k", "t", "a"), 0.0) == 4
+    with pytest.raises(Overloaded):
+        book.merge([record("c", 1, bytes(300))])
+    for wrong in (kv_pb2.Record(kind="k"), kv_pb2.Record(kind="k", id="x" * 2000), record("c", 1, bytes(5 << 20))):
+        with pytest.raises(InvalidRequest):
+            book.merge([wrong])
+    assert book.prune(1e13) == [record("b", 1), record("a", 3)]
+    assert (len(book), book.nbytes) == (0, 0)
