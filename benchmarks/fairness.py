@@ -1,6 +1,6 @@
 """What a tenant notices when another one floods the cluster: `python -m benchmarks.fairness`.
 
-A calm tenant sends requests in an open loop at a fifth of what the prefill instances can compute. It does so alone,
+A calm tenant sends requests in an open loop at a quarter of what the prefill instances can compute. It does so alone,
 then while a second tenant sends three times as much as they can, and then while the same flood comes from the calm
 tenant itself: so it would be without shares. Compared is the calm requests' TTFT. They have equal lengths and come at
 equal times in all three rounds. The flood is cut off when the last calm request has ended.
@@ -25,10 +25,10 @@ from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import Overloaded
 
 CALM, FLOOD = "calm", "flood"
-CALM_SHARE, FLOOD_SHARE = 0.2, 3.0
+CALM_SHARE, FLOOD_SHARE = 0.25, 3.0
 """Requests per second, as shares of what the prefill instances can compute."""
-PROMPT_TOKENS, SPREAD, MOST_TOKENS = 2000, 0.4, 8000
-"""Median and spread (of the logarithm) of prompts' lengths, and the longest."""
+PROMPT_TOKENS, SPREAD, MOST_TOKENS = 8000, 0.4, 24_000
+"""Median and spread (of the logarithm) of prompts' lengths, and the longest: about as in the Mooncake paper's trace."""
 ANSWER_TOKENS = (4, 24)
 AHEAD_S = 5.0
 """The flood begins so much earlier."""
@@ -172,8 +172,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--time-scale", type=float, default=0.0, help="emulated seconds that pass in one second; 0 = the profile's own")
     add("--prefill", type=int, default=1, help="instances (default 1)")
     add("--decode", type=int, default=1, help="instances (default 1)")
-    add("--requests", type=int, default=40, help="of the calm tenant in a round (default 40)")
-    add("--without", type=int, default=5, help="the same in a flood of its own, where each waits for long (default 5)")
+    add("--requests", type=int, default=30, help="of the calm tenant in a round (default 30)")
+    add("--without", type=int, default=3, help="the same in a flood of its own, where each waits for long (default 3)")
     add("--seed", type=int, default=1, help="of prompts and times (default 1)")
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from moonpool.cli import model as model_verbs
+from moonpool.cli.bench import bench_app
 from moonpool.errors import MoonpoolError
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(model_verbs.app, name="model")
+app.add_typer(bench_app, name="bench")
 
 Address = Annotated[str, typer.Option(help="The conductor, HOST:PORT.", envvar="MOONPOOL_ADDRESS")]
 Model = Annotated[
@@ -138,9 +140,7 @@ def generate(
     prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt's tokens.")] = None,
     response_format: Annotated[str, typer.Option(help="json_object, json_schema, regex or lark.")] = "",
     grammar: Annotated[str, typer.Option(help="What the format is of: a schema, an expression, ...; or @FILE.")] = "",
-    ttft_slo_s: Annotated[
-        float | None, typer.Option(help="Seconds; refuse when the first token is predicted later.")
-    ] = None,
+    ttft_slo_s: Annotated[float | None, typer.Option(help="Seconds; refuse a first token predicted later.")] = None,
     queue_s: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds to wait at the conductor before that; default: as it says.")
     ] = None,

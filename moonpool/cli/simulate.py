@@ -128,13 +128,19 @@ def scale(
     store_gb: StoreGb = 1000.0,
     ttft_slo_s: TtftSlo = 30.0,
     tbt_slo_s: TbtSlo = 0.1,
-    policy: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.")] = DEFAULT,
+    policy: Annotated[
+        str, typer.Option(help=f"One of {', '.join(POLICIES)}; or another, as the conductor's flag.")
+    ] = DEFAULT,
+    decode_prompt_tokens: Annotated[
+        int, typer.Option(min=0, help="Rests of prompts so long at most may be computed at decode; 0 = none.")
+    ] = 0,
     as_json: Json = False,
     picture: Picture = None,
 ) -> None:
     """Serve a trace with a cluster: latencies, goodput, how busy the parts were."""
     config = _cluster(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
-    config, source = replace(config, policy=policy), Source(trace, requests, seed)
+    config = replace(config, policy=policy, decode_prompt_tokens=decode_prompt_tokens)
+    source = Source(trace, requests, seed)
     _show(lambda say: serving.scale(config, source, say), as_json=as_json, picture=picture)
 
 

@@ -1,6 +1,7 @@
 """Does what the prefill core decides: steps, loads, transfers, write-back and answers; tells it how they ended."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -45,6 +46,7 @@ class Shell:
         spans: where spans are recorded.
         notify: called when load or keys may have changed.
         journal: records what the core is told; None = nothing is recorded.
+        clock: seconds; never goes back.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Shell:
         spans: Recorder,
         notify: Callable[[], None],
         journal: JournalWriter | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
         self._engine = engine
@@ -66,7 +69,7 @@ class Shell:
         self._spans = spans
         self._notify = notify
         self._driver: Driver[events.Event | Ended[events.Result], actions.Action] = Driver(
-            core, self._perform, journal=journal
+            core, self._perform, clock=clock, journal=journal
         )
         self._requests: dict[int, Request] = {}
         self._tasks: dict[int, asyncio.Task[events.Result]] = {}
@@ -163,9 +166,10 @@ class Shell:
             case actions.AwaitVerdict():
                 work = partial(self._sending.verdict, request, action.timeout_s)
         lost: events.Result = events.Failed()
+        failed: events.Result = events.Failed()
         if isinstance(action, actions.LoadBlocks):
-            lost = events.LoadEnded(0, failed=True)
-        self._begin(action.io, partial(_guarded, request, work, lost), lost)
+            lost, failed = events.LoadEnded(0), events.LoadEnded(0, failed=True)  # the store of a given-up load is fine
+        self._begin(action.io, partial(_guarded, request, work, failed), lost)
 
     def _answer(
         self, action: actions.Accept | actions.Refuse | actions.TellToken | actions.EndJob, request: Request
@@ -343,7 +347,7 @@ def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.Prefi
     return prefill_pb2.PrefillResponse(first_token=first)
 
 
-async def _guarded(request: Request, work: Work, lost: events.Result) -> events.Result:
+async def _guarded(request: Request, work: Work, failed: events.Result) -> events.Result:
     """The result of I/O; notes its error with the request. A defect costs this request, not the instance."""
     try:
         return await work()
@@ -355,4 +359,4 @@ async def _guarded(request: Request, work: Work, lost: events.Result) -> events.
     except Exception as error:
         log.exception("a request failed", request=request.request_id)
         request.error = Internal(f"the prefill failed: {error!r}")
-    return lost
+    return failed

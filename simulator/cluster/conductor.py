@@ -27,7 +27,7 @@ from services.conductor.core.messages import (
 )
 from services.conductor.core.picture import Picture
 from services.conductor.core.plan import Plan
-from services.conductor.core.policies import POLICIES
+from services.conductor.policy import load_policy
 from services.prefill.core.actions import TellToken
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.decode import DecodeInstance
@@ -81,14 +81,10 @@ class Conductor:
         stores: Iterable[str],
         ended: Callable[[Request], None],
     ) -> None:
-        policy = POLICIES[config.policy]
-        picture = Picture(balancing_threshold=config.threshold, policy=policy, seed=config.seed)
-        self.core = ConductorCore(limits_of(config), picture)
+        self.core = ConductorCore(limits_of(config), _picture(config))
         self.host: Host[Event, Action] = Host(world, self.core, self._perform)
         self.members = Members(config, calls, self.host.post)
-        self.orders = Orders(
-            calls, prefills, decodes, self.members, config.reserve_timeout_s, self.host.post, self._first_token
-        )
+        self.orders = Orders(calls, prefills, decodes, self.members, config, self.host.post, self._first_token)
         self.late = LateCheck(config, self.core.picture.forecasts)
         self._world, self._config, self._ended = world, config, ended
         self._slo, self._deadline_s = slo_of(config), config.deadline_s or FOREVER_S
@@ -225,6 +221,15 @@ class Conductor:
     def back(self, instance: PrefillInstance | DecodeInstance) -> None:
         """An instance is there again, empty."""
         self.members.join(instance.name, instance.load, instance.incarnation)
+
+
+def _picture(config: ClusterConfig) -> Picture:
+    return Picture(
+        balancing_threshold=config.threshold,
+        policy=load_policy(config.policy),
+        seed=config.seed,
+        rest_tokens=config.decode_prompt_tokens,
+    )
 
 
 def _outcome(failure: Failure) -> str:

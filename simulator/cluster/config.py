@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from moonpool.cost import DEFAULT_BYTES_PER_S
 from moonpool.engine.emulated.profile import Profile
 from moonpool.errors import ConfigError
-from services.conductor.core.policies import DEFAULT, POLICIES
+from services.conductor.core.policies import DEFAULT
 from services.decode.core.config import Preemption
 from simulator.kernel.calls import CallDelays
 from simulator.traces.mooncake import BLOCK_TOKENS
@@ -49,7 +49,8 @@ class ClusterConfig:
     Attributes:
         profile: speeds and sizes of an instance.
         prefill, decode, kvstore: instances.
-        policy: how prefill instances are chosen: one of `services.conductor.core.policies`.
+        policy: how prefill instances are chosen, as the conductor's flag.
+        decode_prompt_tokens: rests of prompts so long at most may be computed at decode; 0 = none.
         threshold: Algorithm 1's balancing threshold.
         block_tokens: tokens of a KV block.
         step_tokens: tokens of one prefill step at most.
@@ -65,7 +66,7 @@ class ClusterConfig:
         admission: who is let in, see `simulator.cluster.entrance`.
         keep_tbt: requests tell decode the TBT limit also where nobody else refuses them.
         delays: of calls between services.
-        seed: of delays and of the policy "random".
+        seed: of delays, and of the policy's draws.
         report_s: seconds between two load reports of an instance at least. The services' agents wait 0.05; with 0.2 a
             run takes a third less time, and its latencies differ by a hundredth.
         deadline_s: a request without an end after so long fails; 0 = never.
@@ -77,6 +78,7 @@ class ClusterConfig:
     decode: int = 8
     kvstore: int = 1
     policy: str = DEFAULT
+    decode_prompt_tokens: int = 0
     threshold: float = 1.0
     block_tokens: int = BLOCK_TOKENS
     step_tokens: int = 4096
@@ -102,8 +104,6 @@ class ClusterConfig:
     reserve_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ConfigError("policy", f"there is no policy {self.policy!r}; there are {', '.join(POLICIES)}")
         for name in ("prefill", "decode", "block_tokens", "step_tokens", "max_queue", "max_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"must be at least 1, is {getattr(self, name)}")

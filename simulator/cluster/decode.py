@@ -15,6 +15,7 @@ from services.decode.core import actions
 from services.decode.core.config import CoreConfig
 from services.decode.core.events import (
     Arrived,
+    Compute,
     Event,
     Heard,
     Open,
@@ -173,14 +174,18 @@ class DecodeInstance:
             seat.stream = 0 if seat.stream == stream else seat.stream
         self._tell(StreamClosed(stream))
 
-    def start(self, stream: int, transfer: int) -> None:
-        """The first token is known."""
+    def start(self, stream: int, transfer: int, *, compute: bool = False) -> None:
+        """The first token is known; or with `compute` it is computed here, with the rest of the prompt."""
         seat = self._wanted(transfer)
         if seat is None:
             self._ears.failed(stream, transfer, "there is no such transfer here (any more)")
             return
         seat.stream = stream
-        self._tell(Start(transfer, stream, 0 if seat.left else STOPPED))
+        if compute:
+            seat.begin_with_prompt(self._config.block_tokens)
+            self._tell(Compute(transfer, stream))
+        else:
+            self._tell(Start(transfer, stream, 0 if seat.left else STOPPED))
 
     def cancel(self, transfer: int) -> None:
         """A sequence is not wanted any more; unknown ones are fine."""

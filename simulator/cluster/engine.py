@@ -121,7 +121,7 @@ class Engine:
         size = self._config.block_tokens
         filled = tuple((seat.number, key) for seat in sampled if (key := seat.filled(size)) is not None)
         news = [seat for seat in sampled if not (seat.left and seat.told)]
-        self._ended(news, bool(over or filled))
+        self._ended(news, bool(over or filled or run.chunks))
         ended = tuple((seat.number, STOPPED) for seat in over)
         self._post(StepDone(run.step, False, seconds, ended, filled, steps))
 

@@ -26,6 +26,7 @@ from services.conductor.core.messages import (
 )
 from services.prefill.core.actions import TellToken
 from services.prefill.core.events import Copy, Source
+from simulator.cluster.config import ClusterConfig
 from simulator.cluster.decode import DecodeInstance
 from simulator.cluster.members import Members
 from simulator.cluster.prefill import PrefillInstance
@@ -113,7 +114,7 @@ class Orders:
         calls: carry messages.
         prefills, decodes: the instances.
         members: who has joined.
-        reserve_timeout_s: for which the core waits for a promise.
+        config: of the cluster.
         post: hands an event to the core.
         token_came: takes first tokens.
     """
@@ -124,7 +125,7 @@ class Orders:
         prefills: list[PrefillInstance],
         decodes: list[DecodeInstance],
         members: Members,
-        reserve_timeout_s: float,
+        config: ClusterConfig,
         post: Callable[[Event], None],
         token_came: Token,
     ) -> None:
@@ -132,7 +133,8 @@ class Orders:
         self._calls, self._members, self._post, self._token_came = calls, members, post, token_came
         self._prefills = {instance.name: instance for instance in prefills}
         self._decodes = {instance.name: instance for instance in decodes}
-        self._limit = ps(RESERVE_LIMIT * reserve_timeout_s)
+        self._limit = ps(RESERVE_LIMIT * config.reserve_timeout_s)
+        self._block_tokens = config.block_tokens
         self._cancels: dict[int, Callable[[], None]] = {}
 
     def __len__(self) -> int:
@@ -226,7 +228,9 @@ class Orders:
             self._end(order.io, None)
 
         self._cancels[order.io] = cancel
-        stream.start(transfer, Following(order.io, sequence, self._post, self._end))
+        if order.compute:
+            sequence.request.reused = order.target.held_blocks * self._block_tokens
+        stream.start(transfer, Following(order.io, sequence, self._post, self._end), compute=order.compute)
 
     def renew(self, order: Renew) -> None:
         """Keeps a promise."""

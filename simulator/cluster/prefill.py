@@ -23,7 +23,7 @@ from simulator.cluster.requests import Sequence
 from simulator.cluster.store import Store
 from simulator.kernel.calls import Calls
 from simulator.kernel.clock import PS, World, ps
-from simulator.kernel.links import Link, Network
+from simulator.kernel.links import Flow, Link, Network
 
 Event = events.Event | Ended[events.Result] | Tick
 
@@ -94,6 +94,7 @@ class PrefillInstance:
         self.host: Host[Event, actions.Action] = Host(self._world, self.core, self._perform)
         self._prompts: dict[int, Prompt] = {}
         self._opened: dict[int, Target] = {}
+        self._moving: dict[int, Flow | None] = {}
         self._write_back_room = max(1, self._settings.blocks // WRITE_BACK_SHARE)
         self._step: Step | None = None
         self._loading = Loading(
@@ -105,8 +106,8 @@ class PrefillInstance:
         """Loses everything."""
         self.host.close()
         self._loading.stop()
-        for prompt in self._prompts.values():
-            for flow in prompt.flows.values():
+        for flow in self._moving.values():
+            if flow is not None:
                 self._network.cancel(flow)
         self.begin_anew()
 
@@ -171,11 +172,6 @@ class PrefillInstance:
     def _came_in(self, event: events.LayerLoaded | Ended[events.Result]) -> None:
         (self._hear if isinstance(event, events.LayerLoaded) else self._tell)(event)
 
-    def _tell_if(self, host: "Host[Event, actions.Action]", event: Event) -> None:
-        """Tells the core that has begun some I/O, unless it was lost."""
-        if not host.closed:
-            self._tell(event)
-
     # Steps
 
     def _begin(self, order: actions.RunStep) -> None:
@@ -236,9 +232,13 @@ class PrefillInstance:
                 self._begin(action)
             case actions.OpenGate(step, layer):
                 self._open_gate(step, layer)
-            case actions.AbortStep(step) | Cancel(step):
+            case actions.AbortStep(step):
                 self._abort(step)
-                self._loading.cancel(step)
+            case Cancel(io):
+                self._abort(io)
+                self._loading.cancel(io)
+                moving = self._moving
+                self._world.after(0, lambda _: self._moved(moving, io, events.Failed()))
             case actions.LoadBlocks():
                 self._load(action)
             case actions.PutBlocks():
@@ -297,37 +297,46 @@ class PrefillInstance:
     # Transfers
 
     def _transfer(self, action: actions.OpenTransfer | actions.SendSlices | actions.AwaitVerdict) -> None:
-        prompt, host = self._prompts[action.job], self.host
+        prompt, io, moving = self._prompts[action.job], action.io, self._moving
         assert prompt.target is not None
+        moving[io] = None
         match action:
             case actions.OpenTransfer():
-                self._calls.send(lambda: self._open(host, action, prompt), reliable=True)
+                self._calls.send(lambda: self._open(action, prompt, moving), reliable=True)
             case actions.SendSlices():
                 self._send(action, prompt, prompt.target)
-            case actions.AwaitVerdict(io):
+            case actions.AwaitVerdict():
                 del self._opened[action.job]
                 result = events.Done() if self._peers.whole(prompt.target) else events.Failed()
-                self._calls.send(lambda: self._tell_if(host, Ended(io, result)), reliable=True)
+                self._calls.send(lambda: self._moved(moving, io, result), reliable=True)
 
-    def _open(self, host: "Host[Event, actions.Action]", order: actions.OpenTransfer, prompt: Prompt) -> None:
-        if host.closed:
-            return
+    def _moved(self, moving: dict[int, Flow | None], io: int, result: events.Result) -> None:
+        """I/O of a transfer is over, unless it was given up before, or the instance was lost."""
+        if moving is self._moving and io in moving:
+            flow = moving.pop(io)
+            if flow is not None:
+                self._network.cancel(flow)
+            self._tell(Ended(io, result))
+
+    def _open(self, order: actions.OpenTransfer, prompt: Prompt, moving: dict[int, Flow | None]) -> None:
         assert prompt.target is not None
+        if moving is not self._moving or order.io not in moving:
+            return
         prompt.to = self._peers.open(prompt.target)
         if prompt.to is not None:
             self._opened[order.job] = prompt.target
-        self._tell(Ended(order.io, events.Failed() if prompt.to is None else events.Done()))
+        self._moved(moving, order.io, events.Failed() if prompt.to is None else events.Done())
 
     def _send(self, action: actions.SendSlices, prompt: Prompt, target: Target) -> None:
         nbytes, begun = sum(self._bytes(piece, prompt) for piece in action.pieces), self._world.now
         assert prompt.to is not None
+        moving = self._moving
 
         def sent() -> None:
-            del prompt.flows[action.io]
             self._peers.heard(target)
-            self._tell(Ended(action.io, events.SlicesSent(nbytes, (self._world.now - begun) / PS)))
+            self._moved(moving, action.io, events.SlicesSent(nbytes, (self._world.now - begun) / PS))
 
-        prompt.flows[action.io] = self._network.send([self.sends, prompt.to], nbytes, sent)
+        moving[action.io] = self._network.send([self.sends, prompt.to], nbytes, sent)
 
     def _bytes(self, piece: actions.Piece, prompt: Prompt) -> int:
         """Of the tokens in the blocks; the last block of a prompt may be part-filled."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Listed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from moonpool.kv.keys import BlockKey
@@ -10,7 +10,7 @@ from services.conductor.core.failures import Failure
 from services.conductor.core.messages import Target
 from services.prefill.core import actions, events
 from simulator.cluster.requests import Sequence
-from simulator.kernel.links import Flow, Link
+from simulator.kernel.links import Link
 
 
 class Client(Protocol):
@@ -63,4 +63,3 @@ class Prompt:
     begun: bool = False
     """Some of it is computed, or is being."""
     to: Link | None = None
-    flows: dict[int, Flow] = field(default_factory=dict)

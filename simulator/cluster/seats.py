@@ -4,7 +4,7 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 
 from moonpool.kv.keys import BlockKey
-from simulator.cluster.requests import Made, Sequence, answer_key
+from simulator.cluster.requests import Made, Sequence, keys_of_chain
 
 
 @dataclass(slots=True)
@@ -68,13 +68,19 @@ class Seat:
         else:
             self.made.add(first, gaps, last)
 
+    def begin_with_prompt(self, block_tokens: int) -> None:
+        """The first token is not known: it is made here. A last block that is full has its key with it."""
+        self.tokens -= 1
+        self.left += 1
+        self.keys = min(self.keys, (self.tokens - 1) // block_tokens)
+
     def filled(self, block_tokens: int) -> BlockKey | None:
         """Key of the block that became full with the last step; None when none did."""
         index, rest = divmod(self.tokens - 1, block_tokens)
         if rest or index <= self.keys:
             return None
         self.keys = index
-        return answer_key(self.sequence.request, index - 1)
+        return keys_of_chain(self.sequence.request, index)[-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,11 +52,11 @@ class DecodeStream:
             self._wire.send(partial(self._there, lambda: self._decode.stream_opened(number)))
         return self._wire
 
-    def start(self, transfer: int, follower: Follower) -> None:
-        """Starts a sequence and follows it."""
+    def start(self, transfer: int, follower: Follower, *, compute: bool) -> None:
+        """Starts a sequence and follows it; see `DecodeInstance.start`."""
         wire, number = self.open(), self._number
         self._followers[transfer] = follower
-        wire.send(partial(self._there, lambda: self._decode.start(number, transfer)))
+        wire.send(partial(self._there, lambda: self._decode.start(number, transfer, compute=compute)))
 
     def cancel(self, transfer: int) -> None:
         """A sequence, or the promise for it, is not wanted; it is not followed any more."""

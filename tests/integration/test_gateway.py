@@ -2,10 +2,12 @@
 
 import http.client
 import json
+import math
 import shutil
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -16,6 +18,8 @@ from anthropic.types import MessageParam
 from openai.types.chat import ChatCompletionMessageParam
 
 from moonpool.cli.check import wait_at_rest
+from moonpool.cli.load.prompts import Shape
+from moonpool.cli.load.serve import Plan, run_serve
 from moonpool.cli.up import curl_line
 from moonpool.client import Client, Message, SamplingParams
 from tests.integration.conftest import BLOCK, tokens, wait_busy
@@ -183,6 +187,18 @@ def test_special_tokens_in_the_text(address: str, client: openai.OpenAI) -> None
         body = {"skip_special_tokens": skip, "logit_bias": {str(pad): 100}}
         answer = client.completions.create(model=MODEL, prompt="x", max_tokens=2, temperature=0, extra_body=body)
         assert answer.choices[0].text == text
+
+
+def test_load_through_both_doors(stack: CheckedStack, address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`moonpool bench serve` at the conductor and at the gateway: every request is answered and timed."""
+    shape = Shape(prompt_tokens=40, shared_tokens=16, conversations=2, output_tokens=5)
+    for target in (stack.address, f"http://{address}"):
+        plan = Plan(target, Path(stack.plan.model), 6, 100.0, None, 1.0, shape, 1, math.inf, math.inf, 3)
+        assert run_serve(plan, as_json=True, out=None, picture_file=None) == 0
+        summary = json.loads(capsys.readouterr().out)["summary"]
+        assert (summary["requests"], summary["errors"]) == (5, {})
+        assert summary["goodput_per_s"] == summary["requests_per_s"] > 0
+        assert summary["ttft_s"]["p50"] <= summary["e2e_s"]["p50"]
 
 
 def test_pasted_command(address: str) -> None:

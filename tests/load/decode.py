@@ -13,6 +13,7 @@ import itertools
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
+from moonpool.cli.load.frame import Outcome, Send
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.kv.frames import Slice
 from moonpool.kv.layout import KVLayout
@@ -24,7 +25,6 @@ from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from services.conductor.steps import StepsPool
 from simulator.traces.mooncake import TraceRequest
 from tests.load import prompts
-from tests.load.frame import Outcome, Send
 from tests.load.instance import instance
 from tests.load.program import Program
 from tests.load.program import main as run
@@ -98,7 +98,7 @@ async def sending(options: argparse.Namespace, address: str, trace: Sequence[Tra
     """Whole lives of sequences at decode."""
     plan = prompts.plan_of(options, decode=True)
     options.shared_tokens = 0  # made-up KV must never be found again as somebody's prefix
-    source = prompts.Prompts(options, trace, plan.vocab_size)
+    source = prompts.of(options, trace, plan.vocab_size)
     me = kv_pb2.Instance(id="load", incarnation=1, kind=kv_pb2.INSTANCE_KIND_PREFILL)
     hello = kv_pb2.StreamHello(sender=me, namespace=plan.namespace, layout=plan.layout.to_proto())
     numbers = itertools.count(1)
@@ -129,9 +129,7 @@ async def sending(options: argparse.Namespace, address: str, trace: Sequence[Tra
                 finished = False
                 while not finished:
                     new, finished = await following.take()
-                    if new and outcome.first is None:
-                        outcome.first = clock()
-                    outcome.tokens += new
+                    outcome.note(new, clock())
             except BaseException:
                 steps.cancel(request_id, goal)
                 raise

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
+from moonpool.cli.load.frame import Outcome, Send
 from moonpool.cli.stack import ServiceProcess
 from moonpool.errors import NotFound, TransferFailed
 from moonpool.kv.keys import block_keys, chain_root, namespace
@@ -23,7 +24,6 @@ from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import kv_pb2
 from simulator.traces.mooncake import TraceRequest
-from tests.load.frame import Outcome, Send
 from tests.load.program import Program
 from tests.load.program import main as run
 from tests.slices import hashed

@@ -11,13 +11,13 @@ import itertools
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
+from moonpool.cli.load.frame import Outcome, Send
 from moonpool.errors import TransferFailed
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import prefill_pb2
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
 from simulator.traces.mooncake import TraceRequest
 from tests.load import prompts
-from tests.load.frame import Outcome, Send
 from tests.load.instance import instance
 from tests.load.program import Program
 from tests.load.program import main as run
@@ -41,7 +41,7 @@ def target(options: argparse.Namespace) -> Iterator[str]:
 async def sending(options: argparse.Namespace, address: str, trace: Sequence[TraceRequest]) -> AsyncIterator[Send]:
     """Prompts to prefill, their KV to a sink."""
     plan = prompts.plan_of(options, decode=False)
-    source = prompts.Prompts(options, trace, plan.vocab_size)
+    source = prompts.of(options, trace, plan.vocab_size)
     numbers = itertools.count(1)
     async with Channels() as channels, sink(plan) as receiver:
         stub = PrefillServiceStub(channels.get(address))

@@ -13,8 +13,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 
 from benchmarks.frame import machine, today, versions
-from simulator.traces.mooncake import TraceRequest, read_trace
-from tests.load.frame import (
+from moonpool.cli.load.frame import (
     Outcome,
     Send,
     Summary,
@@ -24,7 +23,8 @@ from tests.load.frame import (
     summarize,
     trace_arrivals,
 )
-from tests.load.picture import picture
+from moonpool.cli.load.picture import picture
+from simulator.traces.mooncake import TraceRequest, read_trace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def main(program: Program, argv: Sequence[str] | None = None) -> int:
     slos = {"ttft_slo_s": options.ttft_slo_s, "tpot_slo_s": options.tpot_slo_s}
     summary = summarize(outcomes, warmup=options.warmup, **slos)
     if not program.generates:
-        summary = dataclasses.replace(summary, tpot_s={})
+        summary = dataclasses.replace(summary, tpot_s={}, itl_s={})
     result = json.dumps(report(program, options, summary), indent=2)
     for path, text in (
         (options.out, result + "\n"),
@@ -128,7 +128,12 @@ def table(program: Program, options: argparse.Namespace, summary: Summary) -> st
     rates = f"{summary.requests_per_s:.2f} requests/s, {summary.goodput_per_s:.2f} within limits"
     rates += f", {summary.tokens_per_s:.1f} tokens/s, {summary.bytes_per_s / 1e6:.1f} MB/s of KV"
     lines.append(f"rates     {rates}")
-    for name, values in (("first", summary.ttft_s), ("per token", summary.tpot_s), ("end", summary.e2e_s)):
+    for name, values in (
+        ("first", summary.ttft_s),
+        ("per token", summary.tpot_s),
+        ("gap", summary.itl_s),
+        ("end", summary.e2e_s),
+    ):
         if values:
             points = (f"{point} {1e3 * value:.2f} ms" for point, value in values.items())
             lines.append(f"{name:9} " + "  ".join(points))

@@ -1,15 +1,12 @@
-"""The prompts of load tests: as conversations share beginnings, or as a trace has them.
-
-The tokens of request `index` are a function of the seed.
-"""
+"""The prompts of load tests, and what the programs need that talk to engine instances directly."""
 
 import argparse
-import random
 from array import array
 from collections.abc import Sequence
 
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import load_config
+from moonpool.cli.load.prompts import Prompts, Shape
 from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
 from moonpool.kv.keys import block_keys, pack_keys, tokens_to_bytes
 from moonpool.kv.keys import chain_root as root_of
@@ -50,36 +47,10 @@ def plan_of(options: argparse.Namespace, *, decode: bool) -> EngineSetup:
     return engine_setup(config, decode=decode)
 
 
-class Prompts:
-    """The prompts of one load test.
-
-    Args:
-        options: with the flags above.
-        trace: its requests; empty for conversations.
-        vocab_size: tokens the model knows; 0 = the bundled model's.
-    """
-
-    def __init__(self, options: argparse.Namespace, trace: Sequence[TraceRequest], vocab_size: int = 0) -> None:
-        self._options = options
-        self._trace = trace
-        self.vocab_size = vocab_size or load_config(model_dir()).vocab_size
-
-    def tokens(self, index: int) -> "array[int]":
-        """The prompt of a request."""
-        options = self._options
-        if self._trace:
-            return self._trace[index].tokens(self.vocab_size)[: options.prompt_tokens]
-        shared = self._random(options.shared_tokens, "conversation", index % options.conversations)
-        return shared + self._random(options.prompt_tokens - options.shared_tokens, "turn", index)
-
-    def output_tokens(self, index: int) -> int:
-        """Tokens of its answer."""
-        most: int = self._options.output_tokens
-        return max(1, min(most, self._trace[index].output_length)) if self._trace else most
-
-    def _random(self, count: int, *name: object) -> "array[int]":
-        generator = random.Random(f"{self._options.seed}/{name}")
-        return array("i", generator.choices(range(16, self.vocab_size), k=max(0, count)))
+def of(options: argparse.Namespace, trace: Sequence[TraceRequest], vocab_size: int = 0) -> Prompts:
+    """The prompts that the flags ask for; `vocab_size` 0 = the bundled model's."""
+    shape = Shape(options.prompt_tokens, options.shared_tokens, options.conversations, options.output_tokens)
+    return Prompts(shape, trace, options.seed, vocab_size or load_config(model_dir()).vocab_size)
 
 
 def sequence(request_id: str, tokens: "array[int]", output_tokens: int, plan: EngineSetup) -> kv_pb2.SequenceSpec:

@@ -21,6 +21,7 @@ from pathlib import Path
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import load_config
 from moonpool.cli.check import Reading, wait_at_rest
+from moonpool.cli.load.frame import Outcome, Send, Summary, closed_loop, open_loop, summarize
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, GenerateResult, SamplingParams, Slo
 from moonpool.engine.emulated.content import continuation
@@ -28,7 +29,6 @@ from moonpool.engine.emulated.profile import emulated_profile
 from moonpool.errors import Unavailable
 from simulator.traces.mooncake import TraceRequest, read_trace, reusable_share, trace_path
 from simulator.traces.workload import CHAT, Workload
-from tests.load.frame import Outcome, Send, Summary, closed_loop, open_loop, summarize
 
 REST_S = 30.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -129,9 +129,7 @@ def sender(client: AsyncClient, trace: Sequence[TraceRequest], answers: Answers,
         sampling = SamplingParams(max_tokens=request.output_length, temperature=0.0, ignore_eos=True)
         stream = client.stream(token_ids=prompt, sampling=sampling, slo=slo, request_id=f"trace-{index}")
         async for event in stream:
-            if event.token_ids and outcome.first is None:
-                outcome.first = clock()
-            outcome.tokens += len(event.token_ids)
+            outcome.note(len(event.token_ids), clock())
         result = stream.result
         assert result is not None, "the stream has ended"
         expected = continuation(prompt, request.output_length, model.vocab_size, model.eos_token_ids)

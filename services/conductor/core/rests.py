@@ -108,7 +108,7 @@ def _rest(instance: Decode, model: DecodeModel, tokens: int, blocks: int, demand
     batch_s = decode_step_seconds(speeds, running, instance.context_tokens) if running else 0.0
     name, need = instance.facts.id, model.blocks(instance.load.answer_tokens)
     prefill = PrefillChoice(  # it waits for the step that is running, and is computed beside the batch
-        name, blocks, blocks, batch_s, 0.0, compute_s + steps * batch_s, 0.0, overhead_s=other.overhead_s
+        name, blocks, blocks, batch_s, 0.0, compute_s + steps * batch_s, compute_s, overhead_s=other.overhead_s
     )
     decode = model.choice(name, speeds, running, instance.context_tokens, blocks, need)
     cost_s = running * compute_s

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
+from moonpool.cli.load.frame import Outcome, closed_loop, open_loop, percentiles, poisson_arrivals, summarize
 from moonpool.errors import Unavailable
-from tests.load.frame import Outcome, closed_loop, open_loop, percentiles, poisson_arrivals, summarize
 
 
 def test_percentiles_are_nearest_rank() -> None:

@@ -4,8 +4,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from tests.load.frame import Outcome
-from tests.load.picture import HEIGHT, WIDTH, nice, picture
+from moonpool.cli.load.frame import Outcome
+from moonpool.cli.load.picture import HEIGHT, WIDTH, nice, picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -10,10 +10,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from moonpool.cli.load.frame import Outcome, Send, summarize, trace_arrivals
 from moonpool.errors import Overloaded, TransferFailed
 from moonpool.kv.layout import KVLayout
 from simulator.traces.mooncake import TraceRequest, write_trace
-from tests.load.frame import Outcome, Send, summarize, trace_arrivals
 from tests.load.kvstore import Chains, content
 from tests.load.program import Program, main
 

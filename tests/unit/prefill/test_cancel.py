@@ -66,6 +66,7 @@ async def test_cancel_while_loading() -> None:
         story.call.cancel()
         await it.rest()
         assert it.engine.aborts == [it.engine.steps[0].step_id]
+        assert it.service.core.loads.failures == 0, "the store is asked again"
         await decode.rest()
 
 

@@ -40,8 +40,8 @@ def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:
     searches = 0
     while left or world.core.requests:
         if left and rng.random() < 0.2:
-            total = rng.randint(2, 20 * BT)
-            number = world.reserve(prompt(rng.randint(1, 3 * BT), rng.randrange(4)), total, total=23 * BT, stores=1)
+            total, start = rng.randint(2, 20 * BT), prompt(rng.randint(1, 3 * BT), rng.randrange(4))
+            number = world.reserve(start, total, total=23 * BT, stores=1, priority=left % 3 - 1)
             left -= number is not None
         if left and groups and rng.random() < 0.1:
             answers = tuple(rng.randint(1, 4 * BT) for _ in range(rng.randint(2, 4)))

@@ -170,7 +170,6 @@ class World:
         self.post(Start(number, stream, finishes[0], tuple(finishes[1:])))
 
     def compute(self, number: int, stream: int = 1) -> list[Action]:
-        """A promised request's prompt is computed here."""
         self.answers[number], self.heard[number], self.followers[number] = [], [], stream
         return self.post(Compute(number, stream))
 

@@ -78,7 +78,7 @@ def test_a_lost_store_costs_time_only() -> None:
 def test_blocks_come_from_disk_when_dram_is_small() -> None:
     trace = [request(0.0, 640, 1, 0), request(2.0, 640, 1, 100), request(4.0, 3000, 1, 200), request(4.0, 650, 1, 0)]
     wanted = config(prefill=2, kvstore=1, store_bytes=12 * 6400, disk_bytes=100 * 6400, disk_bytes_per_s=1e6)
-    wanted = replace(wanted, policy="kvcache_centric", pool_blocks=60)
+    wanted = replace(wanted, pool_blocks=60)
     _, cluster = run(wanted, trace)
     assert cluster.stores[0].read_blocks >= cluster.stores[0].disk_blocks >= 0
 
@@ -87,6 +87,18 @@ def test_what_is_predicted_to_miss_the_limit_is_refused() -> None:
     trace = [request(0.0, 1000, 2, number * 100) for number in range(4)]
     ended = run(config(kvstore=0, admission="early", slo=Slo(ttft_s=2.5)), trace)[0]
     assert [one.outcome for one in ended] == [DONE, DONE, REFUSED, REFUSED]
+
+
+def test_the_rest_of_a_prompt_is_computed_at_decode_when_prefill_is_busy() -> None:
+    trace = [request(0.0, 128, 3, 0), request(2.0, 1000, 1, 100), request(2.0, 180, 3, 0)]
+    apart = run(config(kvstore=0), trace)[0][2]
+    here, cluster = run(config(kvstore=0, decode_prompt_tokens=64), trace)
+    assert [one.outcome for one in here] == [DONE] * 3
+    assert apart.first_at - apart.arrived == ps(1.0 + 0.052)
+    # 52 tokens of a millisecond, beside a step over nobody
+    assert here[2].first_at - here[2].arrived == ps(0.010 + 0.052)
+    assert (here[2].reused, here[2].made) == (128, 3)
+    assert cluster.decodes[0].core.planner.prompts == 1
 
 
 def test_what_fits_nowhere_is_too_large() -> None:

@@ -7,7 +7,7 @@ import html
 import math
 from collections.abc import Iterator, Sequence
 
-from tests.load.frame import Outcome, percentiles
+from moonpool.cli.load.frame import Outcome, percentiles
 
 WIDTH, HEIGHT, MARGIN = 860, 320, 48
 _SHARE = 0.62  # of the width that the left half takes

@@ -1,4 +1,4 @@
-"""The frame of all load tests: arrivals, outcomes, percentiles.
+"""The frame of `moonpool bench serve` and of all load tests: arrivals, outcomes, percentiles.
 
 Open loop: requests start when they are due, whatever the others do, and latency counts from the due time, so a stalled
 server cannot hide its stall (no coordinated omission). Closed loop: a fixed number of clients, each starting its next
@@ -27,17 +27,31 @@ class Outcome:
         due: when it should have started.
         first: when its first token came; None before.
         ended: when it ended.
+        last: when its last tokens came.
         tokens: tokens received.
+        gaps: seconds from one token to the next.
         nbytes: bytes of KV moved.
         error: type name of the error that ended it; empty for none.
     """
 
     due: float
     first: float | None = None
+    last: float = 0.0
     ended: float = 0.0
     tokens: int = 0
+    gaps: list[float] = field(default_factory=list)
     nbytes: int = 0
     error: str = ""
+
+    def note(self, tokens: int, now: float) -> None:
+        """Tokens have come together: the time since the last ones is shared among them."""
+        if tokens and self.first is None:
+            self.first = self.last = now
+            self.tokens, tokens = 1, tokens - 1
+        if tokens:
+            self.gaps += [(now - self.last) / tokens] * tokens
+            self.tokens += tokens
+            self.last = now
 
 
 Send = Callable[[int, Outcome, Callable[[], float]], Awaitable[None]]
@@ -56,6 +70,7 @@ class Summary:
     goodput_per_s: float
     ttft_s: dict[str, float] = field(default_factory=dict)
     tpot_s: dict[str, float] = field(default_factory=dict)
+    itl_s: dict[str, float] = field(default_factory=dict)
     e2e_s: dict[str, float] = field(default_factory=dict)
     bytes_per_s: float = 0.0
 
@@ -148,6 +163,7 @@ def summarize(
         goodput_per_s=within * per_second,
         ttft_s=percentiles(ttft),
         tpot_s=percentiles(tpot),
+        itl_s=percentiles([gap for outcome in good for gap in outcome.gaps]),
         e2e_s=percentiles([outcome.ended - outcome.due for outcome in good]),
         bytes_per_s=sum(outcome.nbytes for outcome in good) * per_second,
     )

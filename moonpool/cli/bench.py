@@ -1,0 +1,54 @@
+"""The verbs of `moonpool bench`."""
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+bench_app = typer.Typer(help="Measure a stack that runs.", no_args_is_help=True)
+
+
+@bench_app.callback()
+def bench() -> None:
+    """Measure a stack that runs."""
+
+
+@bench_app.command()
+def serve(
+    address: Annotated[
+        str, typer.Option(help="A conductor, HOST:PORT; a gateway, http://HOST:PORT.", envvar="MOONPOOL_ADDRESS")
+    ] = "127.0.0.1:50051",
+    rate: Annotated[float, typer.Option(min=0.0, help="Requests per second, on average (Poisson).")] = 0.0,
+    trace: Annotated[Path | None, typer.Option(help="Times and lengths of a trace, Mooncake's form.")] = None,
+    requests: Annotated[int, typer.Option(min=0, help="How many; of a trace its first ones, 0 = all.")] = 100,
+    time_scale: Annotated[float, typer.Option(help="Seconds of the trace in one second.")] = 1.0,
+    prompt_tokens: Annotated[int, typer.Option(min=0, help="Of each prompt; of a trace's at most, 0 = all.")] = 512,
+    shared_tokens: Annotated[int, typer.Option(min=0, help="Of these, common to a conversation.")] = 0,
+    conversations: Annotated[int, typer.Option(min=1, help="Prompts of how many conversations alternate.")] = 8,
+    output_tokens: Annotated[int, typer.Option(min=0, help="Of each answer; of a trace's at most, 0 = all.")] = 64,
+    warmup: Annotated[int, typer.Option(min=0, help="First requests that do not count.")] = 0,
+    ttft_slo_s: Annotated[float, typer.Option(min=0.0, help="TTFT limit: of goodput, and told the stack.")] = math.inf,
+    tpot_slo_s: Annotated[float, typer.Option(min=0.0, help="TPOT limit of goodput, seconds.")] = math.inf,
+    seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0,
+    model: Annotated[str, typer.Option(help="Folder of the served model; empty = the bundled one.")] = "",
+    api_key: Annotated[str, typer.Option(help="For a gateway that asks for one.", envvar="MOONPOOL_API_KEY")] = "",
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON object to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw every request into this SVG file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Send requests when they are due, whatever the others do: TTFT, TPOT, ITL, E2E, and goodput within limits.
+
+    Times count from when a request was due, so a stalled server cannot hide its stall.
+    Exit status: 0 when every request was answered or refused for overload, 1 when not.
+    """
+    from moonpool.bundled import model_dir
+    from moonpool.cli.load.prompts import Shape
+    from moonpool.cli.load.serve import Plan, run_serve
+
+    plan = Plan(
+        address=address, model=Path(model or model_dir()), requests=requests, rate=rate, trace=trace,
+        time_scale=time_scale, shape=Shape(prompt_tokens, shared_tokens, conversations, output_tokens), warmup=warmup,
+        ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s, seed=seed, api_key=api_key,
+    )  # fmt: skip
+    raise typer.Exit(run_serve(plan, as_json=as_json, out=out, picture_file=picture))
