@@ -4,6 +4,8 @@ A new attempt starts from the prompt and the tokens generated so far. Sampling i
 the stream continues where it stopped. docs/adr/0006-the-life-of-a-request.md has the states.
 """
 
+from collections import Counter
+
 from moonpool.core.digest import digest_of
 from moonpool.core.fair import Shares
 from moonpool.core.kernel import Cancel, Ended, Tick
@@ -360,6 +362,7 @@ class Requests:
         """Asserts what must hold between any two events."""
         self.rooms.check_invariants()
         self.line.check_invariants()
+        self._book.crowd.check_invariants(Counter([it.ask.tenant for it in self._book.requests.values()]))
         self._legs.check_places(self._book.requests.values())
         self._adopting.check_invariants(self._book.requests.values())
         reserves = [hold.request for _, hold in self._legs.calls if hold.call is Call.RESERVE]
@@ -381,7 +384,9 @@ class Requests:
 
     def digest(self) -> bytes:
         """Hash of everything but the picture."""
-        return digest_of(self._book.requests, self.rooms.state(), self.line, self._shares, self._legs, self._timers)
+        return digest_of(
+            self._book.requests, self._book.crowd, self.rooms.state(), self.line, self._shares, self._legs, self._timers
+        )
 
 
 def _attempt_of(request: Request, hold: Hold) -> Attempt | None:
