@@ -144,17 +144,11 @@ def generate(
     n: Annotated[int, typer.Option("--n", min=1, help="Answers to generate; printed one after the other.")] = 1,
     beams: Annotated[int, typer.Option(min=0, help="Beams of a beam search; the --n best are printed. 0 = none.")] = 0,
     length_penalty: Annotated[float, typer.Option(help="Scores of beams are over tokens ^ this.")] = 1.0,
-    logprobs: Annotated[
-        int | None, typer.Option(min=0, max=20, help="Print each token's log probability, and so many likely tokens.")
-    ] = None,
-    prompt_logprobs: Annotated[
-        int | None, typer.Option(min=0, max=20, help="The same for the prompt's tokens.")
-    ] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Print log probabilities, with so many likely tokens.")] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt's tokens.")] = None,
     response_format: Annotated[str, typer.Option(help="json_object, json_schema, regex or lark.")] = "",
     grammar: Annotated[str, typer.Option(help="What the format is of: a schema, an expression, ...; or @FILE.")] = "",
-    ttft_slo_s: Annotated[
-        float | None, typer.Option(help="Seconds; refuse when the first token is predicted later.")
-    ] = None,
+    ttft_slo_s: Annotated[float | None, typer.Option(help="Seconds; refuse a first token predicted later.")] = None,
     queue_s: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds to wait at the conductor before that; default: as it says.")
     ] = None,
