@@ -48,6 +48,10 @@ class Pool:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._held
 
+    def keys(self) -> list[BlockKey]:
+        """Of all blocks, in the order of their bytes."""
+        return sorted(self._held)
+
     def request(self, chain: Sequence[BlockKey]) -> int:
         """Reads a chain and stores its missing blocks, head first, making room block by block; returns its hits."""
         held, parent = self._held, NO_PARENT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -65,14 +66,20 @@ class Context:
     hits: int
     saved_tokens: int
     tags: tuple[str, ...]
-    messages: tuple[Mapping[str, Any], ...]
+    messages: tuple[Message, ...]
     token_ids: tuple[int, ...]
     description: str
     metadata: Mapping[str, str]
     error: str
     keys: tuple[bytes, ...] = ()
     tools: str = ""
-    """JSON of the functions that the model may call, as they were given."""
+    """JSON of the functions that the model may call, as they were given; "" for none."""
+
+    @property
+    def tools_offered(self) -> list[dict[str, Any]]:
+        """Definitions of the functions that the model may call."""
+        found: list[dict[str, Any]] = json.loads(self.tools) if self.tools else []
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,13 +264,25 @@ def context(message: pb.Context) -> Context:
         status=_STATUS.get(message.status, "error"),
         tenant=made.tenant,
         tags=tuple(made.tags),
-        messages=tuple({"role": turn.role, "content": turn.content} for turn in made.chat.messages),
+        messages=tuple(map(_turn, made.chat.messages)),
         token_ids=tuple(made.prompt.token_ids),
         description=made.description,
         metadata=dict(made.metadata),
         keys=tuple(unpack_keys(message.keys)),
-        tools=str(getattr(made.chat, "tools", "")),
+        tools=made.chat.tools,
     )
+
+
+def _turn(turn: pb.ChatMessage) -> Message:
+    message: Message = {"role": turn.role, "content": turn.content}
+    if turn.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in turn.tool_calls
+        ]
+    if turn.tool_call_id:
+        message["tool_call_id"] = turn.tool_call_id
+    return message
 
 
 def _named(name: str) -> str:

@@ -72,19 +72,20 @@ class SpeedTracker:
             )
         return self._speeds
 
-    def observe_prefill(self, chunks: Iterable[tuple[int, int, bool]], seconds: float) -> None:
+    def observe_prefill(self, chunks: Iterable[tuple[int, int, bool]], seconds: float, *, known_s: float = 0.0) -> None:
         """Learn that one prefill step took `seconds`.
 
         Args:
             chunks: of the step: tokens computed, tokens before them, and whether the prompt begins with it.
             seconds: measured.
+            known_s: of these, seconds that something else in the step is predicted to take.
         """
         base, tokens, pairs, once_s = self._base, 0, 0, 0.0
         for new, prefix, begins in chunks:
             tokens += new
             pairs += attention_pairs(new, prefix)
             once_s += base.prefill_per_prompt_s + base.prefill_per_cached_token_s * prefix if begins else 0.0
-        self._prefill.observe((1.0, tokens, pairs, once_s), seconds)
+        self._prefill.observe((1.0, tokens, pairs, once_s), seconds, known_s)
         self._speeds = None
 
     def observe_decode(self, sequences: int, context_tokens: int, seconds: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,6 +20,8 @@ from services.gateway.measuring import Meter, Watch
 from services.gateway.several import SeveralStreams
 
 T = TypeVar("T")
+
+Told = Callable[[GenerateResult], Mapping[str, str]]
 
 JSON = "application/json"
 EVENTS = "text/event-stream; charset=utf-8"
@@ -41,6 +43,7 @@ class Job:
         headers: of the answer.
         spending: where it is counted what the request uses.
         traceparent: of the client's trace, passed on; "" = none.
+        told: headers that a whole answer has for what it used.
     """
 
     requests: Sequence[GenerateArguments]
@@ -50,6 +53,7 @@ class Job:
     headers: Mapping[str, str]
     spending: Spending
     traceparent: str = ""
+    told: Told = lambda result: {}
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -153,6 +157,7 @@ class Answering:
         result = _complete(tokens)
         watch.finished(result)
         self._begin(reply, tokens)
+        reply.headers.update(self._job.told(result))
         await reply.whole(200, compact(self._job.form.whole(result)))
 
     async def _pieces(self, reply: Reply, watch: Watch) -> AsyncGenerator[bytes, None]:

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from moonpool.errors import MoonpoolError
 from services.gateway.answering import JSON, Answering
+from services.gateway.caching import CACHING, TAGS
 from services.gateway.endpoints import Endpoints
 from services.gateway.errors import HttpError, Refusal, refusal
 from services.gateway.forms import compact
@@ -37,6 +38,19 @@ def make_app(endpoints: Endpoints) -> Starlette:
         ("POST", RESPONSES, endpoints.responses),
         ("POST", "/tokenize", endpoints.tokenizing.tokenize),
         ("POST", "/detokenize", endpoints.tokenizing.detokenize),
+    ]
+    caching = endpoints.caching
+    routes += [
+        ("POST", CACHING, caching.create),
+        ("GET", CACHING, caching.list),
+        ("POST", TAGS, caching.create_tag),
+        ("GET", TAGS, caching.list_tags),
+        ("GET", TAGS + "/{name}", caching.get_tag),
+        ("DELETE", TAGS + "/{name}", caching.delete_tag),
+        ("GET", TAGS + "/{name}/content", caching.get),
+        ("GET", CACHING + "/{name}", caching.get),
+        ("PUT", CACHING + "/{name}", caching.update),
+        ("DELETE", CACHING + "/{name}", caching.delete),
     ]
     errors = Errors(endpoints)
     return Starlette(

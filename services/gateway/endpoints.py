@@ -16,7 +16,8 @@ from moonpool.client import AsyncClient, ClusterState, GenerateArguments, Sampli
 from moonpool.client.tracing import TRACEPARENT, is_traceparent
 from moonpool.errors import NotFound, Unavailable
 from moonpool.rpc.keys import ApiKeys
-from services.gateway.answering import Answering, Job
+from services.gateway.answering import Answering, Job, Told
+from services.gateway.caching import Caching, CachingChatBody
 from services.gateway.cluster import Cluster
 from services.gateway.config import GatewayConfig
 from services.gateway.door import Caller, Door, json_response
@@ -30,8 +31,7 @@ from services.gateway.responses import ResponsesBody
 from services.gateway.scores import Scores
 from services.gateway.text import Texts
 from services.gateway.tokenizing import Tokenizing
-from services.gateway.tools import Reading
-from services.gateway.turns import ChatBody
+from services.gateway.tools import Reading, Tools
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` of plain completions; a chat's answer may fill the model's length."""
@@ -59,6 +59,8 @@ class Endpoints:
         self._registry = registry
         self._started_at = started_at
         self._cluster = Cluster(client, meter.clock)
+        self.caching = Caching(client, self._door)
+        """Caches, and chats that use them."""
         self.tokenizing = Tokenizing(self._door, self._cluster, texts)
         """Those that only tokenise."""
 
@@ -89,7 +91,7 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Answering:
         """`/v1/chat/completions`."""
-        caller, body, ignored = await self._door.read(request, ChatBody)
+        caller, body, ignored = await self._door.read(request, CachingChatBody)
         state = await self._cluster.state()
         given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         arguments = self._arguments(body, caller, state.max_tokens if given is None else given)
@@ -97,8 +99,11 @@ class Endpoints:
             arguments["messages"] = body.turns()
         else:
             arguments["token_ids"] = body.prompt_token_ids
-        form = ChatForm(state.model, self._scores(body, state), self._offer(body, arguments, state), **_shape(body))
-        return self._answering(request, caller, body, [arguments], form, state, ignored)
+        cached = await self.caching.apply(request, caller.tenant, body, arguments)
+        offer = self._offer(body, arguments, state, cached.tools)
+        form = ChatForm(state.model, self._scores(body, state), offer, **_shape(body))
+        headers = ignored | cached.headers
+        return self._answering(request, caller, body, [arguments], form, state, headers, cached.told)
 
     async def completion(self, request: Request) -> Answering:
         """`/v1/completions`."""
@@ -140,13 +145,20 @@ class Endpoints:
             self._texts.check_model(state.model)
         return Scores(lambda token: self._texts.decode_now([token], skip_special=False))
 
-    def _offer(self, body: AnsweredBody, arguments: GenerateArguments, state: ClusterState) -> Reading:
-        """Add the body's tools to what the SDK is asked for; returns what finds the calls in the answers."""
-        tools = body.tools_offered()
+    def _offer(
+        self, body: AnsweredBody, arguments: GenerateArguments, state: ClusterState, known: Tools | None = None
+    ) -> Reading:
+        """Add the body's tools to what the SDK is asked for; returns what finds the calls in the answers.
+
+        The model has heard of `known` tools already.
+        """
+        given = body.tools_offered()
+        tools = given or known
         if tools is None:
             return Reading(None, "")
         family = self._texts.calls_family(state.model)
-        arguments["tools"] = tools.definitions
+        if given is not None:
+            arguments["tools"] = given.definitions
         # Some models mark calls with special tokens.
         arguments["sampling"] = replace(arguments["sampling"] or SamplingParams(), skip_special_tokens=False)
         return Reading(tools, family)
@@ -170,10 +182,11 @@ class Endpoints:
         form: Form,
         state: ClusterState,
         headers: dict[str, str],
+        told: Told = lambda result: {},
     ) -> Answering:
         given = request.headers.get(TRACEPARENT, "")
         trace = given if is_traceparent(given) else ""
-        job = Job(requests, form, bool(body.stream), state.model, headers, caller.spending, trace)
+        job = Job(requests, form, bool(body.stream), state.model, headers, caller.spending, trace, told)
         return Answering(self._client, self.meter, job)
 
     def _card(self, state: ClusterState) -> dict[str, object]:

@@ -45,9 +45,8 @@ class Cluster:
         self.stores = [self._store(number) for number in range(config.kvstore)]
         self.prefills = [self._prefill(number) for number in range(config.prefill)]
         self.decodes = [self._decode(number, longest_run) for number in range(config.decode)]
-        stores = [store.name for store in self.stores]
         self.conductor: Conductor
-        self.conductor = Conductor(self.world, config, self.calls, self.prefills, self.decodes, stores, ended)
+        self.conductor = Conductor(self.world, config, self.calls, self.prefills, self.decodes, self.stores, ended)
         self._came = 0
         self._coming = False
 
@@ -133,8 +132,11 @@ class Cluster:
     # Faults
 
     def crash(self, name: str, down_s: float) -> None:
-        """An instance or store loses everything and comes back, empty, after some time."""
+        """An instance, a store or the conductor ("c0") loses everything and comes back, empty, after some time."""
         kind, number = name[0], int(name[1:])
+        if kind == "c":
+            self._crash_conductor(down_s)
+            return
         if kind == "s":
             self._replace_store(self.stores[number])
             return
@@ -151,8 +153,12 @@ class Cluster:
         store.begin_anew()
         for prefill in self.prefills:
             prefill.lose_store(store.name)
-        if self.conductor.members.incarnation(store.name):
-            self.conductor.members.join(store.name, None)
+        self.conductor.store_joins(store)
+
+    def _crash_conductor(self, down_s: float) -> None:
+        if self.conductor.up:
+            self.conductor.crash()
+            self.world.after(ps(down_s + 1.0), lambda _: self.conductor.begin_anew())
 
     def _back(self, instance: PrefillInstance | DecodeInstance) -> None:
         instance.up = True

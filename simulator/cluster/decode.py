@@ -14,6 +14,7 @@ from services.conductor.core.messages import Promised, Target
 from services.decode.core import actions
 from services.decode.core.config import CoreConfig
 from services.decode.core.events import (
+    Adopt,
     Arrived,
     Compute,
     Event,
@@ -33,13 +34,11 @@ from simulator.cluster.copies import Copies
 from simulator.cluster.engine import STOPPED, Engine
 from simulator.cluster.host import Host
 from simulator.cluster.requests import Sequence
-from simulator.cluster.seats import DecodeUse, Seat, Told
+from simulator.cluster.seats import DecodeUse, Resume, Seat, Told
 from simulator.cluster.store import Store
 from simulator.kernel.clock import World, ps
 from simulator.kernel.links import Link, Network
 
-CONDUCTOR = "conductor"
-"""The only one."""
 HEARD_PER_LEASE = 8
 """The core is told that a transfer lives so often in a lease, as in the service."""
 TELL_S = 1.0
@@ -105,6 +104,7 @@ class DecodeInstance:
         self.host: Host[Event, actions.Action] = Host(self._world, self.core, self._perform, before_tick=self._settle)
         self._copies = Copies(self._world, self._network, self._config, self.name, self.receives, self._tell)
         self._seats: dict[int, Seat] = {}
+        self._logged: dict[int, Seat] = {}
         self._answers: dict[int, Promised | Failure] = {}
         self._taken = 0
         self._told_at = self._world.now
@@ -125,17 +125,22 @@ class DecodeInstance:
     # What others tell it
 
     def reserve(
-        self, sequence: Sequence, tbt_slo_s: float = 0.0, starts_in_s: float = 0.0, stores: tuple[str, ...] = ()
+        self,
+        sequence: Sequence,
+        conductor: str,
+        tbt_slo_s: float = 0.0,
+        starts_in_s: float = 0.0,
+        stores: tuple[str, ...] = (),
     ) -> Promised | Failure:
-        """A sequence wants room."""
+        """A conductor wants room for a sequence."""
         self._came += 1
         number, request = self._came, sequence.request
         keys = sequence.keys(self._config.block_tokens)
         self._seats[number] = Seat(
             sequence, number, stores, sequence.tokens + 1, sequence.left - 1, len(keys), self._world.now
         )
-        asked = keys, sequence.tokens, request.tokens, request.longest, tbt_slo_s, CONDUCTOR, len(stores)
-        self._tell(Reserve(number, *asked, starts_in_s=starts_in_s))
+        asked = keys, sequence.tokens, request.tokens, request.longest, tbt_slo_s, conductor, len(stores)
+        self._tell(Reserve(number, *asked, starts_in_s=starts_in_s, resumable=True, fence=sequence.fence))
         return self._answers.pop(number)
 
     def open(self, transfer: int) -> bool:
@@ -164,9 +169,9 @@ class DecodeInstance:
         if self._wanted(transfer) is not None:
             self._tell(Stop(transfer, "the sender gave up"))
 
-    def stream_opened(self, stream: int) -> None:
-        """The conductor has opened a stream."""
-        self._tell(StreamOpened(stream, CONDUCTOR))
+    def stream_opened(self, stream: int, conductor: str) -> None:
+        """A conductor has opened a stream."""
+        self._tell(StreamOpened(stream, conductor))
 
     def stream_closed(self, stream: int) -> None:
         """A stream has ended."""
@@ -180,12 +185,20 @@ class DecodeInstance:
         if seat is None:
             self._ears.failed(stream, transfer, "there is no such transfer here (any more)")
             return
-        seat.stream = stream
+        seat.stream, seat.started = stream, True
         if compute:
             seat.begin_with_prompt(self._config.block_tokens)
             self._tell(Compute(transfer, stream))
         else:
             self._tell(Start(transfer, stream, 0 if seat.left else STOPPED))
+
+    def resume(self, stream: int, order: Resume) -> None:
+        """A conductor wants a sequence that was another's, or what is kept of one."""
+        seat = self._wanted(order.transfer) or self._logged.get(order.transfer)
+        if seat is not None and seat.started and seat.sequence.id == order.sequence:
+            self._tell(Adopt(order.transfer, stream, order.fence, order.position))
+        else:
+            self._ears.failed(stream, order.transfer, "there is no such sequence here (any more)")
 
     def cancel(self, transfer: int) -> None:
         """A sequence is not wanted any more; unknown ones are fine."""
@@ -196,7 +209,7 @@ class DecodeInstance:
 
     def _wanted(self, transfer: int) -> Seat | None:
         seat = self._seats.get(transfer)
-        return seat if seat is not None and not seat.ending else None
+        return seat if seat is not None and not seat.why else None
 
     # What it tells
 
@@ -204,6 +217,10 @@ class DecodeInstance:
     def preempted(self) -> int:
         """Preemptions so far."""
         return self._preempted + self.core.parking.preemptions
+
+    def keys(self) -> list[BlockKey]:
+        """What the pool holds."""
+        return self.core.blocks.keys()
 
     def load(self) -> LoadFacts:
         """As the service reports it."""
@@ -225,6 +242,7 @@ class DecodeInstance:
         """Asserts that nothing is held."""
         self.core.check_invariants()
         assert not self._seats
+        assert not self._logged
         assert not self.core.requests
         assert self._engine.idle
         assert self.core.blocks.num_used == 0
@@ -279,8 +297,8 @@ class DecodeInstance:
                 self._ears.tokens(self._seats[number].stream, [Told(number, None, over=True)])
             case actions.Ending(number, why):
                 self._ending(self._seats[number], why)
-            case actions.Gone(number):
-                del self._seats[number]
+            case actions.Gone() | actions.Adopted() | actions.Fenced() | actions.Forget():
+                self._change_hands(action)
             case actions.SwapOut() | actions.SwapIn() | actions.Store() | actions.Load():
                 self._io(action)
 
@@ -295,8 +313,29 @@ class DecodeInstance:
             Kind.OVERLOADED, action.why, reason=action.reason, predicted_tbt_s=action.tbt_s, retry_after_s=RETRY_S
         )
 
+    def _change_hands(self, action: actions.Gone | actions.Adopted | actions.Fenced | actions.Forget) -> None:
+        """Sequences end, are kept for a while, and go from one conductor to another."""
+        match action:
+            case actions.Gone(number, logged):
+                seat = self._seats.pop(number)
+                if logged:
+                    self._logged[number] = seat
+            case actions.Forget(number):
+                self._logged.pop(number, None)
+                self._seats.pop(number, None)
+            case actions.Fenced(number, stream):
+                self._ears.failed(stream, number, "another conductor has the sequence")
+            case actions.Adopted(number, stream, position):
+                seat = self._seats.get(number) or self._logged[number]
+                seat.stream = stream
+                made = seat.again(position, self._world.now)
+                if made is not None or not seat.left:
+                    self._ears.tokens(stream, [Told(number, made, not seat.left)])
+                if seat.why:
+                    self._ears.failed(stream, number, seat.why)
+
     def _ending(self, seat: Seat, why: str) -> None:
-        seat.ending = True
+        seat.why = why
         if seat.stream:
             self._ears.failed(seat.stream, seat.number, why)
             seat.stream = 0

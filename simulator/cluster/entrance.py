@@ -47,23 +47,21 @@ class LateCheck:
 
     Args:
         config: of the cluster.
-        forecasts: the conductor's.
     """
 
-    def __init__(self, config: ClusterConfig, forecasts: Forecasts) -> None:
+    def __init__(self, config: ClusterConfig) -> None:
         self._wanted = config.admission == "baseline"
         self._tbt_s = HEADROOM * config.slo.tbt_s
-        self._forecasts = forecasts
         self.refused = 0
         """Requests that decode refused."""
         self.wasted_s = 0.0
         """Seconds that computing their prompts took."""
 
-    def refuses(self, request: Request, decode: str, prefill_s: float) -> bool:
+    def refuses(self, forecasts: Forecasts, request: Request, decode: str, prefill_s: float) -> bool:
         """Whether a decode instance is too slow now for a request whose prompt took `prefill_s` to compute."""
         if not self._wanted or not decode or request.attempts > 1:
             return False
-        if self._forecasts.tbt_now(decode, Outlook(1, request.tokens)) <= self._tbt_s:
+        if forecasts.tbt_now(decode, Outlook(1, request.tokens)) <= self._tbt_s:
             return False
         self.refused += 1
         self.wasted_s += prefill_s

@@ -102,16 +102,14 @@ class Members:
         self._config, self._calls, self._post = config, calls, post
         self._shape = Shape(config.block_tokens, config.profile.token_bytes, config.profile.layers, emulated=True)
         self._members: dict[str, Member] = {}
-        self._lives: dict[str, int] = {}
 
-    def join(self, name: str, load: Callable[[], LoadFacts] | None, incarnation: int = 0) -> None:
-        """An instance joins, empty; who had its name before is lost. Incarnation 0: one that it had never."""
+    def join(self, name: str, load: Callable[[], LoadFacts] | None, keys: Iterable[bytes], incarnation: int) -> None:
+        """An instance joins with what it holds; who had its name before is lost."""
         self.leave(name, "was restarted")
-        self._lives[name] = self._lives.get(name, 0) + 1
-        life, gap = incarnation or self._lives[name], ps(self._config.report_s)
-        member = self._members[name] = Member(self._calls, self._post, name, life, load, gap)
+        gap = ps(self._config.report_s)
+        member = self._members[name] = Member(self._calls, self._post, name, incarnation, load, gap)
         self._post(Joined(self._facts(name, member.incarnation)))
-        self._post(KeysChanged(name, 1, (), (), snapshot_begin=True, snapshot_end=True))
+        self._post(KeysChanged(name, 1, tuple(keys), (), snapshot_begin=True, snapshot_end=True))
         if load is not None:
             self._post(Reported(name, load()))
 
@@ -120,6 +118,12 @@ class Members:
         member = self._members.get(name)
         if member is not None:
             member.lose()
+
+    def abandon(self) -> None:
+        """The conductor is lost."""
+        for member in self._members.values():
+            member.lose()
+        self._members.clear()
 
     def leave(self, name: str, why: str) -> int:
         """An instance is lost; returns which life of it was here, 0 for none."""

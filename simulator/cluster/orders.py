@@ -11,6 +11,7 @@ from moonpool.core.kernel import Ended
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import (
     Accepted,
+    Adopt,
     Delivered,
     Event,
     Finish,
@@ -31,8 +32,9 @@ from simulator.cluster.decode import DecodeInstance
 from simulator.cluster.members import Members
 from simulator.cluster.prefill import PrefillInstance
 from simulator.cluster.requests import Made, Sequence, keys_of_chain
+from simulator.cluster.seats import Resume
 from simulator.cluster.streams import DecodeStreams
-from simulator.kernel.calls import Calls, Wire
+from simulator.kernel.calls import NOTICED_S, Calls, Wire
 from simulator.kernel.clock import ps
 
 RESERVE_LIMIT = 2.0
@@ -117,6 +119,8 @@ class Orders:
         config: of the cluster.
         post: hands an event to the core.
         token_came: takes first tokens.
+        streams: to decode instances.
+        conductor: whose calls these are.
     """
 
     def __init__(
@@ -128,14 +132,17 @@ class Orders:
         config: ClusterConfig,
         post: Callable[[Event], None],
         token_came: Token,
+        streams: DecodeStreams,
+        conductor: str,
     ) -> None:
-        self.streams = DecodeStreams(calls, decodes)
+        self.streams, self._conductor = streams, conductor
         self._calls, self._members, self._post, self._token_came = calls, members, post, token_came
         self._prefills = {instance.name: instance for instance in prefills}
         self._decodes = {instance.name: instance for instance in decodes}
         self._limit = ps(RESERVE_LIMIT * config.reserve_timeout_s)
         self._block_tokens = config.block_tokens
         self._cancels: dict[int, Callable[[], None]] = {}
+        self._prefilling: dict[int, PrefillCall] = {}
 
     def __len__(self) -> int:
         return len(self._cancels)
@@ -146,7 +153,16 @@ class Orders:
         if cancel is not None:
             cancel()
 
+    def abandon(self) -> None:
+        """The conductor is lost: prefill and decode notice that after a while."""
+        self._cancels.clear()
+        self.streams.abandon()
+        for call in self._prefilling.values():
+            call.wire.close()
+            self._calls.world.after(ps(NOTICED_S), self._leave, call)
+
     def _end(self, io: int, result: Result) -> None:
+        self._prefilling.pop(io, None)
         if self._cancels.pop(io, None) is not None:
             self._post(Ended(io, result))
 
@@ -165,7 +181,7 @@ class Orders:
     def _ask(self, order: Reserve, sequence: Sequence) -> None:
         decode = self._decodes[order.decode]
         if _is_alive(decode, order.incarnation):
-            answer = decode.reserve(sequence, order.tbt_slo_s or 0.0, order.starts_in_s, order.stores)
+            answer = decode.reserve(sequence, self._conductor, order.tbt_slo_s or 0.0, order.starts_in_s, order.stores)
             self._calls.send(partial(self._end, order.io, answer))
 
     # --- Prefill ----------------------------------------------------------------------------------------------------
@@ -176,6 +192,7 @@ class Orders:
         instance, wire = self._prefills[name], Wire(self._calls, lambda: self._broken(call))
         call = PrefillCall(order, sequence, instance, wire, self._tell, self._token, self._end)
         self._cancels[io] = lambda: self._cancel_prefill(call)
+        self._prefilling[io] = call
         if self._members.incarnation(name) != order.incarnation:
             self._end(io, Failure(Kind.UNAVAILABLE, f"{name} has left"))
             return
@@ -231,6 +248,21 @@ class Orders:
         if order.compute:
             sequence.request.reused = order.target.held_blocks * self._block_tokens
         stream.start(transfer, Following(order.io, sequence, self._post, self._end), compute=order.compute)
+
+    def adopt(self, order: Adopt, sequence: Sequence) -> None:
+        """Takes a sequence over where it runs, and follows it."""
+        stream, target = self.streams.get(order.target.decode), order.target
+        if not self._is_there(target.decode, target.incarnation):
+            self._post(Ended(order.io, Failure(Kind.UNAVAILABLE, f"{target.decode} has left")))
+            return
+
+        def cancel() -> None:
+            stream.cancel(target.transfer_id)
+            self._end(order.io, None)
+
+        self._cancels[order.io] = cancel
+        wanted = Resume(target.transfer_id, order.sequence, order.position, order.fence)
+        stream.resume(wanted, Following(order.io, sequence, self._post, self._end))
 
     def renew(self, order: Renew) -> None:
         """Keeps a promise."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from moonpool.core.kernel import Cancel, Ended, Tick
 from moonpool.cost import prefill_seconds
 from moonpool.engine.setup import WRITE_BACK_SHARE
+from moonpool.kv.keys import BlockKey
 from services.conductor.core.facts import LoadFacts
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import Target
@@ -133,6 +134,10 @@ class PrefillInstance:
         """A prompt is not wanted any more; one that has ended is fine."""
         if number in self._prompts:
             self._tell(events.Leave(number))
+
+    def keys(self) -> list[BlockKey]:
+        """What the pool holds."""
+        return self.core.state.manager.keys()
 
     def load(self) -> LoadFacts:
         """As the service reports it."""

@@ -92,6 +92,8 @@ class Sequence:
     tokens: int
     left: int
     """Tokens of the answer that were still to be made when it was placed."""
+    fence: int = 0
+    """How often its client had resumed it."""
 
     def keys(self, block_tokens: int, blocks: int = -1) -> tuple[BlockKey, ...]:
         """Of the leading full blocks; by default of those whose KV comes from prefill."""

@@ -51,8 +51,10 @@ class Seat:
     blocks: int = 0
     stream: int = 0
     """The conductor's stream that it was started on; 0 = nobody wants its tokens (any more)."""
-    ending: bool = False
+    why: str = ""
     """The core has ended it early."""
+    started: bool = False
+    """Its conductor has told it to begin."""
     made: Made | None = None
     """Tokens that the conductor was not told of yet."""
     told: bool = False
@@ -74,6 +76,12 @@ class Seat:
         self.left += 1
         self.keys = min(self.keys, (self.tokens - 1) // block_tokens)
 
+    def again(self, position: int, now: int) -> Made | None:
+        """The tokens of the answer from a position on, for who has not heard of them: all of them come now."""
+        lacking = self.tokens - self.sequence.request.tokens - position
+        self.made, self.told = None, True
+        return Made(now, [0] * (lacking - 1), now) if lacking > 0 else None
+
     def filled(self, block_tokens: int) -> BlockKey | None:
         """Key of the block that became full with the last step; None when none did."""
         index, rest = divmod(self.tokens - 1, block_tokens)
@@ -81,6 +89,16 @@ class Seat:
             return None
         self.keys = index
         return keys_of_chain(self.sequence.request, index)[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A conductor wants a sequence from a position of its answer on; the higher fence has it."""
+
+    transfer: int
+    sequence: str
+    position: int
+    fence: int
 
 
 @dataclass(frozen=True, slots=True)

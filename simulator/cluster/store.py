@@ -49,6 +49,7 @@ class Store:
         self._receives = Link(f"{name} in", config.load_bytes_per_s)
         self._world, self._network, self._config, self._on_keys = world, network, config, on_keys
         self._puts: deque[Put] = deque()
+        self.incarnation = 0
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -60,12 +61,16 @@ class Store:
         self._ssd: OrderedDict[BlockKey, None] = OrderedDict()
         self._disk = Disk(self._world, config.disk_bytes_per_s)
         self._gone: list[BlockKey] = []
-        self._life = object()
+        self.incarnation += 1
         for put in self._puts:
             self._world.after(0, _call, put.done)
         self._puts.clear()
         self._writing = 0
         self.read_blocks = self.disk_blocks = self.written_blocks = 0
+
+    def keys(self) -> list[BlockKey]:
+        """Of all blocks here."""
+        return [*self._dram.keys(), *(key for key in self._ssd if key not in self._dram)]
 
     def holds(self, keys: Sequence[BlockKey]) -> int:
         """Leading keys whose blocks are here."""
@@ -98,14 +103,14 @@ class Store:
             self._write(self._puts.popleft())
 
     def _write(self, put: Put) -> None:
-        missing, life = sum(not self._has(key) for key in put.keys), self._life
+        missing, life = sum(not self._has(key) for key in put.keys), self.incarnation
         if not missing:
             self._keep(put.keys)
             self._world.after(0, _call, put.done)
             return
 
         def written() -> None:
-            if self._life is life:
+            if self.incarnation == life:
                 self.written_blocks += missing
                 self._keep(put.keys)
                 self._writing -= 1

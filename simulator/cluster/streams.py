@@ -10,8 +10,9 @@ from typing import Protocol
 
 from simulator.cluster.decode import DecodeInstance
 from simulator.cluster.requests import Made
-from simulator.cluster.seats import Told
-from simulator.kernel.calls import Calls, Wire
+from simulator.cluster.seats import Resume, Told
+from simulator.kernel.calls import NOTICED_S, Calls, Wire
+from simulator.kernel.clock import ps
 
 
 class Follower(Protocol):
@@ -30,11 +31,12 @@ class DecodeStream:
     Args:
         calls: carry its messages.
         decode: the instance.
+        conductor: whose it is.
         number: names an opening; never used twice.
     """
 
-    def __init__(self, calls: Calls, decode: DecodeInstance, number: Callable[[], int]) -> None:
-        self._calls, self._decode, self._new_number = calls, decode, number
+    def __init__(self, calls: Calls, decode: DecodeInstance, conductor: str, number: Callable[[], int]) -> None:
+        self._calls, self._decode, self._conductor, self._new_number = calls, decode, conductor, number
         self._incarnation = decode.incarnation
         self._number = 0
         self._wire: Wire | None = None
@@ -49,7 +51,7 @@ class DecodeStream:
         if self._wire is None or self._wire.closed:
             number = self._number = self._new_number()
             self._wire = Wire(self._calls, self._broken)
-            self._wire.send(partial(self._there, lambda: self._decode.stream_opened(number)))
+            self._wire.send(partial(self._there, lambda: self._decode.stream_opened(number, self._conductor)))
         return self._wire
 
     def start(self, transfer: int, follower: Follower, *, compute: bool) -> None:
@@ -57,6 +59,12 @@ class DecodeStream:
         wire, number = self.open(), self._number
         self._followers[transfer] = follower
         wire.send(partial(self._there, lambda: self._decode.start(number, transfer, compute=compute)))
+
+    def resume(self, order: Resume, follower: Follower) -> None:
+        """Asks for a sequence that was another conductor's, and follows it."""
+        wire, number = self.open(), self._number
+        self._followers[order.transfer] = follower
+        wire.send(partial(self._there, lambda: self._decode.resume(number, order)))
 
     def cancel(self, transfer: int) -> None:
         """A sequence, or the promise for it, is not wanted; it is not followed any more."""
@@ -68,6 +76,14 @@ class DecodeStream:
         if self._wire is not None:
             self._wire.close()
         self._fail(why)
+
+    def abandon(self) -> None:
+        """The conductor is lost; the instance notices that after a while."""
+        if self._wire is not None and not self._wire.closed:
+            number = self._number
+            self._wire.close()
+            closed = partial(self._there, lambda: self._decode.stream_closed(number))
+            self._calls.world.after(ps(NOTICED_S), lambda _: closed())
 
     # From the instance
 
@@ -111,13 +127,12 @@ class DecodeStream:
 
 
 class DecodeStreams:
-    """The streams to all decode instances."""
+    """One conductor's streams to all decode instances."""
 
-    def __init__(self, calls: Calls, decodes: list[DecodeInstance]) -> None:
-        self._calls = calls
+    def __init__(self, calls: Calls, decodes: list[DecodeInstance], conductor: str, number: Callable[[], int]) -> None:
+        self._calls, self._conductor, self._number = calls, conductor, number
         self._decodes = {decode.name: decode for decode in decodes}
         self._streams: dict[str, DecodeStream] = {}
-        self._made = 0
 
     def __len__(self) -> int:
         """Sequences on all streams."""
@@ -126,7 +141,7 @@ class DecodeStreams:
     def get(self, decode: str) -> DecodeStream:
         """The stream to the present life of an instance."""
         if decode not in self._streams:
-            self._streams[decode] = DecodeStream(self._calls, self._decodes[decode], self._number)
+            self._streams[decode] = DecodeStream(self._calls, self._decodes[decode], self._conductor, self._number)
         return self._streams[decode]
 
     def lost(self, decode: str) -> None:
@@ -135,6 +150,7 @@ class DecodeStreams:
         if stream is not None:
             stream.lost("its instance is lost")
 
-    def _number(self) -> int:
-        self._made += 1
-        return self._made
+    def abandon(self) -> None:
+        """The conductor is lost."""
+        for stream in self._streams.values():
+            stream.abandon()

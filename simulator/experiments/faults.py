@@ -34,7 +34,7 @@ def crashes_of(config: ClusterConfig, seed: int, until_s: float) -> list[tuple[f
     """(when, who, how long it is away) of one seed."""
     names = [
         f"{kind}{number}"
-        for kind, count in (("p", config.prefill), ("d", config.decode), ("s", config.kvstore))
+        for kind, count in (("p", config.prefill), ("d", config.decode), ("s", config.kvstore), ("c", 1))
         for number in range(count)
     ]
     return [

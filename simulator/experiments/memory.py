@@ -25,6 +25,7 @@ _ANSWERS = 7
 """Counter of the draws of answers' lengths."""
 STREAM = 1
 """On which the answers come."""
+CONDUCTOR = "conductor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Crowd:
         self.world = World()
         ears = Ears(self._tokens, _failed, _ignore, lambda: None)
         self.instance = DecodeInstance(self.world, Network(self.world), config, "d0", (), ears)
-        self.instance.stream_opened(STREAM)
+        self.instance.stream_opened(STREAM, CONDUCTOR)
         self._waiting, self._at_once = deque(requests), at_once
         self._running: dict[int, Request] = {}
         self.tokens = self.ended_at = 0
@@ -100,7 +101,8 @@ class Crowd:
         """Lets requests in until one is refused, which tries again when somebody has left."""
         while self._waiting and not 0 < self._at_once <= len(self._running):
             request = self._waiting[0]
-            answer = self.instance.reserve(Sequence(request, f"r{request.number}", request.tokens, request.answer))
+            sequence = Sequence(request, f"r{request.number}", request.tokens, request.answer)
+            answer = self.instance.reserve(sequence, CONDUCTOR)
             if not isinstance(answer, Promised):
                 return
             self._waiting.popleft()

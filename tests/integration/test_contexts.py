@@ -1,12 +1,18 @@
 """Named contexts and deleted KV, over real services: what is kept outlives them, what is deleted does not come back."""
 
+import json
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
+from typer.testing import CliRunner
 
+from moonpool.cli.main import app
 from moonpool.client import Client, Context, GenerateResult, Message, NotFound, SamplingParams
 from tests.integration.conftest import BLOCK, tokens
 from tests.integration.stack import REST_TIMEOUT_S, CheckedStack
@@ -170,3 +176,54 @@ def test_a_deleted_context_is_gone_with_its_kv(stack: CheckedStack, client: Clie
             client.contexts.get(gone, tenant="ours")
     assert ask(client, prompt, "ours").usage.cached_tokens == 0
     assert stack.gauge("kvstore-0", "pins") >= 0
+
+
+@pytest.fixture(scope="module")
+def gateway(stack: CheckedStack) -> Iterator[httpx2.Client]:
+    """A gateway beside the module's stack."""
+    flags = ["--id", "gateway-0", "--listen", "127.0.0.1:0", "--drain-s", "5"]
+    service = stack.spawn("gateway", "gateway-0", [*flags, "--conductor", stack.address, "--model", stack.plan.model])
+    with httpx2.Client(base_url=f"http://{service.wait_ready(60)}", timeout=60) as client:
+        yield client
+
+
+def test_caching_over_http_as_kimis_users_know_it(gateway: httpx2.Client, client: Client) -> None:
+    made = gateway.post("/v1/caching", json={"messages": [SYSTEM], "name": "tides", "ttl": 600}).json()
+    assert (made["object"], made["status"], made["messages"]) == ("context_cache_object", "pending", [SYSTEM])
+    name = made["id"]
+    settled(client, name, "")
+    gateway.post("/v1/caching/refs/tags", json={"tag": "tides", "cache_id": name}).raise_for_status()
+    ready = gateway.get("/v1/caching/refs/tags/tides/content").json()
+    assert (ready["id"], ready["status"]) == (name, "ready")
+    chat = {"max_tokens": 2, "temperature": 0}
+    plain = gateway.post("/v1/chat/completions", json={**chat, "messages": [SYSTEM, QUESTION]}).json()
+    reference = {"role": "cache", "content": "tag=tides;reset_ttl=900"}
+    used = gateway.post("/v1/chat/completions", json={**chat, "messages": [reference, QUESTION]})
+    assert used.json()["choices"][0]["message"] == plain["choices"][0]["message"]
+    saved = int(used.headers["msh-context-cache-token-saved"])
+    assert made["tokens"] // BLOCK * BLOCK <= saved <= made["tokens"]
+    assert used.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= saved
+    until(lambda: gateway.get(f"/v1/caching/{name}").json()["moonpool"]["hits"] == 1)
+    assert gateway.delete(f"/v1/caching/{name}").json()["deleted"]
+    assert gateway.get(f"/v1/caching/{name}").status_code == 404
+
+
+def test_the_command_line_makes_lists_renews_and_deletes(stack: CheckedStack, tmp_path: Path) -> None:
+    def run(*arguments: str, status: int = 0) -> Any:
+        done = CliRunner().invoke(app, [*arguments, "--address", stack.address, "--json"])
+        assert done.exit_code == status, done.output
+        return json.loads(done.stdout)
+
+    file = tmp_path / "turns.json"
+    file.write_text(json.dumps([SYSTEM]))
+    made = run("context", "create", str(file), "--messages", "--name", "n", "--tag", "cli", "--tenant", "cli")
+    assert (made["name"], made["tags"], made["messages"]) == ("n", ["cli"], [SYSTEM])
+    assert [one["id"] for one in run("context", "list", "--tenant", "cli")] == [made["id"]]
+    renewed = run("context", "renew", "cli", "--ttl-s", "90000", "--tenant", "cli")
+    assert renewed["expires_at"] > made["expires_at"] + 80000
+    with Client(stack.address) as client:
+        settled(client, "cli", "cli")
+    gone = run("context", "delete", "cli", "--tenant", "cli")
+    assert (gone["context"], gone["complete"], gone["blocks"] > 0) == (made["id"], True, True)
+    deleted = run("delete", "--tenant", "cli", "--key", "00" * 32)
+    assert (deleted["complete"], deleted["recorded"]) == (True, 1)

@@ -2,6 +2,7 @@
 
 from moonpool.core.timers import Timers
 from services.conductor.core.cost import PrefillChoice
+from services.conductor.core.crowd import Crowd
 from services.conductor.core.failures import Failure
 from services.conductor.core.legs import Legs
 from services.conductor.core.lengths import Lengths
@@ -21,6 +22,8 @@ class Book:
         self, legs: Legs, rooms: RoomQueue, line: Line, timers: Timers[tuple[str, int]], lengths: Lengths
     ) -> None:
         self.requests: dict[int, Request] = {}
+        self.crowd = Crowd()
+        """Whose they are."""
         self.memberless: dict[int, None] = {}
         """Those that wait for an instance to join."""
         self._legs = legs
@@ -33,6 +36,7 @@ class Book:
         """Takes a request in."""
         assert ask.number not in self.requests, f"request {ask.number} is there already"
         request = self.requests[ask.number] = Request(ask, keys)
+        self.crowd.came(ask.place, ask.arrived)
         if ask.resumed is not None:
             request.tokens, request.recovering = ask.resumed.tokens, True
         self._timers.set(("deadline", ask.number), ask.deadline)
@@ -70,6 +74,7 @@ class Book:
     def _remove(self, request: Request) -> None:
         number = request.ask.number
         del self.requests[number]
+        self.crowd.left(request.ask.tenant)
         self.memberless.pop(number, None)
         self._rooms.remove(number)
         self._line.remove(number)

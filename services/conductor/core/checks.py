@@ -1,5 +1,7 @@
 """What must hold between any two events in the life of requests."""
 
+from collections import Counter
+
 from moonpool.core.timers import Timers
 from services.conductor.core.book import TIMERS, Book
 from services.conductor.core.legs import MAX_RESERVES, Call, Legs
@@ -12,6 +14,7 @@ def check_requests(book: Book, legs: Legs, rooms: RoomQueue, line: Line, timers:
     """Asserts it of all requests."""
     rooms.check_invariants()
     line.check_invariants()
+    book.crowd.check_invariants(Counter([it.ask.tenant for it in book.requests.values()]))
     legs.check_places(book.requests.values())
     reserves = [hold.request for _, hold in legs.calls if hold.call is Call.RESERVE]
     for number, request in book.requests.items():

@@ -10,6 +10,7 @@ from services.conductor.core import admission
 from services.conductor.core.admission import Admission, Gate
 from services.conductor.core.book import Book
 from services.conductor.core.cost import DecodeChoice, Need, expected_blocks, step_load_s
+from services.conductor.core.crowd import left_free
 from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
 from services.conductor.core.legs import Hold, Legs
 from services.conductor.core.life import Attempt, Phase, Request
@@ -89,7 +90,7 @@ class Placing:
         if (
             isinstance(plan, Plan)
             and plan.at_decode
-            and (isinstance(able, Failure) or not self._options(request, able))
+            and (isinstance(able, Failure) or not self._options(request, able, now))
         ):
             plan, able = self._considered(now, request, at_decode=False)
         if isinstance(plan, Failure):
@@ -97,7 +98,7 @@ class Placing:
         elif isinstance(able, Failure):
             self._not_kept(now, request, able, plan, out)
         else:
-            attempt = self._legs.begin(request, plan, self._options(request, able), now)
+            attempt = self._legs.begin(request, plan, self._options(request, able, now), now)
             if plan.decodes:
                 self.ask(now, request, attempt, out)
             else:
@@ -198,7 +199,9 @@ class Placing:
         if not len(self._rooms):
             return
         room, total = self._picture.decodes.room_of(decode)
-        for number in self._rooms.woken(decode, room, total, self._needs_at(decode), now):
+        for number in self._rooms.woken(
+            decode, room, total, self._needs_at(decode), lambda place: self._book.crowd.leaves_room(place, now), now
+        ):
             self._rooms.remove(number)
             self.place(now, self._book.requests[number], out)
 
@@ -253,12 +256,21 @@ class Placing:
         except InvalidRequest as error:
             return Failure(Kind.INVALID, error.message, field=error.field)
 
-    def _options(self, request: Request, able: Sequence[DecodeChoice]) -> list[DecodeChoice]:
-        """The instances to ask. A report may be stale, so at first also those that seem to be full are asked."""
-        first = request.waits_since is None
-        free = [option for option in able if self._rooms.free_to(option.id, request.ask.place)]
-        room_of = self._picture.decodes.room_of
-        return [option for option in free if first or room_of(option.id)[0] >= option.blocks][:MAX_ASKED]
+    def _options(self, request: Request, able: Sequence[DecodeChoice], now: float) -> list[DecodeChoice]:
+        """The instances to ask. A report may be stale, so at first also those that seem to be full are asked.
+
+        But not by a tenant that has more than its share: it leaves some room to others.
+        """
+        place = request.ask.place
+        leaves = not request.recovering and self._book.crowd.leaves_room(place, now)
+        first = request.waits_since is None and not leaves
+
+        def fits(option: DecodeChoice) -> bool:
+            room, total = self._picture.decodes.room_of(option.id)
+            return room >= option.blocks + (left_free(option.blocks, total) if leaves else 0)
+
+        free = [option for option in able if self._rooms.free_to(option.id, place)]
+        return [option for option in free if first or fits(option)][:MAX_ASKED]
 
     def _no_room(self, now: float, request: Request, refusal: Failure, plan: Plan, out: list[Action]) -> None:
         if refusal.reason != NO_DECODE_ROOM and not request.recovering:

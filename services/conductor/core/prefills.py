@@ -20,8 +20,6 @@ from services.conductor.core.vigil import Vigil
 CLASS_WIDTH = 1.1
 TYPICAL_TOKENS = 2048
 """Of the prompt by which an instance's quickness is judged."""
-LONG_STEP = 8192
-"""Tokens of a step of an instance that computes whole prompts at once."""
 LOAD_BYTES = 1 << 28
 """Loads are compared by the seconds that so much KV takes."""
 
@@ -112,7 +110,9 @@ class Prefill:
             return all_s
         weights = {it.tenant: it.weight for it, _ in ours} | {place.tenant: place.weight}
         turns = sum(weights.values()) / place.weight
-        step_s = prefill_seconds(self.learnt.speeds, self.facts.step_tokens or LONG_STEP, 0)
+        step_s = max([busy_s for _, busy_s in ours])
+        if self.facts.step_tokens:
+            step_s = min(step_s, prefill_seconds(self.learnt.speeds, self.facts.step_tokens, 0))
         return min(all_s, turns * sum(before) + step_s)
 
     def observe(self, choice: PrefillChoice, there_s: float) -> None:
@@ -150,7 +150,9 @@ class Prefills(Pool[Prefill]):
     def queue_s(self, choice: PrefillChoice, place: Place) -> float:
         """Predicted seconds that a prompt at this place waits at the instance of a choice."""
         instance = self.get(choice.id)
-        return instance.queue_s(place, choice.queue_s) if instance is not None else choice.queue_s
+        if instance is None or choice.queue_s <= 0.0:
+            return choice.queue_s
+        return instance.queue_s(place, choice.queue_s)
 
     def rank(self, instance: Prefill) -> None:
         """Ranks an instance anew, after its load or speeds have changed."""

@@ -390,7 +390,9 @@ class Requests:
 
     def digest(self) -> bytes:
         """Hash of everything but the picture."""
-        return digest_of(self._book.requests, self.rooms.state(), self.line, self._shares, self._legs, self._timers)
+        return digest_of(
+            self._book.requests, self._book.crowd, self.rooms.state(), self.line, self._shares, self._legs, self._timers
+        )
 
 
 def _attempt_of(request: Request, hold: Hold) -> Attempt | None:

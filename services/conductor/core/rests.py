@@ -53,7 +53,9 @@ class Rests:
         if rest is None:
             return plan
         if not rest.pays:
-            return replace(plan, candidates=(*plan.candidates, rest.prefill))
+            quicker = rest.prefill.ttft_s < plan.prefill.ttft_s
+            why = f"those that run there would lose {rest.cost_s:.4f} s together" if quicker else ""
+            return replace(plan, candidates=(*plan.candidates, rest.prefill._replace(excluded=why)))
         return replace(
             plan,
             prefill=rest.prefill,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from moonpool.core.fair import FairQueue, Place, Shares
 from services.conductor.core.cost import Need
+from services.conductor.core.crowd import left_free
 
 HOLD_AFTER_S = 5.0
 
@@ -75,7 +76,15 @@ class RoomQueue:
             return True
         return self._shares.key(place) < self._shares.key(self._waiters[holder].place)
 
-    def woken(self, decode: str, room: int, total: int, needs: Callable[[Need], int], now: float) -> list[int]:
+    def woken(
+        self,
+        decode: str,
+        room: int,
+        total: int,
+        needs: Callable[[Need], int],
+        leaves_room: Callable[[Place], bool],
+        now: float,
+    ) -> list[int]:
         """Those who fit into the room of one instance, in fair order; to be called when it has reported.
 
         Args:
@@ -83,6 +92,7 @@ class RoomQueue:
             room: blocks that it could promise.
             total: blocks of its pool.
             needs: blocks that a request is expected to need there.
+            leaves_room: whether it leaves some to other tenants.
             now: seconds.
 
         Where room that seemed to be there was refused, and nothing has changed since, one at a time finds out.
@@ -94,7 +104,8 @@ class RoomQueue:
                 break
             waiter = self._waiters[number]
             blocks = needs(waiter.need)
-            if blocks <= room and waiter.need.longest <= total and self.free_to(decode, waiter.place):
+            left = left_free(blocks, total) if leaves_room(waiter.place) else 0
+            if blocks + left <= room and waiter.need.longest <= total and self.free_to(decode, waiter.place):
                 found.append(number)
                 room -= blocks
             elif self._holds_now(waiter, decode, total, now):

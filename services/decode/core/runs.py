@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from moonpool.cost import SpeedTracker
+from moonpool.cost import SpeedTracker, decode_step_seconds
 from services.decode.core.actions import Action, Cut, Run
 from services.decode.core.batch import Batch
 from services.decode.core.events import StepDone, Stepped
@@ -60,10 +60,18 @@ def quiet_steps(batch: Batch, most: int, tbt_s: Callable[[int, int], float]) -> 
 
 
 def observe(tracker: SpeedTracker, now: float, flight: Flight, event: Stepped | StepDone) -> None:
-    """Learns from steps without chunks how long they take: of a run once, from its mean step."""
-    if flight.run.chunks or not event.seconds:
+    """Learns from steps how long they take: of a run once, from its mean step.
+
+    Of a step with chunks these are what is learnt; the batch beside them takes what is known of it.
+    """
+    if not event.seconds:
         return
     batch, seconds = len(flight.run.batch), event.seconds / event.steps
     if flight.run.steps == 1:  # tokens wait for the whole way to the engine and back, not just for its computing
         seconds = max(seconds, now - flight.began)
+    if flight.run.chunks:
+        batch_s = decode_step_seconds(tracker.speeds, batch, flight.context) if batch else 0.0
+        chunks = [(chunk.count, chunk.start, False) for chunk in flight.run.chunks]
+        tracker.observe_prefill(chunks, seconds, known_s=batch_s)
+        return
     tracker.observe_decode(batch, flight.context + batch * (event.steps - 1) // 2, seconds)

@@ -110,11 +110,12 @@ class World:
         priority: int = 0,
         weight: float = 1.0,
         reuse: bool = True,
+        transient: bool = False,
     ) -> Client:
         number = len(self.clients) + 1
         chain = keys(family, num_tokens)
-        whose = tenant, priority, weight
-        client = Client(events.Arrive(number, num_tokens, chain, held, sources, copies, *whose, reuse))
+        whose = tenant, priority, weight, reuse, transient
+        client = Client(events.Arrive(number, num_tokens, chain, held, sources, copies, *whose))
         self.clients[number] = client
         self.post(client.arrive)
         return client

@@ -11,6 +11,7 @@ from moonpool.streams.store_writer import PutOutcome
 from moonpool.streams.writeback import MAX_PAUSE_S, WriteBack, WriteBackLimits
 from moonpool.v1 import kv_pb2
 from tests.slices import hashed
+from tests.unit.streams.turns import turn
 
 WAIT_S = 10.0
 STORE = kv_pb2.Instance(id="store", incarnation=1, address="a:1")
@@ -204,3 +205,27 @@ async def test_the_end_drops_what_waits() -> None:
     assert sorted(bench.released) == [1, 2]
     assert all(writer.closed for writer in bench.writers.values())
     assert not bench.submit([3])
+
+
+async def test_deleted_jobs_are_dropped_and_those_under_way_are_waited_for() -> None:
+    """When it is said to be done, no such block can come to a store any more."""
+
+    def concerns(blocks: Sequence[BlockKey], tenant: str) -> bool:
+        return not {*keys(1, 2)}.isdisjoint(blocks)
+
+    async with running(Bench()) as bench:
+        writer = bench.open_writer("a:1")
+        for number in (1, 2, 3):
+            bench.submit([number])
+        await turn()
+        assert writer.sessions == 1
+        assert not await bench.it.forget(concerns, 0.0)
+        assert bench.released == [2]
+        forgetting = asyncio.ensure_future(bench.it.forget(concerns, WAIT_S))
+        await asyncio.sleep(0)
+        assert not forgetting.done()
+        writer.go.set()
+        assert await forgetting
+        await bench.settle()
+        assert bench.stored == [1, 3]
+        assert await bench.it.forget(concerns, 0.0)

@@ -28,10 +28,10 @@ KEYS = [bytes([number]) * 32 for number in range(4)]
 SPEEDS = replace(SECOND_PER_TOKEN, decode_base_s=2.0, decode_per_sequence_s=1.0, transfer_bytes_per_s=1e9)
 
 
-def world(rest_tokens: int = 32, *, drain_s: float = 0.0, running: int = 0, held: int = 3) -> World:
+def world(rest_tokens: int = 32, *, running: int = 0, held: int = 3) -> World:
     """A prefill instance that holds nothing, and a decode instance that holds blocks of the prompt."""
     found = World(facts("prefill-0", speeds=SPEEDS), facts("decode-0", speeds=SPEEDS), rest_tokens=rest_tokens)
-    found.report("prefill-0", drain_s=drain_s)
+    found.report("prefill-0", drain_s=0.0)
     found.report("decode-0", running=running, free_blocks=100)
     found.events("decode-0", KEYS[:held])
     return found
@@ -59,6 +59,16 @@ def test_a_rest_is_computed_at_decode_where_all_together_gain(
     rests = [(it.queue_s, it.prefill_s) for it in plan.candidates if it.id == "decode-0"]
     assert rests == ([predicted] if predicted is not None else [])
     assert [it.id for it in plan.decodes] == ["decode-0"]
+
+
+@pytest.mark.parametrize(
+    ("running", "why"),
+    [(3, "those that run there would lose 48.0000 s together"), (60, ""), (1, None)],
+)
+def test_explain_is_told_why_a_quicker_way_was_not_taken(running: int, why: str | None) -> None:
+    plan = world(running=running).plan(64, keys=KEYS, at_decode=True)
+    told = [it.excluded for it in plan.candidates if it.id == "decode-0" and not plan.at_decode]
+    assert told == ([] if why is None else [why])
 
 
 def test_only_when_it_is_asked_for() -> None:

@@ -20,6 +20,26 @@ def test_a_step_lasts_until_its_end_is_heard_of() -> None:
     assert one_s == pytest.approx(0.008, rel=0.05)
 
 
+def test_chunks_teach_what_computing_prompts_takes() -> None:
+    """Each takes three times what was thought, beside a batch that takes what is known."""
+    world = World(config(64, step_tokens=8))
+    world.go(prompt(BT), answer=200)
+    before = world.core.tracker.speeds
+    for number in range(4):
+        asked = world.reserve(prompt(6 * BT, number + 1), 2)
+        assert asked is not None
+        world.compute(asked)
+        while asked in world.core.requests:
+            chunks = world.run.chunks if world.run is not None else ()
+            world.now += 0.002 + sum(3e-4 * chunk.count for chunk in chunks)
+            world.step()
+    learnt = world.core.tracker.speeds
+    chunk_s = learnt.prefill_base_s + 8 * learnt.prefill_per_token_s
+    assert before.prefill_base_s + 8 * before.prefill_per_token_s == pytest.approx(8e-4)
+    assert chunk_s == pytest.approx(24e-4, rel=0.15)
+    assert learnt.decode_base_s + learnt.decode_per_sequence_s == pytest.approx(0.002, rel=0.15)
+
+
 def test_without_time_the_engines_own_seconds_count() -> None:
     world = World(config(64))
     world.go(prompt(BT), answer=40)

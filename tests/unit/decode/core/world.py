@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Ended, Tick
-from moonpool.cost import Speeds, decode_step_seconds
+from moonpool.cost import Speeds, decode_step_seconds, prefill_seconds
 from moonpool.kv.keys import BlockKey
 from services.decode.core.actions import (
     Action,
@@ -123,6 +123,7 @@ class World:
         beams: Beams | None = None,
         resumable: bool = False,
         priority: int = 0,
+        tenant: str = "",
     ) -> int | None:
         """Asks for room for one answer or several; the request's id, None when it was refused."""
         answers = (answer,) if isinstance(answer, int) else answer
@@ -132,8 +133,9 @@ class World:
             self.sequences[number + index] = Sequence(array("i", prompt), length, len(prompt), number, index)
         keys = tuple(self.sequences[number].keys())
         lengths = len(prompt), len(prompt), total_tokens
+        width = len(answers)
         self.asked[number] = Reserve(
-            number, keys, *lengths, slo, conductor, stores, len(answers), starts_in_s, beams, resumable, 0, priority
+            number, keys, *lengths, slo, conductor, stores, width, starts_in_s, beams, resumable, 0, priority, tenant
         )
         self.post(self.asked[number])
         if number not in self.core.requests:
@@ -224,7 +226,9 @@ class World:
                 self.heard[number].append(it.tokens[-1])
             if len(self.answers[number]) >= it.answer:
                 ended.append((number, STOP))
-        seconds = decode_step_seconds(self.core.config.speeds, len(run.batch), 0)
+        speeds = self.core.config.speeds
+        seconds = decode_step_seconds(speeds, len(run.batch), 0) if run.batch else 0.0
+        seconds += sum(prefill_seconds(speeds, chunk.count, chunk.start, begins=False) for chunk in run.chunks)
         self.post(StepDone(run.step, False, seconds, tuple(ended), tuple(filled), candidates=tuple(candidates)))
 
     def abort(self) -> None:

@@ -163,7 +163,25 @@ def test_a_crowded_pool_preempts_and_loses_nothing(way: Preemption, swaps: bool)
 # Faults
 
 
-@pytest.mark.parametrize("name", ["p0", "p1", "d0", "d1", "s0"])
+def test_a_lost_conductor_takes_no_answer_with_it() -> None:
+    """Decode goes on meanwhile; the next conductor takes the sequence over, and nothing is computed twice."""
+    trace = [request(0.0, 100, 400, 0)]
+    (plain,), _ = run(config(kvstore=0), trace)
+    ended: list[Request] = []
+    cluster = Cluster(config(kvstore=0), ended.append)
+    cluster.feed(trace)
+    cluster.world.at(ps(2.0), lambda _: cluster.crash("c0", 0.5))
+    cluster.run()
+    cluster.check_at_rest()
+    (one,) = ended
+    assert (one.outcome, one.made, one.attempts) == (DONE, 400, 1)
+    assert cluster.decodes[0].use.steps == 399
+    assert one.ended_at == plain.ended_at
+    assert sum(one.intervals) == sum(plain.intervals)
+    assert max(one.intervals) > ps(1.4)  # what was made without a conductor came with the next one
+
+
+@pytest.mark.parametrize("name", ["p0", "p1", "d0", "d1", "s0", "c0"])
 def test_a_crash_loses_no_request(name: str) -> None:
     trace = [request(0.05 * number, 300 + 7 * number, 50, 100 * (number % 5)) for number in range(60)]
     ended: list[Request] = []
@@ -175,7 +193,7 @@ def test_a_crash_loses_no_request(name: str) -> None:
     assert len(ended) == 60
     assert {one.outcome for one in ended} == {DONE}
     assert all(one.made == 50 and len(one.intervals) == 49 for one in ended)
-    assert (max(one.attempts for one in ended) > 1) == (name != "s0")
+    assert (max(one.attempts for one in ended) > 1) == (name != "s0")  # a new conductor places anew what had no token
     assert all(one.ended_at - one.arrived == sum(one.intervals) + one.first_at - one.arrived for one in ended)
 
 

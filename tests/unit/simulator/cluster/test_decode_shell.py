@@ -140,7 +140,7 @@ class Service:
                 await asyncio.sleep(noted.now - self._loop.time())
                 self._tell(noted.event)
         await self.shell.empty.wait()
-        await asyncio.sleep(max([when for when, _ in ends(self._script).values()], default=0.0) + 1.0)
+        await asyncio.sleep(self._script[-1].now + 1.0 - self._loop.time())
         self.shell.close()
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
@@ -170,7 +170,9 @@ class Service:
         incoming = IncomingRequest(f"r{event.id}", tokens, event.keys, BlockKey(ROOT), f"t{event.id}", sampling)
         stores = [kv_pb2.Instance(id=f"s{number}", address=f"s{number}:1") for number in range(event.stores)]
         with suppress(Overloaded):  # the core's answer is in the journal
-            promised, _ = self.shell.reserve(incoming, stores, event.tbt_slo_s, None, event.starts_in_s)
+            promised, _ = self.shell.reserve(
+                incoming, stores, event.tbt_slo_s, None, event.starts_in_s, secret=bytes(16), fence=event.fence
+            )
             self._lives[event.id] = promised
 
 
