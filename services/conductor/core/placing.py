@@ -250,8 +250,9 @@ class Placing:
                 suspects=request.suspects,
                 at_decode=at_decode,
             )
-            queue_s = self._picture.queue_s(plan.prefill, ask.place)
-            return replace(plan, prefill=plan.prefill._replace(queue_s=queue_s))
+            chosen = plan.prefill._replace(queue_s=self._picture.queue_s(plan.prefill, ask.place))
+            candidates = tuple([chosen if it.id == chosen.id else it for it in plan.candidates])
+            return replace(plan, prefill=chosen, candidates=candidates)
         except Unavailable as error:
             return Failure(Kind.UNAVAILABLE, error.message)
         except InvalidRequest as error:

@@ -380,8 +380,6 @@ class Requests:
             failure = Failure(Kind.STREAM, f"{attempt.plan.prefill.id} was lost before decode had everything")
             self._attempt_failed(now, request, failure, [attempt.plan.prefill.id], out)
 
-    # --- checks -----------------------------------------------------------------------------------------------------
-
     def check_invariants(self) -> None:
         """Asserts what must hold between any two events."""
         check_requests(self._book, self._legs, self.rooms, self.line, self._timers)
