@@ -229,8 +229,9 @@ class Placing:
         request.phase = Phase.KEYS
         out.append(Rehash(request.ask.number, request.failures, request.refusal))
 
-    def move(self, request: Request, instance: str, out: list[Action]) -> None:
-        """Places a request anew, away from an instance that has not failed it."""
+    def move(self, now: float, request: Request, instance: str, out: list[Action]) -> None:
+        """Places a request anew, away from an instance that has not failed it; what runs there goes on."""
+        self._legs.detach(request, now, out)
         request.suspect(instance)
         request.recovering = True
         request.refusal = Failure(Kind.UNAVAILABLE, f"{instance} drains, or is slow")
