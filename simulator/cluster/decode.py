@@ -67,7 +67,7 @@ class Ears:
 
 
 class DecodeInstance:
-    """One instance. Transfers are named by the core's numbers of their sequences, which are never used twice.
+    """One instance. Transfers are named by the core's numbers of their first sequences, which are never used twice.
 
     Args:
         stores: of the cluster; the answers' blocks are written there.
@@ -132,15 +132,16 @@ class DecodeInstance:
         starts_in_s: float = 0.0,
         stores: tuple[str, ...] = (),
     ) -> Promised | Failure:
-        """A conductor wants room for a sequence."""
-        self._came += 1
-        number, request = self._came, sequence.request
+        """A conductor wants room for a sequence, or for several with one prompt."""
+        number, request = self._came + 1, sequence.request
+        self._came += sequence.width
         keys = sequence.keys(self._config.block_tokens)
-        self._seats[number] = Seat(
-            sequence, number, stores, sequence.tokens + 1, sequence.left - 1, len(keys), self._world.now
-        )
+        counts = sequence.tokens + 1, sequence.left - 1, len(keys), self._world.now
+        for member in range(number, number + sequence.width):
+            self._seats[member] = Seat(sequence, member, stores, *counts)
         asked = keys, sequence.tokens, request.tokens, request.longest, tbt_slo_s, conductor, len(stores)
-        self._tell(Reserve(number, *asked, starts_in_s=starts_in_s, resumable=True, fence=sequence.fence))
+        how = sequence.width, starts_in_s, None, sequence.width == 1, sequence.fence
+        self._tell(Reserve(number, *asked, *how))
         return self._answers.pop(number)
 
     def open(self, transfer: int) -> bool:
@@ -185,12 +186,15 @@ class DecodeInstance:
         if seat is None:
             self._ears.failed(stream, transfer, "there is no such transfer here (any more)")
             return
-        seat.stream, seat.started = stream, True
+        members = self._members(transfer)
+        for member in members:
+            member.stream, member.started = stream, True
         if compute:
             seat.begin_with_prompt(self._config.block_tokens)
             self._tell(Compute(transfer, stream))
         else:
-            self._tell(Start(transfer, stream, 0 if seat.left else STOPPED))
+            first, *others = [0 if member.left else STOPPED for member in members]
+            self._tell(Start(transfer, stream, first, tuple(others)))
 
     def resume(self, stream: int, order: Resume) -> None:
         """A conductor wants a sequence that was another's, or what is kept of one."""
@@ -204,8 +208,12 @@ class DecodeInstance:
         """A sequence is not wanted any more; unknown ones are fine."""
         seat = self._wanted(transfer)
         if seat is not None:
-            seat.stream = 0
+            for member in self._members(transfer):
+                member.stream = 0
             self._tell(Stop(transfer, "cancelled"))
+
+    def _members(self, transfer: int) -> list[Seat]:
+        return [self._seats[number] for number in range(transfer, transfer + self._seats[transfer].sequence.width)]
 
     def _wanted(self, transfer: int) -> Seat | None:
         seat = self._seats.get(transfer)
@@ -296,7 +304,7 @@ class DecodeInstance:
             case actions.Finish(number):
                 self._ears.tokens(self._seats[number].stream, [Told(number, None, over=True)])
             case actions.Ending(number, why):
-                self._ending(self._seats[number], why)
+                self._ending(number, why)
             case actions.Gone() | actions.Adopted() | actions.Fenced() | actions.Forget():
                 self._change_hands(action)
             case actions.SwapOut() | actions.SwapIn() | actions.Store() | actions.Load():
@@ -308,7 +316,7 @@ class DecodeInstance:
             target = Target(self.name, self.incarnation, "", action.id, 0, action.held)
             self._answers[action.id] = Promised(target, self._core_config.lease_s, self._taken)
             return
-        del self._seats[action.id]
+        self._leave(action.id)
         self._answers[action.id] = Failure(
             Kind.OVERLOADED, action.why, reason=action.reason, predicted_tbt_s=action.tbt_s, retry_after_s=RETRY_S
         )
@@ -317,9 +325,9 @@ class DecodeInstance:
         """Sequences end, are kept for a while, and go from one conductor to another."""
         match action:
             case actions.Gone(number, logged):
-                seat = self._seats.pop(number)
                 if logged:
-                    self._logged[number] = seat
+                    self._logged[number] = self._seats[number]
+                self._leave(number)
             case actions.Forget(number):
                 self._logged.pop(number, None)
                 self._seats.pop(number, None)
@@ -334,11 +342,16 @@ class DecodeInstance:
                 if seat.why:
                     self._ears.failed(stream, number, seat.why)
 
-    def _ending(self, seat: Seat, why: str) -> None:
-        seat.why = why
-        if seat.stream:
-            self._ears.failed(seat.stream, seat.number, why)
-            seat.stream = 0
+    def _leave(self, transfer: int) -> None:
+        for member in self._members(transfer):
+            del self._seats[member.number]
+
+    def _ending(self, transfer: int, why: str) -> None:
+        stream = self._seats[transfer].stream
+        for member in self._members(transfer):
+            member.why, member.stream = why, 0
+        if stream:
+            self._ears.failed(stream, transfer, why)
 
     def _io(self, action: actions.SwapOut | actions.SwapIn | actions.Store | actions.Load) -> None:
         if isinstance(action, actions.SwapOut | actions.SwapIn):

@@ -94,6 +94,8 @@ class Sequence:
     """Tokens of the answer that were still to be made when it was placed."""
     fence: int = 0
     """How often its client had resumed it."""
+    width: int = 1
+    """Answers that begin with the same prompt and run together."""
 
     def keys(self, block_tokens: int, blocks: int = -1) -> tuple[BlockKey, ...]:
         """Of the leading full blocks; by default of those whose KV comes from prefill."""

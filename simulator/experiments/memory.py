@@ -66,12 +66,16 @@ class Way:
         memory: of the instance.
         longest_life: only as many come as fit when each has its longest life, whose blocks count as taken; decode
             instances no longer do this.
-        sharing: samples of a request have its prompt's blocks in common.
+        sharing: samples of a request are answers to one prompt, whose blocks they have in common, and run together.
     """
 
     memory: DecodeMemory = field(default_factory=DecodeMemory)
     longest_life: bool = False
     sharing: bool = True
+
+
+Group = tuple[Request, ...]
+"""Samples that begin with one prompt and run together."""
 
 
 class Crowd:
@@ -81,12 +85,12 @@ class Crowd:
         at_once: sequences that may be there at most; 0 = as many as the core lets in.
     """
 
-    def __init__(self, config: ClusterConfig, requests: Listed[Request], at_once: int) -> None:
+    def __init__(self, config: ClusterConfig, groups: Listed[Group], at_once: int) -> None:
         self.world = World()
         ears = Ears(self._tokens, _failed, _ignore, lambda: None)
         self.instance = DecodeInstance(self.world, Network(self.world), config, "d0", (), ears)
         self.instance.stream_opened(STREAM, CONDUCTOR)
-        self._waiting, self._at_once = deque(requests), at_once
+        self._waiting, self._at_once = deque(groups), at_once
         self._running: dict[int, Request] = {}
         self.tokens = self.ended_at = 0
 
@@ -100,17 +104,19 @@ class Crowd:
     def _go_on(self, _: object = None) -> None:
         """Lets requests in until one is refused, which tries again when somebody has left."""
         while self._waiting and not 0 < self._at_once <= len(self._running):
-            request = self._waiting[0]
-            sequence = Sequence(request, f"r{request.number}", request.tokens, request.answer)
+            group = self._waiting[0]
+            first, width = group[0], len(group)
+            sequence = Sequence(first, f"r{first.number}", first.tokens, first.answer, width=width)
             answer = self.instance.reserve(sequence, CONDUCTOR)
             if not isinstance(answer, Promised):
                 return
             self._waiting.popleft()
-            self._start(request, answer.target.transfer_id)
+            self._start(group, answer.target.transfer_id)
 
-    def _start(self, request: Request, transfer: int) -> None:
-        self._running[transfer] = request
-        request.take(Made(self.world.now, [], self.world.now))  # the first token comes from prefill
+    def _start(self, group: Group, transfer: int) -> None:
+        for place, request in enumerate(group):
+            self._running[transfer + place] = request
+            request.take(Made(self.world.now, [], self.world.now))  # the first token comes from prefill
         self.instance.open(transfer)
         self.instance.kv_whole(transfer)
         self.instance.start(STREAM, transfer)
@@ -136,17 +142,22 @@ def _ignore(stored: Listed[BlockKey], removed: Listed[BlockKey]) -> None:
     """Nobody asks what the instance holds."""
 
 
-def requests_of(load: MemoryLoad, *, sharing: bool) -> list[Request]:
-    """All samples of all requests; those of one request have its prompt's blocks in common if they share."""
-    found: list[Request] = []
+def groups_of(load: MemoryLoad, *, sharing: bool) -> list[Group]:
+    """All samples of all requests: those of one request together if they share its prompt, else each by itself."""
+    found: list[Group] = []
     for number in range(load.requests):
-        for sample in range(load.samples):
-            prompt = number * load.samples + (0 if sharing else sample)
-            blocks = range(load.prompt_tokens // load.block_tokens)
-            keys = tuple(BlockKey((prompt << 32 | block).to_bytes(32, "little")) for block in blocks)
-            one = Request(len(found), 0, load.prompt_tokens, load.answer(number), keys, max_tokens=load.max_tokens)
-            found.append(one)
+        samples = range(number * load.samples, (number + 1) * load.samples)
+        if sharing:
+            found.append(tuple(_sample(load, number, sample, samples[0]) for sample in samples))
+        else:
+            found += [(_sample(load, number, sample, sample),) for sample in samples]
     return found
+
+
+def _sample(load: MemoryLoad, number: int, sample: int, prompt: int) -> Request:
+    blocks = range(load.prompt_tokens // load.block_tokens)
+    keys = tuple(BlockKey((prompt << 32 | block).to_bytes(32, "little")) for block in blocks)
+    return Request(sample, 0, load.prompt_tokens, load.answer(number), keys, max_tokens=load.max_tokens)
 
 
 def run_pool(profile: Profile, load: MemoryLoad, way: Way) -> Crowd:
@@ -156,9 +167,7 @@ def run_pool(profile: Profile, load: MemoryLoad, way: Way) -> Crowd:
         pool_blocks=load.pool_blocks, max_batch=1_000_000,
     )  # fmt: skip
     longest = config.blocks_for(load.prompt_tokens + load.max_tokens)
-    crowd = Crowd(
-        config, requests_of(load, sharing=way.sharing), load.pool_blocks // longest if way.longest_life else 0
-    )
+    crowd = Crowd(config, groups_of(load, sharing=way.sharing), load.pool_blocks // longest if way.longest_life else 0)
     crowd.run()
     return crowd
 

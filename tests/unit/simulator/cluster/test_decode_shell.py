@@ -10,7 +10,8 @@ import asyncio
 import random
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Listed
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from moonpool.sched.steps import LayerDone, Step, StepResult
 from moonpool.streams.credits import Traffic
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import decode_pb2, kv_pb2
+from services.conductor.core.messages import Promised
 from services.decode.core import actions
 from services.decode.core.config import Preemption
 from services.decode.core.events import Arrived, Open, Reserve, Start, Stop, StreamOpened
@@ -39,7 +41,10 @@ from services.decode.live import LiveRequest
 from services.decode.shell import DecodeShell
 from services.decode.subscriber import Subscriber
 from simulator.cluster.config import ClusterConfig, DecodeMemory
-from simulator.cluster.decode import core_config
+from simulator.cluster.decode import DecodeInstance, Ears, core_config
+from simulator.cluster.requests import Request, Sequence
+from simulator.kernel.clock import World, ps
+from simulator.kernel.links import Network
 from tests.unit.fakes.engine import FakeEngine
 from tests.unit.simulator.cluster.rig import PROFILE
 from tests.unit.simulator.cluster.scripts import (
@@ -99,14 +104,14 @@ class Outside:
         return blocks
 
     def submit(
-        self, store: kv_pb2.Instance, keys: Sequence[BlockKey], parents: Sequence[BlockKey], tenant: str,
-        blocks: Sequence[int], over: Callable[[bool], None],
+        self, store: kv_pb2.Instance, keys: Listed[BlockKey], parents: Listed[BlockKey], tenant: str,
+        blocks: Listed[int], over: Callable[[bool], None],
     ) -> None:  # fmt: skip
         assert len(keys) == len(parents) == len(blocks) == 1
         when, result = self._stores.popleft()
         self._loop.call_at(when, over, result.ok)
 
-    async def read(self, keys: Sequence[BlockKey], **how: Any) -> int:
+    async def read(self, keys: Listed[BlockKey], **how: Any) -> int:
         when, result = self._loads.popleft()
         await asyncio.sleep(when - self._loop.time())
         assert not result.failed
@@ -157,22 +162,24 @@ class Service:
             case Start(number):
                 live = self._lives[number]
                 message = decode_pb2.StartSequence(
-                    request_id=live.request_id, transfer_id=live.id, generation=live.transfer.generation
-                )
+                    request_id=live.request_id, transfer_id=live.id, generation=live.transfer.generation,
+                    further_token_ids=[0] * len(event.others),
+                )  # fmt: skip
                 self.shell.start(self._subscriber, message)
             case Stop(number):
                 self.shell.end(self._lives[number], event.why)
 
     def _reserve(self, event: Reserve) -> None:
-        params = SamplingParams(max_tokens=event.total_tokens - event.prompt_tokens)
+        params = SamplingParams(max_tokens=event.total_tokens - event.prompt_tokens, n=event.width)
         sampling = SequenceSampling.of(params, event.prompt_tokens, ())
         tokens = array("i", [event.id] * event.tokens)  # so that no two answers have a block in common
         incoming = IncomingRequest(f"r{event.id}", tokens, event.keys, BlockKey(ROOT), f"t{event.id}", sampling)
         stores = [kv_pb2.Instance(id=f"s{number}", address=f"s{number}:1") for number in range(event.stores)]
         with suppress(Overloaded):  # the core's answer is in the journal
             promised, _ = self.shell.reserve(
-                incoming, stores, event.tbt_slo_s, None, event.starts_in_s, secret=bytes(16), fence=event.fence
-            )
+                incoming, stores, event.tbt_slo_s, None, event.starts_in_s,
+                secret=bytes(16) if event.resumable else b"", fence=event.fence,
+            )  # fmt: skip
             self._lives[event.id] = promised
 
 
@@ -244,3 +251,54 @@ def test_swaps_writes_and_loads_as_the_simulator_does(
     played(config, expected, tmp_path)
     assert count(expected, moved) > 3
     assert any(isinstance(one.event, Ended) for one in expected)
+
+
+def in_groups(config: ClusterConfig, rng: random.Random) -> list[Noted]:
+    """What the core of a simulated instance heard and decided that makes up to three answers to a prompt."""
+    noted: list[Noted] = []
+    world = World()
+    ears = Ears(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None)
+    instance = DecodeInstance(world, Network(world), config, "d0", (), ears, longest_run=1)
+    instance.host.heard = lambda now, event, decided: noted.append(Noted(now, event, list(decided)))
+    instance.stream_opened(1, "conductor")
+
+    def go_on(came: tuple[int, int]) -> None:
+        stage, transfer = came
+        if stage == 1:
+            instance.open(transfer)
+        elif stage == 2:
+            instance.kv_whole(transfer)
+        else:
+            instance.start(1, transfer)
+
+    def ask(sequence: Sequence) -> None:
+        answer = instance.reserve(sequence, "conductor")
+        if isinstance(answer, Promised):
+            for stage in range(1, 4):
+                world.after(ps(0.0031 * stage), go_on, (stage, answer.target.transfer_id))
+
+    at = 0.0
+    for number in range(30):
+        at += rng.expovariate(12.0)
+        tokens, answer = rng.randint(1, 3 * BT), rng.randint(2, 5 * BT)
+        keys = tuple(BlockKey((number << 32 | block).to_bytes(32, "little")) for block in range(tokens // BT))
+        request = Request(number, ps(at), tokens, answer, keys)
+        world.at(ps(at), ask, Sequence(request, f"r{number}", tokens, answer, width=rng.randint(1, 3)))
+    world.run()
+    instance.check_at_rest()
+    return noted
+
+
+@pytest.mark.parametrize(
+    ("way", "blocks"), [(Preemption.RECOMPUTE, 400), (Preemption.RECOMPUTE, 26), (Preemption.SWAP, 28)]
+)
+def test_several_answers_to_a_prompt_as_in_the_simulator(way: Preemption, blocks: int, tmp_path: Path) -> None:
+    """Forked from shared blocks, with copies of part-filled ones; in a pool for a few they are preempted together."""
+    print(f"seed {SEED}")
+    config = config_of(way, blocks)
+    expected = in_groups(config, random.Random(SEED))
+    played(config, expected, tmp_path)
+    runs = [action for one in expected for action in one.actions if isinstance(action, actions.Run)]
+    assert sum(len(run.copies) for run in runs) > 10
+    assert any(run.chunks for run in runs) == (way is Preemption.RECOMPUTE and blocks == 26)
+    assert (count(expected, actions.SwapIn) > 3) == (way is Preemption.SWAP)
