@@ -12,6 +12,7 @@ ALL = (
     "checkpoint",
     "conductor",
     "eviction",
+    "failover",
     "fairness",
     "gateway",
     "kernels",

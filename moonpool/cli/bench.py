@@ -1,4 +1,4 @@
-"""Verbs that measure a stack that runs: `moonpool bench serve` and `moonpool replay`."""
+"""`moonpool bench`: verbs that measure a stack that runs."""
 
 import math
 from pathlib import Path
@@ -54,36 +54,3 @@ def serve(
         ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s, seed=seed, api_key=api_key,
     )  # fmt: skip
     raise typer.Exit(run_serve(plan, as_json=as_json, out=out, picture_file=picture))
-
-
-def replay(
-    trace: Annotated[Path, typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE")],
-    address: Annotated[str, typer.Option(help="The conductor, HOST:PORT.", envvar="MOONPOOL_ADDRESS")] = CONDUCTOR,
-    model: Annotated[str, typer.Option(help="As of `up`; its vocabulary makes the prompts.")] = "",
-    requests: Annotated[int, typer.Option(min=0, help="First requests of the trace only; 0 = all.")] = 0,
-    time_scale: Annotated[float, typer.Option(help="Seconds of the trace, and of the report, in one second.")] = 1.0,
-    prompt_tokens: Annotated[int, typer.Option(min=0, help="Of each prompt at most; 0 = all.")] = 0,
-    output_tokens: Annotated[int, typer.Option(min=0, help="Of each answer at most; 0 = all.")] = 0,
-    ttft_slo_s: Annotated[float, typer.Option(min=0.0, help="TTFT limit of goodput, seconds.")] = 30.0,
-    tbt_slo_s: Annotated[float, typer.Option(min=0.0, help="TBT limit of goodput, seconds.")] = 0.1,
-    simulate: Annotated[str, typer.Option(help="Also simulate such a stack, with this profile; empty = do not.")] = "",
-    step_tokens: Annotated[int, typer.Option(min=1, help="--step-tokens of the prefill instances.")] = 512,
-    calibrate_on: Annotated[
-        int, typer.Option(min=0, help="Fit the simulation to so many first requests, compare the others.")
-    ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-) -> None:
-    """Send a trace to a running stack; report latencies and predictions as the simulator does, and beside it.
-
-    Exit status: 0 when every request was answered, 1 when not.
-    """
-    from moonpool.cli.named import chosen_model
-    from moonpool.cli.replay import run_replay
-    from simulator.cluster.config import Slo
-
-    status = run_replay(
-        trace, address, model=chosen_model(model), requests=requests, time_scale=time_scale,
-        prompt_tokens=prompt_tokens, output_tokens=output_tokens, slo=Slo(ttft_slo_s, tbt_slo_s), profile=simulate,
-        step_tokens=step_tokens, calibrate_on=calibrate_on, as_json=as_json,
-    )  # fmt: skip
-    raise typer.Exit(status)

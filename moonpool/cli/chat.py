@@ -10,6 +10,7 @@ from typing import TextIO
 
 from moonpool.cli.advice import advice
 from moonpool.cli.generate import figures
+from moonpool.cli.options import addresses
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import Client, GenerateResult, Message, SamplingParams
 from moonpool.errors import InvalidRequest, MoonpoolError
@@ -127,7 +128,7 @@ def chat(address: str, model: str, sampling: SamplingParams, system: str) -> Non
         MoonpoolError: no stack, or a request of a pipe failed.
     """
     typed = sys.stdin.isatty()
-    with serving(address, model) as there, Client(there) as client:
+    with serving(address, model) as there, Client(addresses(there)) as client:
         served = client.cluster_state().model
         print(f"{served or 'a model that is still loading'} at {there}", file=sys.stderr)
         conversation = Conversation(client, sampling, system)

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -103,8 +103,9 @@ class Survey:
 class Surveyor:
     """Reads a cluster's gauges, repeatedly over the same connections; a context manager."""
 
-    def __init__(self, conductor_address: str) -> None:
-        self._conductor = conductor_address
+    def __init__(self, conductors: str | Sequence[str]) -> None:
+        """Takes the conductors' addresses; instances are those that any of them knows."""
+        self._conductors = [conductors] if isinstance(conductors, str) else conductors
         self._channels: dict[str, grpc.Channel] = {}
 
     def __enter__(self) -> Self:
@@ -120,23 +121,41 @@ class Surveyor:
         """Reads all gauges once.
 
         Raises:
-            Unavailable: the conductor does not answer.
+            Unavailable: no conductor answers.
         """
-        stub = conductor_pb2_grpc.ConductorServiceStub(self._channel(self._conductor))
+        readings: list[Reading] = []
+        silent: list[str] = []
+        members: dict[str, kv_pb2.Instance] = {}
+        for address in self._conductors:
+            try:
+                readings += self._ask_conductor(address, members)
+            except Unavailable as error:
+                silent.append(error.message)
+        if not readings:
+            raise Unavailable("; ".join(silent))
+        with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+            answers = list(pool.map(lambda one: _ask(one, self._channel(one.address)), members.values()))
+        for answer in answers:
+            if isinstance(answer, str):
+                silent.append(answer)
+            else:
+                readings += answer
+        return Survey(tuple(readings), tuple(silent))
+
+    def _ask_conductor(self, address: str, members: dict[str, kv_pb2.Instance]) -> list[Reading]:
+        """A conductor's own gauges; adds the members that it knows.
+
+        Raises:
+            Unavailable: it does not answer.
+        """
+        stub = conductor_pb2_grpc.ConductorServiceStub(self._channel(address))
         try:
             own = stub.ConductorStats(conductor_pb2.ConductorStatsRequest(), timeout=CALL_TIMEOUT_S)
             state = stub.ClusterState(conductor_pb2.ClusterStateRequest(), timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
-            reason = from_rpc_error(error)
-            raise Unavailable(f"the conductor at {self._conductor} does not answer: {reason}") from error
-        members = [(member.instance, self._channel(member.instance.address)) for member in state.instances]
-        with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-            answers = list(pool.map(lambda member: _ask(*member), members))
-        readings = [_reading("conductor", gauge) for gauge in own.gauges]
-        for answer in answers:
-            if not isinstance(answer, str):
-                readings += answer
-        return Survey(tuple(readings), tuple(answer for answer in answers if isinstance(answer, str)))
+            raise Unavailable(f"the conductor at {address} does not answer: {from_rpc_error(error)}") from error
+        members |= {member.instance.id: member.instance for member in state.instances}
+        return [_reading(own.instance.id, gauge) for gauge in own.gauges]
 
     def _channel(self, address: str) -> grpc.Channel:
         if address not in self._channels:
@@ -159,20 +178,20 @@ def _reading(instance: str, gauge: kv_pb2.Gauge) -> Reading:
     return Reading(instance, gauge.name, gauge.value, gauge.at_rest if gauge.HasField("at_rest") else None)
 
 
-def read_gauges(conductor_address: str) -> list[Reading]:
-    """The gauges of the conductor and of every instance that it knows.
+def read_gauges(conductors: str | Sequence[str]) -> list[Reading]:
+    """The gauges of conductors and of every instance that they know.
 
     Raises:
         Unavailable: a service does not answer.
     """
-    with Surveyor(conductor_address) as surveyor:
+    with Surveyor(conductors) as surveyor:
         survey = surveyor.survey()
     if survey.silent:
         raise Unavailable("; ".join(survey.silent))
     return list(survey.readings)
 
 
-def wait_at_rest(conductor_address: str, timeout_s: float) -> list[Reading]:
+def wait_at_rest(conductors: str | Sequence[str], timeout_s: float) -> list[Reading]:
     """Reads gauges until all are at rest; releases travel between processes, so the first reading may be too early.
 
     Returns:
@@ -181,21 +200,21 @@ def wait_at_rest(conductor_address: str, timeout_s: float) -> list[Reading]:
     Raises:
         Unavailable: something is held, or a service does not answer, when the time is over; the message has details.
     """
-    survey = _survey_until_rest(conductor_address, timeout_s)
+    survey = _survey_until_rest(conductors, timeout_s)
     if not survey.at_rest:
         raise Unavailable(f"not at rest: {survey.trouble()}")
     return list(survey.readings)
 
 
-def _survey_until_rest(conductor_address: str, timeout_s: float) -> Survey:
+def _survey_until_rest(conductors: str | Sequence[str], timeout_s: float) -> Survey:
     """The first survey that finds everything at rest, or the last before the time is over.
 
     Raises:
-        Unavailable: the conductor did not answer the last time it was asked.
+        Unavailable: no conductor answered the last time.
     """
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
-    with Surveyor(conductor_address) as surveyor:
+    with Surveyor(conductors) as surveyor:
         while True:
             try:
                 survey = surveyor.survey()
@@ -213,11 +232,11 @@ def describe(reading: Reading) -> str:
     return f"{reading.instance}: {reading.name} = {reading.value:g}{rest}"
 
 
-def run_check(address: str, *, wait_s: float = 0.0, as_json: bool = False) -> int:
+def run_check(conductors: Sequence[str], *, wait_s: float = 0.0, as_json: bool = False) -> int:
     """Prints all gauges, for people or as one JSON object.
 
     Args:
-        address: the conductor's, "host:port".
+        conductors: their addresses, "host:port".
         wait_s: seconds to wait for gauges to come to rest.
         as_json: print `{"at_rest", "held", "silent", "gauges"}`.
 
@@ -225,7 +244,7 @@ def run_check(address: str, *, wait_s: float = 0.0, as_json: bool = False) -> in
         0 when everything is at rest, 1 when something is held, 2 when a service does not answer.
     """
     try:
-        survey = _survey_until_rest(address, wait_s)
+        survey = _survey_until_rest(conductors, wait_s)
     except MoonpoolError as error:
         typer.echo(f"moonpool: {error}", err=True)
         if as_json:

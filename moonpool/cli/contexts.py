@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from moonpool.cli.options import Address, addresses
 from moonpool.client import Client, Context, DeletedKV, Message
 from moonpool.errors import InvalidRequest
 
@@ -23,8 +24,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+delete_app = typer.Typer(name="moonpool delete", add_completion=False, pretty_exceptions_enable=False)
 
-Address = Annotated[str, typer.Option(help="The conductor, HOST:PORT.", envvar="MOONPOOL_ADDRESS")]
 Tenant = Annotated[str, typer.Option(help="Whose context it is.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 Name = Annotated[str, typer.Argument(help="The context's id, or one of its tags.")]
@@ -47,7 +48,7 @@ def create(
     """Keep the beginning of conversations; its KV is computed now, and pinned."""
     text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     turns = _turns(text) if messages else [Message(role="system", content=text)]
-    with Client(address) as client:
+    with Client(addresses(address)) as client:
         context = client.contexts.create(messages=turns, name=name, tags=tag or [], ttl_s=ttl_s, tenant=tenant)
     _print(context, as_json=as_json)
 
@@ -55,7 +56,7 @@ def create(
 @app.command("list")
 def list_(address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) -> None:
     """List a tenant's contexts with their size, their hits and what these saved."""
-    with Client(address) as client:
+    with Client(addresses(address)) as client:
         found = client.contexts.list(tenant=tenant)
     if as_json:
         typer.echo(json.dumps([_plain(context) for context in found]))
@@ -79,7 +80,7 @@ def list_(address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) 
 @app.command()
 def show(name: Name, address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) -> None:
     """Show one context."""
-    with Client(address) as client:
+    with Client(addresses(address)) as client:
         _print(client.contexts.get(name, tenant=tenant), as_json=as_json)
 
 
@@ -92,25 +93,37 @@ def renew(
     as_json: Json = False,
 ) -> None:
     """Let a context live on, also one whose time was over less than a day ago."""
-    with Client(address) as client:
+    with Client(addresses(address)) as client:
         _print(client.contexts.update(name, ttl_s=ttl_s, tenant=tenant), as_json=as_json)
 
 
 @app.command()
 def delete(name: Name, address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) -> None:
     """End a context, and delete its KV from every tier. Exits with 1 when an instance has not done so."""
-    with Client(address) as client:
+    with Client(addresses(address)) as client:
         gone, deleted = client.contexts.delete(name, tenant=tenant)
     if not as_json:
         typer.echo(f"{gone} is deleted")
     _print_deleted(deleted, as_json=as_json, context=gone)
 
 
-def run_delete(address: str, keys: list[str], tenants: list[str], namespaces: list[str], *, as_json: bool) -> None:
-    """Deletes KV everywhere and prints what each instance did; exits with 1 when one has not."""
-    chosen_keys, chosen_namespaces = _bytes("key", keys), _bytes("namespace", namespaces)
-    with Client(address) as client:
-        deleted = client.delete_kv(keys=chosen_keys, tenants=tenants, namespaces=chosen_namespaces)
+@delete_app.command()
+def delete_kv(
+    key: Annotated[list[str] | None, typer.Option(help="A block key, 64 hexadecimal digits; may be repeated.")] = None,
+    tenant: Annotated[list[str] | None, typer.Option(help="All KV of this tenant; may be repeated.")] = None,
+    namespace: Annotated[
+        list[str] | None, typer.Option(help="All KV of this namespace, 64 hexadecimal digits; may be repeated.")
+    ] = None,
+    address: Address = LOCAL,
+    as_json: Json = False,
+) -> None:
+    """Delete KV from every tier of every instance; what is on disk is overwritten.
+
+    Exit status: 0 when every instance has done it, 1 when one has not yet.
+    """
+    keys, namespaces = _bytes("key", key or []), _bytes("namespace", namespace or [])
+    with Client(addresses(address)) as client:
+        deleted = client.delete_kv(keys=keys, tenants=tenant or [], namespaces=namespaces)
     _print_deleted(deleted, as_json=as_json)
 
 
@@ -166,3 +179,8 @@ def _left(context: Context) -> str:
 def run(args: list[str]) -> None:
     """Runs `moonpool context VERB ...`; errors are raised, for the caller to print."""
     app(args, prog_name="moonpool context")
+
+
+def run_delete(args: list[str]) -> None:
+    """Runs `moonpool delete ...`; errors are raised, for the caller to print."""
+    delete_app(args, prog_name="moonpool delete")

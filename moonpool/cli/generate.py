@@ -11,7 +11,7 @@ from moonpool.client import Client, GenerateArguments, GenerateResult, Message, 
 
 
 def run_generate(
-    address: str,
+    conductors: Sequence[str],
     prompt: str,
     sampling: SamplingParams,
     *,
@@ -31,7 +31,7 @@ def run_generate(
         "tenant": tenant,
         "priority": priority,
     }
-    with Client(address) as client:
+    with Client(conductors) as client:
         if as_json:
             answer = client.generate(**asked)
             typer.echo(json.dumps(dataclasses.asdict(answer)))

@@ -10,8 +10,10 @@ from typing import Annotated
 
 import typer
 
+from moonpool.cli import chat_verb, traces
 from moonpool.cli import model as model_verbs
-from moonpool.cli.bench import bench_app, replay
+from moonpool.cli.bench import bench_app
+from moonpool.cli.options import PASS_THROUGH, Address, Model, addresses
 from moonpool.errors import MoonpoolError
 
 app = typer.Typer(
@@ -22,14 +24,8 @@ app = typer.Typer(
 )
 app.add_typer(model_verbs.app, name="model")
 app.add_typer(bench_app, name="bench")
-app.command()(replay)
 
-Address = Annotated[str, typer.Option(help="The conductor, HOST:PORT.", envvar="MOONPOOL_ADDRESS")]
-Model = Annotated[
-    str, typer.Option(help="Hugging Face folder, GGUF file, hub id, or smollm2 (fetched once); empty = the bundled one")
-]
 HTTP_PORT = 8000
-PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def _service(kind: str, summary: str) -> None:
@@ -47,6 +43,21 @@ _service("decode", "Run one decode instance.")
 _service("gateway", "Run one gateway: OpenAI's HTTP interface.")
 
 
+def _verbs(name: str, module: str, summary: str) -> None:
+    """Adds a verb that has verbs of its own, in a module of the command's."""
+
+    @app.command(name, help=summary, context_settings=PASS_THROUGH)
+    def run(context: typer.Context) -> None:
+        importlib.import_module(f"moonpool.cli.{module}").run(context.args)
+
+
+_verbs("certs", "certs", "Make certificates for TLS between services: certs create FOLDER.")
+_verbs("context", "contexts", "Named contexts: context create|list|show|renew|delete.")
+_verbs(
+    "simulate", "simulate", "Experiments in virtual time: simulate cache|scale|scheduling|ratio|transfer|memory|faults."
+)
+
+
 @app.command("kvstore", context_settings=PASS_THROUGH)
 def kvstore_(context: typer.Context) -> None:
     """Run one kvstore, or operate on one: kvstore stat|verify|compact|warm|advise."""
@@ -58,14 +69,6 @@ def kvstore_(context: typer.Context) -> None:
         raise typer.Exit(importlib.import_module("services.kvstore.__main__").main(context.args))
 
 
-@app.command("certs", context_settings=PASS_THROUGH)
-def certs_(context: typer.Context) -> None:
-    """Make certificates for TLS between services: certs create FOLDER."""
-    from moonpool.cli import certs
-
-    certs.app(context.args, prog_name="moonpool certs", standalone_mode=False)
-
-
 @app.command()
 def up(
     model: Model = "",
@@ -73,12 +76,15 @@ def up(
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
     kvstore: Annotated[int, typer.Option(min=0, help="kvstore instances.")] = 1,
+    conductors: Annotated[int, typer.Option(min=1, max=16, help="Conductors, side by side.")] = 1,
     kvstore_replicas: Annotated[int, typer.Option(min=1, max=8, help="kvstores that hold a copy of each prefix.")] = 1,
     stages: Annotated[int, typer.Option(min=1, help="Pipeline stages of each prefill instance.")] = 1,
     engine: Annotated[str, typer.Option(help="real, or emulated:PROFILE to emulate compute.")] = "real",
     time_scale: Annotated[float, typer.Option(min=0, help="Emulated seconds per second; 0 = the profile's own.")] = 0.0,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of store and logs; default: a temporary one.")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The conductor's port; 0 = any free.")] = 50051,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The first conductor's port, the others have the next; 0 = any.")
+    ] = 50051,
     http_port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="The gateway's port; 0 = any free. Default: 8000, or 0 with --port 0."),
@@ -107,8 +113,9 @@ def up(
     def plan(folder: Path) -> StackPlan:
         return StackPlan(
             model=served, data_dir=folder, dtype=dtype, prefill=prefill, decode=decode,
-            kvstore=kvstore, kvstore_replicas=kvstore_replicas, stages=stages, engine=engine, time_scale=time_scale,
-            port=port, http_port=(HTTP_PORT if port else 0) if http_port is None else http_port, threads=threads,
+            kvstore=kvstore, conductors=conductors, kvstore_replicas=kvstore_replicas, stages=stages, engine=engine,
+            time_scale=time_scale, threads=threads,
+            port=port, http_port=(HTTP_PORT if port else 0) if http_port is None else http_port,
             block_tokens=block_tokens, kv_bytes=kv_bytes, dram_bytes=dram_bytes,
             ssd_bytes=ssd_bytes, log_level=log_level, spans_dir=spans_dir,
         )  # fmt: skip
@@ -137,17 +144,11 @@ def generate(
     n: Annotated[int, typer.Option("--n", min=1, help="Answers to generate; printed one after the other.")] = 1,
     beams: Annotated[int, typer.Option(min=0, help="Beams of a beam search; the --n best are printed. 0 = none.")] = 0,
     length_penalty: Annotated[float, typer.Option(help="Scores of beams are over tokens ^ this.")] = 1.0,
-    logprobs: Annotated[
-        int | None, typer.Option(min=0, max=20, help="Print each token's log probability, and so many likely tokens.")
-    ] = None,
-    prompt_logprobs: Annotated[
-        int | None, typer.Option(min=0, max=20, help="The same for the prompt's tokens.")
-    ] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Print log probabilities, with so many likely tokens.")] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt's tokens.")] = None,
     response_format: Annotated[str, typer.Option(help="json_object, json_schema, regex or lark.")] = "",
     grammar: Annotated[str, typer.Option(help="What the format is of: a schema, an expression, ...; or @FILE.")] = "",
-    ttft_slo_s: Annotated[
-        float | None, typer.Option(help="Seconds; refuse when the first token is predicted later.")
-    ] = None,
+    ttft_slo_s: Annotated[float | None, typer.Option(help="Seconds; refuse a first token predicted later.")] = None,
     queue_s: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds to wait at the conductor before that; default: as it says.")
     ] = None,
@@ -161,68 +162,24 @@ def generate(
 
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        n=n,
-        beam_width=beams,
-        length_penalty=length_penalty,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        max_tokens=max_tokens, temperature=temperature, seed=seed, n=n, beam_width=beams,
+        length_penalty=length_penalty, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
         response_format=response_format,  # type: ignore[arg-type]  # the conductor names what it does not know
         grammar=Path(grammar[1:]).read_text() if grammar.startswith("@") else grammar,
-    )
-    slo = Slo(ttft_s=ttft_slo_s, queue_s=queue_s)
-    run_generate(address, text, sampling, chat=chat, slo=slo, tenant=tenant, priority=priority, as_json=as_json)
+    )  # fmt: skip
+    slo, where = Slo(ttft_s=ttft_slo_s, queue_s=queue_s), addresses(address)
+    run_generate(where, text, sampling, chat=chat, slo=slo, tenant=tenant, priority=priority, as_json=as_json)
 
 
-@app.command("context", context_settings=PASS_THROUGH)
-def context_(context: typer.Context) -> None:
-    """Named contexts: context create|list|show|renew|delete."""
+@app.command("delete", context_settings=PASS_THROUGH)
+def delete_(context: typer.Context) -> None:
+    """Delete KV from every tier of every instance: delete --tenant NAME|--key HEX|--namespace HEX."""
     from moonpool.cli import contexts
 
-    contexts.run(context.args)
+    contexts.run_delete(context.args)
 
 
-@app.command()
-def delete(
-    key: Annotated[list[str] | None, typer.Option(help="A block key, 64 hexadecimal digits; may be repeated.")] = None,
-    tenant: Annotated[list[str] | None, typer.Option(help="All KV of this tenant; may be repeated.")] = None,
-    namespace: Annotated[
-        list[str] | None, typer.Option(help="All KV of this namespace, 64 hexadecimal digits; may be repeated.")
-    ] = None,
-    address: Address = "127.0.0.1:50051",
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-) -> None:
-    """Delete KV from every tier of every instance; what is on disk is overwritten.
-
-    Exit status: 0 when every instance has done it, 1 when one has not yet.
-    """
-    from moonpool.cli.contexts import run_delete
-
-    run_delete(address, key or [], tenant or [], namespace or [], as_json=as_json)
-
-
-@app.command()
-def chat(
-    address: Address = "127.0.0.1:50051",
-    model: Annotated[
-        str,
-        typer.Option(help="As of `up`: start a stack that serves this, and stop it at the end; empty = ask --address."),
-    ] = "",
-    system: Annotated[str, typer.Option(help="What the model is told first.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.2,
-    top_p: Annotated[float, typer.Option(help="Least share of probability that tokens are drawn from.")] = 0.9,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
-) -> None:
-    """Chat with the model; after each answer: what the cache saved, and the speeds. In a pipe each line is a turn."""
-    from moonpool.cli.chat import chat as run_chat
-    from moonpool.cli.named import chosen_model
-    from moonpool.client import SamplingParams
-
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    run_chat(address, chosen_model(model) if model else "", sampling, system)
+app.command()(chat_verb.chat)
 
 
 @app.command()
@@ -237,7 +194,7 @@ def check(
     """
     from moonpool.cli.check import run_check
 
-    raise typer.Exit(run_check(address, wait_s=wait_s, as_json=as_json))
+    raise typer.Exit(run_check(addresses(address), wait_s=wait_s, as_json=as_json))
 
 
 @app.command()
@@ -249,7 +206,7 @@ def state(
     from moonpool.cli.cluster import run_state
     from moonpool.client import Client
 
-    with Client(address) as client:
+    with Client(addresses(address)) as client:
         run_state(client, as_json=as_json)
 
 
@@ -263,7 +220,7 @@ def explain(
     from moonpool.cli.cluster import run_explain
     from moonpool.client import Client
 
-    with Client(address) as client:
+    with Client(addresses(address)) as client:
         run_explain(client, request_id, as_json=as_json)
 
 
@@ -284,32 +241,7 @@ def rerun_(
     raise typer.Exit(run_rerun(journal, events=events, check=check, as_json=as_json, policy=policy))
 
 
-@app.command("simulate", context_settings=PASS_THROUGH)
-def simulate_(context: typer.Context) -> None:
-    """Experiments in virtual time: simulate cache|scale|scheduling|ratio|transfer|memory|faults."""
-    from moonpool.cli import simulate
-
-    simulate.run(context.args)
-
-
-@app.command()
-def plan(
-    trace: Annotated[Path, typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE")],
-    model: Annotated[str, typer.Option(help="A model that the hardware's file names.")],
-    hardware: Annotated[str, typer.Option(help="Bundled hardware's name, or a path to a YAML file.")],
-    slo: Annotated[str, typer.Option(help="ttft=SECONDS,tbt=SECONDS.")],
-    goodput: Annotated[float, typer.Option(help="Share of requests that must keep both limits.")] = 0.9,
-    rate: Annotated[float, typer.Option(min=0.001, help="Times as quick as in the trace requests come.")] = 1.0,
-    requests: Annotated[int, typer.Option(min=0, help="First requests of the trace only; 0 = all.")] = 0,
-    bound: Annotated[int, typer.Option(min=1, help="Instances of a kind at most.")] = 64,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-) -> None:
-    """Find the least-cost mix of prefill, decode and kvstore instances that serves a trace within its limits."""
-    from moonpool.cli.plan import run_plan
-
-    run_plan(trace, model=model, hardware=hardware, slo=slo, goodput=goodput, rate=rate, requests=requests,
-             bound=bound, report=report, as_json=as_json)  # fmt: skip
+traces.add_to(app)
 
 
 @app.command()

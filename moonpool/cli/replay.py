@@ -77,7 +77,7 @@ class Foreseen:
         }
 
 
-async def drive(address: str, replay: Replay) -> list[Request]:
+async def drive(address: str | Sequence[str], replay: Replay) -> list[Request]:
     """Sends each request when it is due, whatever the others do; returns them in order of their coming."""
     loop = asyncio.get_running_loop()
     begin = loop.time()
@@ -117,7 +117,7 @@ def summary_of(requests: Sequence[Request], slo: Slo) -> Summary:
     return collector.summary()
 
 
-async def served(address: str, config: ClusterConfig) -> ClusterConfig:
+async def served(address: str | Sequence[str], config: ClusterConfig) -> ClusterConfig:
     """The cluster with as many instances and as large pools as the one that runs there."""
     async with AsyncClient(address) as client:
         state = await client.cluster_state()
@@ -187,7 +187,7 @@ def _print_table(lines: Sequence[Sequence[str]]) -> None:
 
 def run_replay(
     trace: Path,
-    address: str,
+    address: str | Sequence[str],
     *,
     model: str,
     requests: int,

@@ -20,6 +20,10 @@ from moonpool.client import Client
 from moonpool.errors import ConfigError, Unavailable
 
 GATEWAY = "gateway-0"
+UNJOINED = ("conductor", "gateway")
+"""Kinds of services that join no conductor."""
+CONDUCTOR = "conductor"
+"""The first conductor; further ones are conductor-1, conductor-2 and so on."""
 LOG_TAIL_LINES = 25
 DRAIN_S = 8.0
 """Seconds that a service has to finish its requests."""
@@ -34,9 +38,10 @@ class StackPlan:
         data_dir: kvstore data and logs live below it.
         dtype: "auto", "float32", "bfloat16" or "float16".
         prefill, decode, kvstore: number of instances of each.
+        conductors: side by side; all instances join all of them.
         kvstore_replicas: kvstores that hold a copy of each prefix.
         stages: pipeline stages of each prefill instance.
-        port: the conductor's port; 0 = any free one.
+        port: the first conductor's port, the others have the following ones; 0 = any free ones.
         http_port: the gateway's port; 0 = any free one, None = no gateway.
         engine: "real", or "emulated:PROFILE" to emulate the compute of prefill and decode.
         time_scale: seconds of the emulated profile that pass in one second; 0 = the profile's own.
@@ -55,6 +60,7 @@ class StackPlan:
     prefill: int = 1
     decode: int = 1
     kvstore: int = 1
+    conductors: int = 1
     kvstore_replicas: int = 1
     stages: int = 1
     port: int = 0
@@ -170,15 +176,17 @@ def _opened(log_path: Path) -> BinaryIO:
 
 
 class LocalStack:
-    """Starts conductor, kvstores, prefill and decode instances and perhaps a gateway, and stops them.
+    """Starts conductors, kvstores, prefill and decode instances and perhaps a gateway, and stops them.
 
-    Use as a context manager; `address` is the conductor's, `http_address` the gateway's, "" for none.
+    Use as a context manager; `address` is the first conductor's, `addresses` are all conductors', `http_address` is the
+    gateway's, "" for none.
     """
 
     def __init__(self, plan: StackPlan, *, on_ready: Callable[[ServiceProcess], None] | None = None) -> None:
         self.plan = plan
         self.services: dict[str, ServiceProcess] = {}
         self.address = ""
+        self.addresses: list[str] = []
         self.http_address = ""
         self._on_ready = on_ready or (lambda service: None)
 
@@ -196,17 +204,22 @@ class LocalStack:
         self.stop()
 
     def start(self, timeout_s: float = 180.0) -> str:
-        """Starts everything and waits until every instance has joined the conductor.
+        """Starts everything and waits until every instance has joined every conductor.
 
         Returns:
-            The conductor's address.
+            The first conductor's address.
 
         Raises:
             Unavailable: a service did not start; the message has the end of its log.
         """
-        conductor = self.spawn("conductor", "conductor", self._conductor_arguments())
-        self.address = conductor.wait_ready(timeout_s)
-        self._on_ready(conductor)
+        names = [CONDUCTOR, *(f"{CONDUCTOR}-{number}" for number in range(1, self.plan.conductors))]
+        conductors = [
+            self.spawn("conductor", name, self._conductor_arguments(name, number)) for number, name in enumerate(names)
+        ]
+        self.addresses = [conductor.wait_ready(timeout_s) for conductor in conductors]
+        for conductor in conductors:
+            self._on_ready(conductor)
+        self.address = self.addresses[0]
         members = [
             self.spawn(kind, f"{kind}-{number}", self._member_arguments(kind, f"{kind}-{number}"))
             for kind, count in (
@@ -227,25 +240,32 @@ class LocalStack:
         return self.address
 
     def wait_joined(self, timeout_s: float) -> None:
-        """Waits until every instance has joined the conductor.
+        """Waits until every instance has joined every conductor that runs.
 
         Raises:
             Unavailable: an instance ended, or the time is over.
         """
         deadline = time.monotonic() + timeout_s
+        for conductor in self._conductors():
+            with Client(conductor.address or self.address) as client:
+                self._wait_joined(client, deadline)
+
+    def _wait_joined(self, client: Client, deadline: float) -> None:
         pause = threading.Event()
-        wanted = set(self.services) - {"conductor", GATEWAY}
-        with Client(self.address) as client:
-            while True:
-                for service in self.services.values():
-                    if service.returncode is not None:
-                        raise Unavailable(f"{service.id} ended with status {service.returncode}\n{service.log_tail()}")
-                known = {instance.id for instance in client.cluster_state().instances}
-                if wanted <= known:
-                    return
-                if time.monotonic() > deadline:
-                    raise Unavailable(f"not joined in time: {', '.join(sorted(wanted - known))}")
-                pause.wait(0.05)
+        wanted = {service.id for service in self.services.values() if service.kind not in UNJOINED}
+        while True:
+            for service in self.services.values():
+                if service.returncode is not None:
+                    raise Unavailable(f"{service.id} ended with status {service.returncode}\n{service.log_tail()}")
+            known = {instance.id for instance in client.cluster_state().instances}
+            if wanted <= known:
+                return
+            if time.monotonic() > deadline:
+                raise Unavailable(f"not joined in time: {', '.join(sorted(wanted - known))}")
+            pause.wait(0.05)
+
+    def _conductors(self) -> list[ServiceProcess]:
+        return [service for service in self.services.values() if service.kind == "conductor"]
 
     def spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
         """Starts one service, in the place of any earlier one of that id; does not wait until it is ready."""
@@ -265,21 +285,19 @@ class LocalStack:
     def spawn_again(self, service_id: str) -> ServiceProcess:
         """Starts a service that has ended with the same arguments, without waiting for it."""
         old = self.services[service_id]
-        # Others look for the conductor and the gateway where they were, also if their port was any free one.
-        address = {"conductor": self.address, "gateway": self.http_address}.get(old.kind)
-        listen = ("--listen", address) if address else ()
+        # Others look for conductors and the gateway where they were, also if their port was any free one.
+        listen = ("--listen", old.address) if old.kind in UNJOINED and old.address else ()
         return self.spawn(old.kind, service_id, [*old.arguments, *listen])
 
     def stop(self, drain_s: float = 20.0) -> dict[str, int]:
-        """Drains and stops everything, gateway and conductor first, so that no new request comes.
+        """Drains and stops everything, gateway and conductors first, so that no new request comes.
 
         Returns:
             Exit status by service id.
         """
         statuses: dict[str, int] = {}
-        others = [name for name in self.services if name not in (GATEWAY, "conductor")]
-        for group in ([GATEWAY], ["conductor"], others):
-            running = [self.services[name] for name in group if name in self.services]
+        for kinds in (("gateway",), ("conductor",), ("prefill", "decode", "kvstore")):
+            running = [service for service in self.services.values() if service.kind in kinds]
             for service in running:
                 service.signal(signal.SIGTERM)
             for service in running:
@@ -294,17 +312,21 @@ class LocalStack:
             yield from ("--spans-dir", str(self.plan.spans_dir))
         yield from self.plan.extra.get(kind, ())
 
-    def _conductor_arguments(self) -> list[str]:
+    def _conductor_arguments(self, service_id: str, number: int) -> list[str]:
+        port = self.plan.port + number if self.plan.port else 0
         arguments = ["--model", self.plan.model, "--kvstore-replicas", str(self.plan.kvstore_replicas)]
-        return [*arguments, *self._common_arguments("conductor", "conductor", self.plan.port)]
+        return [*arguments, *self._common_arguments("conductor", service_id, port)]
+
+    def _join_arguments(self) -> list[str]:
+        return [part for address in self.addresses for part in ("--conductor", address)]
 
     def _gateway_arguments(self, port: int) -> list[str]:
-        arguments = ["--conductor", self.address, "--model", self.plan.model]
+        arguments = [*self._join_arguments(), "--model", self.plan.model]
         return [*arguments, *self._common_arguments("gateway", GATEWAY, port)]
 
     def _member_arguments(self, kind: str, service_id: str) -> list[str]:
         plan = self.plan
-        arguments = ["--conductor", self.address]
+        arguments = self._join_arguments()
         if kind == "kvstore":
             arguments += ["--data-dir", str(plan.data_dir / service_id)]
             arguments += ["--dram-bytes", str(plan.dram_bytes), "--ssd-bytes", str(plan.ssd_bytes)]

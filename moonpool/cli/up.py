@@ -68,9 +68,10 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, restart:
         stack = LocalStack(planned, on_ready=on_ready)
         state = state_file()
         with stack:
-            state.write_text(json.dumps({"pid": os.getpid(), "address": stack.address, "data_dir": str(folder)}))
+            where = ",".join(stack.addresses)
+            state.write_text(json.dumps({"pid": os.getpid(), "address": where, "data_dir": str(folder)}))
             ready |= {"http": stack.http_address}
-            say({"ready": stack.address, "data_dir": str(folder), **ready}, f"ready: {stack.address}{note}")
+            say({"ready": where, "data_dir": str(folder), **ready}, f"ready: {where}{note}")
             if not as_json:
                 typer.echo(f"try it:\n{curl_line(stack.http_address)}")
                 sys.stdout.flush()

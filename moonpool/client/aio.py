@@ -31,6 +31,7 @@ DEFAULT_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 5.0
 QUERY_TIMEOUT_S = 10.0
 RESUME_TIMEOUT_S = 30.0
+SILENCE_S = 1.0
 
 
 class AsyncTokenStream:
@@ -150,8 +151,9 @@ class AsyncTokenStream:
         pause_s = self._search.failed()
         if lost or resuming:
             return pause_s
-        # One that answers, but not with what was asked for: another one may.
-        return pause_s if isinstance(error, Unavailable) and not self._search.round else None
+        # One that answers, but not with what was asked for: another one may, or that one soon, if it has just started.
+        again = len(self._conductors) > 1 or not self._search.round
+        return pause_s if isinstance(error, Unavailable) and again else None
 
 
 class AsyncClient:
@@ -168,6 +170,7 @@ class AsyncClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
+        silence_s: float = SILENCE_S,
         tls: Tls | None = None,
         api_key: str = "",
         transport: Transport | Sequence[Transport] | None = None,
@@ -179,6 +182,8 @@ class AsyncClient:
             timeout_s: seconds a request may take, unless the call says otherwise.
             connect_timeout_s: seconds for which conductors that cannot be reached are tried again.
             resume_timeout_s: the same for a stream that was lost; 0 = it is not resumed.
+            silence_s: seconds after which a conductor counts as lost that is connected and says nothing, not even when
+                it is asked whether it is there; 0 = it is waited for. Of interest only where there is another one.
             tls: certificates; default: those that MOONPOOL_TLS_CA, MOONPOOL_TLS_CERT and MOONPOOL_TLS_KEY name, and
                 plaintext without the first.
             api_key: shown to the conductor, over TLS only; default: MOONPOOL_API_KEY.
@@ -191,7 +196,8 @@ class AsyncClient:
         addresses = [address] if isinstance(address, str) else address
         if transport is None:
             tls, key = tls or Tls.from_environment(), api_key or os.environ.get("MOONPOOL_API_KEY", "")
-            transport = [GrpcTransport(one, tls, key) for one in addresses]
+            silence_s = silence_s if len(addresses) > 1 else 0.0
+            transport = [GrpcTransport(one, tls, key, silence_s) for one in addresses]
         self._conductors = Conductors(transport if isinstance(transport, Sequence) else [transport])
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s

@@ -11,6 +11,7 @@ from moonpool.client.aio import (
     DEFAULT_TIMEOUT_S,
     QUERY_TIMEOUT_S,
     RESUME_TIMEOUT_S,
+    SILENCE_S,
     AsyncClient,
     AsyncTokenStream,
 )
@@ -96,6 +97,7 @@ class Client:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
+        silence_s: float = SILENCE_S,
         tls: Tls | None = None,
         api_key: str = "",
         transport: Transport | Sequence[Transport] | None = None,
@@ -106,6 +108,7 @@ class Client:
             timeout_s=timeout_s,
             connect_timeout_s=connect_timeout_s,
             resume_timeout_s=resume_timeout_s,
+            silence_s=silence_s,
             tls=tls,
             api_key=api_key,
             transport=transport,

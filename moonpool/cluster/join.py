@@ -22,6 +22,8 @@ log = get_logger(__name__)
 
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
+REPORTS = 4
+"""Load reports in a heartbeat when nothing changes."""
 MIN_LOAD_INTERVAL_S = 0.05
 """Least distance between load reports, seconds."""
 
@@ -205,7 +207,7 @@ class JoinAgent:
             if loop.time() - last_load >= MIN_LOAD_INTERVAL_S or not self.joined.is_set():
                 await self._send(call, conductor_pb2.JoinRequest(load=self._load()))
                 last_load = loop.time()
-                due = last_load + self._heartbeat_s / 2
+                due = last_load + self._heartbeat_s / REPORTS
             else:
                 due = last_load + MIN_LOAD_INTERVAL_S
             self.joined.set()

@@ -64,6 +64,12 @@ class EngineConfig(CoreServiceConfig):
         description="share by which this emulated instance is slower or quicker than its profile at most, drawn once; "
         "the conductor is not told",
     )
+    emulated_slowdown: float = Field(
+        0.0,
+        ge=0.0,
+        description="so many times longer emulated steps take from SIGUSR1 to SIGUSR2; the conductor is not told. "
+        "0 = these signals are not taken",
+    )
     emulated_seed: int = Field(0, ge=0, description="seed of these draws; instances with other ids draw differently")
     profile: str = Field(
         "",
@@ -168,7 +174,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
     if emulated is not None:
         compute = EmulatedCompute(*emulated, decode, model.vocab_size, _ends(model), _noise(config))
         return _emulated_setup(config, folder, model, stages, compute)
-    for name in ("emulated_jitter", "emulated_speed_error"):
+    for name in ("emulated_jitter", "emulated_speed_error", "emulated_slowdown"):
         if getattr(config, name):
             raise ConfigError(name, f"only an emulated engine has it; add --engine {SCHEME}PROFILE")
     dtype = resolve_dtype(model, config.dtype)
@@ -233,7 +239,7 @@ def _emulated_setup(
 
 def _noise(config: EngineConfig) -> Noise:
     seed = draw_bits(config.emulated_seed, zlib.crc32(config.id.encode()))
-    return Noise(seed, config.emulated_jitter, config.emulated_speed_error)
+    return Noise(seed, config.emulated_jitter, config.emulated_speed_error, config.emulated_slowdown)
 
 
 def _setup(config: EngineConfig, model: ModelConfig, spec: EngineSpec, fingerprint: bytes) -> EngineSetup:

@@ -47,6 +47,7 @@ class ServerStream(Generic[Req]):
         *,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
         silence_s: float | None = None,
+        quiet_s: float | None = None,
         max_unsent: int = MAX_UNSENT,
     ) -> None:
         """Starts nothing yet.
@@ -55,6 +56,7 @@ class ServerStream(Generic[Req]):
             closing: Set when the service ends its streams.
             hello_timeout_s: Longest wait for the hello.
             silence_s: Longest wait between messages; None for any.
+            quiet_s: After so long without a message `is_there` is asked; None for never.
             max_unsent: Answers that may wait for the peer before nothing more is taken from it.
         """
         self.outbox = Outbox()
@@ -62,6 +64,8 @@ class ServerStream(Generic[Req]):
         self._closing = closing
         self._hello_timeout_s = hello_timeout_s
         self._silence_s = silence_s
+        self._quiet_s = quiet_s
+        self._heard_at = 0.0
         self._max_unsent = max_unsent
         self._group: asyncio.TaskGroup
         self._tasks = 0
@@ -74,6 +78,10 @@ class ServerStream(Generic[Req]):
     def on_message(self, message: Req, payload: memoryview) -> None:
         """Handles a message; what it raises ends the stream."""
         raise NotImplementedError
+
+    async def is_there(self) -> bool:
+        """Nothing came for `quiet_s`: whether the peer lives all the same. If not, the stream ends as silent."""
+        return True
 
     def end(self) -> None:
         """The stream is over: releases everything it holds. Called once or more, after a hello that was taken."""
@@ -130,7 +138,7 @@ class ServerStream(Generic[Req]):
 
         Raises:
             InvalidRequest: the first message is no hello.
-            DeadlineExceeded: no hello came in time, or nothing for `silence_s`.
+            DeadlineExceeded: no hello came in time, or nothing for `silence_s`, or for `quiet_s` and it is not there.
             Unavailable: the service is closing.
             StreamBroken: the peer reads nothing.
         """
@@ -141,13 +149,17 @@ class ServerStream(Generic[Req]):
         if message.WhichOneof("message") != "hello":
             raise InvalidRequest("hello", "must be the first message of the stream")
         await self.on_hello(message)
+        self._heard_at = asyncio.get_running_loop().time()
         try:
             async with asyncio.TaskGroup() as self._group:
                 self._group.create_task(self._write(cast("ServerContext", context)))
-                closing = self._group.create_task(self._watch_closing())
+                watching = [self._group.create_task(self._watch_closing())]
+                if self._quiet_s is not None:
+                    watching.append(self._group.create_task(self._watch_silence(self._quiet_s)))
                 await self._receive(requests)
                 self.end()
-                closing.cancel()
+                for task in watching:
+                    task.cancel()
                 self._finishing = True
                 self.finish()  # what was answered already still goes out
         finally:
@@ -161,7 +173,9 @@ class ServerStream(Generic[Req]):
                 self.on_message(*_parts(item))
                 del item  # else its memory stays while the next message is copied into other, colder memory
             return
+        loop = asyncio.get_running_loop()
         while (item := await self._next(requests, self._silence_s, "nothing was heard")) is not None:
+            self._heard_at = loop.time()
             await self.room()
             self.on_message(*_parts(item))
 
@@ -184,6 +198,21 @@ class ServerStream(Generic[Req]):
     async def _watch_closing(self) -> None:
         await self._closing.wait()
         self.on_closing()
+
+    async def _watch_silence(self, quiet_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        looked_at = self._heard_at
+        while True:
+            left_s = max(self._heard_at, looked_at) + quiet_s - loop.time()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+                continue
+            heard_at = self._heard_at
+            there = await self.is_there()
+            looked_at = loop.time()
+            if not there and self._heard_at == heard_at:
+                self.silent = True
+                raise DeadlineExceeded(f"nothing was heard for {looked_at - heard_at:.2g} s, and it does not answer")
 
     def _one_done(self, _: object) -> None:
         self._tasks -= 1

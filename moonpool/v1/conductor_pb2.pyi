@@ -1016,7 +1016,9 @@ class JoinWelcome(_message.Message):
     CONDUCTOR_FIELD_NUMBER: _builtins.int
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     heartbeat_s: _builtins.float
-    """Seconds between load reports at most; an instance silent for three of them is taken for lost."""
+    """Four load reports come in so many seconds at least; an instance silent for three times as long is taken for lost,
+    and one that is silent for 0.4 of it and then does not answer for as long.
+    """
     @_builtins.property
     def conductor(self) -> _kv_pb2.Instance:
         """The conductor."""
@@ -1745,7 +1747,7 @@ class ListContextsResponse(_message.Message):
     CONTEXTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def contexts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Context]:
-        """Newest first."""
+        """Newest first. Where all are wanted and they are more than 4 MiB, the older ones lack prompts and keys."""
 
     def __init__(
         self,

@@ -34,7 +34,6 @@ class Choice:
     owed: str = ""
     ahead: int = 0
     score: float | None = None  # of a hypothesis of a beam search
-    last_logprobs: Logprobs | None = None  # of the last token, where they are wanted
 
     def resume(self, token_ids: Sequence[int], text_chars: int) -> None:
         """Go on from what a client has; it has all text that was certain with its tokens, and maybe the answer's rest.
@@ -94,7 +93,6 @@ class Choice:
         delta = conductor_pb2.TokenDelta(position=position, token_ids=taken, text=self._untold(text), choice=self.index)
         if logprobs is not None:
             delta.logprobs.CopyFrom(logprobs_to_proto(logprobs.part(0, len(taken))))
-            self.last_logprobs = logprobs.part(len(taken) - 1, len(taken))
         return delta
 
     def end(self, reason: kv_pb2.FinishReason.ValueType) -> conductor_pb2.TokenDelta | None:
@@ -175,18 +173,6 @@ class Answer:
         """
         alone = len(self.choices) == 1 and not self.request.has_beams
         return self.choices[0].tokens if alone else array("i")
-
-    @property
-    def next_tokens(self) -> list[int]:
-        """With which decode begins: the last token of one answer, the first ones of several, candidates for beams."""
-        if self.opening is not None:
-            return [self.opening.token_id, *self.opening.further_token_ids]
-        return [choice.tokens[-1 if len(self.choices) == 1 else 0] for choice in self.choices]
-
-    @property
-    def next_logprobs(self) -> Logprobs | None:
-        """Of the token with which decode begins, where one answer wants them."""
-        return self.choices[0].last_logprobs if len(self.choices) == 1 else None
 
     def prefilled(self, first: prefill_pb2.FirstToken) -> None:
         """Note how the prompt was prefilled; only what came before the first token counts."""

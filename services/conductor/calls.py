@@ -134,8 +134,10 @@ class Calls:
                 if response.HasField("first_token") and first:
                     first = False
                     how = _prefilled(response.first_token, request.sequence)
+                    before = serving.answer.tokens
                     finish = finish_of(serving.first_token(response.first_token))
-                    self._post(FirstToken(order.io, how, finish))
+                    known = 0 < before == serving.answer.tokens
+                    self._post(FirstToken(order.io, how, finish, known))
                 elif response.HasField("accepted"):
                     self._post(Accepted(order.io, response.accepted.number))
                 elif response.HasField("finished"):
@@ -188,7 +190,7 @@ class Calls:
     # --- sequences --------------------------------------------------------------------------------------------------
 
     def start(self, order: Start, serving: Serving) -> None:
-        """Starts a sequence at decode with the answer's last token, or with the prompt alone, and follows it."""
+        """Starts a sequence at decode with the token after those that were placed, or with those alone; follows it."""
         steps, following = self._follow(order, serving)
         if order.compute:
             serving.answer.computed_at_decode(order.target.held_blocks)
@@ -196,8 +198,8 @@ class Calls:
             return
         opening = serving.answer.opening
         scores = opening.log_probabilities if opening is not None else ()
-        answer = serving.answer
-        steps.start(order.sequence, target_proto(order.target), answer.next_tokens, scores, answer.next_logprobs)
+        tokens, logprobs = serving.opening_tokens, serving.opening_logprobs
+        steps.start(order.sequence, target_proto(order.target), tokens, scores, logprobs)
         following.stop_complete()
 
     def adopt(self, order: Adopt, serving: Serving) -> None:
@@ -264,6 +266,7 @@ class _Following:
         self._end = end
         self._stop = stop
         self._going = set(range(len(serving.answer.choices)))  # answers that decode has not ended
+        self._spoken = False
 
     def tokens(
         self,
@@ -286,7 +289,8 @@ class _Following:
         elif count and answer.choices[choice].finish and not answer.finish:
             self._stop(choice)
         finish = finish_of(answer.finish)
-        if count or finish:
+        if count or finish or not self._spoken:
+            self._spoken = True
             self._post(Tokens(self._io, count, finish, known=not self._going))
         if not self._going:
             self._end(None, tell=False)

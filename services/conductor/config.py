@@ -76,12 +76,22 @@ class ConductorConfig(CoreServiceConfig):
         "have less than their share of them, up to twice as many",
     )
     heartbeat_s: float = Field(
-        1.0, gt=0, le=60, description="seconds between instances' load reports; an instance that misses three is lost"
+        1.0,
+        gt=0,
+        le=60,
+        description="an instance that is silent for three times so many seconds is lost, and one that is silent for "
+        "0.4 of it and does not answer within another 0.4 either; four load reports come in it",
     )
     request_timeout_s: float = Field(
         600.0, gt=0, description="seconds a request may take when the client sets no deadline"
     )
     reserve_timeout_s: float = Field(5.0, gt=0, description="seconds a decode instance may take to promise room")
+    slow_factor: float = Field(
+        6.0,
+        ge=0,
+        description="an engine that has become so many times slower than usual, by what it measures itself, gets "
+        "nothing new and is rid of what it has, as long as another one is well; 0 = it is used as it is",
+    )
     retries: int = Field(3, ge=0, description="times a request is placed again after an instance or a transfer failed")
     recovery_s: float = Field(
         15.0, ge=0, description="seconds a request whose instance failed waits for another one to appear"

@@ -1,6 +1,6 @@
 """The conductor's side of Join: one stream per instance, from its hello to its loss.
 
-An instance that is silent for three heartbeats is lost.
+An instance that is silent for three heartbeats is lost, and one that is silent for part of one and does not answer.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from moonpool.errors import InvalidRequest, Mismatch
+from moonpool.errors import InvalidRequest, Mismatch, Unavailable
 from moonpool.rpc.roles import require_role
 from moonpool.streams.serving import ServerStream
 from moonpool.telemetry.logs import get_logger
@@ -23,6 +23,10 @@ Admit = Callable[[kv_pb2.Instance], Awaitable[None]]
 HELLO_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 3.0
 SILENT_HEARTBEATS = 3
+QUIET, ASKED = 0.4, 0.2
+"""Heartbeats; instances report four times in each. One of which nothing came for the first is asked `ASKS` times if
+it is there, each time for the second. We may be late ourselves: so its answer counts, and it has two chances."""
+ASKS = 2
 
 
 class JoinServer:
@@ -50,7 +54,7 @@ class JoinServer:
             InvalidRequest: no proper hello came.
             Mismatch: it serves something else, or another process took its name.
             Unavailable: it cannot be reached at the address it tells, or the conductor is leaving.
-            DeadlineExceeded: it was silent for three heartbeats.
+            DeadlineExceeded: it was silent for three heartbeats, or is silent and does not answer.
         """
         welcome = conductor_pb2.JoinWelcome(conductor=self.conductor, heartbeat_s=self._heartbeat_s)
         await JoinStream(self._cluster, welcome, self._stopping, self._admit).run(requests, context)
@@ -62,7 +66,10 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
     def __init__(
         self, cluster: Cluster, welcome: conductor_pb2.JoinWelcome, stopping: asyncio.Event, admit: Admit
     ) -> None:
-        super().__init__(stopping, hello_timeout_s=HELLO_TIMEOUT_S, silence_s=SILENT_HEARTBEATS * welcome.heartbeat_s)
+        beat_s = welcome.heartbeat_s
+        super().__init__(
+            stopping, hello_timeout_s=HELLO_TIMEOUT_S, silence_s=SILENT_HEARTBEATS * beat_s, quiet_s=QUIET * beat_s
+        )
         self._cluster = cluster
         self._welcome = welcome
         self._admit = admit
@@ -93,6 +100,16 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
                 self._cluster.events(member, message.events)
             case other:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
+
+    async def is_there(self) -> bool:
+        """Whether it answers at its address."""
+        for _ in range(ASKS):
+            try:
+                await self._cluster.probe(self._member.instance.address, ASKED * self._welcome.heartbeat_s)
+            except Unavailable:
+                continue
+            return True
+        return False
 
     def _resync(self) -> None:
         log.warning("resync", instance=self._member.id)

@@ -135,6 +135,7 @@ def _core(config: ConductorConfig) -> ConductorCore:
         load_policy(config.policy),
         config.policy_seed,
         config.decode_prompt_tokens,
+        config.slow_factor,
     )
     return ConductorCore(limits, picture)
 

@@ -31,6 +31,7 @@ class Serving:
         placement: the last one; `placements` how many there were.
         promised_tbt_s: predicted seconds between tokens, by the decode instance that has promised room.
         started: decode was told to start there.
+        opening_logprobs: of the token with which decode begins, where one answer wants them.
         prompt_unscored: the client wants the prompt's log probabilities, and was not told them.
         transient: its KV was deleted meanwhile: engines keep nothing of it.
     """
@@ -45,6 +46,7 @@ class Serving:
     placements: int = 0
     promised_tbt_s: dict[str, float] = field(default_factory=dict)
     started: bool = False
+    opening_logprobs: Logprobs | None = None
     transient: bool = False
     prompt_unscored: bool = field(init=False)
     _hashed: int = 0
@@ -118,13 +120,24 @@ class Serving:
             raise StreamBroken(f"{len(token_ids)} first tokens came for {len(answer.choices)} answers")
         answer.prefilled(first)
         self._prompt_scored(first)
-        position = len(answer.continued)
         found = logprobs_from_proto(first.logprobs) if first.HasField("logprobs") else None
         self._check(found, len(token_ids))
         for choice, token_id in enumerate(token_ids):
             its = found.part(choice, choice + 1) if found is not None else None
-            self.tokens(choice, position, [token_id], kv_pb2.FINISH_REASON_UNSPECIFIED, logprobs=its)
+            self.tokens(choice, self._hashed, [token_id], kv_pb2.FINISH_REASON_UNSPECIFIED, logprobs=its)
+        self.opening_logprobs = found if len(token_ids) == 1 else None
         return answer.finish
+
+    @property
+    def opening_tokens(self) -> list[int]:
+        """With which decode begins: the token after those that were placed of one answer, the first ones of several.
+
+        An answer that is being moved has more tokens by then: they are generated again.
+        """
+        answer = self.answer
+        if answer.opening is not None:
+            return [answer.opening.token_id, *answer.opening.further_token_ids]
+        return [choice.tokens[self._hashed] for choice in answer.choices]
 
     def _prompt_scored(self, first: prefill_pb2.FirstToken) -> None:
         """Tells the client the prompt's log probabilities, where it wants them: once, whatever is placed anew.

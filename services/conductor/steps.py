@@ -14,6 +14,7 @@ from moonpool.contracts import logprobs_from_proto, logprobs_to_proto
 from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken
 from moonpool.logprobs import Logprobs
 from moonpool.rpc.channels import Channels
+from moonpool.rpc.pulse import Pulse, Waiting, ask
 from moonpool.streams.calling import ClientStream
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import decode_pb2, kv_pb2
@@ -24,6 +25,9 @@ log = get_logger(__name__)
 QUEUE_MESSAGES = 8192
 """Starts and cancels waiting to be written; a decode instance that lets them grow beyond it does not read at all."""
 WRITE_TIMEOUT_S = 10.0
+SILENCE_S = 1.0
+"""A stream with sequences that says nothing for so long, of an instance that does not answer on the same connection
+either, is given up: the way there is cut, although the instance may go on reporting."""
 
 
 class Follower(Protocol):
@@ -87,6 +91,7 @@ class StepsStream:
         decode: kv_pb2.Instance,
         conductor: kv_pb2.Instance,
         on_idle_break: Callable[[StepsStream], None] = lambda stream: None,
+        silence_s: float = SILENCE_S,
     ) -> None:
         """Wire the stream; `on_idle_break` is called when it broke and no sequence is on it."""
         self.decode = decode
@@ -95,6 +100,8 @@ class StepsStream:
         self._on_idle_break = on_idle_break
         self._followers: dict[str, Follower] = {}
         self._call: _StepsCall | None = None
+        self._pulse = Pulse(lambda seconds: ask(channels.get(decode.address), seconds), silence_s)
+        self._waiting: Waiting | None = None
 
     def __len__(self) -> int:
         """Sequences on the stream."""
@@ -114,10 +121,22 @@ class StepsStream:
         """Let a sequence's tokens go to `follower`, until its end."""
         assert sequence_id not in self._followers, f"{sequence_id} is subscribed already"
         self._followers[sequence_id] = follower
+        if self._waiting is None:
+            self._waiting = self._pulse.begin(self._cut)
 
     def unsubscribe(self, sequence_id: str) -> None:
         """End it; unknown ids are fine."""
         self._followers.pop(sequence_id, None)
+        self._rest()
+
+    def _rest(self) -> None:
+        """Nothing is waited for when no sequence is on the stream."""
+        if self._waiting is not None and not self._followers:
+            self._pulse.end(self._waiting)
+            self._waiting = None
+
+    def _cut(self) -> None:
+        self.fail(StreamBroken(f"{self.decode.id} does not answer"))
 
     def start(
         self,
@@ -171,6 +190,7 @@ class StepsStream:
         """End the stream; may be called again."""
         call = self._call
         self.fail(StreamBroken("the conductor is closing"))
+        await self._pulse.aclose()
         if call is not None:
             await call.aclose()
 
@@ -188,6 +208,7 @@ class StepsStream:
 
     def _broken(self, error: Exception) -> None:
         followers, self._followers = self._followers, {}
+        self._rest()
         failure = error if isinstance(error, MoonpoolError) else StreamBroken(str(error))
         for follower in followers.values():
             follower.fail(failure)
@@ -196,6 +217,7 @@ class StepsStream:
         self._on_idle_break(self)
 
     def _tell(self, response: decode_pb2.StepsResponse) -> None:
+        self._pulse.heard()
         for tokens in response.tokens:
             self._hand_on(tokens)
         for failed in response.failed:
@@ -207,6 +229,7 @@ class StepsStream:
             follower = self._followers.pop(fenced.request_id, None)
             if follower is not None:
                 follower.fail(InvalidRequest("resume.count", "another conductor has the request, by a higher count"))
+        self._rest()
 
     def _hand_on(self, tokens: decode_pb2.SequenceTokens) -> None:
         reason, sequence_id = tokens.finish_reason, tokens.request_id

@@ -151,7 +151,7 @@ class DecodeInstance:
             cached_blocks=self.manager.num_cached,
             promised_blocks=core.room.promised + core.room.claims,
             context_tokens=core.context_tokens,
-            speed=speeds_to_proto(core.tracker.speeds),
+            speed=speeds_to_proto(core.planner.speeds(time.monotonic())),
             draining=self.draining,
             taken=self.taken,
             expected_answer_tokens=core.expected_answer_tokens,

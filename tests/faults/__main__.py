@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prefill", type=int, default=2, help="prefill instances")
     parser.add_argument("--decode", type=int, default=2, help="decode instances")
     parser.add_argument("--kvstore", type=int, default=1, help="kvstores")
+    parser.add_argument("--conductors", type=int, default=1, help="conductors, side by side")
     parser.add_argument("--stages", type=int, default=1, help="pipeline stages of prefill instances")
     parser.add_argument(
         "--blocks", type=int, default=256, help="blocks of each engine's pool; few, so that requests wait for room"
@@ -58,12 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 gap_s=args.gap_s,
                 longest_prompt=args.longest_prompt,
                 longest_answer=args.longest_answer,
+                conductors=args.conductors,
             )
             base = replace(
                 base_plan(model, (args.keep or Path(temporary)) / f"storm-{seed}", args.engine, blocks=args.blocks),
                 prefill=args.prefill,
                 decode=args.decode,
                 kvstore=args.kvstore,
+                conductors=args.conductors,
                 stages=args.stages,
             )
             report = run_storm(plan, base, judge, os.environ.__setitem__)

@@ -10,6 +10,8 @@ from tests.faults.schedule import FAULTS, RESTARTED, Ask, Fault, FaultKind
 REQUEST_TIMEOUT_S = 40.0
 CERTAIN: tuple[FaultKind, ...] = (*RESTARTED, "stop")
 """Faults whose effect is always seen: the process itself suffers it."""
+GIVEN_UP = "given up after"
+"""In the error of a request whose attempts all failed."""
 ENOUGH = 3
 """Other faults may find no connection, no traffic or no engine process; not so many times in a row."""
 
@@ -28,6 +30,8 @@ class StormPlan:
         gap_s: mean seconds between two faults.
         longest_prompt, longest_answer: tokens.
         least_per_s: completed requests per second of the storm, at least.
+        conductors: side by side. With several no stream that has begun may be lost, and no request at all when nothing
+            but conductors is hit; but for those of which a frame was damaged in each attempt.
     """
 
     seed: int
@@ -40,6 +44,13 @@ class StormPlan:
     longest_prompt: int = 400
     longest_answer: int = 60
     least_per_s: float = 1.0
+    conductors: int = 1
+
+    def may_fail(self, outcome: "Outcome") -> bool:
+        """Whether a client may be told that its request cannot be served."""
+        if self.conductors == 1 or (self.corrupt and GIVEN_UP in outcome.error):
+            return True
+        return not outcome.tokens and set(self.targets) != {"conductor"}
 
 
 @dataclass(slots=True)
@@ -90,7 +101,7 @@ class Report:
 
     @property
     def placed_anew(self) -> int:
-        """Completed requests that took more than one placement."""
+        """Completed requests that took more than one placement, or were resumed."""
         return sum(outcome.placements > 1 for outcome in self.outcomes)
 
     @property

@@ -111,7 +111,7 @@ class Storm:
     async def _storm(self, faults: Sequence[Fault], asks: Iterator[Ask]) -> list[Outcome]:
         self._began = time.monotonic()
         over = asyncio.Event()
-        async with AsyncClient(self._stack.address, timeout_s=REQUEST_TIMEOUT_S) as client:
+        async with AsyncClient(self._stack.addresses, timeout_s=REQUEST_TIMEOUT_S) as client:
             async with asyncio.TaskGroup() as group:
                 injection = group.create_task(self._inject(faults, over))
                 clients = [group.create_task(_ask_until(client, asks, over)) for _ in range(self.plan.clients)]
@@ -154,7 +154,7 @@ class Storm:
         try:
             self._stack.wait_joined(REST_TIMEOUT_S)
             began = time.monotonic()
-            wait_at_rest(self._stack.address, REST_TIMEOUT_S)
+            wait_at_rest(self._stack.addresses, REST_TIMEOUT_S)
             report.rest_s = time.monotonic() - began
         except MoonpoolError as error:
             failures.append(f"after the storm: {error}")
@@ -190,10 +190,10 @@ class Storm:
             for outcome in after
             if outcome.ended != "complete"
         ]
-        return wait_at_rest(self._stack.address, REST_TIMEOUT_S)
+        return wait_at_rest(self._stack.addresses, REST_TIMEOUT_S)
 
     async def _after(self, asks: Iterator[Ask]) -> list[Outcome]:
-        async with AsyncClient(self._stack.address, timeout_s=REQUEST_TIMEOUT_S) as client:
+        async with AsyncClient(self._stack.addresses, timeout_s=REQUEST_TIMEOUT_S) as client:
             staying = [replace(next(asks), ending="run") for _ in range(AFTER)]
             return list(await asyncio.gather(*(self._insist(client, ask) for ask in staying)))
 
@@ -212,6 +212,8 @@ class Storm:
                 report.failures.append(f"{who} took {outcome.seconds:.1f} s of {outcome.timeout_s:g}")
             if outcome.ended not in ("complete", "cancelled", *(kind.__name__ for kind in TYPED)):
                 report.failures.append(f"{who}: {outcome.error}")
+            if outcome.ended == Unavailable.__name__ and not self.plan.may_fail(outcome):
+                report.failures.append(f"{who} was lost after {len(outcome.tokens)} tokens: {outcome.error}")
             if outcome.ended == "complete" and len(outcome.tokens) != ask.max_tokens:
                 report.failures.append(f"{who} has {len(outcome.tokens)} of {ask.max_tokens} tokens")
             if outcome.tokens and (wrong := self._judge.wrong(ask.prompt, outcome.tokens, ask.seed)):
@@ -265,7 +267,7 @@ async def _follow(client: AsyncClient, ask: Ask, outcome: Outcome) -> None:
                 return
         assert stream.result is not None
         assert stream.result.token_ids == outcome.tokens
-        outcome.placements = len(stream.result.placements)
+        outcome.placements = len(stream.result.placements) + stream.result.resumes
         outcome.loaded = bool(stream.result.placement.kvstore)
         outcome.ended = "complete"
 

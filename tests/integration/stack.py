@@ -25,7 +25,7 @@ class CheckedStack(JournaledStack):
     def check_at_rest(self) -> None:
         """As `moonpool check`; a stack that the test has stopped itself has nothing left to say."""
         if self.services:
-            wait_at_rest(self.address, REST_TIMEOUT_S)
+            wait_at_rest(self.addresses, REST_TIMEOUT_S)
 
     def gauge(self, instance: str, name: str) -> float:
         """A gauge of one instance, or of all whose id begins so, added up."""

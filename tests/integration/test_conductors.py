@@ -3,13 +3,12 @@
 import asyncio
 import dataclasses
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from moonpool.cli.check import wait_at_rest
-from moonpool.cli.stack import ServiceProcess
 from moonpool.client import Client, SamplingParams
 from tests.integration.conftest import small_plan, tokens
 from tests.integration.reference import Reference
@@ -20,32 +19,21 @@ GREEDY = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True, logpr
 
 
 @pytest.fixture(scope="module")
-def both(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CheckedStack, str]]:
-    """A stack, and the address of a second conductor of it."""
-    folder = tmp_path_factory.mktemp("both")
-    plan = small_plan(checkpoint, folder)
-    arguments = ["--model", plan.model, "--id", "second", "--listen", "127.0.0.1:0"]
-    second = ServiceProcess("conductor", "second", arguments, folder / "second.log")
-    try:
-        join = ["--conductor", second.wait_ready(60.0)]
-        extra: dict[str, Sequence[str]] = {
-            kind: [*plan.extra.get(kind, ()), *join] for kind in ("kvstore", "prefill", "decode")
-        }
-        with CheckedStack(dataclasses.replace(plan, extra=extra, decode=2)) as stack:
-            yield stack, second.address
-    finally:
-        second.signal(signal.SIGTERM)
-        assert second.wait(20.0) == 0
+def both(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
+    """A stack of two conductors."""
+    plan = small_plan(checkpoint, tmp_path_factory.mktemp("both"))
+    with CheckedStack(dataclasses.replace(plan, conductors=2, decode=2)) as stack:
+        yield stack
 
 
 @pytest.mark.slow
-def test_streams_go_on_at_the_other_conductor(both: tuple[CheckedStack, str], reference: Reference) -> None:
-    stack, second = both
+def test_streams_go_on_at_the_other_conductor(both: CheckedStack, reference: Reference) -> None:
+    stack, second = both, both.addresses[1]
     prompts = [tokens(40 + 30 * number, f"two conductors {number}") for number in range(4)]
     with Client(second) as client:
         assert len(client.cluster_state().instances) == 4, "all have joined the second one too"
     results = asyncio.run(
-        disturbed([stack.address, second], prompts, GREEDY, lambda: stack.services["conductor"].signal(signal.SIGKILL))
+        disturbed(stack.addresses, prompts, GREEDY, lambda: stack.services["conductor"].signal(signal.SIGKILL))
     )
     for prompt, result in zip(prompts, results, strict=True):
         assert (len(result.token_ids), result.resumes) == (1000, 1)

@@ -4,6 +4,7 @@ The faults and the requests follow from a seed; what they meet in the services d
 `python -m tests.faults --seconds 300 --seed 7 --engine emulated:llama-70b-a800`.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,19 @@ EMULATED = "emulated:llama-70b-a800"
     [
         (EMULATED, StormPlan(seed=5, seconds=12.0, gap_s=1.2, least_per_s=5.0)),
         pytest.param(EMULATED, StormPlan(seed=3, seconds=120.0, least_per_s=5.0), marks=pytest.mark.slow),
+        pytest.param(
+            EMULATED,
+            StormPlan(seed=6, seconds=60.0, targets=("conductor",), conductors=3, least_per_s=5.0),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(EMULATED, StormPlan(seed=8, seconds=120.0, conductors=3, least_per_s=5.0), marks=pytest.mark.slow),
         pytest.param("real", StormPlan(seed=4, seconds=120.0, least_per_s=5.0), marks=pytest.mark.slow),
     ],
 )
 def test_a_storm_keeps_every_promise_and_really_happens(
     engine: str, plan: StormPlan, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = run_storm(plan, base_plan(checkpoint, tmp_path, engine), judge_of(checkpoint, engine), monkeypatch.setenv)
+    base = replace(base_plan(checkpoint, tmp_path, engine), conductors=plan.conductors)
+    report = run_storm(plan, base, judge_of(checkpoint, engine), monkeypatch.setenv)
     assert report.failures == [], report.summary()
     assert report.shortfalls() == [], report.summary()

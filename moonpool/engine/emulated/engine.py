@@ -9,9 +9,10 @@ late timers are part of a step's time: the next step makes up for up to `CARRY_S
 """
 
 import asyncio
+import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from moonpool.cost import Speeds
@@ -80,6 +81,7 @@ class EmulatedEngine:
     Attributes:
         step_s: seconds that all steps were to take.
         late_s: seconds by which steps ended late.
+        slowed: its steps take `Noise.slowdown` times longer.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class EmulatedEngine:
         self._carry_s = 0.0
         self.step_s = 0.0
         self.late_s = 0.0
+        self.slowed = False
 
     @property
     def layout(self) -> KVLayout:
@@ -247,7 +250,7 @@ class EmulatedEngine:
         begins = [self._sequences.begin(sequence) for sequence in step.sequences]
         seconds = step_seconds(self._speeds, step, decode=self._emulated.decode, begins=begins)
         seconds += copy_seconds(self._speeds, len(step.copies) * self.layout.block_tokens)
-        seconds *= self._emulated.noise.factor(step.step_id)
+        seconds *= self._emulated.noise.factor(step.step_id, slowed=self.slowed)
         return _Schedule(self._clock.now() - self._carry_s, seconds / self.layout.layers)
 
     async def _stage(
@@ -314,6 +317,22 @@ class EmulatedEngine:
             await self._clock.sleep(left)  # an early timer is made up for like a late one
 
 
+@contextmanager
+def _slowed_by_signals(engine: "EmulatedEngine", slowdown: float) -> Iterator[None]:
+    """While the body runs SIGUSR1 makes the engine slow and SIGUSR2 well again, if it has a slowdown."""
+    if not slowdown:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    for number, slowed in ((signal.SIGUSR1, True), (signal.SIGUSR2, False)):
+        loop.add_signal_handler(number, setattr, engine, "slowed", slowed)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            loop.remove_signal_handler(number)
+
+
 @asynccontextmanager
 async def start_emulated(
     emulated: EmulatedCompute,
@@ -334,7 +353,8 @@ async def start_emulated(
         log.warning("compute is emulated: times are a profile's, tokens mean nothing", **emulated.describe())
         engine = EmulatedEngine(emulated, pool, gate_timeout_s=gate_timeout_s, clock=clock)
         try:
-            yield engine
+            with _slowed_by_signals(engine, emulated.noise.slowdown):
+                yield engine
         finally:
             await engine.shutdown()
     finally:

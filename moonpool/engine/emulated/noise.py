@@ -17,10 +17,13 @@ class Noise:
     """A step takes up to this share longer or shorter, uniformly drawn for each step; in [0, 1)."""
     speed_error: float = 0.0
     """All steps of the instance are slower or quicker by one factor, drawn from 1 ± this; in [0, 1)."""
+    slowdown: float = 0.0
+    """So many times longer all steps take from SIGUSR1 to SIGUSR2; 0 = these signals are not taken."""
 
-    def factor(self, step_id: int) -> float:
-        """Seconds of a step over those of the profile."""
-        return self._around(self.speed_error, _SPEED) * self._around(self.jitter, _STEP, step_id)
+    def factor(self, step_id: int, *, slowed: bool = False) -> float:
+        """Seconds of a step over those of the profile; `slowed`: between the two signals."""
+        slower = self.slowdown if slowed else 1.0
+        return slower * self._around(self.speed_error, _SPEED) * self._around(self.jitter, _STEP, step_id)
 
     def _around(self, width: float, *counters: int) -> float:
         return 1.0 + width * (2.0 * draw_unit(self.seed, *counters) - 1.0) if width else 1.0

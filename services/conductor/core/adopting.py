@@ -6,7 +6,6 @@ failed. docs/adr/0012-resuming.md has the rules.
 
 from collections.abc import Iterable
 
-from moonpool.core.kernel import Cancel
 from moonpool.core.timers import Timers
 from services.conductor.core.legs import Call, Hold, Legs
 from services.conductor.core.life import Phase, Request
@@ -57,12 +56,14 @@ class Adopting:
         return [request for request in mine if not self.begin(now, request, out)]
 
     def lost(self, who: tuple[str, int], requests: Iterable[Request], out: list[Action]) -> list[Request]:
-        """An incarnation of an instance is lost. Returns the requests whose sequence was taken over there."""
+        """An incarnation of an instance is lost. Returns the requests whose sequence was taken over there.
+
+        One that was being moved away goes on at its new place.
+        """
         mine = [it for it in requests if it.adopted and self._follows(it) == who]
         for request in mine:
-            out.append(Cancel(request.adopted))
-            request.adopted = 0
-        return mine
+            self._legs.end_adopted(request, out)
+        return [request for request in mine if request.phase is Phase.ADOPTED]
 
     def _follows(self, request: Request) -> tuple[str, int] | None:
         hold = self._legs.calls.get(request.adopted)
@@ -82,11 +83,12 @@ class Adopting:
         for request in requests:
             waits = self._timers.at(("owner", request.ask.number)) is not None
             assert (request.phase is Phase.OWNER) == waits
-            assert (request.phase is Phase.ADOPTED) == bool(request.adopted)
+            assert (request.phase is Phase.ADOPTED) <= bool(request.adopted)
             if request.adopted:
                 hold = self._legs.calls.get(request.adopted)
                 assert hold is not None
-                assert (hold.call, hold.request) == (Call.ADOPT, request.ask.number)
+                assert hold.call in (Call.ADOPT, Call.SEQUENCE)
+                assert hold.request == request.ask.number
 
 
 def _owner(request: Request) -> str:

@@ -42,8 +42,8 @@ class Book:
         self._timers.set(("deadline", ask.number), ask.deadline)
         return request
 
-    def complete(self, now: float, request: Request, finish: Finish, out: list[Action], *, known: bool = False) -> None:
-        """The answer is whole; `known` when decode knows it."""
+    def complete(self, now: float, request: Request, finish: Finish, out: list[Action], *, known: int = 0) -> None:
+        """The answer is whole; `known` is the call of the sequence where decode knows it, 0 = none."""
         self._legs.end(request, now, out, complete=finish is not Finish.CANCELLED, known=known)
         if finish is Finish.STOP:
             self._lengths.ended(request.ask.number, request.tokens)

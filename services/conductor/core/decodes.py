@@ -11,9 +11,12 @@ from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
 from services.conductor.core.lengths import Stratum
 from services.conductor.core.pool import Pool, blocks_at
 from services.conductor.core.ranks import SHORTLIST, RankClass, Ranks
+from services.conductor.core.vigil import Vigil
 
 SPEED_NOISE = 1.5
 """Factor by which measured speeds of identical instances differ on noisy machines; also the width of a class."""
+TYPICAL_BATCH, TYPICAL_CONTEXT = 4, 2048
+"""Of the step by which an instance's quickness is judged."""
 TRANSFER_BYTES = 1 << 28
 """Transfers are compared by the seconds that so much KV takes."""
 
@@ -53,6 +56,7 @@ class Decode:
     load: LoadFacts
     turn: int = 0
     answers: dict[int, Answer] = field(default_factory=dict)
+    vigil: Vigil = field(default_factory=Vigil)
     own_sequences: int = 0
     unreported: int = 0  # of these, those that no report includes
     unreported_blocks: int = 0
@@ -63,6 +67,11 @@ class Decode:
 
     def __post_init__(self) -> None:
         self.count()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer of ours is here."""
+        return bool(self.answers)
 
     def count(self) -> None:
         """Counts what is there anew: by the last report, and what it did not include."""
@@ -97,13 +106,15 @@ class Decode:
             self._cover(answer)
         self.count()
 
-    def report(self, load: LoadFacts) -> None:
+    def report(self, load: LoadFacts, now: float, slow_factor: float) -> None:
         """Takes a report, which includes the answers that the instance has promised room for."""
         self.load = load
-        if (
-            load.speeds is not None and load.speeds != self.speeds
-        ):  # an equal one stays the same object, by which ranks know it
-            self.speeds = load.speeds
+        if load.speeds is not None:
+            seconds = decode_step_seconds(load.speeds, TYPICAL_BATCH, TYPICAL_CONTEXT)
+            idle = not load.running + load.waiting
+            believed = self.vigil.hear(load.speeds, seconds, now, slow_factor, idle=idle)
+            if believed != self.speeds:  # an equal one stays the same object, by which ranks know it
+                self.speeds = believed
         if self.unreported:
             for answer in self.answers.values():
                 if not answer.covered and answer.number is not None and answer.number <= load.taken:
@@ -117,7 +128,7 @@ class Decode:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(self.facts, self.slot, self.speeds, self.load, self.turn, self.answers)
+        return digest_of(self.facts, self.slot, self.speeds, self.load, self.turn, self.answers, self.vigil)
 
     def check_invariants(self) -> None:
         """Asserts that the sums are those of the answers."""

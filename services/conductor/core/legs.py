@@ -195,23 +195,38 @@ class Legs:
         self._picture.release(attempt.promise, now)
         attempt.promise = 0
 
-    def end(
-        self, request: Request, now: float, out: list[Action], *, complete: bool = False, known: bool = False
+    def end(self, request: Request, now: float, out: list[Action], *, complete: bool = False, known: int = 0) -> None:
+        """Ends the attempt, and what was adopted, as far as there is one. Arguments as for `end_attempt`."""
+        self.end_adopted(request, out, known=known)
+        self.end_attempt(request, now, out, complete=complete, known=known)
+
+    def end_adopted(self, request: Request, out: list[Action], *, known: int = 0) -> None:
+        """Ends a sequence that is followed without an attempt."""
+        if request.adopted and request.adopted != known:
+            out.append(Cancel(request.adopted))
+        request.adopted = 0
+
+    def detach(self, request: Request, now: float, out: list[Action]) -> None:
+        """Ends the attempt, but follows a sequence that runs as if it were adopted: it is being moved away."""
+        attempt = request.attempt
+        if attempt is not None and attempt.decode is DecodeLeg.STREAMING and not request.adopted:
+            request.adopted = attempt.sequence_io
+        self.end_attempt(request, now, out, complete=True, known=request.adopted)
+
+    def end_attempt(
+        self, request: Request, now: float, out: list[Action], *, complete: bool = False, known: int = 0
     ) -> None:
-        """Ends the attempt, or what was adopted, if there is one. What it holds comes back now, or when its calls end.
+        """Ends the attempt, if there is one. What it holds comes back now, or when its calls end.
 
         Args:
             request: whose attempt ends.
             now: seconds.
             out: gets the actions.
             complete: the answer is whole; a prefill that has given its token may go on for a while.
-            known: decode knows that the sequence is over.
+            known: the call of a sequence that decode knows to be over, or that is followed on; 0 = none.
         """
         attempt, request.attempt = request.attempt, None
         number = request.ask.number
-        if request.adopted and not known:
-            out.append(Cancel(request.adopted))
-        request.adopted = 0
         for kind in ("renew", "word"):
             self._timers.clear((kind, number))
         if attempt is None:
@@ -226,7 +241,7 @@ class Legs:
             assert attempt.target is not None
             out.append(Undo(attempt.sequence, attempt.target))
             self.lose_promise(attempt, now)
-        elif attempt.decode in (DecodeLeg.STARTED, DecodeLeg.STREAMING) and not known:
+        elif attempt.decode in (DecodeLeg.STARTED, DecodeLeg.STREAMING) and attempt.sequence_io != known:
             out.append(Cancel(attempt.sequence_io))
 
     def held(self, requests: Iterable[Request]) -> list[int]:

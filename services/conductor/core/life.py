@@ -80,7 +80,7 @@ class Phase(Enum):
     """What a request waits for: an attempt, room, a member, a pause to end, or its keys.
 
     QUEUE: a placement that keeps its limits. A resumed one: the instance that has its sequence, or the sequence that
-    was taken over there.
+    was taken over there. A sequence that is to be moved and finds no place is followed like one that was taken over.
     """
 
     PLACED = 0
@@ -106,7 +106,9 @@ class Request:
         failures: attempts that failed.
         suspects: instances that failed it.
         attempt: the present one; None while it waits.
-        adopted: the call that follows a sequence that another conductor had; 0 for none.
+        adopted: the call that follows a sequence without an attempt: another conductor had it, or it is being moved;
+            0 for none.
+        stays_until: it is not moved before; there was no other place.
         reserves: `Reserve` calls that are out, of all attempts.
         unasked: placements in a row for which no decode instance could be asked.
         refusal: what the client is told when waiting is in vain.
@@ -125,6 +127,7 @@ class Request:
     suspects: list[str] = field(default_factory=list)
     attempt: Attempt | None = None
     adopted: int = 0
+    stays_until: float = 0.0
     reserves: int = 0
     unasked: int = 0
     refusal: Failure | None = None
@@ -132,6 +135,11 @@ class Request:
     queued_s: float = 0.0
     charged: bool = False
     recovering: bool = False
+
+    @property
+    def moving(self) -> bool:
+        """Whether its sequence goes on while it is placed anew."""
+        return bool(self.adopted) and self.phase is not Phase.ADOPTED
 
     @property
     def next_sequence(self) -> str:

@@ -159,11 +159,15 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """A prefill (its io) has given its token, which the answer has; `finish` is set when it completes the answer."""
+    """A prefill (its io) has given its token, which the answer has; `finish` is set when it completes the answer.
+
+    `known`: the answer had it already, as its sequence goes on elsewhere meanwhile.
+    """
 
     io: int
     how: Prefilled
     finish: Finish | None = None
+    known: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +179,7 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The answer has `count` more tokens from a sequence (its io).
+    """The answer has `count` more tokens from a sequence (its io); 0 when it knew those that came.
 
     `finish` is set when they complete the answer; `known` when decode has said so itself, whose call then ends.
     """

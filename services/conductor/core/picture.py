@@ -36,6 +36,7 @@ class Picture:
         policy: how prefill instances are chosen.
         seed: of the policy's draws.
         rest_tokens: so many tokens of a prompt at most are computed at decode.
+        slow_factor: an instance so many times slower than usual gets nothing new (`Vigil`); 0 = it is used as it is.
     """
 
     def __init__(
@@ -46,10 +47,12 @@ class Picture:
         policy: Policy = POLICIES[DEFAULT],
         seed: int = 0,
         rest_tokens: int = 0,
+        slow_factor: float = 0.0,
     ) -> None:
         self.index = PrefixIndex(max_index_keys)
         self.shape: Shape | None = None
         """Of the KV that is served; None while there is no engine."""
+        self._slow_factor = slow_factor
         self._instances: dict[str, Instance] = {}
         self._prefills = Prefills(policy, seed)
         self.decodes = Decodes()  # to be asked about
@@ -81,6 +84,11 @@ class Picture:
         pools = [one.facts.id for one in self._prefills], [one.facts.id for one in self.decodes]
         return any(all(name in suspects for name in pool) for pool in pools)
 
+    def relieved(self, instance_id: str) -> bool:
+        """Whether an engine is to be rid of what it has: it is slow, or drains (decode), and another one takes it."""
+        leaving = self.decodes.resting | self.decodes.draining
+        return self._prefills.relieved(instance_id) or self.decodes.relieved(instance_id, leaving)
+
     def join(self, facts: InstanceFacts, now: float) -> None:
         """Takes an instance in, with a full pool of free blocks until it reports.
 
@@ -109,9 +117,9 @@ class Picture:
         instance = self._instances.get(instance_id)
         match instance:
             case Prefill():
-                instance.report(load, now)
+                instance.report(load, now, self._slow_factor)
             case Decode():
-                instance.report(load)
+                instance.report(load, now, self._slow_factor)
             case Store():
                 self._stores.report(instance, load)
                 return

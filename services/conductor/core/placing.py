@@ -25,6 +25,8 @@ MAX_ASKED = 4
 FIRST_PAUSE_S = 0.05
 PAUSE_FACTOR = 4.0
 MAX_PAUSE_S = 3.2
+STAY_S = 1.0
+"""Seconds from a move that failed to the next."""
 TOKEN_BYTES = 4
 
 
@@ -117,9 +119,11 @@ class Placing:
         if self._legs.ask(request, attempt, now, out):
             return
         full, failed = attempt.full, attempt.failed
-        self._legs.end(request, now, out)
+        self._legs.end_attempt(request, now, out)
         if attempt.plan.at_decode:  # others may have room for it when prefill computes it
             self.place(now, request, out)
+        elif request.adopted:
+            stay(request, now)
         elif full is not None or failed is None:
             self._no_room(now, request, admission.no_room(full, attempt.plan), attempt.plan, out)
         elif failed.kind is Kind.INVALID:
@@ -143,7 +147,7 @@ class Placing:
         """The attempt has what it needs: prefill is called, or decode computes what it lacks."""
         plan, number = attempt.plan, request.ask.number
         if plan.at_decode and attempt.target is not None and attempt.target.held_blocks != plan.prefill.used_blocks:
-            self._legs.end(request, now, out)  # it holds less than was thought, or all of it in full blocks
+            self._legs.end_attempt(request, now, out)  # it holds less than was thought, or all of it in full blocks
             self.place(now, request, out)
             return
         for kind in ("wait", "pause"):
@@ -225,6 +229,13 @@ class Placing:
         request.phase = Phase.KEYS
         out.append(Rehash(request.ask.number, request.failures, request.refusal))
 
+    def move(self, request: Request, instance: str, out: list[Action]) -> None:
+        """Places a request anew, away from an instance that has not failed it."""
+        request.suspect(instance)
+        request.recovering = True
+        request.refusal = Failure(Kind.UNAVAILABLE, f"{instance} drains, or is slow")
+        self.rehash(request, out)
+
     def _plan(self, now: float, request: Request, *, at_decode: bool) -> Plan | Failure:
         ask = request.ask
         try:
@@ -238,8 +249,9 @@ class Placing:
                 suspects=request.suspects,
                 at_decode=at_decode,
             )
-            queue_s = self._picture.queue_s(plan.prefill, ask.place)
-            return replace(plan, prefill=plan.prefill._replace(queue_s=queue_s))
+            chosen = plan.prefill._replace(queue_s=self._picture.queue_s(plan.prefill, ask.place))
+            candidates = tuple([chosen if it.id == chosen.id else it for it in plan.candidates])
+            return replace(plan, prefill=chosen, candidates=candidates)
         except Unavailable as error:
             return Failure(Kind.UNAVAILABLE, error.message)
         except InvalidRequest as error:
@@ -281,7 +293,9 @@ class Placing:
                 self.give_up(now, self._book.requests[number], out)
 
     def _nowhere(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:
-        if failure.kind is Kind.UNAVAILABLE and request.recovering:
+        if request.adopted:
+            stay(request, now)
+        elif failure.kind is Kind.UNAVAILABLE and request.recovering:
             if self._may_wait(now, request, Phase.MEMBER, failure, out):
                 self._book.memberless[request.ask.number] = None
         else:
@@ -318,3 +332,9 @@ class Placing:
         request.phase = Phase.PAUSE
         pause_s = min(FIRST_PAUSE_S * PAUSE_FACTOR ** (count - 1), MAX_PAUSE_S)
         self._timers.set(("pause", request.ask.number), now + pause_s)
+
+
+def stay(request: Request, now: float) -> None:
+    """A request that is being moved has found no other place: its sequence goes on where it is, for a while."""
+    request.phase, request.refusal, request.waits_since = Phase.ADOPTED, None, None
+    request.stays_until = now + STAY_S

@@ -6,11 +6,15 @@ from typing import Generic, Protocol, TypeVar
 from moonpool.core.digest import digest_of
 from services.conductor.core.facts import InstanceFacts, LoadFacts
 from services.conductor.core.ranks import Ranks
+from services.conductor.core.sets import members
+from services.conductor.core.vigil import Vigil
 
 DOUBT = 0.25
 """How much less is believed that an instance is slow which has served nothing, with each request that goes elsewhere,
 counted per instance. Its speeds were measured at its start only, perhaps at a bad moment. Its first request has them
 measured at work, so a bad measurement costs it one request."""
+TRIED = 0.5
+"""Factor of the predicted seconds of an instance that has its trial."""
 TURNS = 4
 """So many times a request may go to each other instance before an instance counts as overlooked."""
 
@@ -21,10 +25,16 @@ class Seated(Protocol):
     slot: int
     load: LoadFacts
     turn: int
+    vigil: Vigil
 
     @property
     def facts(self) -> InstanceFacts:
         """Who it is."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether something that we have placed is there."""
         ...
 
 
@@ -38,13 +48,14 @@ class Pool(Generic[I]):
         ranks: their order.
         by_slot: instance at each slot.
         draining: mask of those that take nothing new.
+        resting: mask of those that are slow and get nothing new where there are others (`Vigil`).
         largest_blocks: of the largest pool that has ever been here.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.by_slot: dict[int, I] = {}
-        self.draining = 0
+        self.draining = self.resting = self._tried = 0
         self.largest_blocks = 0
         self._by_id: dict[str, I] = {}
         self._by_size: dict[int, int] = {}
@@ -90,12 +101,17 @@ class Pool(Generic[I]):
         if not self._by_size[blocks]:
             del self._by_size[blocks]
         self.draining &= ~bit
+        self.resting &= ~bit
+        self._tried &= ~bit
         self.ranks.remove(instance.slot)
 
     def changed(self, instance: I) -> None:
         """Notes that load or speeds of an instance have changed."""
         bit = 1 << instance.slot
         self.draining = self.draining | bit if instance.load.draining else self.draining & ~bit
+        tried = instance.vigil.trial and not instance.busy
+        self._tried = self._tried | bit if tried else self._tried & ~bit
+        self.resting = self.resting | bit if instance.vigil.slow and not tried else self.resting & ~bit
         self.rank(instance)
 
     def chose(self, instance: I) -> None:
@@ -103,19 +119,26 @@ class Pool(Generic[I]):
         self._turn += 1
         instance.turn = self._turn
         self._unproven.pop(instance.facts.id, None)
-        self.rank(instance)
+        self.changed(instance)
 
     def belief(self, instance: I) -> float:
         """Factor of an instance's predicted seconds: less than 1 when it has served nothing while others served much.
 
         Only use corrects what was measured at its start. So the more requests go elsewhere, the less is it believed
-        that the instance is slow, until one goes there.
+        that the instance is slow, until one goes there. Likewise one that has its trial gets a request soon.
         """
+        if self._tried >> instance.slot & 1:
+            return TRIED
         elsewhere = (self._turn - self._unproven.get(instance.facts.id, self._turn)) / len(self) - TURNS
         return 1.0 / (1.0 + DOUBT * elsewhere) if elsewhere > 0.0 else 1.0
 
     def overlooked(self, allowed: int) -> int | None:
-        """Slot of an allowed instance that others were preferred to for long. A search may not find it."""
+        """Slot of an allowed instance that others were preferred to for long, or that has its trial.
+
+        A search may not find it.
+        """
+        if self._tried & allowed:
+            return next(iter(members(self._tried & allowed)))
         unproven = (self._by_id[name] for name in self._unproven)
         instance = next((one for one in unproven if allowed >> one.slot & 1), None)
         return instance.slot if instance is not None and self.belief(instance) < 1.0 else None
@@ -127,12 +150,22 @@ class Pool(Generic[I]):
         self.add(instance)
 
     def able(self, blocks: int) -> int:
-        """Mask of the instances that take requests and have pools of so many blocks."""
+        """Mask of the instances that take requests and have pools of so many blocks; slow ones where all are."""
         mask = 0
         for size, slots in self._by_size.items():
             if size >= blocks:
                 mask |= slots
-        return mask & ~self.draining
+        mask &= ~self.draining
+        return mask & ~self.resting or mask
+
+    def relieved(self, instance_id: str, leaving: int | None = None) -> bool:
+        """Whether an instance is one of the mask `leaving`, by default the slow ones, and another one is well."""
+        instance = self._by_id.get(instance_id)
+        if instance is None:
+            return False
+        bit = 1 << instance.slot
+        others = self.mask & ~self.draining & ~self.resting & ~bit
+        return bool(others) and bool((self.resting if leaving is None else leaving) & bit) and not instance.vigil.trial
 
     def mask_of(self, ids: Iterable[str]) -> int:
         """Mask of those of these instances that are here."""
@@ -149,6 +182,8 @@ class Pool(Generic[I]):
         assert self.by_slot == {instance.slot: instance for instance in self._by_id.values()}
         assert self.mask == sum(1 << slot for slot in self.by_slot)
         assert self.draining == sum(1 << i.slot for i in self._by_id.values() if i.load.draining)
+        assert self.resting & ~self.mask == 0
+        assert all(self.by_slot[slot].vigil.slow for slot in members(self.resting))
         assert sum(self._by_size.values()) == self.mask
         assert self._unproven.keys() == {name for name, one in self._by_id.items() if not one.turn}
         for instance_id, instance in self._by_id.items():

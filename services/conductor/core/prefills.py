@@ -15,8 +15,11 @@ from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
 from services.conductor.core.pool import Pool, blocks_at
 from services.conductor.core.ranks import SHORTLIST, Ranks
 from services.conductor.core.sets import members
+from services.conductor.core.vigil import Vigil
 
 CLASS_WIDTH = 1.1
+TYPICAL_TOKENS = 2048
+"""Of the prompt by which an instance's quickness is judged."""
 LOAD_BYTES = 1 << 28
 """Loads are compared by the seconds that so much KV takes."""
 
@@ -51,6 +54,12 @@ class Prefill:
     load: LoadFacts = field(default_factory=LoadFacts)
     turn: int = 0
     prompts: dict[int, Prompt] = field(default_factory=dict)
+    vigil: Vigil = field(default_factory=Vigil)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a prompt of ours is here."""
+        return bool(self.prompts)
 
     def claim(self, number: int, busy_s: float, now: float, place: Place | None = None) -> None:
         """Counts a prompt from now on."""
@@ -73,11 +82,12 @@ class Prefill:
         elif not prompt.covered:
             self.free_at -= prompt.busy_s
 
-    def report(self, load: LoadFacts, now: float) -> None:
+    def report(self, load: LoadFacts, now: float, slow_factor: float) -> None:
         """Takes a report, which includes the prompts that the instance had taken."""
         self.load = load
         if load.speeds is not None:
-            self.learnt.told(load.speeds)
+            seconds, idle = prefill_seconds(load.speeds, TYPICAL_TOKENS, 0), not load.running + load.waiting
+            self.learnt.told(self.vigil.hear(load.speeds, seconds, now, slow_factor, idle=idle))
         if load.drain_s is None:
             return
         for prompt in self.prompts.values():
@@ -119,7 +129,8 @@ class Prefill:
     def digest(self) -> bytes:
         """Hash of the state."""
         times = self.free_at, self.others_at
-        return digest_of(self.facts, self.slot, self.learnt.state, times, self.load, self.turn, self.prompts)
+        state = self.learnt.state, times, self.load, self.turn, self.prompts, self.vigil
+        return digest_of(self.facts, self.slot, *state)
 
 
 class Prefills(Pool[Prefill]):
@@ -218,7 +229,7 @@ class Prefills(Pool[Prefill]):
     ) -> PrefillChoice:
         has = self.by_slot[slot].facts.total_blocks
         small = f"too small: {has} blocks, the prompt needs {demand.prompt_blocks}"
-        why = "draining" if self.draining >> slot & 1 else small
+        why = "draining" if self.draining >> slot & 1 else "slow" if self.resting >> slot & 1 else small
         return self._choice(model, slot, blocks_at(prefixes, slot), now, why)
 
     def digest(self) -> bytes:
@@ -235,4 +246,4 @@ class TypicalSeconds:
 
     def __call__(self, speeds: Speeds) -> tuple[float, float, float]:
         load_s = LOAD_BYTES / speeds.load_bytes_per_s if speeds.load_bytes_per_s else 0.0
-        return prefill_seconds(speeds, 2048, 0), prefill_seconds(speeds, 512, 16384), load_s
+        return prefill_seconds(speeds, TYPICAL_TOKENS, 0), prefill_seconds(speeds, 512, 16384), load_s

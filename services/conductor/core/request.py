@@ -1,10 +1,7 @@
 """The life of requests: placed, reserved, prefilled, decoded; again after a failed attempt; each ends exactly once.
 
-A new attempt starts from the prompt and the tokens generated so far. Sampling is a pure function of the position, so
-the stream continues where it stopped. docs/adr/0006-the-life-of-a-request.md has the states.
+A new attempt goes on from the prompt and the tokens so far: sampling depends on the position alone (docs/adr/0006).
 """
-
-from collections import Counter
 
 from moonpool.core.digest import digest_of
 from moonpool.core.fair import Shares
@@ -12,9 +9,10 @@ from moonpool.core.kernel import Cancel, Ended, Tick
 from moonpool.core.timers import Timers
 from services.conductor.core.admission import Gate
 from services.conductor.core.adopting import Adopting
-from services.conductor.core.book import TIMERS, Book
+from services.conductor.core.book import Book
+from services.conductor.core.checks import check_requests
 from services.conductor.core.failures import FINAL, Failure, Kind, given_up
-from services.conductor.core.legs import MAX_RESERVES, Call, Hold, Legs
+from services.conductor.core.legs import Call, Hold, Legs
 from services.conductor.core.life import Attempt, DecodeLeg, Phase, PrefillLeg, Request
 from services.conductor.core.line import Line
 from services.conductor.core.messages import (
@@ -37,10 +35,11 @@ from services.conductor.core.messages import (
     Tokens,
 )
 from services.conductor.core.picture import Picture
-from services.conductor.core.placing import Limits, Placing
+from services.conductor.core.placing import Limits, Placing, stay
+from services.conductor.core.relief import Relief
 from services.conductor.core.room import RoomQueue
 
-WORD_S = 2.0
+WORD_S = 0.5
 """How long decode may take to say whether it has everything, when prefill is lost before it has said so."""
 
 
@@ -61,6 +60,7 @@ class Requests:
         waiting = self.rooms, self.line, self._shares
         self._placing = Placing(limits, picture, self._book, self._legs, *waiting, self._timers, gate)
         self._adopting = Adopting(limits.adopt_wait_s, picture, self._legs, self._timers)
+        self._relief = Relief(picture, self._legs)
 
     def __len__(self) -> int:
         return len(self._book.requests)
@@ -146,7 +146,7 @@ class Requests:
     def _first_token(
         self, now: float, request: Request, attempt: Attempt | None, event: FirstToken, out: list[Action]
     ) -> None:
-        request.grow(1)  # also one of an attempt that is over: the answer has it
+        request.grow(not event.known)  # also one of an attempt that is over
         if attempt is not None:
             self._legs.token(attempt, now)
             self._learn(now, attempt, event.how)
@@ -167,12 +167,19 @@ class Requests:
     def _tokens(self, now: float, request: Request, attempt: Attempt | None, event: Tokens, out: list[Action]) -> None:
         request.grow(event.count)
         self._lengths.grew(request.ask.number, request.tokens)
-        if attempt is not None and event.count:  # decode begins only when it has everything
+        if attempt is not None:  # decode begins only when it has everything
             attempt.decode = DecodeLeg.STREAMING
             self._timers.clear(("word", request.ask.number))
+            self._arrived(now, request, out)
         if event.finish is not None:
-            known = event.known and (attempt is not None or request.adopted == event.io)
-            self._book.complete(now, request, event.finish, out, known=known)
+            self._book.complete(now, request, event.finish, out, known=event.io if event.known else 0)
+
+    def _arrived(self, now: float, request: Request, out: list[Action]) -> None:
+        """A request that was being moved runs at its new place: the old sequence is ended, and another one may go."""
+        old = self._legs.calls.get(request.adopted)
+        self._legs.end_adopted(request, out)
+        if old is not None:
+            self._relieve(now, old.instance, out)
 
     def _ended(self, now: float, event: Ended[Result], out: list[Action]) -> None:
         hold = self._legs.calls.end(event.io)
@@ -184,18 +191,25 @@ class Requests:
             return
         if hold.call is Call.PREFILL:
             self._timers.clear(("linger", event.io))
-        elif hold.call is Call.SEQUENCE:
+        else:
             self.picture.release(hold.claim, now)
-        elif request is not None and request.adopted == event.io:
-            request.adopted = 0
+        if request is not None and request.adopted == event.io:
             failure = failure or Failure(Kind.STREAM, f"{hold.instance} ended the sequence without a reason")
-            self._attempt_failed(now, request, failure, [], out)
+            self._adopted_ended(now, request, failure, out)
         if request is None or attempt is None:
             return
         if hold.call is Call.PREFILL:
             self._prefill_ended(now, request, attempt, failure, out)
         else:
             self._sequence_ended(now, request, attempt, failure, out)
+
+    def _adopted_ended(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:
+        """A sequence without an attempt is over. One that was being moved goes on at its new place."""
+        moving, request.adopted = request.moving, 0
+        if not moving:
+            self._attempt_failed(now, request, failure, [], out)
+        elif failure.kind in FINAL:
+            self._book.fail(now, request, failure, out)
 
     def _reserved(
         self, now: float, io: int, hold: Hold, request: Request | None, result: Result, out: list[Action]
@@ -253,6 +267,10 @@ class Requests:
         """Ends the attempt; the request is placed anew unless it has failed too often."""
         for instance in blamed:
             request.suspect(instance)
+        if request.moving:
+            self._legs.end_attempt(request, now, out)
+            stay(request, now)
+            return
         self._legs.end(request, now, out)
         request.failures += 1
         request.recovering = True
@@ -274,6 +292,7 @@ class Requests:
                 self._placing.room_news(now, facts.id, out)
             case Reported(instance):
                 self._placing.room_news(now, instance, out)
+                self._relieve(now, instance, out)
             case Left(instance, incarnation, lost):
                 self.rooms.forget(instance)
                 who = instance, incarnation
@@ -283,6 +302,12 @@ class Requests:
                         self._lost(now, request, request.attempt, who, lost, out)
                 for request in self._adopting.lost(who, self._book.requests.values(), out) if lost else ():
                     self._attempt_failed(now, request, Failure(Kind.STREAM, f"{instance} {lost}"), [instance], out)
+
+    def _relieve(self, now: float, instance: str, out: list[Action]) -> None:
+        """An instance that drains or is slow is rid of what it has, if another one takes it."""
+        for request in self._relief.leaving(now, instance, self._book.requests):
+            self._legs.detach(request, now, out)
+            self._placing.move(request, instance, out)
 
     def _lost(
         self, now: float, request: Request, attempt: Attempt, who: tuple[str, int], why: str, out: list[Action]
@@ -356,31 +381,10 @@ class Requests:
             failure = Failure(Kind.STREAM, f"{attempt.plan.prefill.id} was lost before decode had everything")
             self._attempt_failed(now, request, failure, [attempt.plan.prefill.id], out)
 
-    # --- checks -----------------------------------------------------------------------------------------------------
-
     def check_invariants(self) -> None:
         """Asserts what must hold between any two events."""
-        self.rooms.check_invariants()
-        self.line.check_invariants()
-        self._book.crowd.check_invariants(Counter([it.ask.tenant for it in self._book.requests.values()]))
-        self._legs.check_places(self._book.requests.values())
+        check_requests(self._book, self._legs, self.rooms, self.line, self._timers)
         self._adopting.check_invariants(self._book.requests.values())
-        reserves = [hold.request for _, hold in self._legs.calls if hold.call is Call.RESERVE]
-        for number, request in self._book.requests.items():
-            assert number == request.ask.number
-            assert request.reserves == reserves.count(number) <= MAX_RESERVES
-            assert (request.phase is Phase.ROOM) == (number in self.rooms)
-            assert (request.phase is Phase.QUEUE) == (number in self.line)
-            assert (request.phase is Phase.PLACED) == (request.attempt is not None)
-            assert (request.phase is Phase.MEMBER) == (number in self._book.memberless)
-            assert (request.phase is Phase.PAUSE) == (self._timers.at(("pause", number)) is not None)
-            assert self._timers.at(("deadline", number)) is not None
-            if request.phase in (Phase.ROOM, Phase.MEMBER, Phase.QUEUE):
-                assert self._timers.at(("wait", number)) is not None, "it would wait for ever"
-            if request.attempt is not None:
-                self._legs.check_attempt(request, request.attempt)
-        assert len(set(self.claims)) == len(self.claims), "a claim is held twice"
-        assert len(self._timers) <= len(TIMERS) * len(self) + len(self._legs.calls) + bool(len(self.line))
 
     def digest(self) -> bytes:
         """Hash of everything but the picture."""

@@ -6,7 +6,7 @@ The members of a request do all of this together.
 from bisect import insort
 
 from moonpool.core.digest import digest_of
-from moonpool.cost import SpeedTracker, decode_step_seconds, prefill_seconds
+from moonpool.cost import Speeds, SpeedTracker, decode_step_seconds, prefill_seconds
 from services.decode.core import groups
 from services.decode.core.actions import Action, Chunk, Grew, Run
 from services.decode.core.batch import Batch
@@ -17,6 +17,9 @@ from services.decode.core.preemption import Parking, choose_victim
 from services.decode.core.request import Member, Request, State
 from services.decode.core.room import Room
 from services.decode.core.runs import Flight, quiet_steps
+
+OVERDUE = 2.0
+"""Times what it was expected to take, after which a step that is not over counts for its engine's speed."""
 
 
 class Planner:
@@ -93,6 +96,15 @@ class Planner:
             self.batch.leave(request)
         else:
             self.catching.remove(request)
+
+    def speeds(self, now: float) -> Speeds:
+        """The engine's speeds, as far as is known now: a step that takes too long tells before it is over."""
+        speeds, flight = self._tracker.speeds, self.flight
+        if flight is None or flight.run.steps > 1 or flight.run.chunks:
+            return speeds
+        expected_s = decode_step_seconds(speeds, len(flight.run.batch), flight.context)
+        late = (now - flight.began) / expected_s if expected_s else 1.0
+        return speeds.slowed_decode(late) if late > OVERDUE else speeds
 
     # --- the next step ---------------------------------------------------------------------------------------------
 

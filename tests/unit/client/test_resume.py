@@ -123,11 +123,15 @@ def test_a_new_request_goes_to_the_next_address_at_once_and_to_all_again_after_a
     first, second = FakeConductor(lambda _: [LOST]), FakeConductor(lambda _: [Unavailable("draining")])
     with dial(first, second, connect_timeout_s=0.06) as client, pytest.raises(Unavailable, match="draining"):
         client.generate(prompt="hi")
-    assert (len(first.requests), len(second.requests)) == (1, 1)
+    assert (len(first.requests), len(second.requests)) == (2, 2), "one that has just started may serve soon"
+    alone = FakeConductor(lambda _: [Unavailable("draining")])
+    with dial(alone, connect_timeout_s=0.06) as client, pytest.raises(Unavailable, match="draining"):
+        client.generate(prompt="hi")
+    assert len(alone.requests) == 1, "nobody else may serve it"
     third = FakeConductor(lambda _: [LOST])
     with dial(first, third, connect_timeout_s=0.06) as client, pytest.raises(NotConnected):
         client.generate(prompt="hi")
-    assert (len(first.requests), len(third.requests)) == (3, 2)
+    assert (len(first.requests), len(third.requests)) == (4, 2)
 
 
 def test_a_client_needs_an_address(dial: Dial) -> None:

@@ -60,3 +60,23 @@ def test_every_storm_ends_and_restarts_a_service() -> None:
     for seed in range(50):
         faults = plan_faults(seed, 15.0, ["conductor", "decode-0", "kvstore-0", "prefill-0"])
         assert any(fault.kind in RESTARTED for fault in faults), f"seed {seed}"
+
+
+@pytest.mark.parametrize(
+    ("conductors", "targets", "tokens", "may"),
+    [
+        (1, ("conductor",), [1], True),
+        (3, ("conductor", "decode"), [], True),
+        (3, ("conductor", "decode"), [1], False),
+        (3, ("conductor",), [], False),
+    ],
+)
+def test_several_conductors_lose_no_stream(
+    conductors: int, targets: tuple[str, ...], tokens: list[int], may: bool
+) -> None:
+    outcome = Outcome(Ask(0, (9,), 1, None, "run", 0.0), tokens)
+    plan = replace(PLAN, conductors=conductors, targets=targets)
+    assert plan.may_fail(outcome) is may
+    outcome.error = "Unavailable: given up after 4 placements"
+    assert plan.may_fail(outcome), "frames are damaged"
+    assert replace(plan, corrupt=0.0).may_fail(outcome) is may

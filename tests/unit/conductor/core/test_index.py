@@ -49,6 +49,17 @@ def test_a_gap_drops_what_is_known_until_the_next_snapshot() -> None:
     index.check_invariants()
 
 
+def test_a_message_that_comes_again_is_no_news() -> None:
+    """It may be from before: what it says is not believed, and a snapshot is asked for."""
+    index = synced("a", "b")
+    index.apply("a", 2, KEYS[:2], [])
+    index.apply("a", 3, [], KEYS[1:2])
+    assert index.apply("a", 2, KEYS[:2], []) is Applied.RESYNC
+    assert (index.lengths(KEYS), index.synced("a"), index.synced("b")) == ({}, False, True)
+    assert index.apply("a", 3, [], KEYS[1:2]) is Applied.IGNORED
+    index.check_invariants()
+
+
 def test_a_snapshot_replaces_everything_known() -> None:
     index = synced("a")
     index.apply("a", 2, KEYS[:4], [])

@@ -161,6 +161,11 @@ class RequestMachine(RuleBasedStateMachine):
     def report(self, name: str, free: int) -> None:
         self.world.report(name, free)
 
+    @rule(name=st.sampled_from(NAMES), draining=st.booleans())
+    def drain(self, name: str, draining: bool) -> None:
+        """Or it was found slow, which has the same effect; it may be well again."""
+        self.world.drain(name, draining=draining)
+
     @rule(seconds=st.sampled_from([0.01, 0.05, 0.3, 0.3, 1.1, 1.1, 2.5, 6.0, 40.0]))
     def time_passes(self, seconds: float) -> None:
         self.world.sleep(seconds)

@@ -70,9 +70,15 @@ class World:
     """The core, its picture, and a shell that keeps count of what was ordered and what was answered."""
 
     def __init__(
-        self, prefills: int = 2, decodes: int = 2, limits: Limits = LIMITS, total: int = 64, rest_tokens: int = 0
+        self,
+        prefills: int = 2,
+        decodes: int = 2,
+        limits: Limits = LIMITS,
+        total: int = 64,
+        rest_tokens: int = 0,
+        slow_factor: float = 0.0,
     ) -> None:
-        self.core = ConductorCore(limits, CountedPicture(rest_tokens=rest_tokens))
+        self.core = ConductorCore(limits, CountedPicture(rest_tokens=rest_tokens, slow_factor=slow_factor))
         self.members: dict[str, InstanceFacts] = {}
         self.now = 0.0
         self.actions: list[Action] = []
@@ -83,7 +89,9 @@ class World:
         self.arrived: set[int] = set()
         self.promises: dict[int, Target] = {}
         self.rehashes: list[int] = []
+        self.placed_with: Counter[int] = Counter()
         self.given: set[int] = set()
+        self.drained = False  # an instance was: a request that is moved runs at two for a while
         self._transfers = 0
         for number in range(prefills):
             self.join_prefill(f"prefill-{number}")
@@ -134,7 +142,7 @@ class World:
         """A request comes whose client has some tokens, of a sequence at this instance."""
         number = len(self.arrived) + 1
         self.arrived.add(number)
-        self.tokens[number] = tokens
+        self.tokens[number] = self.placed_with[number] = tokens
         target = Target(decode, incarnation, "", 77, 1, 0) if decode else None
         resumed = Resumed(tokens, 1, f"r{number}", target)
         ask = Ask(number, f"r{number}", 40, answer, b"key", Slo(), self.now, self.now + 600.0, resumed=resumed)
@@ -159,8 +167,9 @@ class World:
     def first_token(self, call: Prefill, finish: Finish | None = None) -> list[Action]:
         assert call.io not in self.given
         self.given.add(call.io)
-        self.tokens[call.request] += 1
-        return self.post(FirstToken(call.io, HOW, finish))
+        known = self.tokens[call.request] > self.placed_with[call.request]
+        self.tokens[call.request] += not known
+        return self.post(FirstToken(call.io, HOW, finish, known))
 
     def more(
         self, call: Start | Adopt, count: int = 1, finish: Finish | None = None, *, known: bool = False
@@ -170,6 +179,7 @@ class World:
 
     def rehash(self, request: int) -> list[Action]:
         self.rehashes.remove(request)
+        self.placed_with[request] = self.tokens[request]
         return self.post(Rehashed(request, self.tokens[request], ()))
 
     def join_prefill(self, name: str, incarnation: int = 1) -> None:
@@ -189,8 +199,12 @@ class World:
                 del self.promises[number]
         return self.post(Left(name, incarnation, lost))
 
-    def report(self, name: str, free: int, answer_tokens: int = 0) -> list[Action]:
-        return self.post(Reported(name, LoadFacts(free_blocks=free, answer_tokens=answer_tokens)))
+    def report(self, name: str, free: int, answer_tokens: int = 0, **load: Any) -> list[Action]:
+        return self.post(Reported(name, LoadFacts(free_blocks=free, answer_tokens=answer_tokens, **load)))
+
+    def drain(self, name: str, *, draining: bool = True) -> list[Action]:
+        self.drained = True
+        return self.report(name, 64, draining=draining)
 
     def sleep(self, seconds: float) -> list[Action]:
         """Time passes; the core gets its ticks when they are due."""
@@ -214,6 +228,13 @@ class World:
     def all(self, kind: type[A]) -> list[A]:
         """All actions of a kind so far."""
         return [action for action in self.actions if isinstance(action, kind)]
+
+    def streaming(self, count: int = 2) -> tuple[int, Start]:
+        """A new request whose sequence runs at decode."""
+        number, prefill, start = self.decoding()
+        self.more(start, count)
+        self.end(prefill)
+        return number, start
 
     def decoding(self, *, prompt: int = 40, answer: int = 8, limit_s: float = 600.0) -> tuple[int, Prefill, Start]:
         """A new request whose first token has come."""
@@ -252,9 +273,9 @@ class World:
         assert len(self.core.requests) == len(self.arrived - set(self.ends))
         assert self.core.requests.calls == len(self.calls)
         sequences: list[Start | Adopt] = [*self.open(Start), *self.open(Adopt)]
-        for calls in (self.open(Prefill), sequences):
-            busy = [call.request for call in calls if call.request not in self.ends]
-            assert len(busy) == len(set(busy)), "a request is computed twice at once"
+        for calls, most in ((self.open(Prefill), 1), (sequences, 2 if self.drained else 1)):
+            busy = Counter(call.request for call in calls if call.request not in self.ends)
+            assert all(count <= most for count in busy.values()), "a request is computed twice at once"
 
     def _note(self, action: Action) -> None:
         match action:

@@ -47,3 +47,17 @@ def test_without_time_the_engines_own_seconds_count() -> None:
     for _ in range(20):
         world.step()
     assert world.core.tracker.speeds.decode_base_s == pytest.approx(before.decode_base_s, rel=0.2)
+
+
+def test_a_step_that_is_overdue_tells_before_it_is_over() -> None:
+    world = World(config(64))
+    world.go(prompt(BT), answer=40)
+    for _ in range(20):
+        world.now += 0.008
+        world.step()
+    planner, learnt = world.core.planner, world.core.tracker.speeds
+    assert planner.speeds(world.now + 0.008) == learnt
+    told = planner.speeds(world.now + 0.8)
+    assert told.decode_base_s == pytest.approx(100 * learnt.decode_base_s, rel=0.1)
+    assert told.prefill_base_s == learnt.prefill_base_s
+    assert world.core.tracker.speeds == learnt, "nothing was learnt from it yet"

@@ -68,3 +68,9 @@ def test_flags_and_the_instances_id_decide(tmp_path: Path) -> None:
     for name in ("emulated_jitter", "emulated_speed_error"):
         with pytest.raises(ConfigError, match=name):
             engine_setup(config(tmp_path, **{name: 0.1}))
+
+
+def test_a_slowdown_counts_between_its_signals_only() -> None:
+    noise = Noise(seed=3, jitter=0.2, slowdown=10.0)
+    for step in range(5):
+        assert noise.factor(step, slowed=True) == pytest.approx(10.0 * noise.factor(step))

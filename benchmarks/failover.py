@@ -1,0 +1,224 @@
+"""How long streams wait when an instance or a conductor is killed or stopped: `python -m benchmarks.failover`.
+
+Two conductors, two prefill and two decode instances, a kvstore. In each round streams with contexts of all lengths
+decode; then one process gets SIGKILL or SIGSTOP. The figure is the longest wait for a token from that moment on: of
+the streams that a decode instance or a conductor had, and of all streams where it was a prefill instance, which none
+of them needs any more. Tokens are compared with an undisturbed run's (real engines compute in float32 with
+`--deterministic`) or with the emulated engine's rule; a wrong one ends the benchmark.
+"""
+
+import argparse
+import asyncio
+import itertools
+import random
+import signal
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.failover_streams import Stream, follow
+from benchmarks.frame import Progress, Row, bounded, run
+from moonpool.bundled import model_dir
+from moonpool.checkpoint import load_config
+from moonpool.cli.stack import LocalStack, StackPlan
+from moonpool.engine.emulated.content import continuation
+
+CONTEXTS = (200, 4000)
+"""Tokens of the shortest and the longest prompt."""
+VICTIMS = ("decode", "conductor", "prefill")
+FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+WANTED_S = {"killed": 0.5, "stopped": 1.5}
+UNTOUCHED_S = 0.1
+"""Wanted where a prefill instance is hit: its streams decode elsewhere, so that they need not wait at all."""
+GROWTH = 1.5
+"""Wanted at most of the median wait of the longer contexts over that of the shorter ones."""
+ORDINARY_TOKENS = (300, 4000)
+START_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """An engine, and how many tokens its answers have: they outlast every fault."""
+
+    engine: str
+    answer_tokens: int
+
+    @property
+    def name(self) -> str:
+        """In figures."""
+        return "bundled model" if self.engine == "real" else self.engine
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One stream's longest wait, seconds, and the tokens of its context."""
+
+    context: int
+    seconds: float
+
+
+class World:
+    """A running stack, and what happens to it.
+
+    Args:
+        stack: runs.
+        kind: of its engines.
+        options: of the benchmark.
+    """
+
+    def __init__(self, stack: LocalStack, kind: Kind, options: argparse.Namespace) -> None:
+        self._stack = stack
+        self._kind = kind
+        self._streams: int = options.streams
+        self._random = random.Random(f"moonpool failover {options.seed}")
+
+    def round(self, victim: str, fault: str) -> list[Wait]:
+        """The waits of the streams that a fault concerns."""
+        hit: list[str] = []
+
+        def strike(streams: Sequence[Stream]) -> None:
+            hit.append(_busiest(streams, victim))
+            self._stack.services[hit[0]].signal(FAULTS[fault])
+
+        prompts = self._prompts()
+        streams = asyncio.run(follow(self._stack.addresses, prompts, self._kind.answer_tokens, strike))
+        self._heal(hit[0], fault)
+        for stream, right in zip(streams, self._right(prompts), strict=True):
+            _check(stream.tokens, right)
+        concerned = [it for it in streams if victim != "decode" or it.decode == hit[0]]
+        return [Wait(len(it.prompt), it.wait_s) for it in concerned]
+
+    def undisturbed(self) -> list[Wait]:
+        """The waits of streams to which nothing happens."""
+        streams = asyncio.run(
+            follow(self._stack.addresses, self._prompts(), self._kind.answer_tokens, lambda streams: None)
+        )
+        return [Wait(len(it.prompt), it.wait_s) for it in streams]
+
+    def _prompts(self) -> list[list[int]]:
+        """Fresh ones, from the shortest to the longest context in equal ratios."""
+        least, most = CONTEXTS
+        ratio = (most / least) ** (1 / max(1, self._streams - 1))
+        lengths = [round(least * ratio**number) for number in range(self._streams)]
+        return [[self._random.randrange(*ORDINARY_TOKENS) for _ in range(length)] for length in lengths]
+
+    def _heal(self, name: str, fault: str) -> None:
+        service = self._stack.services[name]
+        if fault == "stopped":
+            service.signal(signal.SIGCONT)
+        else:
+            service.wait(START_S)
+            self._stack.spawn_again(name).wait_ready(START_S)
+        self._stack.wait_joined(START_S)
+
+    def _right(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """The right answers."""
+        count = self._kind.answer_tokens
+        if self._kind.engine == "real":
+            calm = asyncio.run(follow(self._stack.addresses, prompts, count, lambda streams: None))
+            return [stream.tokens for stream in calm]
+        config = load_config(model_dir())
+        return [continuation(prompt, count, config.vocab_size, config.eos_token_ids) for prompt in prompts]
+
+
+def _check(tokens: Sequence[int], right: Sequence[int]) -> None:
+    """Raises AssertionError when a token is not the right one."""
+    for position, (token, wanted) in enumerate(zip(tokens, right, strict=True)):
+        assert token == wanted, f"token {token} at position {position} should be {wanted}"
+
+
+def _busiest(streams: Sequence[Stream], victim: str) -> str:
+    """The instance that most streams run on; clients ask the first conductor."""
+    if victim == "conductor":
+        return victim
+    names = [stream.decode if victim == "decode" else stream.prefill for stream in streams]
+    return statistics.mode(names)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that so large a share of the values does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-len(ordered) * share // 1) - 1)]
+
+
+def rows_of(name: str, waits: Sequence[Wait], wanted_s: float) -> list[Row]:
+    """Median and p99 of all waits of a case."""
+    seconds = [wait.seconds for wait in waits]
+    return [
+        bounded(
+            f"{name}: longest wait for a token, {label}", "s", [quantile(seconds, share)], "wanted at most", wanted_s
+        )
+        for label, share in (("p50", 0.5), ("p99", 0.99))
+    ]
+
+
+def growth(name: str, waits: Sequence[Wait]) -> Row:
+    """How the wait grows with the context: median of the longer half over that of the shorter half."""
+    ordered = sorted(waits, key=lambda wait: wait.context)
+    short, long = ordered[: len(ordered) // 2], ordered[len(ordered) // 2 :]
+    ratio = statistics.median(it.seconds for it in long) / statistics.median(it.seconds for it in short)
+    return bounded(f"{name}: wait of the longer contexts over the shorter", "", [ratio], "wanted at most", GROWTH)
+
+
+def plan_of(kind: Kind, folder: Path) -> StackPlan:
+    """The stack that is measured."""
+    extra: dict[str, Sequence[str]] = {}
+    if kind.engine == "real":
+        extra = {"prefill": ["--deterministic"], "decode": ["--deterministic"]}
+    return StackPlan(
+        str(model_dir()),
+        folder,
+        dtype="float32" if kind.engine == "real" else "auto",
+        conductors=2,
+        prefill=2,
+        decode=2,
+        engine=kind.engine,
+        log_level="warning",
+        extra=extra,
+    )
+
+
+def cases(kind: Kind, options: argparse.Namespace, progress: Progress) -> list[Row]:
+    """The rows of one engine. Cases take turns, so that what else the machine does falls on all of them."""
+    chosen = [(victim, fault) for victim in options.only.split(",") for fault in FAULTS]
+    found: dict[tuple[str, str], list[Wait]] = {case: [] for case in chosen}
+    calm: list[Wait] = []
+    with tempfile.TemporaryDirectory() as folder, LocalStack(plan_of(kind, Path(folder))) as stack:
+        world = World(stack, kind, options)
+        world.undisturbed()  # the first prompts teach the conductor how fast the instances are
+        for number, (victim, fault) in itertools.product(range(options.runs), chosen):
+            waits = world.round(victim, fault)
+            found[victim, fault] += waits
+            longest = max(wait.seconds for wait in waits)
+            progress(
+                f"round {number + 1}, {kind.name}, {victim} {fault}: {len(waits)} streams, at most {longest:.3f} s"
+            )
+        calm = world.undisturbed()
+    rows = rows_of(f"{kind.name}, nothing happens", calm, UNTOUCHED_S)
+    for (victim, fault), waits in found.items():
+        name = f"{kind.name}, {victim} {fault}"
+        rows += rows_of(name, waits, UNTOUCHED_S if victim == "prefill" else WANTED_S[fault])
+        if victim == "decode":
+            rows.append(growth(name, waits))
+    return rows
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
+    """All rows."""
+    kinds = [Kind(engine, 500 if engine == "real" else 160) for engine in options.engines.split(",")]
+    return [row for kind in kinds for row in cases(kind, options, progress)]
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this benchmark."""
+    add = parser.add_argument
+    add("--engines", default="real,emulated:llama-70b-a800", help="one stack after the other")
+    add("--only", default=",".join(VICTIMS), help="what is hit")
+    add("--streams", type=int, default=8, help="at once, with contexts of 200 to 4,000 tokens (default 8)")
+    add("--seed", type=int, default=1, help="of the prompts (default 1)")
+
+
+if __name__ == "__main__":
+    run("failover", measure, flags=flags)

@@ -1,0 +1,83 @@
+"""A stream whose decode instance drains goes on there until another one has it; each token comes once."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from moonpool.client import SamplingParams, TokenEvent
+
+from .fakes import ScriptedDecode, decode, expected, prefill
+from .stack import Stack, stack
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+PROMPT = list(range(30, 50))
+
+
+async def first(events: AsyncIterator[TokenEvent], count: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens += (await anext(events)).token_ids
+    return tokens
+
+
+async def drained(s: Stack, instance: ScriptedDecode) -> None:
+    """An instance has told that it drains."""
+    assert instance.agent is not None
+    instance.load.draining = True
+    instance.agent.notify()
+    await s.until(lambda: bool(s.servicer.core.picture.decodes.draining))
+
+
+async def test_the_old_place_is_left_when_the_new_one_speaks() -> None:
+    p, old, new = prefill(), decode(0, hold_at=3), decode(1)
+    async with stack(p, old, new) as s:
+        stream = s.client.stream(token_ids=PROMPT, sampling=GREEDY)
+        events = aiter(stream)
+        tokens = await first(events, 3)
+        await drained(s, old)
+        async for event in events:
+            tokens += event.token_ids
+        assert tokens == expected(20, 8)
+        assert stream.result is not None
+        assert [placement.decode for placement in stream.result.placements] == ["decode-0", "decode-1"]
+        await s.rest()
+        assert old.cancelled == old.history
+
+
+async def test_what_is_made_meanwhile_is_told_and_made_again() -> None:
+    ready = asyncio.Event()
+    p, old, new = prefill(), decode(0, hold_at=3), decode(1)
+    async with stack(p, old, new) as s:
+        stream = s.client.stream(token_ids=PROMPT, sampling=GREEDY)
+        events = aiter(stream)
+        tokens = await first(events, 3)
+        p.before.append(ready)
+        await drained(s, old)
+        await p.until(lambda: len(p.requests) == 2)
+        go, old.go, old.hold_at = old.go, asyncio.Event(), 6
+        go.set()
+        tokens += await first(events, 3)
+        assert (tokens, old.cancelled) == (expected(20, 6), [])
+        ready.set()
+        async for event in events:
+            tokens += event.token_ids
+        assert tokens == expected(20, 8)
+        await s.rest()
+        assert old.cancelled == old.history
+
+
+async def test_an_answer_that_ends_meanwhile_is_whole() -> None:
+    ready = asyncio.Event()
+    p, old, new = prefill(), decode(0, hold_at=3), decode(1)
+    async with stack(p, old, new) as s:
+        stream = s.client.stream(token_ids=PROMPT, sampling=GREEDY)
+        events = aiter(stream)
+        tokens = await first(events, 3)
+        p.before.append(ready)
+        await drained(s, old)
+        await p.until(lambda: len(p.requests) == 2)
+        old.go.set()
+        async for event in events:
+            tokens += event.token_ids
+        assert tokens == expected(20, 8)
+        await s.rest()
+        assert (old.cancelled, new.cancelled) == ([], new.history)
