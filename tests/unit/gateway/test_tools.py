@@ -14,7 +14,9 @@ from openai.types.responses import FunctionToolParam, ResponseFunctionToolCall, 
 
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import Tokenizer
+from moonpool.client import SamplingParams
 from moonpool.client.testing import FakeConductor, answer
+from moonpool.grammar import check_grammar
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import Answers, answering
@@ -260,6 +262,7 @@ async def test_any_function_has_to_be_called() -> None:
         schema = json.loads(gateway.asked.sampling.grammar)
         assert (schema["type"], schema["minItems"], "maxItems" in schema) == ("array", 1, False)
         assert [it["properties"]["name"]["const"] for it in schema["items"]["anyOf"]] == ["weather", "add"]
+        check_grammar(SamplingParams(response_format="json_schema", grammar=json.dumps(schema)))
     async with answering(made_to_call(calls[:-3])) as gateway:
         body = (await gateway.chat(tools=[TOOL, ADD], tool_choice="required", parallel_tool_calls=False)).json()
         assert body["choices"][0]["message"] == {"role": "assistant", "content": calls[:-3]}
