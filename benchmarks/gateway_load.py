@@ -106,10 +106,11 @@ async def http(options: argparse.Namespace) -> Found:
     """Through a gateway."""
     host, _, port = options.address.rpartition(":")
     opened = [await asyncio.open_connection(host, int(port)) for _ in range(options.streams)]
-    found = await clients(options, [HttpClient(options, *pair).send for pair in opened])
-    for _, writer in opened:
-        writer.close()
-    return found
+    try:
+        return await clients(options, [HttpClient(options, *pair).send for pair in opened])
+    finally:
+        for _, writer in opened:
+            writer.close()
 
 
 def main() -> None:

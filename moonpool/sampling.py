@@ -70,7 +70,7 @@ class SamplingParams:
     """Seed of the sampling, 64 bits unsigned; drawn by the server and reported in the result when None."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"max_items": MAX_LOGIT_BIASES})
     """Added to the logits of single tokens."""
-    bad_words: Sequence[str] = field(default=(), metadata={"max_items": MAX_BAD_WORDS})
+    bad_words: str | Sequence[str] = field(default=(), metadata={"max_items": MAX_BAD_WORDS})
     """Texts that the answer must not have, as vLLM means it: of each, and of it with a space before it, the last token
     is not chosen after the others."""
     logprobs: int | None = None
@@ -103,8 +103,9 @@ class SamplingParams:
         for name, default in _DEFAULTS.items():
             if getattr(self, name) is None and default is not None:
                 object.__setattr__(self, name, default)
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "bad_words"):
+            if isinstance(text := getattr(self, name), str):
+                object.__setattr__(self, name, (text,))
 
     def __reduce__(self) -> tuple[object, ...]:
         # Each step carries the parameters to the engine process; this takes half the time of dataclasses' own way.

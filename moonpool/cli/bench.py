@@ -1,10 +1,12 @@
-"""The verbs of `moonpool bench`."""
+"""`moonpool bench`: verbs that measure a stack that runs."""
 
 import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+CONDUCTOR = "127.0.0.1:50051"
 
 bench_app = typer.Typer(help="Measure a stack that runs.", no_args_is_help=True)
 
@@ -18,7 +20,7 @@ def bench() -> None:
 def serve(
     address: Annotated[
         str, typer.Option(help="A conductor, HOST:PORT; a gateway, http://HOST:PORT.", envvar="MOONPOOL_ADDRESS")
-    ] = "127.0.0.1:50051",
+    ] = CONDUCTOR,
     rate: Annotated[float, typer.Option(min=0.0, help="Requests per second, on average (Poisson).")] = 0.0,
     trace: Annotated[Path | None, typer.Option(help="Times and lengths of a trace, Mooncake's form.")] = None,
     requests: Annotated[int, typer.Option(min=0, help="How many; of a trace its first ones, 0 = all.")] = 100,
@@ -31,7 +33,7 @@ def serve(
     ttft_slo_s: Annotated[float, typer.Option(min=0.0, help="TTFT limit: of goodput, and told the stack.")] = math.inf,
     tpot_slo_s: Annotated[float, typer.Option(min=0.0, help="TPOT limit of goodput, seconds.")] = math.inf,
     seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0,
-    model: Annotated[str, typer.Option(help="Folder of the served model; empty = the bundled one.")] = "",
+    model: Annotated[str, typer.Option(help="As of `up`; its vocabulary makes the prompts.")] = "",
     api_key: Annotated[str, typer.Option(help="For a gateway that asks for one.", envvar="MOONPOOL_API_KEY")] = "",
     out: Annotated[Path | None, typer.Option(help="Also write the JSON object to this file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw every request into this SVG file.")] = None,
@@ -42,12 +44,12 @@ def serve(
     Times count from when a request was due, so a stalled server cannot hide its stall.
     Exit status: 0 when every request was answered or refused for overload, 1 when not.
     """
-    from moonpool.bundled import model_dir
     from moonpool.cli.load.prompts import Shape
     from moonpool.cli.load.serve import Plan, run_serve
+    from moonpool.cli.named import chosen_model
 
     plan = Plan(
-        address=address, model=Path(model or model_dir()), requests=requests, rate=rate, trace=trace,
+        address=address, model=Path(chosen_model(model)), requests=requests, rate=rate, trace=trace,
         time_scale=time_scale, shape=Shape(prompt_tokens, shared_tokens, conversations, output_tokens), warmup=warmup,
         ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s, seed=seed, api_key=api_key,
     )  # fmt: skip

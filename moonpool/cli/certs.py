@@ -131,6 +131,11 @@ class Authority:
         return path
 
 
+def run(args: list[str]) -> None:
+    """Runs `moonpool certs ...`; errors are raised, for the caller to print."""
+    app(args, prog_name="moonpool certs", standalone_mode=False)
+
+
 def _builder(
     subject: x509.Name, issuer: x509.Name, private: ec.EllipticCurvePrivateKey, days: int
 ) -> x509.CertificateBuilder:

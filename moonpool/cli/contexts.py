@@ -24,6 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+delete_app = typer.Typer(name="moonpool delete", add_completion=False, pretty_exceptions_enable=False)
 
 Tenant = Annotated[str, typer.Option(help="Whose context it is.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
@@ -106,11 +107,23 @@ def delete(name: Name, address: Address = LOCAL, tenant: Tenant = "", as_json: J
     _print_deleted(deleted, as_json=as_json, context=gone)
 
 
-def run_delete(address: str, keys: list[str], tenants: list[str], namespaces: list[str], *, as_json: bool) -> None:
-    """Deletes KV everywhere and prints what each instance did; exits with 1 when one has not."""
-    chosen_keys, chosen_namespaces = _bytes("key", keys), _bytes("namespace", namespaces)
+@delete_app.command()
+def delete_kv(
+    key: Annotated[list[str] | None, typer.Option(help="A block key, 64 hexadecimal digits; may be repeated.")] = None,
+    tenant: Annotated[list[str] | None, typer.Option(help="All KV of this tenant; may be repeated.")] = None,
+    namespace: Annotated[
+        list[str] | None, typer.Option(help="All KV of this namespace, 64 hexadecimal digits; may be repeated.")
+    ] = None,
+    address: Address = LOCAL,
+    as_json: Json = False,
+) -> None:
+    """Delete KV from every tier of every instance; what is on disk is overwritten.
+
+    Exit status: 0 when every instance has done it, 1 when one has not yet.
+    """
+    keys, namespaces = _bytes("key", key or []), _bytes("namespace", namespace or [])
     with Client(addresses(address)) as client:
-        deleted = client.delete_kv(keys=chosen_keys, tenants=tenants, namespaces=chosen_namespaces)
+        deleted = client.delete_kv(keys=keys, tenants=tenant or [], namespaces=namespaces)
     _print_deleted(deleted, as_json=as_json)
 
 
@@ -166,3 +179,8 @@ def _left(context: Context) -> str:
 def run(args: list[str]) -> None:
     """Runs `moonpool context VERB ...`; errors are raised, for the caller to print."""
     app(args, prog_name="moonpool context")
+
+
+def run_delete(args: list[str]) -> None:
+    """Runs `moonpool delete ...`; errors are raised, for the caller to print."""
+    delete_app(args, prog_name="moonpool delete")

@@ -58,10 +58,10 @@ def run_demo(model: str, max_tokens: int, instead: str) -> int:
         "prompt tokens were in the KV pool."
     )
     console.print("Everything reserved came back; all services have stopped.")
+    console.print("Next: `make chat` chats; `.venv/bin/moonpool up` keeps a stack running, for prompts of your own:")
     console.print(
-        "Next: `.venv/bin/moonpool up` keeps a stack running; `.venv/bin/moonpool generate --prompt 'def main('`"
+        "`.venv/bin/moonpool generate --prompt 'def main('`. --model takes a folder, a GGUF file or a hub id."
     )
-    console.print("asks it; --model takes a Hugging Face folder or hub id of your own. README.md has the Python SDK.")
     return 0 if all(status == 0 for status in statuses.values()) else 1
 
 

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
+from moonpool.cli import chat_verb, traces
 from moonpool.cli import model as model_verbs
-from moonpool.cli import traces
 from moonpool.cli.bench import bench_app
 from moonpool.cli.options import PASS_THROUGH, Address, Model, addresses
 from moonpool.errors import MoonpoolError
@@ -43,6 +43,21 @@ _service("decode", "Run one decode instance.")
 _service("gateway", "Run one gateway: OpenAI's HTTP interface.")
 
 
+def _verbs(name: str, module: str, summary: str) -> None:
+    """Adds a verb that has verbs of its own, in a module of the command's."""
+
+    @app.command(name, help=summary, context_settings=PASS_THROUGH)
+    def run(context: typer.Context) -> None:
+        importlib.import_module(f"moonpool.cli.{module}").run(context.args)
+
+
+_verbs("certs", "certs", "Make certificates for TLS between services: certs create FOLDER.")
+_verbs("context", "contexts", "Named contexts: context create|list|show|renew|delete.")
+_verbs(
+    "simulate", "simulate", "Experiments in virtual time: simulate cache|scale|scheduling|ratio|transfer|memory|faults."
+)
+
+
 @app.command("kvstore", context_settings=PASS_THROUGH)
 def kvstore_(context: typer.Context) -> None:
     """Run one kvstore, or operate on one: kvstore stat|verify|compact|warm|advise."""
@@ -52,14 +67,6 @@ def kvstore_(context: typer.Context) -> None:
         kvstore.run(context.args)
     else:
         raise typer.Exit(importlib.import_module("services.kvstore.__main__").main(context.args))
-
-
-@app.command("certs", context_settings=PASS_THROUGH)
-def certs_(context: typer.Context) -> None:
-    """Make certificates for TLS between services: certs create FOLDER."""
-    from moonpool.cli import certs
-
-    certs.app(context.args, prog_name="moonpool certs", standalone_mode=False)
 
 
 @app.command()
@@ -137,17 +144,11 @@ def generate(
     n: Annotated[int, typer.Option("--n", min=1, help="Answers to generate; printed one after the other.")] = 1,
     beams: Annotated[int, typer.Option(min=0, help="Beams of a beam search; the --n best are printed. 0 = none.")] = 0,
     length_penalty: Annotated[float, typer.Option(help="Scores of beams are over tokens ^ this.")] = 1.0,
-    logprobs: Annotated[
-        int | None, typer.Option(min=0, max=20, help="Print each token's log probability, and so many likely tokens.")
-    ] = None,
-    prompt_logprobs: Annotated[
-        int | None, typer.Option(min=0, max=20, help="The same for the prompt's tokens.")
-    ] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Print log probabilities, with so many likely tokens.")] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt's tokens.")] = None,
     response_format: Annotated[str, typer.Option(help="json_object, json_schema, regex or lark.")] = "",
     grammar: Annotated[str, typer.Option(help="What the format is of: a schema, an expression, ...; or @FILE.")] = "",
-    ttft_slo_s: Annotated[
-        float | None, typer.Option(help="Seconds; refuse when the first token is predicted later.")
-    ] = None,
+    ttft_slo_s: Annotated[float | None, typer.Option(help="Seconds; refuse a first token predicted later.")] = None,
     queue_s: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds to wait at the conductor before that; default: as it says.")
     ] = None,
@@ -161,68 +162,24 @@ def generate(
 
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        n=n,
-        beam_width=beams,
-        length_penalty=length_penalty,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        max_tokens=max_tokens, temperature=temperature, seed=seed, n=n, beam_width=beams,
+        length_penalty=length_penalty, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
         response_format=response_format,  # type: ignore[arg-type]  # the conductor names what it does not know
         grammar=Path(grammar[1:]).read_text() if grammar.startswith("@") else grammar,
-    )
+    )  # fmt: skip
     slo, where = Slo(ttft_s=ttft_slo_s, queue_s=queue_s), addresses(address)
     run_generate(where, text, sampling, chat=chat, slo=slo, tenant=tenant, priority=priority, as_json=as_json)
 
 
-@app.command("context", context_settings=PASS_THROUGH)
-def context_(context: typer.Context) -> None:
-    """Named contexts: context create|list|show|renew|delete."""
+@app.command("delete", context_settings=PASS_THROUGH)
+def delete_(context: typer.Context) -> None:
+    """Delete KV from every tier of every instance: delete --tenant NAME|--key HEX|--namespace HEX."""
     from moonpool.cli import contexts
 
-    contexts.run(context.args)
+    contexts.run_delete(context.args)
 
 
-@app.command()
-def delete(
-    key: Annotated[list[str] | None, typer.Option(help="A block key, 64 hexadecimal digits; may be repeated.")] = None,
-    tenant: Annotated[list[str] | None, typer.Option(help="All KV of this tenant; may be repeated.")] = None,
-    namespace: Annotated[
-        list[str] | None, typer.Option(help="All KV of this namespace, 64 hexadecimal digits; may be repeated.")
-    ] = None,
-    address: Address = "127.0.0.1:50051",
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-) -> None:
-    """Delete KV from every tier of every instance; what is on disk is overwritten.
-
-    Exit status: 0 when every instance has done it, 1 when one has not yet.
-    """
-    from moonpool.cli.contexts import run_delete
-
-    run_delete(address, key or [], tenant or [], namespace or [], as_json=as_json)
-
-
-@app.command()
-def chat(
-    address: Address = "127.0.0.1:50051",
-    model: Annotated[
-        str,
-        typer.Option(help="As of `up`: start a stack that serves this, and stop it at the end; empty = ask --address."),
-    ] = "",
-    system: Annotated[str, typer.Option(help="What the model is told first.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.2,
-    top_p: Annotated[float, typer.Option(help="Least share of probability that tokens are drawn from.")] = 0.9,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
-) -> None:
-    """Chat with the model; after each answer: what the cache saved, and the speeds. In a pipe each line is a turn."""
-    from moonpool.cli.chat import chat as run_chat
-    from moonpool.cli.named import chosen_model
-    from moonpool.client import SamplingParams
-
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    run_chat(address, chosen_model(model) if model else "", sampling, system)
+app.command()(chat_verb.chat)
 
 
 @app.command()

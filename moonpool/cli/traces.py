@@ -5,21 +5,13 @@ from typing import Annotated
 
 import typer
 
-from moonpool.cli.options import PASS_THROUGH, Address, Model, addresses
+from moonpool.cli.options import Address, Model, addresses
 
 
 def add_to(app: typer.Typer) -> None:
     """Adds the verbs."""
-    app.command("simulate", context_settings=PASS_THROUGH)(simulate_)
     app.command()(plan)
     app.command()(replay)
-
-
-def simulate_(context: typer.Context) -> None:
-    """Experiments in virtual time: simulate cache|scale|scheduling|ratio|transfer|memory|faults."""
-    from moonpool.cli import simulate
-
-    simulate.run(context.args)
 
 
 def plan(

@@ -15,7 +15,7 @@ from moonpool.v1 import kv_pb2
 MAX_BYTES = 256 << 20
 """Of all records of a book."""
 MAX_RECORD_BYTES = 4 << 20
-MESSAGE_BYTES = 4 << 20
+MESSAGE_BYTES = 2 << 20
 """Records in one message: those after the one that reaches this come with the next."""
 MAX_NAME_BYTES = 1024
 
@@ -33,6 +33,9 @@ class RecordBook:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._records: dict[Place, tuple[int, kv_pb2.Record]] = {}  # in the order of their numbers
+        self._there: dict[
+            tuple[str, str], dict[str, kv_pb2.Record]
+        ] = {}  # those not deleted, by kind and tenant, and id
         self.last = 0
         """Number of the record that came last."""
         self.nbytes = 0
@@ -58,8 +61,19 @@ class RecordBook:
             self._records.pop(place, None)
             self.last += 1
             self._records[place] = self.last, record
+            self._note(place, record)
         self.nbytes += growth
         return list(newer.values())
+
+    def _note(self, place: Place, record: kv_pb2.Record | None) -> None:
+        """Keeps up who is there."""
+        kind, tenant, record_id = place
+        there = self._there.setdefault((kind, tenant), {})
+        there.pop(record_id, None)
+        if record is not None and record.value:
+            there[record_id] = record
+        elif not there:
+            del self._there[kind, tenant]
 
     def _is_newer(self, record: kv_pb2.Record) -> bool:
         found = self._records.get(place_of(record))
@@ -88,14 +102,13 @@ class RecordBook:
 
     def get(self, kind: str, tenant: str, record_id: str) -> kv_pb2.Record | None:
         """The record of a place; None when there is none, or it was deleted."""
-        found = self._records.get((kind, tenant, record_id))
-        return found[1] if found is not None and found[1].value else None
+        return self._there.get((kind, tenant), {}).get(record_id)
 
     def of(self, kind: str, tenant: str | None = None) -> Iterator[kv_pb2.Record]:
         """Records of a kind, and of a tenant if one is named, that were not deleted."""
-        for _, record in list(self._records.values()):
-            if record.kind == kind and tenant in (None, record.tenant) and record.value:
-                yield record
+        for (what, whose), there in list(self._there.items()):
+            if what == kind and tenant in (None, whose):
+                yield from list(there.values())
 
     def version(self, place: Place, now: float) -> int:
         """A version for what is written to a place now: nanoseconds since 1970, or later than what is there."""
@@ -107,6 +120,7 @@ class RecordBook:
         over = [(place, record) for place, (_, record) in self._records.items() if record.expires_at <= now]
         for place, record in over:
             del self._records[place]
+            self._note(place, None)
             self.nbytes -= record.ByteSize()
         return [record for _, record in over]
 

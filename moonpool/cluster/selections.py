@@ -5,7 +5,7 @@ from moonpool.kv.keys import KEY_BYTES, pack_keys, unpack_keys
 from moonpool.kv.selection import Selection
 from moonpool.v1 import kv_pb2
 
-MAX_SELECTED_KEYS = 1 << 17
+MAX_SELECTED_KEYS = 1 << 16
 MAX_SELECTED_NAMES = 1 << 10
 
 

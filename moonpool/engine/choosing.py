@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moonpool.engine.masks import CannotFollow
 from moonpool.logprobs import Logprobs
 from moonpool.model.batch import PackedBatch
 from moonpool.model.likely import logprobs, most_likely
@@ -27,6 +28,7 @@ class Found:
     several: dict[int, Several] = field(default_factory=dict)
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     scores: dict[int, Logprobs] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
 
 
 @torch.inference_mode()
@@ -66,9 +68,17 @@ def _sample(
             tokens, scores = most_likely(logits[row], spec)
             found.sampled[index], found.several[index] = tokens[0], Several(tuple(tokens), tuple(scores))
     rows = logits if len(drawn) == len(wanted) else logits[[row for row, _, _ in drawn]]
-    allowed = {at: masks[index].result() for at, (_, index, _) in enumerate(drawn) if index in masks}
+    allowed = {}
+    for at, (_, index, _) in enumerate(drawn):
+        if index in masks:
+            try:
+                allowed[at] = masks[index].result()
+            except CannotFollow as error:
+                found.failed[index] = str(error)
     chosen, told = sample(rows, [spec for _, _, spec in drawn], allowed)
     for at, (_, index, spec) in enumerate(drawn):
+        if index in found.failed:
+            continue
         found.sampled[index] = chosen[at][0]
         if spec.samples > 1:
             found.several[index] = Several(tuple(chosen[at]))

@@ -23,16 +23,18 @@ from moonpool.grammar import LIMITS, Grammar
 from moonpool.kv.keys import tokens_from_bytes
 from moonpool.sampling import SampleSpec
 from moonpool.sched.steps import Step
-from moonpool.telemetry.logs import get_logger
 
 MAX_GRAMMARS = 64
 MAX_PARSERS = 512
 TOKEN_BYTES = 4
+_MAX_REASON = 300
 
 K = TypeVar("K")
 V = TypeVar("V")
 
-log = get_logger(__name__)
+
+class CannotFollow(Exception):  # noqa: N818  # of one sequence, not of the engine
+    """There is no mask for an answer: its grammar is too complex at this place, or the answer does not fit it."""
 
 
 class Masks:
@@ -73,18 +75,20 @@ class Masks:
         return LLTokenizer(tokenizer.definition(), n_vocab=size, eos_token=list(self._ends) or None)
 
     def _mask(self, grammar: Grammar, spec: SampleSpec) -> bytes:
-        """What may follow; where a grammar cannot be followed any more, the end alone."""
+        """What may follow.
+
+        Raises:
+            CannotFollow: nothing may, or nobody knows.
+        """
         try:
             parser = self._parser(grammar, spec.answer)
-            mask = parser.compute_bitmask()
-            if not parser.is_error() and any(mask):
-                _keep(self._parsers, (grammar, spec.answer), parser, MAX_PARSERS)
-                return mask
-            why = parser.get_error()
+            mask: bytes = parser.compute_bitmask()
         except Exception as error:  # of the library, or the checkpoint has no tokenizer: other sequences go on
-            why = repr(error)
-        log.warning("an answer ends where its grammar cannot be followed", format=grammar.format, reason=why[:200])
-        return self._ending()
+            raise CannotFollow(f"the {grammar.format} cannot be followed: {error!r}"[:_MAX_REASON]) from error
+        if parser.is_error() or not any(mask):
+            raise CannotFollow(f"the {grammar.format} cannot be followed: {parser.get_error()}"[:_MAX_REASON])
+        _keep(self._parsers, (grammar, spec.answer), parser, MAX_PARSERS)
+        return mask
 
     def _parser(self, grammar: Grammar, answer: bytes) -> LLMatcher:
         """The parser behind an answer, at best the one that stood before its last token."""
@@ -104,12 +108,6 @@ class Masks:
             found = LLMatcher(self._tokenizer, grammar.compiled(), log_level=0, limits=LIMITS)
         _keep(self._grammars, grammar, found, MAX_GRAMMARS)
         return found
-
-    def _ending(self) -> bytes:
-        mask = bytearray(-(-self._vocab_size // 8))
-        for token in self._ends:
-            mask[token // 8] |= 1 << token % 8
-        return bytes(mask)
 
 
 def _keep(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:

@@ -66,6 +66,7 @@ class StepDone:
     """As in `StepResult`, and so are the others."""
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
     scores: Mapping[int, Logprobs] = field(default_factory=dict)
+    failed: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,8 @@ class _Flight:
         start_ns = min(done.start_ns for done in self.done)
         end_ns = max(done.end_ns for done in self.done)
         sampled = () if aborted else last.sampled
-        return StepResult(sampled, aborted, start_ns, end_ns, last.several, last.logprobs, last.scores)
+        told = last.several, last.logprobs, last.scores, last.failed
+        return StepResult(sampled, aborted, start_ns, end_ns, *told)
 
 
 class ProcessEngine:

@@ -90,6 +90,7 @@ class StageRunner:
                 several=found.several,
                 logprobs=found.logprobs,
                 scores=found.scores,
+                failed=found.failed,
             )
         )
 

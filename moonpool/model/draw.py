@@ -41,7 +41,7 @@ def draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[Seq
         shares = torch.tensor(list(top_p.values()), dtype=torch.float64)
         _on_rows(weights, list(top_p), partial(_keep_top_p, shares=shares))
     if any(it.min_p for it in params):
-        weights.mul_(weights >= torch.tensor([it.min_p for it in params])[:, None])
+        weights.masked_fill_(weights < torch.tensor([it.min_p for it in params])[:, None], 0)
     sizes = [len(its) for its in numbers]
     rows = torch.arange(len(params)).repeat_interleave(torch.tensor(sizes))
     flat = torch.tensor([number for its in numbers for number in its], dtype=torch.float64)
@@ -71,8 +71,9 @@ def _keep_top_k(weights: Tensor, counts: Tensor) -> None:
     """Set all but the highest `counts` [R] weights of each row to 0."""
     highest = in_runs(weights, int(counts.max())).topk(int(counts.max())).values
     least = highest.gather(1, counts[:, None] - 1)
-    weights.mul_(weights >= least)
-    kept = (weights >= least).sum(-1)
+    lower = weights < least
+    kept = weights.shape[1] - lower.sum(-1)
+    weights.masked_fill_(lower, 0)
     for row in ((kept > counts) & (least[:, 0] > 0)).nonzero().flatten().tolist():  # the last ones are equal
         equal = (weights[row] == least[row]).nonzero().flatten()
         weights[row, equal[len(equal) - int(kept[row] - counts[row]) :]] = 0
@@ -86,11 +87,12 @@ def _keep_top_p(weights: Tensor, shares: Tensor) -> None:
     masses = torch.bincount(places, weights.view(-1).double(), minlength=rows * _BUCKETS).view(rows, _BUCKETS)
     down_to = masses.flip(1).cumsum(1).flip(1)  # the sum of a bucket and those above it
     wanted = shares * down_to[:, 0]
-    border = (down_to >= wanted[:, None]).sum(1) - 1
+    border = (down_to >= wanted[:, None]).sum(1) - 1  # int64, to look things up with
+    level = border.to(torch.int32)[:, None]  # the buckets' type: comparing different ones copies
     above = down_to.gather(1, border[:, None])[:, 0] - masses.gather(1, border[:, None])[:, 0]
-    weights.mul_(buckets >= border[:, None])
+    weights.masked_fill_(buckets < level, 0)
     for row in range(rows):
-        _keep_within(weights[row], (buckets[row] == border[row]).nonzero().flatten(), above[row], wanted[row])
+        _keep_within(weights[row], (buckets[row] == level[row]).nonzero().flatten(), above[row], wanted[row])
 
 
 def _keep_within(weights: Tensor, bucket: Tensor, above: Tensor, wanted: Tensor) -> None:

@@ -134,3 +134,5 @@ class StepResult:
     """By index, of all sampled tokens of sequences that wanted them (`SamplingParams.logprobs`)."""
     scores: Mapping[int, Logprobs] = field(default_factory=dict)
     """By index, of `SequenceStep.scored`."""
+    failed: Mapping[int, str] = field(default_factory=dict)
+    """By index, why nothing was sampled for a sequence that wanted it: its answer cannot go on in its format."""

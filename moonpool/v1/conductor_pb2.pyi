@@ -1747,7 +1747,7 @@ class ListContextsResponse(_message.Message):
     CONTEXTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def contexts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Context]:
-        """Newest first."""
+        """Newest first. Where all are wanted and they are more than 4 MiB, the older ones lack prompts and keys."""
 
     def __init__(
         self,

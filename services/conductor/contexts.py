@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -71,27 +72,35 @@ class Contexts:
         record = book.get(CONTEXT, tenant, tag.value.decode() if tag is not None else name)
         if record is None:
             raise NotFound(f"there is no context {name!r}")
-        return self._read(record)
+        [context] = self._read(tenant, [record])
+        return context
 
     def of(self, tenant: str) -> list[pb.Context]:
         """All of a tenant's, newest first."""
-        found = map(self._read, self._ledger.book.of(CONTEXT, tenant))
+        found = self._read(tenant, self._ledger.book.of(CONTEXT, tenant))
         return sorted(found, key=lambda context: (-context.created_at, context.id))
 
     def __len__(self) -> int:
         return sum(1 for _ in self._ledger.book.of(CONTEXT))
 
-    def _read(self, record: kv_pb2.Record) -> pb.Context:
-        context, book = pb.Context.FromString(record.value), self._ledger.book
-        for counted in book.of(HITS, record.tenant):
-            if counted.id.startswith(f"{context.id}/"):
-                hits = pb.Context.FromString(counted.value)
-                context.hits += hits.hits
-                context.saved_tokens += hits.saved_tokens
-        context.made.tags[:] = sorted(tag.id for tag in book.of(TAG, record.tenant) if tag.value == context.id.encode())
-        if context.expires_at <= self._ledger.clock():
-            context.status = pb.CONTEXT_STATUS_INACTIVE
-        return context
+    def _read(self, tenant: str, records: Iterable[kv_pb2.Record]) -> list[pb.Context]:
+        """A tenant's contexts with what is kept beside them: hits and tags."""
+        book, now = self._ledger.book, self._ledger.clock()
+        hits, tags = defaultdict[str, list[pb.Context]](list), defaultdict[bytes, list[str]](list)
+        for counted in book.of(HITS, tenant):
+            hits[counted.id.partition("/")[0]].append(pb.Context.FromString(counted.value))
+        for tag in book.of(TAG, tenant):
+            tags[tag.value].append(tag.id)
+        found = []
+        for record in records:
+            context = pb.Context.FromString(record.value)
+            context.hits = sum(counted.hits for counted in hits[context.id])
+            context.saved_tokens = sum(counted.saved_tokens for counted in hits[context.id])
+            context.made.tags[:] = sorted(tags[context.id.encode()])
+            if context.expires_at <= now:
+                context.status = pb.CONTEXT_STATUS_INACTIVE
+            found.append(context)
+        return found
 
     # --- writing ---------------------------------------------------------------------------------------------------
 

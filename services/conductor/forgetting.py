@@ -23,7 +23,7 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
-from services.conductor.ledger import Ledger
+from services.conductor.ledger import Ledger, messages
 
 log = get_logger(__name__)
 
@@ -72,7 +72,7 @@ class Forgetting:
     @property
     def deletions(self) -> int:
         """How many are repeated to those who join."""
-        return len(self._all())
+        return sum(1 for _ in self._ledger.book.of(DELETION))
 
     @property
     def owed(self) -> int:
@@ -113,7 +113,7 @@ class Forgetting:
             await self._ledger.pull()
             await self._bring_up(instance, JOIN_TIMEOUT_S)
         except Unsupported:
-            if self._all() or self._ttl_s:
+            if self.deletions or self._ttl_s:
                 raise Unavailable(
                     f"{instance.id} does not know how to delete KV, and there is some to delete"
                 ) from None
@@ -141,12 +141,9 @@ class Forgetting:
             if isinstance(answer, MoonpoolError):
                 log.warning("KV not deleted yet", instance=member.id, error=str(answer))
 
-    def _all(self) -> dict[str, kv_pb2.Deletion]:
-        return {one.id: kv_pb2.Deletion.FromString(one.value) for one in self._ledger.book.of(DELETION)}
-
-    def _missing(self, member: kv_pb2.Instance) -> list[kv_pb2.Deletion]:
+    def _missing(self, member: kv_pb2.Instance) -> list[kv_pb2.Record]:
         told = self._told.get((member.id, member.incarnation), set())
-        return [deletion for name, deletion in self._all().items() if name not in told]
+        return [record for record in self._ledger.book.of(DELETION) if record.id not in told]
 
     async def _report(self, member: kv_pb2.Instance) -> conductor_pb2.InstanceDeletion:
         try:
@@ -162,14 +159,17 @@ class Forgetting:
         Raises:
             MoonpoolError: it did not.
         """
-        missing = self._missing(member)
-        if not (missing or self._ttl_s):
-            return kv_pb2.ForgetResponse()
+        done, missing = kv_pb2.ForgetResponse(), self._missing(member)
         stub = _STUBS[member.kind](self._channels.get(member.address))
-        request = kv_pb2.ForgetRequest(deletions=missing, ttl_s=dict(self._ttl_s))
-        try:
-            answer: kv_pb2.ForgetResponse = await stub.Forget(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-        self._told.setdefault((member.id, member.incarnation), set()).update(one.id for one in missing)
-        return answer
+        ttl_s = dict(self._ttl_s)
+        for part in messages(missing) if missing or not ttl_s else [[]]:
+            deletions = [kv_pb2.Deletion.FromString(record.value) for record in part]
+            try:
+                request = kv_pb2.ForgetRequest(deletions=deletions, ttl_s=ttl_s)
+                answer: kv_pb2.ForgetResponse = await stub.Forget(request, timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from None
+            self._told.setdefault((member.id, member.incarnation), set()).update(record.id for record in part)
+            done.blocks += answer.blocks
+            done.bytes += answer.bytes
+        return done

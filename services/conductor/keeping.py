@@ -28,6 +28,7 @@ log = get_logger(__name__)
 STORED_TIMEOUT_S = 20.0
 """How long a new context's blocks may take from the pool of prefill to a kvstore."""
 LOOK_S = 0.05
+LIST_BYTES = 4 << 20
 FLUSH_S = 1.0
 """Counts of hits are written so often at most."""
 
@@ -126,7 +127,7 @@ class ContextKeeper:
         await self._ledger.pull()
         if request.id:
             return [self.contexts.find(request.tenant, request.id)]
-        return self.contexts.of(request.tenant)
+        return _within(LIST_BYTES, self.contexts.of(request.tenant))
 
     async def delete(self, request: pb.DeleteContextRequest) -> pb.DeleteContextResponse:
         """Ends a context and deletes its KV everywhere."""
@@ -279,6 +280,17 @@ class ContextKeeper:
         task = asyncio.create_task(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _within(nbytes: int, contexts: list[pb.Context]) -> list[pb.Context]:
+    """A list that fits a message: prompts that would go beyond it are left out, the older ones'."""
+    for context in contexts:
+        nbytes -= context.ByteSize()
+        if nbytes < 0:
+            for name in ("chat", "prompt"):
+                context.made.ClearField(name)
+            context.ClearField("keys")
+    return contexts
 
 
 def _pin_name(context: pb.Context) -> str:

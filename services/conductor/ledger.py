@@ -88,7 +88,7 @@ class Ledger:
     async def _sync(self, store: kv_pb2.Instance, records: Sequence[kv_pb2.Record]) -> None:
         """Gives a store records, and takes what is new there."""
         stub, place = KVStoreServiceStub(self._channels.get(store.address)), (store.id, store.incarnation)
-        for part in [*_messages(records)] or [[]]:
+        for part in [*messages(records)] or [[]]:
             more = True
             while more:
                 request = kvstore_pb2.SyncRecordsRequest(records=part, after=self._seen.get(place, 0))
@@ -100,7 +100,7 @@ class Ledger:
                 self._seen[place], more, part = answer.sequence, answer.more, []
 
 
-def _messages(records: Iterable[kv_pb2.Record]) -> Iterator[list[kv_pb2.Record]]:
+def messages(records: Iterable[kv_pb2.Record]) -> Iterator[list[kv_pb2.Record]]:
     """Records in parts that fit a message."""
     part, nbytes = list[kv_pb2.Record](), 0
     for record in records:

@@ -323,16 +323,16 @@ class DecodeShell:
     def _done(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> None:
         ended, filled, candidates = [], [], []
         for index, (sequence, token) in enumerate(zip(sequences, result.sampled, strict=not result.aborted)):
+            if index in result.failed:
+                self.end(sequence.request, result.failed[index])
             if token is None or sequence.request.ending:
                 continue
             key = sequence.filled(self._layout.block_tokens)
             if key is not None:
                 filled.append((sequence.id, key))
-            beams = sequence.request.beams
-            if beams is not None:
-                candidates.append(
-                    (sequence.id, beams.propose(sequence.choice, result.several[index], self._max_tokens))
-                )
+            if (beams := sequence.request.beams) is not None:
+                found = beams.propose(sequence.choice, result.several[index], self._max_tokens)
+                candidates.append((sequence.id, found))
                 continue
             reason = sequence.append(token, self._max_tokens, result.logprobs.get(index))
             if reason:

@@ -21,6 +21,10 @@ MAX_NAME_CHARS = 256
 _NAMED = re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{)")
 
 
+DEFAULT_IDS = "call_{:.24}"
+"""Form of a call's id, of hexadecimal digits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """How the models of a family write calls.
@@ -30,14 +34,14 @@ class Family:
         closer: what may stand behind a call and is no text.
         bare: calls that are a whole answer need no marker.
         named: the name may stand before the object.
-        ids: form of a call's id, of hexadecimal digits.
+        ids: form of a call's id.
     """
 
     marker: str
     closer: str = ""
     bare: bool = False
     named: bool = False
-    ids: str = "call_{:.24}"
+    ids: str = DEFAULT_IDS
 
 
 FAMILIES = {
@@ -143,6 +147,29 @@ class CallFinder:
             self._called = False
             self._return_text(end, found)
         return True
+
+
+class ForcedCalls:
+    """Takes an answer for calls: it was made to be the arguments of one function, or a list of calls."""
+
+    def __init__(self, name: str, names: Collection[str]) -> None:
+        """`name` is the function, "" = the answer is a list that says which of `names` it calls."""
+        self._name = name
+        self._names = names
+        self._text = ""
+
+    def push(self, text: str) -> list[str | FoundCall]:
+        """Take further text; nothing is certain before the end."""
+        self._text += text
+        return []
+
+    def end(self) -> list[str | FoundCall]:
+        """The calls; the text where the answer was cut."""
+        value = _json(self._text)
+        given = [{"name": self._name, "arguments": value}] if self._name and isinstance(value, dict) else value
+        found = [_call(item, self._names) for item in given] if isinstance(given, list) else []
+        calls = [call for call in found if call is not None]
+        return [*calls] if calls and len(calls) == len(found) else [self._text] if self._text else []
 
 
 class _Object:

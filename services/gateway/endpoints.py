@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from moonpool.client import AsyncClient, ClusterState, GenerateArguments, SamplingParams
 from moonpool.client.tracing import TRACEPARENT, is_traceparent
-from moonpool.errors import NotFound, Unavailable
+from moonpool.errors import InvalidRequest, NotFound, Unavailable
 from moonpool.rpc.keys import ApiKeys
 from services.gateway.answering import Answering, Job, Told
 from services.gateway.caching import Caching, CachingChatBody
@@ -22,7 +22,7 @@ from services.gateway.cluster import Cluster
 from services.gateway.config import GatewayConfig
 from services.gateway.door import Caller, Door, json_response
 from services.gateway.fields import AnsweredBody, CompletionBody, GenerationBody
-from services.gateway.forms import ChatForm, CompletionForm, Form
+from services.gateway.forms import ChatForm, CompletionForm, Form, compact
 from services.gateway.measuring import Meter
 from services.gateway.message_form import MessageForm
 from services.gateway.messages import MessagesBody
@@ -121,7 +121,8 @@ class Endpoints:
         arguments = self._arguments(body, caller, body.max_tokens)
         arguments["messages"] = body.turns()
         reading = self._offer(body, arguments, state)
-        decode = partial(self._texts.decode_now, skip_special="tools" not in arguments)
+        sampling = arguments["sampling"] or SamplingParams()
+        decode = partial(self._texts.decode_now, skip_special=sampling.skip_special_tokens)
         form = MessageForm(state.model, reading, body.stop_sequences or (), decode)
         return self._answering(request, caller, body, [arguments], form, state, ignored)
 
@@ -156,12 +157,18 @@ class Endpoints:
         tools = given or known
         if tools is None:
             return Reading(None, "")
-        family = self._texts.calls_family(state.model)
         if given is not None:
             arguments["tools"] = given.definitions
+        sampling = arguments["sampling"] or SamplingParams()
+        if tools.forced is not None:
+            if sampling.response_format:
+                raise InvalidRequest("tool_choice", "has a format of its own: an answer that has to call has no other")
+            schema = compact(tools.schema()).decode()
+            arguments["sampling"] = replace(sampling, response_format="json_schema", grammar=schema)
+            return Reading(tools, "")
         # Some models mark calls with special tokens.
-        arguments["sampling"] = replace(arguments["sampling"] or SamplingParams(), skip_special_tokens=False)
-        return Reading(tools, family)
+        arguments["sampling"] = replace(sampling, skip_special_tokens=False)
+        return Reading(tools, self._texts.calls_family(state.model))
 
     def _arguments(self, body: AnsweredBody, caller: Caller, max_tokens: int) -> GenerateArguments:
         return {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
+
+from pydantic_core import to_json
 
 from moonpool.client import GenerateResult, TokenLogprobs, Usage
 from services.gateway.errors import Refusal
@@ -58,8 +59,8 @@ def event(content: Mapping[str, Any]) -> bytes:
 
 
 def compact(content: Mapping[str, Any]) -> bytes:
-    """JSON without spaces."""
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    """JSON without spaces; numbers that JSON does not have become null."""
+    return to_json(content, inf_nan_mode="null")  # a third of the time of `json`, once per token
 
 
 def usage(counted: Usage) -> dict[str, Any]:
@@ -94,6 +95,7 @@ class OpenAIForm:
         self._kind = self.kinds[stream]
         self._include_usage = include_usage
         self._head: dict[str, Any] = {}
+        self._around = b"", b""  # what is the same in each chunk, before its choice and behind it
 
     def begin(self, request_id: str, *, emulated: bool) -> None:
         self._head = {
@@ -103,6 +105,8 @@ class OpenAIForm:
             "model": self._model,
             "system_fingerprint": "emulated" if emulated else None,
         }
+        usage_member = b',"usage":null' if self._include_usage else b""
+        self._around = b"data: " + compact(self._head)[:-1] + b',"choices":[', b"]" + usage_member + b"}\n\n"
 
     def opening(self) -> Iterator[bytes]:
         return iter(())
@@ -162,8 +166,8 @@ class OpenAIForm:
         found = self._scored.pop(index, None) if scored else None
         logprobs = self.logprobs(found, index) if found else None
         filled = {"index": index, **choice, "logprobs": logprobs, "finish_reason": finish_reason}
-        chunk = {**self._head, "choices": [filled]}
-        return event({**chunk, "usage": None} if self._include_usage else chunk)
+        before, behind = self._around
+        return before + compact(filled) + behind
 
 
 class ChatForm(OpenAIForm):

@@ -86,7 +86,8 @@ class MessagesTool(Body):
 class MessagesChoice(Body):
     """Whether the model may call functions."""
 
-    type: str
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -133,14 +134,13 @@ class MessagesPrompt(Body):
             InvalidRequest: names what is wrong about them, or not built.
         """
         choice = self.tool_choice or MessagesChoice(type="auto")
-        if choice.type not in ("auto", "none"):
-            raise InvalidRequest("tool_choice", "only 'auto' and 'none' are supported yet")
+        forced = {"any": "", "tool": choice.name or "?"}.get(choice.type)
         given = [] if choice.type == "none" else self.tools or []
         definitions = [
             definition(f"tools.{index}", tool.name, tool.description, tool.input_schema)
             for index, tool in enumerate(given)
         ]
-        return checked(definitions, several=not choice.disable_parallel_tool_use)
+        return checked(definitions, forced, several=not choice.disable_parallel_tool_use)
 
 
 class MessagesBody(MessagesPrompt, AnsweredBody):

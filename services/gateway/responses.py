@@ -10,7 +10,7 @@ from moonpool.errors import InvalidRequest
 from services.gateway.fields import AnsweredBody, Body
 from services.gateway.formats import responses_format
 from services.gateway.tools import Tools, checked
-from services.gateway.turns import ContentPart, Function, check_choice, joined, tool_call
+from services.gateway.turns import ContentPart, Function, forced_call, joined, tool_call
 
 RESPONSES = "/v1/responses"
 _TEXTS = ("input_text", "output_text", "text")
@@ -136,10 +136,10 @@ class ResponsesBody(AnsweredBody):
         return turns
 
     def tools_offered(self) -> Tools | None:
-        check_choice(self.tool_choice)
+        forced = forced_call(self.tool_choice)
         given = [] if self.tool_choice == "none" else self.tools or []
         definitions = [tool.definition(f"tools.{index}") for index, tool in enumerate(given)]
-        return checked(definitions, several=self.parallel_tool_calls is not False)
+        return checked(definitions, forced, several=self.parallel_tool_calls is not False)
 
     def sampling(self, max_tokens: int) -> SamplingParams:
         given: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}

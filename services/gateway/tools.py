@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonpool.errors import InvalidRequest
-from services.gateway.calls import FAMILIES, CallFinder, FoundCall
+from services.gateway.calls import DEFAULT_IDS, FAMILIES, CallFinder, ForcedCalls, FoundCall
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -22,15 +22,39 @@ class Tools:
     Attributes:
         definitions: in OpenAI's form, as chat templates take them.
         several: an answer may call more than one.
+        forced: what an answer has to call: a function by its name, "" = any of them, None = it need not.
     """
 
     definitions: Sequence[Mapping[str, Any]]
     several: bool = True
+    forced: str | None = None
 
     @property
     def names(self) -> frozenset[str]:
         """Their names."""
         return frozenset(definition["function"]["name"] for definition in self.definitions)
+
+    def schema(self) -> dict[str, Any]:
+        """What an answer is made to be that has to call: the arguments, or a list of calls.
+
+        Raises:
+            InvalidRequest: naming `tools`: references in parameters do not hold within the list's schema.
+        """
+        parameters = {it["function"]["name"]: it["function"]["parameters"] for it in self.definitions}
+        if self.forced:
+            return dict(parameters[self.forced])
+        if any("$defs" in schema or "definitions" in schema for schema in parameters.values()):
+            raise InvalidRequest("tools", "with $defs in parameters, tool_choice can name a function, not require any")
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": schema},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for name, schema in parameters.items()
+        ]
+        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **({} if self.several else {"maxItems": 1})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +83,19 @@ def definition(place: str, name: str, description: str | None, parameters: Mappi
     return {"type": "function", "function": {"name": name, **told, "parameters": parameters or _NO_PARAMETERS}}
 
 
-def checked(definitions: Sequence[Mapping[str, Any]], *, several: bool) -> Tools | None:
+def checked(definitions: Sequence[Mapping[str, Any]], forced: str | None, *, several: bool) -> Tools | None:
     """The functions of a request; None when there are none.
 
     Raises:
-        InvalidRequest: two have the same name.
+        InvalidRequest: two have the same name, or what is to be called is not among them.
     """
-    tools = Tools(definitions, several)
+    if forced == "" and len(definitions) == 1:
+        forced = str(definitions[0]["function"]["name"])
+    tools = Tools(definitions, several, forced)
     if len(tools.names) < len(definitions):
         raise InvalidRequest("tools", "two of them have the same name")
+    if forced is not None and forced not in ({""} if definitions else set()) | tools.names:
+        raise InvalidRequest("tool_choice", "calls what is not among the tools")
     return tools if definitions else None
 
 
@@ -79,7 +107,8 @@ class Reading:
         self._tools = tools
         self._family = FAMILIES.get(family)
         self._request_id = ""
-        self._finders: dict[int, CallFinder] = {}
+        self._ids = self._family.ids if self._family is not None else DEFAULT_IDS
+        self._finders: dict[int, CallFinder | ForcedCalls] = {}
         self._calls: dict[int, int] = {}
 
     def begin(self, request_id: str) -> None:
@@ -110,12 +139,17 @@ class Reading:
                 pieces.append(piece)
         return pieces
 
-    def _finder(self, choice: int) -> CallFinder:
-        assert self._tools is not None
-        assert self._family is not None
+    def _finder(self, choice: int) -> CallFinder | ForcedCalls:
         if choice not in self._finders:
-            self._finders[choice] = CallFinder(self._family, self._tools.names)
+            self._finders[choice] = self._new_finder()
         return self._finders[choice]
+
+    def _new_finder(self) -> CallFinder | ForcedCalls:
+        assert self._tools is not None
+        if self._tools.forced is not None:
+            return ForcedCalls(self._tools.forced, self._tools.names)
+        assert self._family is not None
+        return CallFinder(self._family, self._tools.names)
 
     def _numbered(self, found: Sequence[str | FoundCall], choice: int) -> Iterator[Piece]:
         for piece in found:
@@ -127,5 +161,4 @@ class Reading:
                 yield Call(number, self._id(choice, number), piece.name, piece.arguments)
 
     def _id(self, choice: int, number: int) -> str:
-        assert self._family is not None
-        return self._family.ids.format(hashlib.sha256(f"{self._request_id}/{choice}/{number}".encode()).hexdigest())
+        return self._ids.format(hashlib.sha256(f"{self._request_id}/{choice}/{number}".encode()).hexdigest())

@@ -172,20 +172,26 @@ class Conversation(Body):
         Raises:
             InvalidRequest: names what is wrong about them, or not built.
         """
-        check_choice(self.tool_choice)
+        forced = forced_call(self.tool_choice)
         given = [] if self.tool_choice == "none" else self.tools or []
         definitions = [tool.function.definition(f"tools.{index}.function") for index, tool in enumerate(given)]
-        return checked(definitions, several=self.parallel_tool_calls is not False)
+        return checked(definitions, forced, several=self.parallel_tool_calls is not False)
 
 
-def check_choice(choice: str | dict[str, Any] | None) -> None:
-    """Refuse to make the model call something: what it does is up to it.
+def forced_call(choice: str | dict[str, Any] | None) -> str | None:
+    """What an answer has to call: a function by its name, "" = any, None = it need not.
 
     Raises:
-        InvalidRequest: names `tool_choice`.
+        InvalidRequest: names `tool_choice`: it is of no known form.
     """
-    if choice not in (None, "none", "auto"):
-        raise InvalidRequest("tool_choice", "only 'auto' and 'none' are supported yet")
+    match choice:
+        case None | "none" | "auto":
+            return None
+        case "required":
+            return ""
+        case {"type": "function", "function": {"name": str() as name}} | {"type": "function", "name": str() as name}:
+            return name
+    raise InvalidRequest("tool_choice", "must be 'auto', 'none', 'required' or name a function")
 
 
 class ChatBody(Conversation, GenerationBody):

@@ -203,7 +203,7 @@ class Shell:
 
     def _reason(self, outcome: actions.Outcome, request: Request) -> MoonpoolError:
         match outcome:
-            case actions.Outcome.IO_FAILED if request.error is not None:
+            case actions.Outcome.IO_FAILED | actions.Outcome.LEFT if request.error is not None:
                 return request.error
             case actions.Outcome.STEP_GIVEN_UP:
                 return Unavailable("the engine gave up a step")
@@ -273,6 +273,8 @@ class Shell:
             for index, chunk in enumerate(order.chunks):
                 if (request := self._requests.get(chunk.job)) is not None:
                     _take(request, chunk, index, result)
+                    if request.error is not None:
+                        self.post(events.Leave(request.number))
         return events.StepEnded(result.aborted, (result.end_ns - result.start_ns) / 1e9)
 
     def _sequence(self, chunk: actions.ChunkOrder) -> SequenceStep:
@@ -318,6 +320,8 @@ def _take(request: Request, chunk: actions.ChunkOrder, index: int, result: StepR
     token = result.sampled[index]
     if index in result.scores:
         request.scored(result.scores[index])
+    if index in result.failed:
+        request.error = InvalidRequest("sequence.sampling.grammar", result.failed[index])
     if chunk.last and token is not None:
         request.sampled(result.several.get(index, Several((token,))), result.logprobs.get(index))
 

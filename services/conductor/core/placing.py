@@ -229,8 +229,9 @@ class Placing:
         request.phase = Phase.KEYS
         out.append(Rehash(request.ask.number, request.failures, request.refusal))
 
-    def move(self, request: Request, instance: str, out: list[Action]) -> None:
-        """Places a request anew, away from an instance that has not failed it."""
+    def move(self, now: float, request: Request, instance: str, out: list[Action]) -> None:
+        """Places a request anew, away from an instance that has not failed it; what runs there goes on."""
+        self._legs.detach(request, now, out)
         request.suspect(instance)
         request.recovering = True
         request.refusal = Failure(Kind.UNAVAILABLE, f"{instance} drains, or is slow")
@@ -249,8 +250,9 @@ class Placing:
                 suspects=request.suspects,
                 at_decode=at_decode,
             )
-            queue_s = self._picture.queue_s(plan.prefill, ask.place)
-            return replace(plan, prefill=plan.prefill._replace(queue_s=queue_s))
+            chosen = plan.prefill._replace(queue_s=self._picture.queue_s(plan.prefill, ask.place))
+            candidates = tuple([chosen if it.id == chosen.id else it for it in plan.candidates])
+            return replace(plan, prefill=chosen, candidates=candidates)
         except Unavailable as error:
             return Failure(Kind.UNAVAILABLE, error.message)
         except InvalidRequest as error:

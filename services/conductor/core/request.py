@@ -306,8 +306,7 @@ class Requests:
     def _relieve(self, now: float, instance: str, out: list[Action]) -> None:
         """An instance that drains or is slow is rid of what it has, if another one takes it."""
         for request in self._relief.leaving(now, instance, self._book.requests):
-            self._legs.detach(request, now, out)
-            self._placing.move(request, instance, out)
+            self._placing.move(now, request, instance, out)
 
     def _lost(
         self, now: float, request: Request, attempt: Attempt, who: tuple[str, int], why: str, out: list[Action]

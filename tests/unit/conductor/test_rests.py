@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from moonpool.client import SamplingParams
 from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.cost import Speeds
@@ -64,3 +66,22 @@ async def test_it_is_off_unless_asked_for() -> None:
         await hold(s, d)
         result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
         assert (result.placement.prefill, d.computed) == ("prefill-0", [])
+
+
+async def test_log_probabilities_come_with_all_its_tokens() -> None:
+    p, d = members(held_blocks=2)
+    async with stack(p, d, decode_prompt_tokens=32) as s:
+        await hold(s, d)
+        wanted = SamplingParams(max_tokens=8, temperature=0.0, logprobs=0)
+        result = await s.client.generate(token_ids=PROMPT, sampling=wanted)
+        assert (len(d.computed), result.token_ids) == (1, expected(len(PROMPT), 8))
+        assert [it.logprob for it in result.logprobs] == pytest.approx([-token / 10 for token in result.token_ids])
+
+
+async def test_a_prompt_whose_own_are_wanted_is_for_prefill_as_all_of_it_is_computed() -> None:
+    p, d = members(held_blocks=2)
+    async with stack(p, d, decode_prompt_tokens=32) as s:
+        await hold(s, d)
+        wanted = SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=0)
+        result = await s.client.generate(token_ids=PROMPT, sampling=wanted)
+        assert (d.computed, result.placement.prefill) == ([], "prefill-0")

@@ -92,7 +92,7 @@ async def test_lease_ends(opened: bool) -> None:
 async def test_lease_of_what_nobody_starts() -> None:
     """All KV is there, but the conductor never says a word."""
     tokens = prompt(20)
-    async with decoding(lease_s=0.05) as it:
+    async with decoding(lease_s=0.5) as it:
         await transfer(it, await reserve(it, spec("a", tokens)), tokens)
         await it.rest()
         assert it.service.manager.num_cached == 1

@@ -9,7 +9,7 @@ from moonpool.errors import Unavailable
 from moonpool.kv.keys import block_keys
 from moonpool.v1 import kv_pb2
 from tests.unit.decode.calls import conducting, reserve, sending, slices, transfer
-from tests.unit.fakes.engine import continuation
+from tests.unit.fakes.engine import UNFOLLOWED, continuation
 from tests.unit.instances import BLOCK, WAIT_S, decoding, prompt, read_spans, spec
 from tests.unit.streams.fakes import ROOT
 
@@ -159,3 +159,20 @@ async def test_drains() -> None:
         await conductor.until(lambda: "a" in conductor.reasons)
         await asyncio.wait_for(drained, WAIT_S)
         assert conductor.tokens["a"] == continuation(tokens, 3)[1:]
+
+
+async def test_an_answer_that_cannot_go_on_in_its_format_fails_alone() -> None:
+    tokens, others = prompt(BLOCK, 1), prompt(BLOCK, 2)
+    broken = spec("a", tokens, max_tokens=6)
+    broken.sampling.response_format, broken.sampling.grammar = "regex", UNFOLLOWED
+    async with decoding() as it, conducting(it) as conductor:
+        targets = [await reserve(it, broken), await reserve(it, spec("b", others, max_tokens=6))]
+        await transfer(it, targets[0], tokens)
+        await transfer(it, targets[1], others)
+        answer = continuation(others, 6)
+        await conductor.start("a", targets[0], 9)
+        await conductor.start("b", targets[1], answer[0])
+        await conductor.until(lambda: "a" in conductor.failed and "b" in conductor.reasons)
+        assert conductor.failed == {"a": UNFOLLOWED}
+        assert conductor.tokens == {"b": answer[1:]}
+        await it.rest()

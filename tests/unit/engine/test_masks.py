@@ -12,7 +12,7 @@ import torch
 
 import moonpool.bundled
 from moonpool.checkpoint import Tokenizer, load_config
-from moonpool.engine.masks import MAX_PARSERS, Masks
+from moonpool.engine.masks import MAX_PARSERS, CannotFollow, Masks
 from moonpool.model import sample
 from moonpool.sampling import SampleSpec, SamplingParams
 from moonpool.sched.sampling import SequenceSampling
@@ -121,15 +121,25 @@ def test_more_answers_than_parsers_are_kept(masks: Masks) -> None:
         assert {a, b, END} <= allowed(begun(masks, sampling.at(PROMPT + tokens))[0])
 
 
-def test_what_cannot_be_followed_ends(masks: Masks) -> None:
-    """An engine meets only what a conductor has checked; if not, the answer ends, and nobody else is concerned."""
+def test_what_cannot_be_followed_has_no_mask(masks: Masks) -> None:
+    """Nobody else is concerned."""
     broken = SequenceSampling.of(
         SamplingParams(response_format="regex", grammar="(["), len(PROMPT), CONFIG.eos_token_ids
     )
     fine = SequenceSampling.of(SamplingParams(response_format="regex", grammar="x"), len(PROMPT), CONFIG.eos_token_ids)
-    found = begun(masks, broken.at(PROMPT), SampleSpec(), fine.at(PROMPT))
+    step = Step(1, tuple(SequenceStep(b"", 0, (), it) for it in (broken.at(PROMPT), SampleSpec(), fine.at(PROMPT))))
+    found = masks.begin(step)
     assert sorted(found) == [0, 2]
-    assert allowed(found[0]) == {END}
-    assert END not in allowed(found[2])
+    with pytest.raises(CannotFollow, match="regex cannot be followed"):
+        found[0].result()
+    assert END not in allowed(found[2].result())
     strange = SequenceSampling.of(SamplingParams(response_format="regex", grammar="x"), 1, CONFIG.eos_token_ids)
-    assert allowed(begun(masks, strange.at(PROMPT))[0]) == {END}, "the answer so far does not fit"
+    with pytest.raises(CannotFollow):
+        begun(masks, strange.at(PROMPT))
+
+
+def test_without_a_tokenizer_no_format_can_be_followed(tmp_path: Path) -> None:
+    masks = Masks(lambda: Tokenizer.load(tmp_path), CONFIG.vocab_size, CONFIG.eos_token_ids)
+    with pytest.raises(CannotFollow, match="no tokenizer"):
+        begun(masks, SampleSpec(SamplingParams(response_format="json_object")))
+    masks.close()

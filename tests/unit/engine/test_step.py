@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonpool.checkpoint import kv_layout, load_config
+from moonpool.checkpoint import Tokenizer, kv_layout, load_config
 from moonpool.engine.gates import Gates
+from moonpool.engine.masks import Masks
 from moonpool.engine.messages import StepDone
 from moonpool.engine.pipeline import NoLinks
 from moonpool.engine.step import StageRunner, pool_tensor
@@ -251,3 +252,19 @@ def test_a_block_is_finished_by_the_step_that_fills_it() -> None:
     assert finished_blocks(step((16, 17)), 16) == []
     assert finished_blocks(step((3, 40)), 16) == [(7, 16), (5, 16)]
     assert finished_blocks(step((3, 40), layer_events=True), 16) == [(7, 16), (5, 16), (9, 8)]
+
+
+def test_an_answer_whose_format_cannot_be_followed_gets_nothing_and_others_get_theirs(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    how = SampleSpec(SamplingParams(response_format="json_object", logprobs=1))
+    with stages(checkpoint, 2) as two:
+        masks = two.runners[-1].masks = Masks(lambda: Tokenizer.load(tmp_path), 512, (1,))
+        shares = (SequenceStep(ids(*PROMPT), 0, (4, 1, 6), how), SequenceStep(ids(*PROMPT), 0, (5, 2, 7), GREEDY))
+        done = two.run(Step(1, shares))[-1]
+        masks.close()
+        assert done.sampled[0] is None
+        assert done.sampled[1] is not None
+        assert list(done.failed) == [0]
+        assert "no tokenizer" in done.failed[0]
+        assert done.logprobs == {}

@@ -79,6 +79,14 @@ def continuation(tokens: Sequence[int], count: int) -> list[int]:
     return answer
 
 
+UNFOLLOWED = "a regular expression that cannot be followed"
+"""As a grammar: the engine samples nothing for the sequence."""
+
+
+def _is_unfollowed(sequence: SequenceStep) -> bool:
+    return sequence.sample is not None and sequence.sample.params.grammar == UNFOLLOWED
+
+
 class FakeEngine:
     """Satisfies `moonpool.engine.handle.Engine`; computes what `next_token` says from the bytes in its pool.
 
@@ -163,7 +171,9 @@ class FakeEngine:
                 for index, (sequence, digest) in enumerate(zip(step.sequences, digests, strict=True))
                 if sequence.sample is not None and sequence.sample.best
             }
-            return StepResult(sampled, False, start_ns, time.monotonic_ns(), several)
+            failed = {index: UNFOLLOWED for index, it in enumerate(step.sequences) if _is_unfollowed(it)}
+            sampled = tuple(None if index in failed else token for index, token in enumerate(sampled))
+            return StepResult(sampled, False, start_ns, time.monotonic_ns(), several, failed=failed)
 
     async def _pass(self, step: Step, layer: int) -> bool:
         """Waits at the layer's gate; False when the step is given up."""

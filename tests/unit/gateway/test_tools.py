@@ -14,7 +14,9 @@ from openai.types.responses import FunctionToolParam, ResponseFunctionToolCall, 
 
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import Tokenizer
+from moonpool.client import SamplingParams
 from moonpool.client.testing import FakeConductor, answer
+from moonpool.grammar import check_grammar
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import Answers, answering
@@ -210,3 +212,77 @@ async def test_counts_have_the_tools() -> None:
         assert counted.input_tokens == told["count"]
         refused = await gateway.http.post("/v1/messages/count_tokens", json={"messages": []})
         assert (refused.status_code, refused.json()["type"]) == (400, "error")
+
+
+ADD: ChatCompletionFunctionToolParam = {"type": "function", "function": {"name": "add"}}
+
+
+def made_to_call(text: str) -> FakeConductor:
+    """Answers with a text in two pieces, as an answer that is held to a schema."""
+
+    def say(_: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+        messages = answer([1, 2], request_id="r1")
+        for message, piece in zip(messages[1:-1], (text[:5], text[5:]), strict=True):
+            message.delta.text = piece
+        return messages
+
+    return FakeConductor(say)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+async def test_one_function_has_to_be_called(choice: Any, stream: bool) -> None:
+    """The answer is held to the schema of its parameters, and is its arguments."""
+    async with answering(made_to_call(PARIS)) as gateway:
+        client = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="any", http_client=gateway.http)
+        ask: Any = {"model": "tiny", "messages": [{"role": "user", "content": ASK}], "tool_choice": choice}
+        if stream:
+            async with client.chat.completions.stream(**ask, tools=[TOOL]) as events:
+                message = (await events.get_final_completion()).choices[0].message
+        else:
+            message = (await client.chat.completions.create(**ask, tools=[TOOL])).choices[0].message
+        assert message.tool_calls
+        assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [("weather", PARIS)]
+        assert not message.content
+        assert gateway.asked.sampling.response_format == "json_schema"
+        assert json.loads(gateway.asked.sampling.grammar) == SCHEMA
+        assert json.loads(gateway.asked.chat.tools) == [TOOL]
+
+
+async def test_any_function_has_to_be_called() -> None:
+    """The answer is held to a list of calls; one that is cut stays text."""
+    calls = f'[{{"name": "weather", "arguments": {PARIS}}}, {{"name": "add", "arguments": {{}}}}]'
+    async with answering(made_to_call(calls)) as gateway:
+        body = (await gateway.chat(tools=[TOOL, ADD], tool_choice="required")).json()
+        found = body["choices"][0]["message"]["tool_calls"]
+        assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found] == [
+            ("weather", {"city": "Paris"}),
+            ("add", {}),
+        ]
+        schema = json.loads(gateway.asked.sampling.grammar)
+        assert (schema["type"], schema["minItems"], "maxItems" in schema) == ("array", 1, False)
+        assert [it["properties"]["name"]["const"] for it in schema["items"]["anyOf"]] == ["weather", "add"]
+        check_grammar(SamplingParams(response_format="json_schema", grammar=json.dumps(schema)))
+    async with answering(made_to_call(calls[:-3])) as gateway:
+        body = (await gateway.chat(tools=[TOOL, ADD], tool_choice="required", parallel_tool_calls=False)).json()
+        assert body["choices"][0]["message"] == {"role": "assistant", "content": calls[:-3]}
+        assert json.loads(gateway.asked.sampling.grammar)["maxItems"] == 1
+
+
+async def test_other_interfaces_have_to_call() -> None:
+    async with answering(made_to_call(PARIS)) as gateway:
+        client = anthropic.AsyncAnthropic(base_url="http://gateway", api_key="any", http_client=gateway.http)
+        message = await client.messages.create(
+            model="tiny",
+            max_tokens=50,
+            messages=[{"role": "user", "content": ASK}],
+            tools=BLOCKS,
+            tool_choice={"type": "tool", "name": "weather"},
+        )
+        assert [block.type for block in message.content] == ["tool_use"]
+        other = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="any", http_client=gateway.http)
+        response = await other.responses.create(
+            model="tiny", input=ASK, tools=[FLAT], tool_choice={"type": "function", "name": "weather"}
+        )
+        assert [item.type for item in response.output] == ["function_call"]
+        assert all(request.sampling.response_format == "json_schema" for request in gateway.fake.requests)

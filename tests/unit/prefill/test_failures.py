@@ -2,8 +2,9 @@
 
 import pytest
 
-from moonpool.errors import MoonpoolError, StreamBroken, TransferFailed, Unavailable
+from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken, TransferFailed, Unavailable
 from moonpool.v1 import kv_pb2
+from tests.unit.fakes.engine import UNFOLLOWED
 from tests.unit.instances import BLOCK, decoding, prefilling, prompt, spec
 from tests.unit.prefill.calls import begin, dismiss, promised
 
@@ -83,3 +84,15 @@ async def test_engine_dies() -> None:
         await it.until(lambda: it.death is not None)
         with pytest.raises(Unavailable, match="out of memory"):
             await begin(it, spec("late", prompt(BLOCK), max_tokens=1))
+
+
+async def test_a_prompt_whose_answer_cannot_begin_in_its_format() -> None:
+    """The error names what is wrong; others that are computed in the same step go on."""
+    sequence = spec("a", prompt(BLOCK, 1))
+    sequence.sampling.response_format, sequence.sampling.grammar = "regex", UNFOLLOWED
+    async with prefilling() as it:
+        broken, other = await begin(it, sequence), await begin(it, spec("b", prompt(BLOCK, 2)))
+        with pytest.raises(InvalidRequest, match=rf"sequence\.sampling\.grammar: {UNFOLLOWED}"):
+            await broken.to_the_end()
+        await other.to_the_end()
+        await it.rest()

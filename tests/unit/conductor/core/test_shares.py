@@ -29,7 +29,9 @@ def place(world: World, tenant: str, *, weight: float = 1.0, priority: int = 0) 
     """Predicted seconds of waiting of a prompt that is placed."""
     number = world.arrive(prompt=200, tenant=tenant, weight=weight, priority=priority)
     world.promise(next(call for call in world.open(Reserve) if call.request == number))
-    return world.all(Announce)[-1].plan.prefill.queue_s
+    plan = world.all(Announce)[-1].plan
+    assert plan.candidates[0] == plan.prefill, "what is explained is what was compared with the limit"
+    return plan.prefill.queue_s
 
 
 def test_one_tenant_waits_for_all_that_is_there() -> None:

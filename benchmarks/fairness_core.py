@@ -1,0 +1,66 @@
+"""Prefill's core alone in virtual time: when prompts of several tenants get their tokens, whatever the machine does."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+from moonpool.core.kernel import Ended
+from moonpool.cost import Speeds, prefill_seconds
+from moonpool.kv.keys import BlockKey
+from services.prefill.core.actions import Action, RunStep, TellToken
+from services.prefill.core.core import PrefillCore
+from services.prefill.core.events import Arrive, Result, StepEnded
+from services.prefill.core.state import Settings
+
+BLOCK_TOKENS = 64
+SETTINGS = Settings(
+    blocks=22_000, block_tokens=BLOCK_TOKENS, layers=1, slice_bytes=1, step_tokens=512, max_queue=1_000_000
+)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Coming:
+    """A prompt: when it comes, seconds, its tokens and whose it is."""
+
+    at: float
+    tokens: int
+    tenant: str
+
+
+def first_tokens(coming: Sequence[Coming], tenant: str, speeds: Speeds) -> list[float]:
+    """TTFT of a tenant's prompts, seconds, in the order of their coming; they come sorted, and begin all unlike."""
+    core = PrefillCore(SETTINGS, speeds)
+    heap: list[tuple[float, int, Arrive | Ended[Result]]] = [
+        (it.at, number, _arrival(number, it)) for number, it in enumerate(coming, 1)
+    ]
+    heapify(heap)
+    wanted = {number: it.at for number, it in enumerate(coming, 1) if it.tenant == tenant}
+    found: dict[int, float] = {}
+    while len(found) < len(wanted):
+        now, order, event = heappop(heap)
+        out: list[Action] = []
+        core.handle(now, event, out)
+        for action in out:
+            match action:
+                case RunStep(io=io):
+                    seconds = _seconds(action, speeds)
+                    ended: Ended[Result] = Ended(io, StepEnded(False, seconds))
+                    heappush(heap, (now + seconds, order + len(coming), ended))
+                case TellToken(job=job) if job in wanted:
+                    found[job] = now - wanted[job]
+    return [found[number] for number in wanted]
+
+
+def _arrival(number: int, coming: Coming) -> Arrive:
+    keys = tuple(
+        BlockKey(number.to_bytes(16, "big") + index.to_bytes(16, "big"))
+        for index in range(coming.tokens // BLOCK_TOKENS)
+    )
+    return Arrive(number, coming.tokens, keys, None, tenant=coming.tenant)
+
+
+def _seconds(step: RunStep, speeds: Speeds) -> float:
+    chunks = [(it.end - it.start, it.start) for it in step.chunks]
+    return speeds.prefill_base_s + sum(
+        [prefill_seconds(speeds, new, start, steps=0, begins=not start) for new, start in chunks]
+    )
