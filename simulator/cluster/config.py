@@ -67,8 +67,8 @@ class ClusterConfig:
         keep_tbt: requests tell decode the TBT limit also where nobody else refuses them.
         delays: of calls between services.
         seed: of delays, and of the policy's draws.
-        report_s: seconds between two load reports of an instance at least. The services' agents wait 0.05; with 0.2 a
-            run takes a third less time, and its latencies differ by a hundredth.
+        report_s: seconds between two load reports of an instance at least. The services' agents wait 0.05; with 0.2
+            latencies differ by a hundredth, and a run takes less time.
         deadline_s: a request without an end after so long fails; 0 = never.
         retries, recovery_s, room_wait_s, reserve_timeout_s, slow_factor: as the conductor's flags; room_wait_s 0 = any
             time.
