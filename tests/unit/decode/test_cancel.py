@@ -102,7 +102,7 @@ async def test_a_promise_lives_as_long_as_its_conductor() -> None:
     """It waits in a prefill's queue for longer than its lease; then the conductor is lost, and it ends."""
     tokens = prompt(20)
     conductor = kv_pb2.Instance(id="conductor")
-    async with decoding(lease_s=0.02) as it:
+    async with decoding(lease_s=0.2) as it:
         async with conducting(it) as connected:
             target = await reserve(it, spec("a", tokens), conductor=conductor)
             other = await reserve(it, spec("b", tokens))  # nobody speaks for it

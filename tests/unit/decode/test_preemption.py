@@ -33,7 +33,9 @@ async def test_answers_are_the_same_in_a_pool_too_small_for_all(way: str, tmp_pa
         "journal_dir": str(tmp_path),
     }
     async with decoding(blocks=12, **settings) as it, conducting(it) as conductor:
+        _, go = it.engine.hold()  # until all have begun
         await begin(it, conductor, prompts, 3 * BLOCK)
+        go.set()
         await conductor.until(lambda: len(conductor.reasons) == 5)
         assert conductor.tokens == {name: continuation(tokens, 3 * BLOCK)[1:] for name, tokens in prompts.items()}
         parking = it.service.core.parking
@@ -64,15 +66,20 @@ async def test_cancelled_while_swapped_out() -> None:
     """Whatever a sequence is doing, it can be cancelled, and everything comes back."""
     async with decoding(blocks=8, preemption="swap", assumed_answer_tokens=4) as it, conducting(it) as conductor:
         targets = {}
+        _, go = it.engine.hold()  # until all have begun
         for name, seed in (("a", 1), ("b", 2), ("c", 3)):
             tokens = prompt(BLOCK, seed)
             targets[name] = await reserve(it, spec(name, tokens, max_tokens=5 * BLOCK))
             await transfer(it, targets[name], tokens)
             await conductor.start(name, targets[name], continuation(tokens, 1)[0])
-        await it.until(lambda: it.service.core.parking.preemptions > 0)
+        reached, on = it.engine.hold(after=3 * BLOCK)
+        go.set()
+        await reached.wait()
+        assert it.service.core.parking.preemptions > 0
         for name, target in targets.items():
             await conductor.cancel(name, target)
         await conductor.until(lambda: len(conductor.outcomes) == 3)
+        on.set()
         await it.rest()
 
 
