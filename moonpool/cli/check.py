@@ -14,7 +14,7 @@ import typer
 
 from moonpool.errors import MoonpoolError, Unavailable
 from moonpool.rpc.errors import from_rpc_error
-from moonpool.rpc.tls import open_blocking_channel
+from moonpool.rpc.tls import Tls, open_blocking_channel
 from moonpool.v1 import (
     conductor_pb2,
     conductor_pb2_grpc,
@@ -103,8 +103,12 @@ class Survey:
 class Surveyor:
     """Reads a cluster's gauges, repeatedly over the same connections; a context manager."""
 
-    def __init__(self, conductors: str | Sequence[str]) -> None:
-        """Takes the conductors' addresses; instances are those that any of them knows."""
+    def __init__(self, conductors: str | Sequence[str], tls: Tls | None = None) -> None:
+        """Takes the conductors' addresses; instances are those that any of them knows.
+
+        Without `tls` connections are secured as the environment says.
+        """
+        self._tls = tls
         self._conductors = [conductors] if isinstance(conductors, str) else conductors
         self._channels: dict[str, grpc.Channel] = {}
 
@@ -159,7 +163,7 @@ class Surveyor:
 
     def _channel(self, address: str) -> grpc.Channel:
         if address not in self._channels:
-            self._channels[address] = open_blocking_channel(address)
+            self._channels[address] = open_blocking_channel(address, self._tls)
         return self._channels[address]
 
 
@@ -178,20 +182,20 @@ def _reading(instance: str, gauge: kv_pb2.Gauge) -> Reading:
     return Reading(instance, gauge.name, gauge.value, gauge.at_rest if gauge.HasField("at_rest") else None)
 
 
-def read_gauges(conductors: str | Sequence[str]) -> list[Reading]:
-    """The gauges of conductors and of every instance that they know.
+def read_gauges(conductors: str | Sequence[str], tls: Tls | None = None) -> list[Reading]:
+    """The gauges of conductors and of every instance that they know; `tls` as of `Surveyor`.
 
     Raises:
         Unavailable: a service does not answer.
     """
-    with Surveyor(conductors) as surveyor:
+    with Surveyor(conductors, tls) as surveyor:
         survey = surveyor.survey()
     if survey.silent:
         raise Unavailable("; ".join(survey.silent))
     return list(survey.readings)
 
 
-def wait_at_rest(conductors: str | Sequence[str], timeout_s: float) -> list[Reading]:
+def wait_at_rest(conductors: str | Sequence[str], timeout_s: float, tls: Tls | None = None) -> list[Reading]:
     """Reads gauges until all are at rest; releases travel between processes, so the first reading may be too early.
 
     Returns:
@@ -200,13 +204,13 @@ def wait_at_rest(conductors: str | Sequence[str], timeout_s: float) -> list[Read
     Raises:
         Unavailable: something is held, or a service does not answer, when the time is over; the message has details.
     """
-    survey = _survey_until_rest(conductors, timeout_s)
+    survey = _survey_until_rest(conductors, timeout_s, tls)
     if not survey.at_rest:
         raise Unavailable(f"not at rest: {survey.trouble()}")
     return list(survey.readings)
 
 
-def _survey_until_rest(conductors: str | Sequence[str], timeout_s: float) -> Survey:
+def _survey_until_rest(conductors: str | Sequence[str], timeout_s: float, tls: Tls | None = None) -> Survey:
     """The first survey that finds everything at rest, or the last before the time is over.
 
     Raises:
@@ -214,7 +218,7 @@ def _survey_until_rest(conductors: str | Sequence[str], timeout_s: float) -> Sur
     """
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
-    with Surveyor(conductors) as surveyor:
+    with Surveyor(conductors, tls) as surveyor:
         while True:
             try:
                 survey = surveyor.survey()

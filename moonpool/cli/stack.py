@@ -18,6 +18,7 @@ from typing import BinaryIO, Self
 
 from moonpool.client import Client
 from moonpool.errors import ConfigError, Unavailable
+from moonpool.rpc.tls import Tls
 
 GATEWAY = "gateway-0"
 UNJOINED = ("conductor", "gateway")
@@ -51,6 +52,7 @@ class StackPlan:
         dram_bytes: bytes of each kvstore's DRAM tier.
         ssd_bytes: bytes of each kvstore's SSD tier.
         spans_dir: where services record their spans; None = nowhere.
+        tls: with which the stack asks its conductors; None = as the environment says. Services take theirs by `extra`.
         extra: further flags by kind of service, for example {"prefill": ["--step-tokens", "256"]}.
     """
 
@@ -74,6 +76,7 @@ class StackPlan:
     ssd_bytes: int = 4 << 30
     log_level: str = "info"
     spans_dir: Path | None = None
+    tls: Tls | None = None
     extra: dict[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
     def engine_threads(self) -> int:
@@ -247,7 +250,7 @@ class LocalStack:
         """
         deadline = time.monotonic() + timeout_s
         for conductor in self._conductors():
-            with Client(conductor.address or self.address) as client:
+            with Client(conductor.address or self.address, tls=self.plan.tls) as client:
                 self._wait_joined(client, deadline)
 
     def _wait_joined(self, client: Client, deadline: float) -> None:

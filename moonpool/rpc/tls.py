@@ -133,13 +133,13 @@ def _sign(path: Path) -> tuple[int, int, int] | None:
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
-def open_blocking_channel(address: str) -> grpc.Channel:
-    """A new channel for blocking calls of a command, secured as the environment says (`Tls.from_environment`).
+def open_blocking_channel(address: str, tls: Tls | None = None) -> grpc.Channel:
+    """A new channel for blocking calls of a command; without `tls` as the environment says (`Tls.from_environment`).
 
     Raises:
         ConfigError: a file that the environment names cannot be read.
     """
-    tls = Tls.from_environment()
+    tls = tls or Tls.from_environment()
     # Not through a proxy of the environment: the service itself must answer.
     options: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
     if tls is None:

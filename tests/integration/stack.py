@@ -25,11 +25,15 @@ class CheckedStack(JournaledStack):
     def check_at_rest(self) -> None:
         """As `moonpool check`; a stack that the test has stopped itself has nothing left to say."""
         if self.services:
-            wait_at_rest(self.addresses, REST_TIMEOUT_S)
+            wait_at_rest(self.addresses, REST_TIMEOUT_S, self.plan.tls)
 
     def gauge(self, instance: str, name: str) -> float:
         """A gauge of one instance, or of all whose id begins so, added up."""
-        readings = [it for it in read_gauges(self.address) if it.instance.startswith(instance) and it.name == name]
+        readings = [
+            it
+            for it in read_gauges(self.address, self.plan.tls)
+            if it.instance.startswith(instance) and it.name == name
+        ]
         assert readings, f"{instance} has no gauge {name}"
         return sum(reading.value for reading in readings)
 

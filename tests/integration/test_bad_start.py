@@ -67,7 +67,7 @@ def test_misshapen_tensor(folder: Path) -> None:
     """The tensor is named with both shapes."""
     change_weights(folder, lambda tensors: tensors.update({UP: torch.zeros(3, 5)}))
     line = refused("decode", "--model", str(folder), *ENGINE)
-    assert f"tensor {UP} has shape [3, 5], config.json makes it [128, 64]" in line
+    assert f"tensor {UP} has shape [3, 5], the configuration makes it [128, 64]" in line
 
 
 def test_weights_cut_short(folder: Path) -> None:

@@ -41,23 +41,20 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[CheckedStack]:
-    """The stack; this process is its operator."""
+    """The stack, asked by an operator."""
     folder = tmp_path_factory.mktemp("secured")
     create("tiny-llama", folder / "model", seed=SEED, dtype="float32")
     keys = folder / "keys"
     keys.write_text(f"sha256:{hashed('ann-key')} ann\n")
     extra: dict[str, Sequence[str]] = {kind: flags(certificates, kind) for kind in KINDS}
     extra["conductor"] = [*extra["conductor"], "--client-listen", "127.0.0.1:0", "--api-keys", str(keys)]
+    operator = Tls(certificates / "ca.pem", certificates / "operator.pem", certificates / "operator.key")
     plan = StackPlan(
         model=str(folder / "model"), data_dir=folder, dtype="float32", block_tokens=BLOCK, threads=1,
-        kv_bytes=16 << 20, dram_bytes=16 << 20, extra=extra,
+        kv_bytes=16 << 20, dram_bytes=16 << 20, tls=operator, extra=extra,
     )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOONPOOL_TLS_CA", str(certificates / "ca.pem"))
-        patch.setenv("MOONPOOL_TLS_CERT", str(certificates / "operator.pem"))
-        patch.setenv("MOONPOOL_TLS_KEY", str(certificates / "operator.key"))
-        with CheckedStack(plan) as stack:
-            yield stack
+    with CheckedStack(plan) as stack:
+        yield stack
 
 
 def client_address(stack: CheckedStack) -> str:
@@ -94,13 +91,13 @@ def test_others_are_refused(secured: CheckedStack, certificates: Path, monkeypat
             client.generate(token_ids=prompt, sampling=GREEDY, tenant="bob")
         with pytest.raises(PermissionDenied, match="ClusterState"):
             client.cluster_state()
-    assert run_health(secured.services["kvstore-0"].address, timeout_s=10, wait_s=0, joined=0) == 0
-    for name in ("MOONPOOL_TLS_CA", "MOONPOOL_TLS_CERT", "MOONPOOL_TLS_KEY"):
-        monkeypatch.delenv(name)
-    assert run_health(secured.services["kvstore-0"].address, timeout_s=10, wait_s=0, joined=0) == 1
     with Client(secured.address, connect_timeout_s=0.0) as client, pytest.raises(Unavailable):
         client.generate(token_ids=prompt, sampling=GREEDY)
-    monkeypatch.undo()
+    store = secured.services["kvstore-0"].address
+    assert run_health(store, timeout_s=10, wait_s=0, joined=0) == 1
+    for name, file in (("CA", "ca.pem"), ("CERT", "operator.pem"), ("KEY", "operator.key")):
+        monkeypatch.setenv(f"MOONPOOL_TLS_{name}", str(certificates / file))
+    assert run_health(store, timeout_s=10, wait_s=0, joined=0) == 0
 
 
 async def test_no_log_has_a_key(secured: CheckedStack, certificates: Path) -> None:
