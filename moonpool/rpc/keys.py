@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.errors import ConfigError, Unauthenticated
+from moonpool.rpc.files import signature
 from moonpool.telemetry.logs import get_logger
 
 MAX_TENANT_CHARS = 256
@@ -22,8 +23,6 @@ _LINE = re.compile(
     re.IGNORECASE,
 )
 _LIMIT = re.compile(r"([rt]pm)=(\d+)", re.IGNORECASE)
-
-Signature = tuple[int, int, int]
 
 log = get_logger(__name__)
 
@@ -124,7 +123,7 @@ class ApiKeys:
         """
         self._path = path
         try:
-            self._signature = self._sign()
+            self._signature = signature(path)
             self._file = self._read()
         except (OSError, ValueError) as error:
             raise ConfigError("api_keys", f"{path}: {error}") from error
@@ -154,23 +153,15 @@ class ApiKeys:
 
     def _renew(self) -> None:
         """Read the file again when it has changed; one that is wrong or gone leaves the keys as they were."""
-        signature = self._sign()
-        if signature == self._signature:
+        now = signature(self._path)
+        if now == self._signature:
             return
-        self._signature = signature
+        self._signature = now
         try:
             self._file = self._read()
             log.info("API keys read again", keys=len(self._file.tenants))
         except (OSError, ValueError) as error:
             log.warning("API keys not read again", file=str(self._path), reason=str(error))
-
-    def _sign(self) -> Signature | None:
-        """What differs when the file has changed; None when it is not there."""
-        try:
-            stat = self._path.stat()
-        except OSError:
-            return None
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
     def _read(self) -> KeyFile:
         return parse_keys(self._path.read_text(encoding="utf-8"))

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moonpool.errors import ConfigError, Mismatch, PermissionDenied, Unauthenticated
+from moonpool.rpc.files import signature
 from moonpool.rpc.keys import ApiKeys
+from moonpool.telemetry.logs import get_logger
 
 ROLE_URI = "moonpool:role:"
 ENGINES = frozenset({"prefill", "decode"})
@@ -77,6 +79,9 @@ ALLOWED: Mapping[str, frozenset[str]] = {
 """Roles by method."""
 FOR_ALL = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 """What everybody may call whose connection was accepted."""
+
+
+log = get_logger(__name__)
 
 
 class Caller(NamedTuple):
@@ -143,9 +148,8 @@ class Gate:
         """
         self._keys = keys
         self._path = revoked
-        self._signature: tuple[int, int] | None = None
-        self._revoked: frozenset[str] = frozenset()
-        self._renew()
+        self._signature = None if revoked is None else signature(revoked)
+        self._revoked: frozenset[str] = frozenset() if revoked is None else self._read(revoked)
 
     def admit(self, method: str, context: Any) -> None:
         """Checks a call, and notes its caller for `caller`.
@@ -181,18 +185,22 @@ class Gate:
         return Caller(_role(found), name[0].decode(errors="replace"))
 
     def _renew(self) -> None:
-        """Reads the file again when it has changed. One that is wrong then leaves what was revoked as it was."""
-        if self._path is None:
+        """Reads the file again when it has changed. One that is wrong or gone leaves what was revoked as it was."""
+        now = None if self._path is None else signature(self._path)
+        if self._path is None or now == self._signature:
             return
+        self._signature = now
         try:
-            stat = self._path.stat()
-            signature = stat.st_mtime_ns, stat.st_size
-            if signature != self._signature:
-                self._revoked = parse_revoked(self._path.read_text(encoding="utf-8"))
-                self._signature = signature
+            self._revoked = self._read(self._path)
+        except ConfigError as error:
+            log.warning("revoked certificates not read again", reason=str(error))
+
+    @staticmethod
+    def _read(path: Path) -> frozenset[str]:
+        try:
+            return parse_revoked(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            if self._signature is None:
-                raise ConfigError("tls_revoked", f"{self._path}: {error}") from error
+            raise ConfigError("tls_revoked", f"{path}: {error}") from error
 
 
 def parse_revoked(text: str) -> frozenset[str]:

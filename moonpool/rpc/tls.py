@@ -14,13 +14,12 @@ import grpc
 
 from moonpool.config import ENV_PREFIX
 from moonpool.errors import ConfigError
+from moonpool.rpc.files import Signature, signature
 from moonpool.telemetry.logs import get_logger
 
 NAME = "moonpool"
 """DNS name in every service's certificate. Channels check it whatever address they connect to: instances move."""
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [("grpc.ssl_target_name_override", NAME)]
-
-Signature = tuple[tuple[int, int, int] | None, ...]
 
 log = get_logger(__name__)
 
@@ -95,10 +94,10 @@ class Tls:
 
     def renew(self) -> None:
         """Read the files again when they have changed; when one is gone, all stay as they were."""
-        signature = self._sign()
-        if signature == self._signature:
+        now = self._sign()
+        if now == self._signature:
             return
-        self._signature = signature
+        self._signature = now
         try:
             self._files = self._read()
         except ConfigError as error:
@@ -107,9 +106,8 @@ class Tls:
         self.generation += 1
         log.info("certificates read again", files=[str(path) for path in self._paths.values() if path])
 
-    def _sign(self) -> Signature:
-        """What differs when a file has changed."""
-        return tuple(_sign(path) for path in self._paths.values() if path is not None)
+    def _sign(self) -> tuple[Signature | None, ...]:
+        return tuple(signature(path) for path in self._paths.values() if path is not None)
 
     def _read(self) -> dict[str, bytes]:
         found = {}
@@ -123,14 +121,6 @@ class Tls:
             if b"-----BEGIN " not in found[name]:
                 raise ConfigError(name, f"{path} is not a PEM file")
         return found
-
-
-def _sign(path: Path) -> tuple[int, int, int] | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 def open_blocking_channel(address: str, tls: Tls | None = None) -> grpc.Channel:
