@@ -54,7 +54,9 @@ def _verbs(name: str, module: str, summary: str) -> None:
 _verbs("certs", "certs", "Make certificates for TLS between services: certs create FOLDER.")
 _verbs("context", "contexts", "Named contexts: context create|list|show|renew|delete.")
 _verbs(
-    "simulate", "simulate", "Experiments in virtual time: simulate cache|scale|scheduling|ratio|transfer|memory|faults."
+    "simulate",
+    "simulate",
+    "Experiments in virtual time: simulate cache|scale|scheduling|ratio|transfer|memory|overload|faults.",
 )
 
 

@@ -18,8 +18,6 @@ OWN = 0.15
 FIXED = 0.25
 """The fixed part of a step is less certain, as work around the engine is not in the base: as a share of a typical
 step."""
-DRIFT = 5e-3
-"""A machine that others use is slower and quicker within seconds: about the last five steps count."""
 TYPICAL_CHUNK = 256
 TYPICAL_BATCH, TYPICAL_CONTEXT = 4, 2048
 

@@ -125,7 +125,10 @@ class Forgetting:
         pause_s = min([AGAIN_S, *(seconds / SWEEPS_PER_TTL for seconds in self._ttl_s.values())])
         while True:
             await asyncio.sleep(pause_s)
-            await self.sweep()
+            try:
+                await self.sweep()
+            except Exception as error:
+                log.exception("a round of deletions failed; the next one comes", error=str(error))
 
     async def sweep(self) -> None:
         """One round of `run`."""
@@ -138,7 +141,7 @@ class Forgetting:
             *(self._bring_up(member, FORGET_TIMEOUT_S) for member in waiting), return_exceptions=True
         )
         for member, answer in zip(waiting, answers, strict=True):
-            if isinstance(answer, MoonpoolError):
+            if isinstance(answer, BaseException):
                 log.warning("KV not deleted yet", instance=member.id, error=str(answer))
 
     def _missing(self, member: kv_pb2.Instance) -> list[kv_pb2.Record]:

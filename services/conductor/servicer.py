@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 
@@ -246,9 +246,8 @@ class ConductorServicer:
         selection = selection_from_proto(request.selection)
         if is_client() and (selection.keys or selection.namespaces):
             raise PermissionDenied("a client deletes its own tenant's KV, by the tenant's name")
-        for tenant in selection.tenants:
-            tenant_of(tenant)
-        return await self.forgetting.delete(selection)
+        own = frozenset(map(tenant_of, selection.tenants))  # "" is a client's own tenant too
+        return await self.forgetting.delete(replace(selection, tenants=own))
 
     async def ConductorStats(
         self, request: conductor_pb2.ConductorStatsRequest, context: object

@@ -131,7 +131,7 @@ def page(
     order, limit = query.get("order", "desc"), query.get("limit", str(DEFAULT_PAGE))
     if order not in ("asc", "desc"):
         raise InvalidRequest("order", "must be asc or desc")
-    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:4]) <= MAX_PAGE:
+    if not limit.isascii() or not limit.isdigit() or len(limit) > 4 or not 1 <= int(limit) <= MAX_PAGE:
         raise InvalidRequest("limit", f"must be in [1, {MAX_PAGE}]")
     wanted = {match["name"]: value for key, value in query.items() if (match := _METADATA.fullmatch(key))}
     known = {"order", "limit", "after", "before"}

@@ -100,6 +100,15 @@ def test_others_are_refused(secured: CheckedStack, certificates: Path, monkeypat
     assert run_health(store, timeout_s=10, wait_s=0, joined=0) == 0
 
 
+def test_a_client_deletes_its_own_kv_however_it_names_the_tenant(secured: CheckedStack, certificates: Path) -> None:
+    with Client(client_address(secured), tls=Tls(certificates / "ca.pem"), api_key="ann-key") as client:
+        client.generate(token_ids=list(range(40, 40 + 2 * BLOCK + 1)), sampling=GREEDY)
+        with pytest.raises(PermissionDenied, match="not the caller's"):
+            client.delete_kv(tenants=["bob"])
+        deleted = client.delete_kv(tenants=[""])
+    assert deleted.blocks > 0
+
+
 async def test_no_log_has_a_key(secured: CheckedStack, certificates: Path) -> None:
     async with AsyncClient(client_address(secured), tls=Tls(certificates / "ca.pem"), api_key="ann-key") as client:
         await client.generate(token_ids=[30, 31], sampling=GREEDY)
