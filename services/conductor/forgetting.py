@@ -93,10 +93,7 @@ class Forgetting:
         recorded = await self._ledger.push([record])
         self._on_its_way(selection)
         response = conductor_pb2.DeleteKVResponse(id=deletion.id, recorded=recorded)
-        members = self._members()
-        is_store = [member.kind == kv_pb2.INSTANCE_KIND_KVSTORE for member in members]
-        for stores in (False, True):  # what an engine is writing must have come to its store before that deletes
-            chosen = [member for member, it in zip(members, is_store, strict=True) if it is stores]
+        for chosen in _engines_first(self._members()):
             response.instances.extend(await asyncio.gather(*map(self._report, chosen)))
         log.info("KV deleted", deletion=deletion.id, blocks=sum(one.blocks for one in response.instances))
         return response
@@ -137,12 +134,13 @@ class Forgetting:
         here = {(member.id, member.incarnation) for member in members}
         self._told = {place: told for place, told in self._told.items() if place in here}
         waiting = [member for member in members if self._ttl_s or self._missing(member)]
-        answers = await asyncio.gather(
-            *(self._bring_up(member, FORGET_TIMEOUT_S) for member in waiting), return_exceptions=True
-        )
-        for member, answer in zip(waiting, answers, strict=True):
-            if isinstance(answer, BaseException):
-                log.warning("KV not deleted yet", instance=member.id, error=str(answer))
+        for chosen in _engines_first(waiting):
+            answers = await asyncio.gather(
+                *(self._bring_up(member, FORGET_TIMEOUT_S) for member in chosen), return_exceptions=True
+            )
+            for member, answer in zip(chosen, answers, strict=True):
+                if isinstance(answer, BaseException):
+                    log.warning("KV not deleted yet", instance=member.id, error=str(answer))
 
     def _missing(self, member: kv_pb2.Instance) -> list[kv_pb2.Record]:
         told = self._told.get((member.id, member.incarnation), set())
@@ -176,3 +174,9 @@ class Forgetting:
             done.blocks += answer.blocks
             done.bytes += answer.bytes
         return done
+
+
+def _engines_first(members: Sequence[kv_pb2.Instance]) -> tuple[list[kv_pb2.Instance], list[kv_pb2.Instance]]:
+    """Engines, then kvstores: what an engine is writing must have come to its store before that deletes."""
+    stores = [member for member in members if member.kind == kv_pb2.INSTANCE_KIND_KVSTORE]
+    return [member for member in members if member.kind != kv_pb2.INSTANCE_KIND_KVSTORE], stores
