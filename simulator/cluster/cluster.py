@@ -5,9 +5,12 @@ from functools import partial
 
 from moonpool.kv.keys import BlockKey
 from services.conductor.core.messages import Target
-from simulator.cluster.conductor import Conductor
+from simulator.cluster.clients import Clients
+from simulator.cluster.conductor import Conductor, owner_of
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.decode import DecodeInstance, Ears
+from simulator.cluster.engines import Engines
+from simulator.cluster.machines import Engine, Machines
 from simulator.cluster.prefill import PrefillInstance
 from simulator.cluster.prompts import Peers
 from simulator.cluster.requests import Request, keys_of
@@ -43,12 +46,21 @@ class Cluster:
         self.network = Network(self.world)
         self.calls = Calls(self.world, config.delays, config.seed)
         self.stores = [self._store(number) for number in range(config.kvstore)]
-        self.prefills = [self._prefill(number) for number in range(config.prefill)]
-        self.decodes = [self._decode(number, longest_run) for number in range(config.decode)]
-        self.conductor: Conductor
-        self.conductor = Conductor(self.world, config, self.calls, self.prefills, self.decodes, self.stores, ended)
+        self.prefills = [self._prefill(number) for number in config.prefill_numbers]
+        self.decodes = [self._decode(number, longest_run) for number in config.decode_numbers]
+        self._engines = Engines({it.name: it for it in self.prefills}, {it.name: it for it in self.decodes})
+        self.machines = Machines(self.world, self._engines, config.role_change_s, self._gone, self._there)
+        self.clients = Clients(self.world, config, ended)
+        self.conductors: list[Conductor] = []
+        for number in range(config.conductors):
+            self.conductors.append(self._conductor(number))
+        self.clients.conductors = self.conductors
         self._came = 0
         self._coming = False
+
+    def _conductor(self, number: int) -> Conductor:
+        change = self.machines.change
+        return Conductor(self.world, self.config, self.calls, self._engines, self.stores, self.clients, change, number)
 
     def _store(self, number: int) -> Store:
         name = f"s{number}"
@@ -56,18 +68,20 @@ class Cluster:
 
     def _prefill(self, number: int) -> PrefillInstance:
         name = f"p{number}"
+        up = number < self.config.prefill
         peers = Peers(
             partial(self._keys, name), partial(self._changed, name), self._open, self._heard, self._whole, self._give_up
         )
-        return PrefillInstance(self.world, self.network, self.config, name, self.stores, self.calls, peers)
+        return PrefillInstance(self.world, self.network, self.config, name, self.stores, self.calls, peers, up=up)
 
     def _decode(self, number: int, longest_run: int) -> DecodeInstance:
         name = f"d{number}"
+        up = not self.config.roles.swap or number >= self.config.prefill
         ears = Ears(
             partial(self._tokens, name), partial(self._failed, name), partial(self._keys, name),
             partial(self._changed, name),
         )  # fmt: skip
-        return DecodeInstance(self.world, self.network, self.config, name, self.stores, ears, longest_run)
+        return DecodeInstance(self.world, self.network, self.config, name, self.stores, ears, longest_run, up=up)
 
     # Requests
 
@@ -86,31 +100,36 @@ class Cluster:
         trace, requests = coming
         self._came += 1
         keys = keys_of(trace, self.config.block_tokens)
-        self.conductor.arrive(Request(self._came, self.world.now, trace.input_length, trace.output_length, keys))
+        self.clients.arrive(Request(self._came, self.world.now, trace.input_length, trace.output_length, keys))
         self._next(requests)
 
     @property
     def busy(self) -> bool:
         """Whether requests are there or to come."""
-        return self._coming or len(self.conductor) > 0
+        return self._coming or len(self.clients) > 0
 
     # Messages between parts
 
     def _keys(self, name: str, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
-        self.conductor.members.keys(name, stored, removed)
+        for conductor in self.conductors:
+            conductor.members.keys(name, stored, removed)
 
     def _changed(self, name: str) -> None:
-        self.conductor.members.changed(name)
+        for conductor in self.conductors:
+            conductor.members.changed(name)
 
     def _tokens(self, name: str, stream: int, news: list[Told]) -> None:
-        self.conductor.orders.streams.get(name).tell(stream, news)
+        self._owner(stream).orders.streams.get(name).tell(stream, news)
 
     def _failed(self, name: str, stream: int, transfer: int, why: str) -> None:
-        self.conductor.orders.streams.get(name).refuse(stream, transfer, why)
+        self._owner(stream).orders.streams.get(name).refuse(stream, transfer, why)
+
+    def _owner(self, stream: int) -> Conductor:
+        return self.conductors[owner_of(stream, len(self.conductors))]
 
     def _at(self, target: Target) -> DecodeInstance | None:
         """The instance of a promise, if it is there still."""
-        decode = self.decodes[int(target.decode[1:])]
+        decode = self._engines.decodes[target.decode]
         return decode if decode.up and decode.incarnation == target.incarnation else None
 
     def _open(self, target: Target) -> Link | None:
@@ -132,37 +151,53 @@ class Cluster:
     # Faults
 
     def crash(self, name: str, down_s: float) -> None:
-        """An instance, a store or the conductor ("c0") loses everything and comes back, empty, after some time."""
+        """An instance, a store or a conductor ("c0") loses everything and comes back, empty, after some time."""
         kind, number = name[0], int(name[1:])
         if kind == "c":
-            self._crash_conductor(down_s)
+            self._crash_conductor(self.conductors[number], down_s)
             return
         if kind == "s":
             self._replace_store(self.stores[number])
             return
-        instance = self.prefills[number] if kind == "p" else self.decodes[number]
+        instance = self._engines[name]
         if instance.up:
             instance.crash()
             instance.up = False
-            self.conductor.members.silence(name)
-            self.world.after(ps(DETECTION_S), lambda _: self.conductor.lost(name))
+            for conductor in self.conductors:
+                conductor.members.silence(name)
+            self.world.after(ps(DETECTION_S), self._lost, name)
             self.world.after(ps(max(down_s, DETECTION_S) + 1.0), self._back, instance)
+
+    def _lost(self, name: str) -> None:
+        for conductor in self.conductors:
+            conductor.lost(name)
+
+    def _gone(self, instance: Engine) -> None:
+        """It has left, with nothing under way."""
+        for conductor in self.conductors:
+            conductor.members.silence(instance.name)
+        self._lost(instance.name)
 
     def _replace_store(self, store: Store) -> None:
         """By an empty one, of which the conductor hears at once."""
         store.begin_anew()
         for prefill in self.prefills:
             prefill.lose_store(store.name)
-        self.conductor.store_joins(store)
+        for conductor in self.conductors:
+            conductor.store_joins(store)
 
-    def _crash_conductor(self, down_s: float) -> None:
-        if self.conductor.up:
-            self.conductor.crash()
-            self.world.after(ps(down_s + 1.0), lambda _: self.conductor.begin_anew())
+    def _crash_conductor(self, conductor: Conductor, down_s: float) -> None:
+        if conductor.up:
+            conductor.crash()
+            self.world.after(ps(down_s + 1.0), lambda _: conductor.begin_anew())
 
-    def _back(self, instance: PrefillInstance | DecodeInstance) -> None:
+    def _back(self, instance: Engine) -> None:
         instance.up = True
-        self.conductor.back(instance)
+        self._there(instance)
+
+    def _there(self, instance: Engine) -> None:
+        for conductor in self.conductors:
+            conductor.back(instance)
 
     # The end
 
@@ -177,11 +212,13 @@ class Cluster:
             prefill.check_at_rest()
         for decode in self.decodes:
             decode.check_at_rest()
-        self.conductor.check_at_rest()
+        assert not len(self.clients)
+        for conductor in self.conductors:
+            conductor.check_at_rest()
 
     def use(self) -> dict[str, float]:
         """How busy the parts were: shares of the time, and means."""
-        elapsed = max(1, self.conductor.ended_at)
+        elapsed = max(1, self.clients.ended_at)
         decode = [instance.use for instance in self.decodes]
         steps = max(1, sum(use.steps for use in decode))
         return {

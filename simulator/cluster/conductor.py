@@ -1,13 +1,14 @@
 """The conductor in virtual time: the service's own core decides, this does what it says and keeps the requests.
 
 When it is lost, another one takes its place, who knows nothing. Instances join it, and clients resume their requests.
+Several side by side know nothing of each other; all instances join all of them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from moonpool.core.kernel import Cancel
 from moonpool.kv.keys import BlockKey
+from services.conductor.core.changes import ChangeRole
 from services.conductor.core.conductor import ConductorCore
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import (
@@ -21,6 +22,7 @@ from services.conductor.core.messages import (
     Drop,
     Event,
     Fail,
+    Order,
     Prefill,
     Rehash,
     Rehashed,
@@ -29,15 +31,15 @@ from services.conductor.core.messages import (
     Resumed,
     Resync,
     Start,
-    Target,
     Undo,
 )
 from services.conductor.core.picture import Picture
-from services.conductor.core.plan import Plan
 from services.conductor.policy import load_policy
 from services.prefill.core.actions import TellToken
+from simulator.cluster.clients import RETRY_S, Clients, Serving
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.decode import DecodeInstance
+from simulator.cluster.engines import Engines
 from simulator.cluster.entrance import FOREVER_S, LateCheck, limits_of, slo_of
 from simulator.cluster.host import Host
 from simulator.cluster.members import Members
@@ -47,39 +49,21 @@ from simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Made,
 from simulator.cluster.store import Store
 from simulator.cluster.streams import DecodeStreams
 from simulator.kernel.calls import Calls
-from simulator.kernel.clock import PS, World, ps
-
-RETRY_S = 1.0
-"""Pause after which a client tries again when nobody can take its request."""
-
-
-@dataclass(slots=True, eq=False)
-class Serving:
-    """A request that the core has not ended."""
-
-    ask: Ask
-    request: Request
-    continued: int = 0
-    """Tokens of the answer that are not made again, as at the last placement."""
-    sequence: Sequence | None = None
-    """The last one that engines have heard of."""
-    plan: Plan | None = None
-    target: Target | None = None
-    """The promise of the last placement."""
-    fence: int = 0
-    """How often its client has resumed it."""
+from simulator.kernel.clock import PS, World
 
 
 class Conductor:
-    """Owns the conductor's core.
+    """Owns one conductor's core.
 
     Args:
         world: the time.
         config: of the cluster.
         calls: carry messages.
-        prefills, decodes: the instances.
+        engines: the instances, also those that are not there now.
         stores: the kvstores.
-        ended: called with each request when it has ended.
+        clients: whose requests these are.
+        change_role: lets an instance change its role.
+        number: of this conductor; several have different ones.
     """
 
     def __init__(
@@ -87,18 +71,16 @@ class Conductor:
         world: World,
         config: ClusterConfig,
         calls: Calls,
-        prefills: list[PrefillInstance],
-        decodes: list[DecodeInstance],
+        engines: Engines,
         stores: list[Store],
-        ended: Callable[[Request], None],
+        clients: Clients,
+        change_role: Callable[[ChangeRole], None],
+        number: int = 0,
     ) -> None:
-        self._world, self._config, self._calls, self._ended = world, config, calls, ended
-        self._prefills, self._decodes, self._stores = prefills, decodes, stores
+        self._world, self._config, self._calls, self._clients = world, config, calls, clients
+        self._engines, self._stores, self._change_role, self._number = engines, stores, change_role, number
         self._slo, self._deadline_s = slo_of(config), config.deadline_s or FOREVER_S
-        self._open: dict[Request, Serving | None] = {}
         self._asked = self._streams = self._lives = 0
-        self.ended_at = 0
-        """When the last request ended."""
         self.late = LateCheck(config)
         self.begin_anew()
 
@@ -106,18 +88,17 @@ class Conductor:
         """A conductor that knows nothing; all instances that are there join it."""
         config, calls = self._config, self._calls
         self._lives += 1
-        name = f"conductor/{self._lives}"
-        self.core = ConductorCore(limits_of(config), _picture(config))
+        name = f"conductor-{self._number}/{self._lives}"
+        self.core = ConductorCore(limits_of(config), _picture(config, self._number), config.roles)
         self.host: Host[Event, Action] = Host(self._world, self.core, self._perform)
         self.members = Members(config, calls, self.host.post)
-        streams = DecodeStreams(calls, self._decodes, name, self._stream_number)
+        streams = DecodeStreams(calls, self._engines.decodes, name, self._stream_number)
         self.orders = Orders(
-            calls, self._prefills, self._decodes, self.members, config, self.host.post, self._first_token, streams, name
+            calls, self._engines, self.members, config, self.host.post, self._first_token, streams, name
         )
         self._serving: dict[int, Serving] = {}
         self.up = True
-        instances: list[PrefillInstance | DecodeInstance] = [*self._prefills, *self._decodes]
-        for instance in instances:
+        for instance in self._engines:
             self.back(instance)
         for store in self._stores:
             self.store_joins(store)
@@ -128,22 +109,18 @@ class Conductor:
         self.host.close()
         self.members.abandon()
         self.orders.abandon()
-        for request in [serving.request for serving in self._serving.values()]:
-            self._world.after(ps(RETRY_S), self._resume, request)
+        self._clients.lost([serving.request for serving in self._serving.values()])
         self._serving = {}
 
     def _stream_number(self) -> int:
+        """No other conductor has it, and it tells whose it is (`owner_of`)."""
         self._streams += 1
-        return self._streams
-
-    def __len__(self) -> int:
-        """Requests that have not ended."""
-        return len(self._open)
+        return self._streams * self._config.conductors + self._number
 
     def check_at_rest(self) -> None:
         """Asserts that nothing is counted or under way."""
         self.core.check_invariants()
-        assert not len(self)
+        assert not self._serving
         assert not len(self.core.requests)
         assert not self.core.picture.claims
         assert not len(self.orders)
@@ -151,18 +128,22 @@ class Conductor:
 
     # The life of a request
 
-    def arrive(self, request: Request) -> None:
-        """A request has come; the core hears of it when it is tokenised and hashed."""
-        self._open[request] = None
-        self._world.after(ps(self._config.delays.prompt_s), self._ask, request)
+    def ask(self, request: Request) -> None:
+        """See `Frontend.ask`."""
+        self._take(Serving(self._asks(request), request), request.keys)
 
-    def _ask(self, request: Request) -> None:
-        if not self.up:
-            self._world.after(ps(RETRY_S), self._ask, request)
-            return
-        serving = self._open[request] = Serving(self._asks(request), request)
+    def resume(self, before: Serving) -> None:
+        """See `Frontend.resume`."""
+        request, fence = before.request, before.fence + 1
+        assert before.sequence is not None
+        ask = self._asks(request, Resumed(request.made, fence, before.sequence.id, before.target))
+        serving = Serving(ask, request, request.made, before.sequence, before.plan, before.target, fence)
+        self._take(serving, self._keys(request))
+
+    def _take(self, serving: Serving, keys: tuple[BlockKey, ...]) -> None:
         self._serving[serving.ask.number] = serving
-        self.host.post(Arrived(serving.ask, request.keys))
+        self._clients.taken(serving)
+        self.host.post(Arrived(serving.ask, keys))
 
     def _asks(self, request: Request, resumed: Resumed | None = None) -> Ask:
         self._asked += 1
@@ -179,58 +160,34 @@ class Conductor:
             resumed=resumed,
         )
 
-    def _resume(self, request: Request) -> None:
-        """A client comes with what it has of an answer, and with where its conductor had placed it."""
-        if not self.up:
-            self._world.after(ps(RETRY_S), self._resume, request)
-            return
-        before = self._open[request]
-        if before is None or before.sequence is None or before.plan is None:
-            self._ask(request)  # it was never placed: it is new
-            return
-        if request.made == request.answer:
-            self._end(request, DONE)
-            return
-        fence = before.fence + 1
-        ask = self._asks(request, Resumed(request.made, fence, before.sequence.id, before.target))
-        serving = Serving(ask, request, request.made, before.sequence, before.plan, before.target, fence)
-        self._open[request] = self._serving[ask.number] = serving
-        self.host.post(Arrived(ask, self._keys(request)))
-
     def _keys(self, request: Request) -> tuple[BlockKey, ...]:
         """Of prompt and answer so far."""
         return keys_of_chain(request, (request.tokens + request.made) // self._config.block_tokens)
 
-    def _first_token(self, sequence: Sequence, told: TellToken) -> bool:
-        request = sequence.request
-        serving = self._open[request]
-        assert serving is not None
+    def _first_token(self, number: int, told: TellToken) -> bool:
+        serving = self._serving[number]
+        request = serving.request
         assert serving.plan is not None
         decode = serving.target.decode if serving.target is not None else ""
         if self.late.refuses(self.core.picture.forecasts, request, decode, serving.plan.prefill.prefill_s):
-            self.host.post(ClientGone(serving.ask.number))
+            self.host.post(ClientGone(number))
             return False
         request.reused = told.cached_tokens + told.loaded_tokens
         now = self._world.now
         request.take(Made(now, [], now))
         return True
 
-    def _end(self, request: Request, outcome: str) -> None:
-        serving = self._open.pop(request)
-        if serving is not None:
-            self._serving.pop(serving.ask.number, None)
-        request.outcome, request.ended_at = outcome, self._world.now
-        self.ended_at = self._world.now
-        self._ended(request)
+    def _end(self, number: int, outcome: str) -> None:
+        self._clients.end(self._serving.pop(number).request, outcome)
 
     def _fail(self, action: Fail) -> None:
         request, failure = self._serving[action.request].request, action.failure
         nobody = action.refused and failure.kind is Kind.UNAVAILABLE and not request.made
         if nobody and self._world.seconds + RETRY_S < request.arrived / PS + self._deadline_s:
             del self._serving[action.request]
-            self._world.after(ps(RETRY_S), self._ask, request)
+            self._clients.again(request)
         else:
-            self._end(request, _outcome(failure))
+            self._end(action.request, _outcome(failure))
 
     # The core's actions
 
@@ -239,17 +196,19 @@ class Conductor:
             case Announce() | Rehash():
                 self._place(action, self._serving[action.request])
             case Complete(request):
-                self._end(self._serving[request].request, DONE)
+                self._end(request, DONE)
             case Fail():
                 self._fail(action)
             case Drop(request):
-                self._end(self._serving[request].request, REFUSED)  # the late check alone sends clients away
+                self._end(request, REFUSED)  # the late check alone sends clients away
             case Resync(instance):
                 raise AssertionError(f"a message of {instance} is missing")
+            case ChangeRole():
+                self._calls.send(lambda: self._change_role(action))
             case _:
                 self._order(action)
 
-    def _order(self, action: Reserve | Prefill | Start | Adopt | Renew | Undo | Cancel) -> None:
+    def _order(self, action: Order) -> None:
         """Something is to be done at an instance."""
         match action:
             case Reserve():
@@ -272,7 +231,9 @@ class Conductor:
         if isinstance(action, Announce):
             request.attempts += 1
             if request.attempts == 1:
-                request.predicted_ttft_s = action.waited_s + action.plan.prefill.ttft_s
+                choice = action.plan.prefill
+                request.prefill, request.predicted_queue_s = choice.id, choice.queue_s
+                request.predicted_ttft_s = action.waited_s + choice.ttft_s
             serving.plan, serving.target = action.plan, action.target
             return
         serving.continued = request.made
@@ -305,11 +266,16 @@ class Conductor:
             self.members.join(store.name, None, store.keys(), store.incarnation)
 
 
-def _picture(config: ClusterConfig) -> Picture:
+def owner_of(stream: int, conductors: int) -> int:
+    """Number of the conductor whose stream it is."""
+    return stream % conductors
+
+
+def _picture(config: ClusterConfig, number: int) -> Picture:
     return Picture(
         balancing_threshold=config.threshold,
         policy=load_policy(config.policy),
-        seed=config.seed,
+        seed=config.seed + number,
         rest_tokens=config.decode_prompt_tokens,
         slow_factor=config.slow_factor,
     )

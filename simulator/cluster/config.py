@@ -6,6 +6,7 @@ from moonpool.cost import DEFAULT_BYTES_PER_S
 from moonpool.engine.emulated.profile import Profile
 from moonpool.errors import ConfigError
 from services.conductor.core.policies import DEFAULT
+from services.conductor.core.roles import RoleLimits
 from services.decode.core.config import Preemption
 from simulator.kernel.calls import CallDelays
 from simulator.traces.mooncake import BLOCK_TOKENS
@@ -49,6 +50,10 @@ class ClusterConfig:
     Attributes:
         profile: speeds and sizes of an instance.
         prefill, decode, kvstore: instances.
+        conductors: side by side.
+        widths: stages of each prefill instance's pipeline, each on a machine of its own; empty = one each.
+        roles: when engines change between prefill and decode; as the conductor's flags.
+        role_change_s: from an engine's leaving to its being there again in the other role.
         policy: how prefill instances are chosen, as the conductor's flag.
         decode_prompt_tokens: rests of prompts so long at most may be computed at decode; 0 = none.
         threshold: Algorithm 1's balancing threshold.
@@ -78,6 +83,10 @@ class ClusterConfig:
     prefill: int = 8
     decode: int = 8
     kvstore: int = 1
+    conductors: int = 1
+    widths: tuple[int, ...] = ()
+    roles: RoleLimits = field(default_factory=RoleLimits)
+    role_change_s: float = 15.0
     policy: str = DEFAULT
     decode_prompt_tokens: int = 0
     threshold: float = 1.0
@@ -106,12 +115,30 @@ class ClusterConfig:
     slow_factor: float = 6.0
 
     def __post_init__(self) -> None:
-        for name in ("prefill", "decode", "block_tokens", "step_tokens", "max_queue", "max_batch"):
+        for name in ("prefill", "decode", "conductors", "block_tokens", "step_tokens", "max_queue", "max_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"must be at least 1, is {getattr(self, name)}")
+        if self.widths and self.roles.swap:
+            raise ConfigError("widths", "machines of a pipeline do not change their roles")
+        if self.widths and (len(self.widths) != self.prefill or min(self.widths) < 1):
+            raise ConfigError("widths", f"must be {self.prefill} positive numbers, are {self.widths}")
         for name in ("rate", "disk_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(name, f"must be positive, is {getattr(self, name)}")
+
+    @property
+    def prefill_numbers(self) -> range:
+        """Of the prefill instances that there are, or can be where roles change: there every machine can be one."""
+        return range(self.prefill + self.decode if self.roles.swap else self.prefill)
+
+    @property
+    def decode_numbers(self) -> range:
+        """Of the decode instances, likewise."""
+        return range(self.prefill + self.decode if self.roles.swap else self.decode)
+
+    def stages_of(self, prefill: str) -> int:
+        """Stages of a prefill instance, which is called "p3"."""
+        return self.widths[int(prefill[1:])] if self.widths else 1
 
     @property
     def block_bytes(self) -> int:

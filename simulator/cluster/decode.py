@@ -12,7 +12,6 @@ from services.conductor.core.facts import LoadFacts
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import Promised, Target
 from services.decode.core import actions
-from services.decode.core.config import CoreConfig
 from services.decode.core.events import (
     Adopt,
     Arrived,
@@ -35,6 +34,7 @@ from simulator.cluster.engine import STOPPED, Engine
 from simulator.cluster.host import Host
 from simulator.cluster.requests import Sequence
 from simulator.cluster.seats import DecodeUse, Resume, Seat, Told
+from simulator.cluster.settings import core_config
 from simulator.cluster.store import Store
 from simulator.kernel.clock import World, ps
 from simulator.kernel.links import Link, Network
@@ -73,6 +73,7 @@ class DecodeInstance:
         stores: of the cluster; the answers' blocks are written there.
         ears: are told what happens.
         longest_run: steps at once at most.
+        up: it is there at the beginning.
     """
 
     def __init__(
@@ -84,6 +85,8 @@ class DecodeInstance:
         stores: Iterable[Store],
         ears: Ears,
         longest_run: int = 1 << 40,
+        *,
+        up: bool = True,
     ) -> None:
         self.name = name
         self.receives = Link(f"{name} in", config.transfer_bytes_per_s)
@@ -93,7 +96,7 @@ class DecodeInstance:
         self._came = 0
         self._preempted = 0
         self.incarnation = 0
-        self.up = True
+        self.up = up
         self.use = DecodeUse()
         self.begin_anew()
 
@@ -107,6 +110,7 @@ class DecodeInstance:
         self._logged: dict[int, Seat] = {}
         self._answers: dict[int, Promised | Failure] = {}
         self._taken = 0
+        self.draining = False
         self._told_at = self._world.now
         self._engine = Engine(
             self._world, self._config, self.core, self._seats, self.use, self._stepped, self._run_ended, self._say
@@ -133,6 +137,8 @@ class DecodeInstance:
         stores: tuple[str, ...] = (),
     ) -> Promised | Failure:
         """A conductor wants room for a sequence, or for several with one prompt."""
+        if self.draining:
+            return Failure(Kind.UNAVAILABLE, f"{self.name} is draining")
         number, request = self._came + 1, sequence.request
         self._came += sequence.width
         keys = sequence.keys(self._config.block_tokens)
@@ -226,6 +232,16 @@ class DecodeInstance:
         """Preemptions so far."""
         return self._preempted + self.core.parking.preemptions
 
+    def drain(self) -> None:
+        """Takes nothing new; what runs goes on until it ends or is moved."""
+        self.draining = True
+        self._ears.changed()
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing runs or is expected."""
+        return not self.core.requests
+
     def keys(self) -> list[BlockKey]:
         """What the pool holds."""
         return self.core.blocks.keys()
@@ -242,6 +258,7 @@ class DecodeInstance:
             promised_blocks=core.room.promised + core.room.claims,
             context_tokens=core.context_tokens,
             speeds=core.tracker.speeds,
+            draining=self.draining,
             taken=self._taken,
             answer_tokens=core.expected_answer_tokens,
         )
@@ -369,22 +386,3 @@ class DecodeInstance:
         events = self.core.blocks.take_events()
         if events.stored or events.removed:
             self._ears.keys(events.stored, events.removed)
-
-
-def core_config(config: ClusterConfig, run_steps: int) -> CoreConfig:
-    """What the core of a decode instance is told."""
-    memory = config.memory
-    return CoreConfig(
-        num_blocks=config.blocks,
-        block_tokens=config.block_tokens,
-        block_bytes=config.block_bytes,
-        max_batch=config.max_batch,
-        lease_s=memory.lease_s,
-        speeds=config.profile.speeds,
-        preemption=memory.preemption,
-        watermark_blocks=int(memory.watermark * config.blocks),
-        step_tokens=memory.step_tokens,
-        swap_blocks=memory.swap_bytes // config.block_bytes,
-        assumed_answer_tokens=memory.assumed_answer_tokens,
-        run_steps=run_steps,
-    )

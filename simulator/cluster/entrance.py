@@ -1,4 +1,4 @@
-"""Who is let in: the conductor's own gate; and, for the paper's baseline, a check when a prompt has been computed."""
+"""Who is let in: the conductor's own gate; and, as in the Mooncake paper, a check when a prompt has been computed."""
 
 from moonpool.errors import ConfigError
 from services.conductor.core.admission import Admission, Slo
@@ -10,15 +10,17 @@ from simulator.cluster.requests import Request
 ADMISSIONS = {
     "all": "nobody is refused",
     "baseline": "each stage refuses for itself when its work begins: prefill by its queue, decode when the KV comes",
-    "early": "refused before prefill by the load of both stages as it is now",
+    "early": "refused before prefill by the load of both stages as it is now, and by decode when the KV comes",
     "predictive": "the same by the load that decode is expected to have when the prompt is computed",
+    "promised": "as the services do: predictive, and decode looks when it is asked for room, not when the KV comes",
 }
-"""Who is let in; the last three in the order of the Mooncake paper."""
+"""Who is let in; `baseline`, `early` and `predictive` as the Mooncake paper has them."""
+_PAPER = ("baseline", "early", "predictive")
 HEADROOM = 0.9
 """Share of the TBT limit up to which requests are let in: contexts grow, and a request is judged by its longest tenth
 of intervals, not by the mean."""
 FOREVER_S = 1e7
-_GATES = {"all": Admission.NONE, "baseline": Admission.EARLY}
+_GATES = {"all": Admission.NONE, "baseline": Admission.EARLY, "promised": Admission.PREDICTIVE}
 
 
 def limits_of(config: ClusterConfig) -> Limits:
@@ -42,15 +44,20 @@ def slo_of(config: ClusterConfig) -> Slo:
     return Slo(config.slo.ttft_s, None if config.admission == "baseline" else tbt_s)
 
 
+def keeps_tbt(config: ClusterConfig) -> bool:
+    """Whether decode is asked to keep the limit when it promises room."""
+    return config.admission not in _PAPER
+
+
 class LateCheck:
-    """The baseline's check at decode, of requests whose prompts have been computed.
+    """The paper's check at decode, of requests whose prompts have been computed.
 
     Args:
         config: of the cluster.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
-        self._wanted = config.admission == "baseline"
+        self._wanted = config.admission in _PAPER
         self._tbt_s = HEADROOM * config.slo.tbt_s
         self.refused = 0
         """Requests that decode refused."""

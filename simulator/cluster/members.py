@@ -154,13 +154,16 @@ class Members:
     def _facts(self, name: str, incarnation: int) -> InstanceFacts:
         config, kind = self._config, _KINDS[name[0]]
         store = kind is Kind.KVSTORE
+        stages = config.stages_of(name) if kind is Kind.PREFILL else 1
         return InstanceFacts(
             id=name,
             incarnation=incarnation,
             kind=kind,
-            total_blocks=0 if store else config.blocks,
+            total_blocks=0 if store else stages * config.blocks,
             shape=None if store else self._shape,
             speeds=config.profile.speeds,
+            either=config.roles.swap and not store,
+            stages=stages,
             step_tokens=config.step_tokens,
             capacity_bytes=config.store_bytes if store else 0,
         )

@@ -29,6 +29,8 @@ from services.prefill.core.actions import TellToken
 from services.prefill.core.events import Copy, Source
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.decode import DecodeInstance
+from simulator.cluster.engines import Engines
+from simulator.cluster.entrance import keeps_tbt
 from simulator.cluster.members import Members
 from simulator.cluster.prefill import PrefillInstance
 from simulator.cluster.requests import Made, Sequence, keys_of_chain
@@ -40,8 +42,8 @@ from simulator.kernel.clock import ps
 RESERVE_LIMIT = 2.0
 """A `Reserve` call ends after so many times the seconds that the core waits for it, as in the service."""
 
-Token = Callable[[Sequence, TellToken], bool]
-"""Takes a prompt's first token; returns whether the request goes on."""
+Token = Callable[[int, TellToken], bool]
+"""Takes the first token of a request; returns whether the request goes on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +121,7 @@ class Orders:
 
     Args:
         calls: carry messages.
-        prefills, decodes: the instances.
+        engines: the instances.
         members: who has joined.
         config: of the cluster.
         post: hands an event to the core.
@@ -131,8 +133,7 @@ class Orders:
     def __init__(
         self,
         calls: Calls,
-        prefills: list[PrefillInstance],
-        decodes: list[DecodeInstance],
+        engines: Engines,
         members: Members,
         config: ClusterConfig,
         post: Callable[[Event], None],
@@ -142,10 +143,9 @@ class Orders:
     ) -> None:
         self.streams, self._conductor = streams, conductor
         self._calls, self._members, self._post, self._token_came = calls, members, post, token_came
-        self._prefills = {instance.name: instance for instance in prefills}
-        self._decodes = {instance.name: instance for instance in decodes}
+        self._engines = engines
         self._limit = ps(RESERVE_LIMIT * config.reserve_timeout_s)
-        self._block_tokens = config.block_tokens
+        self._block_tokens, self._keeps_tbt = config.block_tokens, keeps_tbt(config)
         self._cancels: dict[int, Callable[[], None]] = {}
         self._prefilling: dict[int, PrefillCall] = {}
 
@@ -184,9 +184,10 @@ class Orders:
         self._calls.send(lambda: self._ask(order, sequence))
 
     def _ask(self, order: Reserve, sequence: Sequence) -> None:
-        decode = self._decodes[order.decode]
+        decode = self._engines.decodes[order.decode]
         if _is_alive(decode, order.incarnation):
-            answer = decode.reserve(sequence, self._conductor, order.tbt_slo_s or 0.0, order.starts_in_s, order.stores)
+            tbt_slo_s = (self._keeps_tbt and order.tbt_slo_s) or 0.0
+            answer = decode.reserve(sequence, self._conductor, tbt_slo_s, order.starts_in_s, order.stores)
             self._calls.send(partial(self._end, order.io, answer))
 
     # --- Prefill ----------------------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ class Orders:
     def prefill(self, order: Prefill, sequence: Sequence) -> None:
         """Calls prefill."""
         name, io = order.plan.prefill.id, order.io
-        instance, wire = self._prefills[name], Wire(self._calls, lambda: self._broken(call))
+        instance, wire = self._engines.prefills[name], Wire(self._calls, lambda: self._broken(call))
         call = PrefillCall(order, sequence, instance, wire, self._tell, self._token, self._end)
         self._cancels[io] = lambda: self._cancel_prefill(call)
         self._prefilling[io] = call
@@ -219,7 +220,7 @@ class Orders:
     def _token(self, call: PrefillCall, told: TellToken) -> None:
         request = call.sequence.request
         known = request.made > call.sequence.continued  # it is being moved, and went on meanwhile
-        if call.io not in self._cancels or not (known or self._token_came(call.sequence, told)):
+        if call.io not in self._cancels or not (known or self._token_came(call.order.request, told)):
             return
         misses = tuple(
             (call.sources[miss.source].store, keys_of_chain(request, miss.block + 1)[-1]) for miss in told.misses

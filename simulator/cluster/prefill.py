@@ -1,6 +1,7 @@
 """A prefill instance in virtual time: the service's own core decides, this does what it says.
 
-Steps take the time of the profile, spread evenly over the layers; loads, slices and write-back that of their links.
+Steps take the time of the profile (`simulator.cluster.pipeline`); loads, slices and write-back that of their links. An
+instance of several stages is a pipeline of as many machines.
 """
 
 from collections.abc import Iterable
@@ -15,35 +16,19 @@ from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import Target
 from services.prefill.core import actions, events
 from services.prefill.core.core import PrefillCore
-from services.prefill.core.state import Settings
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.host import Host
 from simulator.cluster.loading import Loading
+from simulator.cluster.pipeline import Pipeline
 from simulator.cluster.prompts import Client, Peers, Prompt
 from simulator.cluster.requests import Sequence
+from simulator.cluster.settings import core_settings
 from simulator.cluster.store import Store
 from simulator.kernel.calls import Calls
 from simulator.kernel.clock import PS, World, ps
 from simulator.kernel.links import Flow, Link, Network
 
 Event = events.Event | Ended[events.Result] | Tick
-
-
-@dataclass(slots=True, eq=False)
-class Step:
-    """A step that is being computed, layer by layer. Times are picoseconds."""
-
-    order: actions.RunStep
-    duration: int
-    layers: int
-    gate: int
-    """Layers up to this one may be computed."""
-    done: int = 0
-    """Layers that are computed."""
-    begun: int = 0
-    """When the current layer began."""
-    computing: bool = False
-    aborted: bool = False
 
 
 @dataclass(slots=True)
@@ -63,6 +48,7 @@ class PrefillInstance:
         stores: of the cluster.
         calls: to decode.
         peers: are told what happens.
+        up: it is there at the beginning.
     """
 
     def __init__(
@@ -74,17 +60,20 @@ class PrefillInstance:
         stores: Iterable[Store],
         calls: Calls,
         peers: Peers,
+        *,
+        up: bool = True,
     ) -> None:
         self.name = name
-        self.sends = Link(f"{name} out", config.transfer_bytes_per_s)
+        self.stages = config.stages_of(name)
+        self.sends = Link(f"{name} out", self.stages * config.transfer_bytes_per_s)
         self._world, self._network, self._config = world, network, config
         self._stores = {store.name: store for store in stores}
         self._calls, self._peers = calls, peers
-        self._settings = core_settings(config)
-        self._receives = Link(f"{name} in", config.load_bytes_per_s)
+        self._settings = core_settings(config, self.stages)
+        self._receives = Link(f"{name} in", self.stages * config.load_bytes_per_s)
         self._came = 0
         self.incarnation = 0
-        self.up = True
+        self.up = up
         self.use = PrefillUse()
         self.begin_anew()
 
@@ -97,7 +86,9 @@ class PrefillInstance:
         self._opened: dict[int, Target] = {}
         self._moving: dict[int, Flow | None] = {}
         self._write_back_room = max(1, self._settings.blocks // WRITE_BACK_SHARE)
-        self._step: Step | None = None
+        self._pipeline = Pipeline(
+            self._world, self._settings.layers, self._settings.stages, self._layer_done, self._over
+        )
         self._loading = Loading(
             self._world, self._network, self._stores.values(), self._receives, self._settings.slice_bytes,
             self._settings.layers, self._came_in,
@@ -107,6 +98,7 @@ class PrefillInstance:
         """Loses everything."""
         self.host.close()
         self._loading.stop()
+        self._pipeline.close()
         for flow in self._moving.values():
             if flow is not None:
                 self._network.cancel(flow)
@@ -135,6 +127,20 @@ class PrefillInstance:
         if number in self._prompts:
             self._tell(events.Leave(number))
 
+    def drain(self) -> None:
+        """Takes nothing new."""
+        self._tell(events.Drain())
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes nothing new."""
+        return self.core.draining
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._prompts and not len(self.core.state.ios)
+
     def keys(self) -> list[BlockKey]:
         """What the pool holds."""
         return self.core.state.manager.keys()
@@ -149,6 +155,7 @@ class PrefillInstance:
             cached_blocks=state.manager.num_cached,
             drain_s=self.core.drain_seconds(self._world.seconds),
             speeds=state.tracker.speeds,
+            draining=self.core.draining,
             taken=self.core.taken,
         )
 
@@ -187,47 +194,15 @@ class PrefillInstance:
             seconds += prefill_seconds(speeds, chunk.end - chunk.start, chunk.start, steps=0, begins=not prompt.begun)
             prompt.begun = True
             self.use.computed_tokens += chunk.end - chunk.start
-        layers = self._settings.layers
-        self._step = Step(order, ps(seconds), layers, -1 if order.gated else layers)
         self.use.steps += 1
-        self.use.busy += self._step.duration
-        self._go_on(self._step)
+        self.use.busy += ps(seconds) // self._settings.stages
+        self._pipeline.begin(order.io, ps(seconds), gated=order.gated)
 
-    def _go_on(self, step: Step) -> None:
-        """Computes the next layer when its gate is open; the gates of a step are opened after it was ordered."""
-        if not step.computing and step.gate >= step.done and not step.aborted:
-            step.computing, step.begun = True, self._world.now
-            each = step.duration * (step.done + 1) // step.layers - step.duration * step.done // step.layers
-            self._world.after(each, self._layer_done, step)
+    def _layer_done(self, io: int, layer: int) -> None:
+        self._hear(events.LayerComputed(io, layer))
 
-    def _layer_done(self, step: Step) -> None:
-        if step is not self._step:
-            return
-        step.computing = False
-        if not step.aborted:
-            step.done += 1
-            self._hear(events.LayerComputed(step.order.io, step.done - 1))
-        if step.aborted or step.done == step.layers:
-            self._over(step)
-        else:
-            self._go_on(step)
-
-    def _over(self, step: Step) -> None:
-        self._step = None
-        self._tell(Ended(step.order.io, events.StepEnded(step.done < step.layers, step.duration / PS)))
-
-    def _abort(self, io: int) -> None:
-        step = self._step
-        if step is not None and step.order.io == io and not step.aborted:
-            step.aborted = True
-            if not step.computing:
-                self._over(step)
-
-    def _open_gate(self, io: int, layer: int) -> None:
-        step = self._step
-        if step is not None and step.order.io == io:
-            step.gate = max(step.gate, layer)
-            self._go_on(step)
+    def _over(self, io: int, aborted: bool, seconds: float) -> None:
+        self._tell(Ended(io, events.StepEnded(aborted, seconds)))
 
     # The core's actions
 
@@ -236,11 +211,11 @@ class PrefillInstance:
             case actions.RunStep():
                 self._begin(action)
             case actions.OpenGate(step, layer):
-                self._open_gate(step, layer)
+                self._pipeline.open_gate(step, layer)
             case actions.AbortStep(step):
-                self._abort(step)
+                self._pipeline.abort(step)
             case Cancel(io):
-                self._abort(io)
+                self._pipeline.abort(io)
                 self._loading.cancel(io)
                 moving = self._moving
                 self._world.after(0, lambda _: self._moved(moving, io, events.Failed()))
@@ -348,18 +323,6 @@ class PrefillInstance:
         size = self._config.block_tokens
         tokens = min(prompt.sequence.tokens, (piece.first + len(piece.blocks)) * size) - piece.first * size
         return tokens * self._settings.slice_bytes // size
-
-
-def core_settings(config: ClusterConfig) -> Settings:
-    """What the core of a prefill instance is told."""
-    return Settings(
-        blocks=config.blocks,
-        block_tokens=config.block_tokens,
-        layers=config.profile.layers,
-        slice_bytes=config.block_bytes // config.profile.layers,
-        step_tokens=max(config.step_tokens, config.block_tokens),
-        max_queue=config.max_queue,
-    )
 
 
 def _refusal(refused: actions.Refuse) -> Failure:

@@ -65,6 +65,9 @@ class Request:
     """Placements."""
     reused: int = 0
     """Prompt tokens that the last attempt did not compute."""
+    prefill: str = ""
+    """Instance of the first placement; what was predicted then follows."""
+    predicted_queue_s: float = 0.0
     predicted_ttft_s: float = 0.0
     first_at: int = 0
     last_at: int = 0

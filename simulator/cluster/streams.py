@@ -4,7 +4,7 @@ One stream for all sequences of an instance, as in the service. When it breaks a
 opens a new one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -129,9 +129,10 @@ class DecodeStream:
 class DecodeStreams:
     """One conductor's streams to all decode instances."""
 
-    def __init__(self, calls: Calls, decodes: list[DecodeInstance], conductor: str, number: Callable[[], int]) -> None:
-        self._calls, self._conductor, self._number = calls, conductor, number
-        self._decodes = {decode.name: decode for decode in decodes}
+    def __init__(
+        self, calls: Calls, decodes: Mapping[str, DecodeInstance], conductor: str, number: Callable[[], int]
+    ) -> None:
+        self._calls, self._conductor, self._number, self._decodes = calls, conductor, number, decodes
         self._streams: dict[str, DecodeStream] = {}
 
     def __len__(self) -> int:

@@ -37,7 +37,7 @@ class Loads:
         cluster, config = self.cluster, self.cluster.config
         now = cluster.world.seconds
         queued_s = fmean([prefill.core.drain_seconds(now) for prefill in cluster.prefills])
-        forecasts = cluster.conductor.core.picture.forecasts
+        forecasts = cluster.conductors[0].core.picture.forecasts
         step_s = fmean([forecasts.tbt_now(f"d{number}") for number in range(config.decode)])
         self.prefill.append(queued_s / config.slo.ttft_s)
         self.decode.append(step_s / config.slo.tbt_s)
@@ -74,8 +74,8 @@ def _row(name: str, summary: Summary, cluster: Cluster, loads: Loads) -> Row:
         "admission": name,
         "requests": summary.requests,
         "refused": summary.outcomes.get(REFUSED, 0),
-        "after_prefill": cluster.conductor.late.refused,
-        "wasted_prefill_s": digits(cluster.conductor.late.wasted_s),
+        "after_prefill": cluster.conductors[0].late.refused,
+        "wasted_prefill_s": digits(cluster.conductors[0].late.wasted_s),
         "goodput_share": summary.goodput_share,
         "ttft_p90_s": summary.ttft_s.get("p90"),
         "tbt_p90_s": summary.tbt_s.get("p90"),

@@ -10,6 +10,7 @@ from operator import itemgetter
 
 from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
+from services.conductor.core.lengths import Stratum
 from services.conductor.core.outlook import Forecasts, Outlook
 from services.conductor.core.plan import Plan
 
@@ -55,12 +56,15 @@ class Gate:
         self.admission = admission
         self._forecasts = forecasts
 
-    def check(self, slo: Slo, plan: Plan, now: float, elapsed_s: float) -> Failure | Sequence[DecodeChoice]:
+    def check(
+        self, slo: Slo, plan: Plan, stratum: Stratum, now: float, elapsed_s: float
+    ) -> Failure | Sequence[DecodeChoice]:
         """The decode instances that may serve a request, best first; or its refusal.
 
         Args:
             slo: what is expected.
             plan: where it could go.
+            stratum: says how long its answer may become.
             now: seconds.
             elapsed_s: seconds since the request arrived.
         """
@@ -71,25 +75,24 @@ class Gate:
             return late
         if slo.tbt_s is None or not plan.decodes:
             return plan.decodes
-        at = now + plan.prefill.ttft_s
-        predicted = [(self._tbt_s(option, plan, slo.tbt_s, now, at), option) for option in plan.decodes]
+        predicted = [(self._tbt_s(option, plan, stratum, slo.tbt_s, now), option) for option in plan.decodes]
         if self.admission is Admission.PREDICTIVE and any(option.tbt_s > slo.tbt_s for option in plan.decodes):
             predicted.sort(key=itemgetter(0))
         kept = [option for tbt_s, option in predicted if tbt_s <= slo.tbt_s]
-        return kept or self._too_slow(slo.tbt_s, plan, now, min([tbt_s for tbt_s, _ in predicted]))
+        return kept or self._too_slow(slo.tbt_s, plan, stratum, now, min([tbt_s for tbt_s, _ in predicted]))
 
     def starts_in_s(self, plan: Plan) -> float:
         """When the decode instance shall expect the sequence, for its own check; 0 = count it now."""
         return plan.prefill.ttft_s if self.admission is Admission.PREDICTIVE else 0.0
 
-    def _tbt_s(self, option: DecodeChoice, plan: Plan, limit_s: float, now: float, at: float) -> float:
+    def _tbt_s(self, option: DecodeChoice, plan: Plan, stratum: Stratum, limit_s: float, now: float) -> float:
         if self.admission is Admission.EARLY:
             return self._forecasts.tbt_now(option.id, _joining(plan))
         if option.tbt_s <= limit_s:  # even if all that is there and on its way stayed
             return option.tbt_s
-        return self._forecasts.tbt_at(option.id, _joining(plan), now, at)
+        return self._forecasts.tbt_at(option.id, _joining(plan), stratum, now, now + plan.prefill.ttft_s)
 
-    def _too_slow(self, limit_s: float, plan: Plan, now: float, best_tbt_s: float) -> Failure:
+    def _too_slow(self, limit_s: float, plan: Plan, stratum: Stratum, now: float, best_tbt_s: float) -> Failure:
         foreseen = self.admission is Admission.PREDICTIVE
         when = f" in {plan.prefill.ttft_s:.3f} s, when the prompt is computed," if foreseen else ""
         return Failure(
@@ -99,15 +102,15 @@ class Gate:
             predicted_ttft_s=plan.prefill.ttft_s,
             predicted_tbt_s=best_tbt_s,
             slo_s=limit_s,
-            retry_after_s=self._relief_s(limit_s, plan, now) if foreseen else TOO_SLOW_RETRY_S,
+            retry_after_s=self._relief_s(limit_s, plan, stratum, now) if foreseen else TOO_SLOW_RETRY_S,
         )
 
-    def _relief_s(self, limit_s: float, plan: Plan, now: float) -> float:
+    def _relief_s(self, limit_s: float, plan: Plan, stratum: Stratum, now: float) -> float:
         """Seconds until some decode instance is expected to be quick enough."""
         later_s, joining = MIN_RETRY_S, _joining(plan)
         while later_s < HOPELESS_RETRY_S:
             at = now + plan.prefill.ttft_s + later_s
-            if any(self._forecasts.tbt_at(option.id, joining, now, at) <= limit_s for option in plan.decodes):
+            if any(self._forecasts.tbt_at(option.id, joining, stratum, now, at) <= limit_s for option in plan.decodes):
                 return later_s
             later_s *= 2
         return HOPELESS_RETRY_S

@@ -2,17 +2,20 @@
 
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Tick
+from services.conductor.core.changes import RoleAsked
 from services.conductor.core.messages import Action, Event, Joined, KeysChanged, Left, Reported, Resync
 from services.conductor.core.picture import Picture
 from services.conductor.core.placing import Limits
 from services.conductor.core.request import Requests
+from services.conductor.core.roles import FIXED_ROLES, RoleLimits, Roles
 
 
 class ConductorCore:
     """What one conductor decides. The picture hears of a change before the requests do."""
 
-    def __init__(self, limits: Limits, picture: Picture) -> None:
+    def __init__(self, limits: Limits, picture: Picture, roles: RoleLimits = FIXED_ROLES) -> None:
         self.picture = picture
+        self.roles = Roles(roles, picture.prefills, picture.decodes)
         self.requests = Requests(limits, picture)
 
     def handle(self, now: float, event: Event | Tick, out: list[Action]) -> None:
@@ -22,11 +25,15 @@ class ConductorCore:
                 self._keys(event, out)
             case Joined(facts):
                 self.picture.join(facts, now)
+                self.roles.joined(now, facts)
             case Left(instance, incarnation):
                 if self.picture.incarnation(instance) == incarnation:
                     self.picture.leave(instance)
             case Reported(instance, load):
                 self.picture.report(instance, load, now)
+                self.roles.look(now, out)
+            case RoleAsked(instance):
+                self.roles.order(now, instance, out)
         self.requests.handle(now, event, out)
 
     def _keys(self, event: KeysChanged, out: list[Action]) -> None:
@@ -52,4 +59,4 @@ class ConductorCore:
 
     def digest(self) -> bytes:
         """Hash of the whole state."""
-        return digest_of(self.picture, self.requests)
+        return digest_of(self.picture, self.requests, self.roles)

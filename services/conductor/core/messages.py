@@ -6,6 +6,7 @@ from enum import Enum
 from moonpool.core.fair import Place, rank
 from moonpool.core.kernel import Cancel, Ended
 from services.conductor.core.admission import Slo
+from services.conductor.core.changes import ChangeRole, RoleAsked
 from services.conductor.core.cost import PrefillChoice
 from services.conductor.core.facts import InstanceFacts, LoadFacts
 from services.conductor.core.failures import Failure
@@ -251,6 +252,7 @@ Event = (
     | Left
     | Reported
     | KeysChanged
+    | RoleAsked
     | Ended[Result]
 )
 
@@ -384,4 +386,6 @@ class Resync:
     instance: str
 
 
-Action = Reserve | Prefill | Start | Adopt | Renew | Undo | Announce | Rehash | Complete | Fail | Drop | Resync | Cancel
+Order = Reserve | Prefill | Start | Adopt | Renew | Undo | Cancel
+"""Something is to be done for a request at an instance."""
+Action = Order | Announce | Rehash | Complete | Fail | Drop | Resync | ChangeRole

@@ -6,9 +6,10 @@ prompts that are being computed are no load yet, and many of the answers of now 
 
 from dataclasses import dataclass
 
+from moonpool.core.spread import spread
 from moonpool.cost import decode_step_seconds
 from services.conductor.core.decodes import Answer, Decode, Decodes
-from services.conductor.core.lengths import Lengths
+from services.conductor.core.lengths import Lengths, Stratum
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class Outlook:
 
 
 NOTHING = Outlook(0.0, 0.0)
+LOOKS = 8
+"""Later times at which a forecast looks at most."""
 
 
 def running_now(instance: Decode) -> Outlook:
@@ -88,18 +91,24 @@ class Forecasts:
         instance = self._decodes.get(decode)
         return step_seconds(instance, running_now(instance), joining) if instance is not None else 0.0
 
-    def tbt_at(self, decode: str, joining: Outlook, now: float, at: float) -> float:
+    def tbt_at(self, decode: str, joining: Outlook, stratum: Stratum, now: float, at: float) -> float:
         """Seconds between tokens if something joins what is expected to run there at the time `at`.
 
-        The longer of then and of when the last of those begins that were promised room before and come later: they
-        would be too slow by a sequence that only looks at its own beginning.
+        The longest of then and of when others begin that were promised room before and come later: they would be too
+        slow by a sequence that only looks at its own beginning. What joins counts there by the probability that it
+        still runs, as an answer of the stratum.
         """
         instance = self._decodes.get(decode)
         if instance is None:
             return 0.0
-        last = max([answer.told_at for answer in instance.answers.values() if not answer.made], default=at)
-        times = (at, last) if last > at else (at,)
-        return max([step_seconds(instance, running_at(instance, self.lengths, now, time), joining) for time in times])
+        then = running_at(instance, self.lengths, now, at)
+        step_s = step_seconds(instance, then, joining)
+        later = [it.told_at for it in instance.answers.values() if not it.made and it.told_at > at]
+        for time in spread(later, LOOKS) if step_s else ():
+            share = self.lengths.outlives(stratum, (time - at) / step_s)
+            left = Outlook(share * joining.sequences, share * joining.context_tokens)
+            step_s = max(step_s, step_seconds(instance, running_at(instance, self.lengths, now, time), left))
+        return step_s
 
     def digest(self) -> bytes:
         """Hash of what was learnt."""

@@ -70,6 +70,11 @@ class Picture:
         return len(self._instances)
 
     @property
+    def prefills(self) -> Prefills:
+        """The prefill instances, to be asked about."""
+        return self._prefills
+
+    @property
     def ready(self) -> bool:
         """Whether at least one prefill and one decode instance take requests."""
         return all(pool.mask & ~pool.draining for pool in (self._prefills, self.decodes))

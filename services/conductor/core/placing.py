@@ -112,7 +112,9 @@ class Placing:
         if isinstance(plan, Failure):
             return plan, plan
         elapsed_s = request.elapsed_s(now)
-        return plan, plan.decodes if request.recovering else self._gate.check(ask.slo, plan, now, elapsed_s)
+        return plan, plan.decodes if request.recovering else self._gate.check(
+            ask.slo, plan, ask.stratum, now, elapsed_s
+        )
 
     def ask(self, now: float, request: Request, attempt: Attempt, out: list[Action]) -> None:
         """Asks the next decode instance; after the last one the request waits, or fails."""

@@ -2,13 +2,17 @@
 
 from collections.abc import Collection
 
+from moonpool.core.spread import spread
 from moonpool.cost import SpeedTracker, decode_step_seconds
 from services.decode.core.config import CoreConfig
 from services.decode.core.events import Reserve
-from services.decode.core.lengths import AnswerLengths
+from services.decode.core.lengths import TYPICAL, AnswerLengths
 from services.decode.core.planner import Planner
 from services.decode.core.request import Request, State
 from services.decode.core.room import Room
+
+LOOKS = 8
+"""Times at which a forecast looks at most, beside the start of what is asked about."""
 
 
 class Admission:
@@ -31,8 +35,12 @@ class Admission:
         self._tracker = tracker
         self._lengths = lengths
 
-    def predicted_tbt_s(self, event: Reserve, others: Collection[Request]) -> float:
-        """Seconds per step with this request in the batch when it starts, and all that are expected to be here then."""
+    def predicted_tbt_s(self, event: Reserve, others: Collection[Request], now: float) -> float:
+        """Seconds per step with this request in the batch, and all that are here or were promised room.
+
+        Where it is told when the request starts: with those that are expected to be here then; or the longest, while
+        this one is expected to be here, when others start that were promised room before and come later.
+        """
         batch, running = (
             self._planner.batch,
             State.RUNNING,
@@ -43,20 +51,35 @@ class Admission:
         step_s = self._step_s(sequences, context)
         if not event.starts_in_s or not step_s:
             return step_s
-        steps = event.starts_in_s / step_s
-        ended = [request for request in others if self._is_over(request, steps)]
-        return self._step_s(sequences - len(ended), context - sum(map(batch.context_of, ended)))
+        starts_at, most = now + event.starts_in_s, event.total_tokens - event.tokens
+        later = [request.starts_at for request in apart if not request.is_started and request.starts_at > starts_at]
+        times = [at for at in spread(later, LOOKS) if not self._has_ended(0, most, (at - starts_at) / step_s)]
+        return max([self._step_at(at, others, (sequences, context), now, step_s) for at in (starts_at, *times)])
+
+    def _step_at(
+        self, at: float, others: Collection[Request], everybody: tuple[int, int], now: float, step_s: float
+    ) -> float:
+        """Seconds per step at a time over those of everybody who are expected to be here then."""
+        batch, (sequences, context) = self._planner.batch, everybody
+        away = [request for request in others if self._is_away(request, at, now, step_s)]
+        sequences -= sum([request.places for request in away])
+        return self._step_s(sequences, context - sum(map(batch.context_of, away)))
 
     def _step_s(self, sequences: int, context: int) -> float:
         return decode_step_seconds(self._tracker.speeds, min(sequences, self._config.max_batch), context)
 
-    def _is_over(self, request: Request, steps: float) -> bool:
-        """Whether a request's only sequence is expected to have ended after so many steps."""
-        if not request.is_started or request.width > 1:
-            return False
+    def _is_away(self, request: Request, at: float, now: float, step_s: float) -> bool:
+        """Whether a request has not started by a time, or its only sequence is expected to have ended by then."""
+        starts_at = now if request.is_started else max(request.starts_at, now)
+        if at < starts_at or request.width > 1:
+            return at < starts_at
         tokens = self._planner.batch.context_of(request)
         made = max(0, tokens - request.prompt_tokens)
-        return min(request.total_tokens - tokens, self._lengths.expected(made) - made) <= steps
+        return self._has_ended(made, request.total_tokens - tokens, (at - starts_at) / step_s)
+
+    def _has_ended(self, made: int, most: int, steps: float) -> bool:
+        """Whether an answer is expected to end within some steps, of which `most` more tokens are wanted at most."""
+        return min(most, self._lengths.expected(made, TYPICAL) - made) <= steps
 
     def refuse(
         self, event: Reserve, request: Request, tbt_s: float, others: Collection[Request]

@@ -8,7 +8,9 @@ WINDOW = 512
 FEW = 16
 """With fewer than so many, what was assumed at the start is believed."""
 PERCENT = 75
-"""Share of answers that are to be no longer than expected."""
+"""Share of answers that are to be no longer than expected, where room is kept for them."""
+TYPICAL = 50
+"""The same, where it is to be known how many there will be."""
 
 
 class AnswerLengths:
@@ -30,8 +32,10 @@ class AnswerLengths:
         if len(self._recent) > WINDOW:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
 
-    def expected(self, so_far: int) -> int:
+    def expected(self, so_far: int, percent: int = PERCENT) -> int:
         """Length that an answer of `so_far` tokens is expected to reach; more than `so_far`.
+
+        `percent` of the answers that were so long have been no longer.
 
         Where no answer was as long, as much again.
         """
@@ -39,7 +43,7 @@ class AnswerLengths:
             return max(self._assumed, 2 * so_far)
         first = bisect_right(self._sorted, so_far)
         longer = len(self._sorted) - first
-        return self._sorted[first + longer * PERCENT // 100] if longer else 2 * so_far + 1
+        return self._sorted[first + longer * percent // 100] if longer else 2 * so_far + 1
 
     def digest(self) -> bytes:
         """For the core's digest: the sorted ones follow from the recent ones."""

@@ -134,7 +134,7 @@ class DecodeCore:
 
     def _reserve(self, now: float, event: Reserve, out: list[Action]) -> None:
         self._end_all(self.orphans.of(event.conductor), "the conductor's stream ended", out)  # it has placed them anew
-        tbt_s = self._admission.predicted_tbt_s(event, self.requests.values())
+        tbt_s = self._admission.predicted_tbt_s(event, self.requests.values(), now)
         request = Request.of(event, now, now + self.config.promise_s)
         refused = self._admission.refuse(event, request, tbt_s, self.requests.values())
         if refused is not None:

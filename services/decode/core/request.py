@@ -102,6 +102,8 @@ class Request:
     """When it came, and later by its priority (`moonpool.core.fair.rank`)."""
     owner: Owner = field(default_factory=Owner)
     """Whose KV it is, and whether its blocks may be kept."""
+    starts_at: float = 0.0
+    """When it is expected to start, by who has asked for room."""
     until: float = 0.0
     """When it ends if it was not started, however often its lease is renewed."""
     state: State = State.PROMISED
@@ -147,6 +149,7 @@ class Request:
             event.stores,
             rank(now, event.priority),
             Owner(event.tenant, event.transient),
+            now + event.starts_in_s,
             until,
             resumable=event.resumable,
             fence=event.fence,

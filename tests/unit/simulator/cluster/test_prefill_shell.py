@@ -32,7 +32,7 @@ from services.prefill.core.core import PrefillCore
 from services.prefill.requests import Request
 from services.prefill.shell import Shell
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.prefill import core_settings
+from simulator.cluster.settings import core_settings
 from tests.unit.fakes.engine import FakeEngine
 from tests.unit.simulator.cluster.rig import PROFILE
 from tests.unit.simulator.cluster.scripts import (

@@ -36,7 +36,7 @@ def test_prompts_computed_for_nothing_by_how_requests_are_let_in() -> None:
 def test_whoever_is_let_in_by_all_is_refused_by_nobody() -> None:
     summary, cluster = simulate(CROWDED, SOURCE.read())
     assert summary.outcomes == {"done": 150}
-    assert cluster.conductor.late.refused == 0
+    assert cluster.conductors[0].late.refused == 0
 
 
 def test_unknown_names_are_refused() -> None:

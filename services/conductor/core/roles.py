@@ -1,0 +1,189 @@
+"""Whether an engine instance is to change its role, by the pressure of the two pools, with hysteresis.
+
+The *pressure* of a pool is the work that is offered to it as a share of what it can do within the limits: the share of
+the time for which prefill instances compute, and what waits there on top; the share of a decode step that its
+sequences take, of that which a step at the TBT limit leaves them, or of its blocks if that is more. So it grows as one
+over the number of instances, and what it will be after a change can be told.
+
+An instance goes to the other pool when that one's pressure has been so many times as high (`ratio`) for `hold_s`, and
+both pools are better off: the pool that gives one stays below its limit, and below what the other one had. Then
+nothing is changed until the change is over and the pressures are known anew, and who has changed stays for `dwell_s`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import exp
+from statistics import fmean
+
+from moonpool.core.digest import digest_of
+from moonpool.cost import decode_step_seconds
+from services.conductor.core.changes import ChangeRole
+from services.conductor.core.decodes import Decode, Decodes
+from services.conductor.core.facts import InstanceFacts, Kind
+from services.conductor.core.messages import Action
+from services.conductor.core.outlook import running_now
+from services.conductor.core.prefills import Prefill, Prefills
+
+SAMPLE_S = 1.0
+"""Pressures are looked at so often, when instances report."""
+MEMORY_S = 30.0
+"""A pressure is a mean over about so many seconds."""
+LEAST = 0.5
+"""A pool that is less than half used needs no help, however much less the other one is."""
+CHANGE_S = 180.0
+"""A change that has not ended after so long is not waited for any more."""
+OTHER = {Kind.PREFILL: Kind.DECODE, Kind.DECODE: Kind.PREFILL}
+
+
+@dataclass(frozen=True, slots=True)
+class RoleLimits:
+    """When roles change.
+
+    Attributes:
+        swap: they change at all without being told.
+        ttft_s: so much waiting work counts as much as a pool that is busy all the time.
+        tbt_s: the step of a decode instance that is full.
+        ratio, hold_s, dwell_s: see above.
+    """
+
+    swap: bool = False
+    ttft_s: float = 10.0
+    tbt_s: float = 0.1
+    ratio: float = 1.5
+    hold_s: float = 60.0
+    dwell_s: float = 300.0
+
+
+FIXED_ROLES = RoleLimits()
+
+
+@dataclass(slots=True)
+class Change:
+    """An instance is on its way to another pool."""
+
+    instance: str
+    kind: Kind
+    since: float
+
+
+@dataclass(slots=True)
+class Pressure:
+    """Of one pool, as a running mean; `since` when it began to be so much higher than the other's."""
+
+    value: float = 0.0
+    since: float | None = None
+
+
+@dataclass(slots=True)
+class Roles:
+    """Decides about roles.
+
+    Args:
+        limits: when.
+        prefills, decodes: the pools.
+    """
+
+    limits: RoleLimits
+    prefills: Prefills
+    decodes: Decodes
+    change: Change | None = None
+    """What is under way."""
+    pressures: dict[Kind, Pressure] = field(default_factory=lambda: {kind: Pressure() for kind in OTHER})
+    _stays_until: dict[str, float] = field(default_factory=dict)
+    _sampled_at: float | None = None
+
+    def order(self, now: float, instance: str, out: list[Action]) -> None:
+        """An instance is told to change its role, whatever the pressures are; unknown ones are fine."""
+        seat: Prefill | Decode | None = self.prefills.get(instance) or self.decodes.get(instance)
+        if seat is not None:
+            kind = OTHER[seat.facts.kind]
+            self.change = Change(instance, kind, now)
+            self._anew()
+            out.append(ChangeRole(instance, seat.facts.incarnation, kind))
+
+    def joined(self, now: float, facts: InstanceFacts) -> None:
+        """An instance has joined: perhaps the one that has changed."""
+        if self.change is not None and facts.kind is self.change.kind:
+            self.change = None
+            self._stays_until[facts.id] = now + self.limits.dwell_s
+            self._anew()
+
+    def look(self, now: float, out: list[Action]) -> None:
+        """An instance has reported: perhaps one is to change its role."""
+        if not self.limits.swap or (self._sampled_at is not None and now - self._sampled_at < SAMPLE_S):
+            return
+        self._sample(now)
+        if self.change is not None:
+            if now - self.change.since < CHANGE_S:
+                return
+            self.change = None
+        for kind, pressure in self.pressures.items():
+            if pressure.since is not None and now - pressure.since >= self.limits.hold_s:
+                chosen = self._chosen(OTHER[kind], now)
+                if chosen is not None:
+                    self.order(now, chosen, out)
+                    return
+
+    def _sample(self, now: float) -> None:
+        """Takes the pressures of now into the means, and notes since when one pool is in need."""
+        share = 1.0 if self._sampled_at is None else 1.0 - exp((self._sampled_at - now) / MEMORY_S)
+        self._sampled_at = now
+        for kind, value in ((Kind.PREFILL, self._prefill_pressure(now)), (Kind.DECODE, self._decode_pressure())):
+            pressure = self.pressures[kind]
+            pressure.value += (value - pressure.value) * share
+        for kind, pressure in self.pressures.items():
+            if not self._in_need(kind):
+                pressure.since = None
+            elif pressure.since is None:
+                pressure.since = now
+
+    def _in_need(self, kind: Kind) -> bool:
+        """Whether a pool needs an instance more than the other one, which can give it."""
+        needs, gives = self.pressures[kind].value, self.pressures[OTHER[kind]].value
+        givers = len(self._usable(OTHER[kind]))
+        if needs < LEAST or needs < self.limits.ratio * gives or givers < 2:
+            return False
+        return gives * givers / (givers - 1) < min(1.0, needs)
+
+    def _prefill_pressure(self, now: float) -> float:
+        pool = [one for one in self.prefills if not one.load.draining]
+        return fmean([self._busy(one, now) for one in pool]) if pool else 0.0
+
+    def _busy(self, one: Prefill, now: float) -> float:
+        waiting_s = max(0.0, one.free_at - now)
+        return 0.0 if not waiting_s else 1.0 + waiting_s / self.limits.ttft_s
+
+    def _decode_pressure(self) -> float:
+        pool = [one for one in self.decodes if not one.load.draining]
+        return fmean([self._crowded(one) for one in pool]) if pool else 0.0
+
+    def _crowded(self, one: Decode) -> float:
+        now, base_s = running_now(one), one.speeds.decode_base_s
+        step_s = decode_step_seconds(one.speeds, now.sequences, now.context_tokens)
+        at_limit = max(1.0 - base_s / self.limits.tbt_s, 0.1)
+        used = 1.0 - one.room_blocks / one.facts.total_blocks
+        return max((1.0 - base_s / step_s) / at_limit if step_s else 0.0, used)
+
+    def _chosen(self, kind: Kind, now: float) -> str | None:
+        """The instance of a pool that has least to do, of those that can change and have stayed long enough."""
+        able = [
+            one for one in self._usable(kind) if one.facts.either and self._stays_until.get(one.facts.id, now) <= now
+        ]
+        return min(able, key=lambda one: (_work(one, now), one.facts.id)).facts.id if able else None
+
+    def _usable(self, kind: Kind) -> list[Prefill | Decode]:
+        pool: Iterable[Prefill | Decode] = self.prefills if kind is Kind.PREFILL else self.decodes
+        return [one for one in pool if not one.load.draining]
+
+    def _anew(self) -> None:
+        for pressure in self.pressures.values():
+            pressure.since = None
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        return digest_of(self.change, self.pressures, self._stays_until, self._sampled_at)
+
+
+def _work(one: Prefill | Decode, now: float) -> float:
+    """Seconds of queue, or sequences."""
+    return max(0.0, one.free_at - now) if isinstance(one, Prefill) else float(one.sequences)

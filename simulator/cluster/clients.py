@@ -1,0 +1,125 @@
+"""Clients in virtual time: each asks a conductor, and resumes at another one what was lost with the first.
+
+As the SDK does: a client stays with its conductor; when that is lost it notices soon, and goes to the next one.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.conductor.core.messages import Ask, Target
+from services.conductor.core.plan import Plan
+from simulator.cluster.config import ClusterConfig
+from simulator.cluster.requests import DONE, Request
+from simulator.cluster.requests import Sequence as Placed
+from simulator.kernel.clock import World, ps
+
+RETRY_S = 1.0
+"""Until a client notices that its conductor is lost; and the pause after which it tries again when nobody can take its
+request."""
+
+
+@dataclass(slots=True, eq=False)
+class Serving:
+    """A request at a conductor whose core has not ended it."""
+
+    ask: Ask
+    request: Request
+    continued: int = 0
+    """Tokens of the answer that are not made again, as at the last placement."""
+    sequence: Placed | None = None
+    """The last one that engines have heard of."""
+    plan: Plan | None = None
+    target: Target | None = None
+    """The promise of the last placement."""
+    fence: int = 0
+    """How often its client has resumed it."""
+
+
+class Frontend(Protocol):
+    """A conductor, as clients see it."""
+
+    @property
+    def up(self) -> bool:
+        """Whether it answers."""
+        ...
+
+    def ask(self, request: Request) -> None:
+        """Takes a new request."""
+        ...
+
+    def resume(self, before: Serving) -> None:
+        """Takes a request that was another conductor's."""
+        ...
+
+
+class Clients:
+    """All requests that have not ended.
+
+    Args:
+        world: the time.
+        config: of the cluster.
+        ended: called with each request when it has ended.
+    """
+
+    def __init__(self, world: World, config: ClusterConfig, ended: Callable[[Request], None]) -> None:
+        self._world, self._prompt_s, self._ended = world, config.delays.prompt_s, ended
+        self._open: dict[Request, Serving | None] = {}
+        self.conductors: Sequence[Frontend] = ()
+        self.ended_at = 0
+        """When the last request ended."""
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    def arrive(self, request: Request) -> None:
+        """A request has come; the conductor's core hears of it when it is tokenised and hashed."""
+        self._open[request] = None
+        self._world.after(ps(self._prompt_s), self._ask, request)
+
+    def taken(self, serving: Serving) -> None:
+        """A conductor has taken a request."""
+        self._open[serving.request] = serving
+
+    def again(self, request: Request) -> None:
+        """Nobody can take a request now."""
+        self._open[request] = None
+        self._world.after(ps(RETRY_S), self._ask, request)
+
+    def lost(self, requests: Iterable[Request]) -> None:
+        """Their conductor is lost."""
+        for request in requests:
+            self._world.after(ps(RETRY_S), self._resume, request)
+
+    def end(self, request: Request, outcome: str) -> None:
+        """A request has ended."""
+        del self._open[request]
+        request.outcome = outcome
+        request.ended_at = self.ended_at = self._world.now
+        self._ended(request)
+
+    def _ask(self, request: Request) -> None:
+        conductor = self._answering(request)
+        if conductor is None:
+            self._world.after(ps(RETRY_S), self._ask, request)
+        else:
+            conductor.ask(request)
+
+    def _resume(self, request: Request) -> None:
+        """Comes with what there is of an answer, and with where it was placed."""
+        before, conductor = self._open[request], self._answering(request)
+        if before is None or before.sequence is None or before.plan is None:
+            self._ask(request)  # it was never placed: it is new
+        elif conductor is None:
+            self._world.after(ps(RETRY_S), self._resume, request)
+        elif request.made == request.answer:
+            self.end(request, DONE)
+        else:
+            conductor.resume(before)
+
+    def _answering(self, request: Request) -> Frontend | None:
+        """The conductor that a request goes to: its own if that answers, else the next one that does."""
+        count = len(self.conductors)
+        in_turn = (self.conductors[(request.number + turn) % count] for turn in range(count))
+        return next((conductor for conductor in in_turn if conductor.up), None)

@@ -1,0 +1,107 @@
+"""The engine of a simulated prefill instance: computes steps layer by layer, in the stages of a pipeline.
+
+A step's layers take equal shares of its time. Each stage has consecutive layers and computes one step at a time; so as
+many steps are under way as there are stages. Steps end in their order, also those that are given up.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moonpool.sched.stages import stage_ranges
+from simulator.kernel.clock import PS, World
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A step that is being computed. Times are picoseconds."""
+
+    io: int
+    duration: int
+    gate: int
+    """Layers up to this one may be computed."""
+    done: int = 0
+    """Layers that are computed."""
+    computing: bool = False
+    aborted: bool = False
+
+
+class Pipeline:
+    """Steps under way, until the instance is lost.
+
+    Args:
+        layers: of the KV.
+        stages: that these are divided among.
+        layer_done: told of a step's io and a layer that is computed.
+        over: told of a step's io, whether it was given up, and the seconds that its computing takes in all stages.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        layers: int,
+        stages: int,
+        layer_done: Callable[[int, int], None],
+        over: Callable[[int, bool, float], None],
+    ) -> None:
+        self._world, self._layers = world, layers
+        self._ends = [end for _, end in stage_ranges(layers, stages)]
+        self._layer_done, self._over = layer_done, over
+        self._steps: list[Step] = []
+
+    def begin(self, io: int, duration: int, *, gated: bool) -> None:
+        """The next step; the gates of a gated one are opened afterwards."""
+        self._steps.append(Step(io, duration, -1 if gated else self._layers))
+        self._go_on()
+
+    def open_gate(self, io: int, layer: int) -> None:
+        """A step may compute all layers up to this one; steps that are over are fine."""
+        for step in self._steps:
+            if step.io == io:
+                step.gate = max(step.gate, layer)
+                self._go_on()
+                return
+
+    def abort(self, io: int) -> None:
+        """Gives a step up before its next layer; steps that are over are fine."""
+        for step in self._steps:
+            if step.io == io:
+                step.aborted = True
+                self._go_on()
+                return
+
+    def close(self) -> None:
+        """The instance is lost."""
+        self._steps.clear()
+
+    def _go_on(self) -> None:
+        while self._steps and self._has_ended(self._steps[0]):
+            step = self._steps.pop(0)
+            self._over(step.io, step.done < self._layers, step.duration / PS)
+        left = self._layers  # layers that all steps ahead have left behind
+        for step in self._steps:
+            if self._may_compute(step, left):
+                self._compute(step)
+            left = min(left, step.done if step.computing or not step.aborted else self._layers)
+
+    def _has_ended(self, step: Step) -> bool:
+        return not step.computing and (step.aborted or step.done == self._layers)
+
+    def _may_compute(self, step: Step, left: int) -> bool:
+        if step.computing or step.aborted or not step.done <= min(step.gate, self._layers - 1):
+            return False
+        return left >= self._ends[bisect_right(self._ends, step.done)]
+
+    def _compute(self, step: Step) -> None:
+        step.computing = True
+        begin, end = (step.duration * layer // self._layers for layer in (step.done, step.done + 1))
+        self._world.after(end - begin, self._computed, step)
+
+    def _computed(self, step: Step) -> None:
+        if step not in self._steps:
+            return
+        step.computing = False
+        if not step.aborted:
+            step.done += 1
+            self._layer_done(step.io, step.done - 1)
+        self._go_on()
