@@ -99,7 +99,7 @@ class Busy:
 
     def check(self, admission: Admission, slo: Slo, tokens: int = 20) -> Failure | Sequence[DecodeChoice]:
         plan: Plan = self.world.plan(tokens)
-        return Gate(admission, self.world.picture.forecasts).check(slo, plan, 0.0, 0.0)
+        return Gate(admission, self.world.picture.forecasts).check(slo, plan, (), 0.0, 0.0)
 
 
 def reason(found: Failure | Sequence[DecodeChoice]) -> str:
@@ -132,10 +132,16 @@ def test_load_that_is_on_its_way_is_seen_by_prediction_only() -> None:
 
 
 def test_who_was_promised_room_before_is_not_made_slow_by_who_begins_earlier() -> None:
-    world = Busy(coming=10, begins_at=60.0)
+    world = Busy(coming=10, begins_at=22.0)
     refusal = world.check(Admission.PREDICTIVE, LIMIT)
     assert isinstance(refusal, Failure)
-    assert refusal.predicted_tbt_s == pytest.approx(1.1), "at 60 s, not at 20 s, when nothing runs"
+    share = exp(-20 / 256)  # at 0.1 s a token, while nothing else runs
+    assert refusal.predicted_tbt_s == pytest.approx(0.1 * (10 + share)), "at 22 s, not at 20 s, when nothing runs"
+
+
+def test_who_will_have_ended_when_the_next_begin_is_let_in() -> None:
+    """After 400 tokens: one of five still runs."""
+    assert reason(Busy(coming=10, begins_at=60.0).check(Admission.PREDICTIVE, LIMIT)) == ""
 
 
 def test_load_that_will_have_ended_refuses_nobody_by_prediction() -> None:
