@@ -247,7 +247,7 @@ class ConductorServicer:
         if is_client() and (selection.keys or selection.namespaces):
             raise PermissionDenied("a client deletes its own tenant's KV, by the tenant's name")
         own = frozenset(map(tenant_of, selection.tenants))  # "" is a client's own tenant too
-        return await self.forgetting.delete(replace(selection, tenants=own))
+        return await self.forgetting.delete(replace(selection, tenants=own), request.id)
 
     async def ConductorStats(
         self, request: conductor_pb2.ConductorStatsRequest, context: object

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ class FakeStore(FakeMember):
     forgotten: list[kv_pb2.ForgetRequest] = field(default_factory=list)
     refusals: list[MoonpoolError] = field(default_factory=list)
     order: list[str] = field(default_factory=list)  # ids of those that were asked to forget, first come first
+    then: Callable[[], object] = lambda: None  # called when it is asked to forget
 
     async def SyncRecords(self, request: kvstore_pb2.SyncRecordsRequest, context: Any) -> Any:
         self.book.merge(request.records)
@@ -35,6 +37,7 @@ class FakeStore(FakeMember):
             raise self.refusals.pop(0)
         self.forgotten.append(request)
         self.order.append(self.id)
+        self.then()
         named = {key for one in request.deletions for key in unpack_keys(one.selection.keys)}
         gone = [key for key in self.keys if key in named]
         self.keys = [key for key in self.keys if key not in named]
