@@ -48,6 +48,7 @@ class InstanceFacts:
         step_tokens: a prefill step computes at most; 0 = a whole prompt.
         capacity_bytes: of a kvstore; 0 = not known.
         either: an engine that comes back in the other role when it is ordered to.
+        host: of its address: engines of one host may slow each other down; empty = not known.
     """
 
     id: str
@@ -60,6 +61,7 @@ class InstanceFacts:
     step_tokens: int = 0
     capacity_bytes: int = 0
     either: bool = False
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
