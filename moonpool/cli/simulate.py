@@ -13,9 +13,12 @@ from moonpool.engine.emulated.profile import load_profile
 from services.conductor.core.policies import DEFAULT, POLICIES
 from simulator.cluster.config import GB, ClusterConfig, Slo
 from simulator.experiments import cache as cache_experiment
+from simulator.experiments import conductors as conductors_experiment
 from simulator.experiments import faults as faults_experiment
 from simulator.experiments import memory as memory_experiment
 from simulator.experiments import overload as overload_experiment
+from simulator.experiments import pipeline as pipeline_experiment
+from simulator.experiments import roles as roles_experiment
 from simulator.experiments import serving
 from simulator.experiments import transfer as transfer_experiment
 from simulator.experiments.frame import Progress, Result, Source
@@ -207,6 +210,66 @@ def overload(
     config = _cluster(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
     source = Source(trace, requests, seed)
     _show(lambda say: overload_experiment.overload(config, source, say), as_json=as_json, picture=picture)
+
+
+@app.command()
+def pipeline(
+    requests: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 60,
+    machines: Annotated[int, typer.Option(min=8, help="That are joined to pipelines; a multiple of 8.")] = 8,
+    seed: Seed = 1,
+    profile: Profile = DEFAULT_PROFILE,
+    as_json: Json = False,
+    picture: Picture = None,
+) -> None:
+    """Time to first token by the width of prefill pipelines, the length of prompts and the load."""
+    config = ClusterConfig(profile=load_profile(profile), kvstore=0, seed=seed)
+    _show(lambda say: pipeline_experiment.pipeline(config, machines, requests, say), as_json=as_json, picture=picture)
+
+
+@app.command()
+def roles(
+    seed: Seed = 1,
+    profile: Profile = DEFAULT_PROFILE,
+    machines: Annotated[int, typer.Option(min=4, help="Prefill and decode instances together.")] = 8,
+    kvstore: Kvstore = 2,
+    reading_per_s: Annotated[float, typer.Option(min=0.01, help="Arrivals per second while documents come.")] = 1.5,
+    talking_per_s: Annotated[float, typer.Option(min=0.01, help="The same while long answers are wanted.")] = 12.0,
+    part_s: Annotated[float, typer.Option(min=60, help="Seconds until the mix shifts.")] = 900.0,
+    parts: Annotated[int, typer.Option(min=2, help="Of the one mix and the other in turn.")] = 4,
+    store_gb: StoreGb = 1000.0,
+    ttft_slo_s: TtftSlo = 10.0,
+    tbt_slo_s: TbtSlo = 0.06,
+    as_json: Json = False,
+    picture: Picture = None,
+) -> None:
+    """Goodput where the mix of requests shifts: fixed divisions of the machines, and machines that change roles."""
+    slo, prefill = Slo(ttft_slo_s, tbt_slo_s), machines // 2
+    config = _cluster(profile, prefill, machines - prefill, kvstore, 1.0, store_gb, slo, seed)
+    shifts = roles_experiment.Shifts((reading_per_s, talking_per_s), part_s, parts, seed)
+    _show(lambda say: roles_experiment.roles(config, shifts, say), as_json=as_json, picture=picture)
+
+
+@app.command()
+def conductors(
+    trace: Trace = None,
+    requests: Requests = 0,
+    seed: Seed = 1,
+    profile: Profile = DEFAULT_PROFILE,
+    prefill: Prefill = 8,
+    decode: Decode = 8,
+    kvstore: Kvstore = 2,
+    rate: Rate = 1.5,
+    store_gb: StoreGb = 1000.0,
+    ttft_slo_s: TtftSlo = 30.0,
+    tbt_slo_s: TbtSlo = 0.1,
+    crash_s: Annotated[float, typer.Option(min=0.1, help="When the first conductor is lost.")] = 100.0,
+    as_json: Json = False,
+    picture: Picture = None,
+) -> None:
+    """Latencies by the number of conductors side by side, and what a lost one costs."""
+    config = _cluster(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
+    source = Source(trace, requests, seed)
+    _show(lambda say: conductors_experiment.conductors(config, source, crash_s, say), as_json=as_json, picture=picture)
 
 
 @app.command()

@@ -135,6 +135,7 @@ class Conductor:
     def resume(self, before: Serving) -> None:
         """See `Frontend.resume`."""
         request, fence = before.request, before.fence + 1
+        request.resumed += 1
         assert before.sequence is not None
         ask = self._asks(request, Resumed(request.made, fence, before.sequence.id, before.target))
         serving = Serving(ask, request, request.made, before.sequence, before.plan, before.target, fence)

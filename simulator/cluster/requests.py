@@ -63,6 +63,8 @@ class Request:
     """Tokens that the client has of the answer."""
     attempts: int = 0
     """Placements."""
+    resumed: int = 0
+    """Conductors that it was resumed at."""
     reused: int = 0
     """Prompt tokens that the last attempt did not compute."""
     prefill: str = ""
