@@ -7,7 +7,8 @@ over the number of instances, and what it will be after a change can be told.
 
 An instance goes to the other pool when that one's pressure has been so many times as high (`ratio`) for `hold_s`, and
 both pools are better off: the pool that gives one stays below its limit, and below what the other one had. Then
-nothing is changed until the change is over and the pressures are known anew, and who has changed stays for `dwell_s`.
+nothing is changed until the change is over and the pressures are known anew; a pool that needs one more gets it after
+`SETTLE_S`, the other way it takes `hold_s` again. Who has changed stays for `dwell_s`.
 """
 
 from collections.abc import Iterable
@@ -30,6 +31,8 @@ MEMORY_S = 30.0
 """A pressure is a mean over about so many seconds."""
 LEAST = 0.5
 """A pool that is less than half used needs no help, however much less the other one is."""
+SETTLE_S = 40.0
+"""From a change's end to the next one to the same pool."""
 CHANGE_S = 180.0
 """A change that has not ended after so long is not waited for any more."""
 OTHER = {Kind.PREFILL: Kind.DECODE, Kind.DECODE: Kind.PREFILL}
@@ -105,8 +108,10 @@ class Roles:
         """An instance has joined: perhaps the one that has changed."""
         if self.change is not None and facts.kind is self.change.kind:
             self.change = None
+            self._stays_until = {name: until for name, until in self._stays_until.items() if until > now}
             self._stays_until[facts.id] = now + self.limits.dwell_s
             self._anew()
+            self.pressures[facts.kind].since = now + min(SETTLE_S - self.limits.hold_s, 0.0)
 
     def look(self, now: float, out: list[Action]) -> None:
         """An instance has reported: perhaps one is to change its role."""

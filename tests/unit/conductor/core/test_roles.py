@@ -1,0 +1,207 @@
+"""When instances change their roles: exact times, who goes, and that nothing swings."""
+
+from dataclasses import replace
+
+import pytest
+
+from moonpool.cost import Speeds
+from services.conductor.core.changes import ChangeRole, RoleAsked
+from services.conductor.core.conductor import ConductorCore
+from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts
+from services.conductor.core.messages import Action, Event, Joined, Left, Reported
+from services.conductor.core.picture import Picture
+from services.conductor.core.roles import CHANGE_S, SETTLE_S, RoleLimits
+from tests.unit.conductor.core.world import LIMITS, SHAPE
+
+SPEEDS = Speeds(prefill_per_token_s=0.001, decode_base_s=0.05, decode_per_sequence_s=0.001)
+ROLES = RoleLimits(swap=True, ttft_s=10.0, tbt_s=0.1, hold_s=60.0, dwell_s=300.0)
+BLOCKS = 1000
+IDLE, BUSY = 0.0, 5.0
+"""Seconds of queue at a prefill instance; with the second one its pressure is 1.5."""
+FULL = 50
+"""Sequences whose steps take as long as the limit: the pressure of a decode instance is 1."""
+
+
+class World:
+    """Prefill and decode instances whose loads a test sets; each reports once a second."""
+
+    def __init__(self, prefills: int, decodes: int, roles: RoleLimits = ROLES, *, either: bool = True) -> None:
+        self.core = ConductorCore(LIMITS, Picture(), roles)
+        self.now, self.either, self.lives = 0.0, either, 0
+        self.loads: dict[str, LoadFacts] = {}
+        self.changes: list[tuple[float, str, Kind]] = []
+        for number in range(prefills):
+            self.join(f"p{number}", Kind.PREFILL)
+        for number in range(decodes):
+            self.join(f"d{number}", Kind.DECODE)
+
+    def join(self, name: str, kind: Kind) -> None:
+        self.lives += 1
+        load = LoadFacts(free_blocks=BLOCKS, drain_s=IDLE if kind is Kind.PREFILL else None)
+        self.loads[name] = load
+        self.post(Joined(InstanceFacts(name, self.lives, kind, BLOCKS, SHAPE, SPEEDS, either=self.either)))
+
+    def leave(self, name: str) -> None:
+        del self.loads[name]
+        self.post(Left(name, self.core.picture.incarnation(name)))
+
+    def post(self, event: Event) -> None:
+        out: list[Action] = []
+        self.core.handle(self.now, event, out)
+        for action in out:
+            assert isinstance(action, ChangeRole)
+            assert action.incarnation == self.core.picture.incarnation(action.instance)
+            self.changes.append((self.now, action.instance, action.kind))
+        self.core.check_invariants()
+
+    def queue(self, seconds: float) -> None:
+        """All prefill instances have so much to do from now on."""
+        for name, load in self.loads.items():
+            if load.drain_s is not None:
+                self.loads[name] = replace(load, drain_s=seconds, running=1 if seconds else 0)
+
+    def run(self, sequences: int) -> None:
+        """All decode instances run so many from now on."""
+        for name, load in self.loads.items():
+            if load.drain_s is None:
+                self.loads[name] = replace(load, running=sequences)
+
+    def wait(self, seconds: int) -> None:
+        """Time goes on; everybody reports once a second."""
+        for _ in range(seconds):
+            self.now += 1.0
+            for name, load in list(self.loads.items()):
+                self.post(Reported(name, load))
+
+    @property
+    def pressures(self) -> tuple[float, float]:
+        values = self.core.roles.pressures
+        return values[Kind.PREFILL].value, values[Kind.DECODE].value
+
+
+def test_pressure_is_work_as_a_share_of_what_can_be_done() -> None:
+    world = World(1, 1)
+    world.queue(BUSY)
+    world.run(FULL)
+    world.wait(600)
+    assert world.pressures == pytest.approx((1.5, 1.0), rel=1e-3)
+    world.queue(IDLE)
+    world.run(25)  # a third of a step of 75 ms is theirs, half of one of 100 ms would be
+    world.wait(600)
+    assert world.pressures == pytest.approx((0.0, 2 / 3), abs=1e-3)
+
+
+def test_a_decode_instance_helps_prefill_when_that_has_lasted() -> None:
+    world = World(2, 4)
+    world.wait(10)
+    world.queue(BUSY)
+    world.wait(62)
+    assert world.changes == []
+    world.wait(60)
+    [(when, name, kind)] = world.changes
+    assert (name, kind) == ("d0", Kind.PREFILL)
+    # with a second between reports the running mean of 30 s passes one half after 14 s
+    assert when == 10 + 14 + 60
+
+
+def test_the_one_with_least_to_do_goes() -> None:
+    world = World(2, 3)
+    world.loads["d0"] = replace(world.loads["d0"], running=5)
+    world.loads["d1"] = replace(world.loads["d1"], running=2)
+    world.loads["d2"] = replace(world.loads["d2"], running=3)
+    world.queue(BUSY)
+    world.wait(120)
+    assert [name for _, name, _ in world.changes] == ["d1"]
+
+
+@pytest.mark.parametrize(
+    ("prefills", "decodes", "sequences", "why"),
+    [
+        (2, 1, 0, "somebody must decode"),
+        (2, 2, FULL, "decode is full itself"),
+        (2, 2, 40, "with one less it would be"),
+    ],
+)
+def test_a_pool_that_cannot_spare_one_gives_none(prefills: int, decodes: int, sequences: int, why: str) -> None:
+    world = World(prefills, decodes)
+    world.queue(BUSY)
+    world.run(sequences)
+    world.wait(600)
+    assert world.changes == [], why
+
+
+def test_a_pool_that_is_hardly_used_gets_nobody() -> None:
+    world = World(4, 4)
+    world.run(10)  # 0.33
+    world.wait(600)
+    assert world.changes == []
+
+
+def test_nobody_follows_before_the_change_is_over_and_who_has_changed_stays() -> None:
+    world = World(2, 4)
+    world.queue(BUSY)
+    world.wait(100)
+    assert len(world.changes) == 1
+    world.leave("d0")
+    world.wait(60)
+    assert len(world.changes) == 1
+    world.join("a9", Kind.PREFILL)  # by its name it would be the next one
+    world.queue(IDLE)
+    world.run(FULL)
+    world.wait(int(ROLES.dwell_s))
+    assert [(name, kind) for _, name, kind in world.changes[1:2]] == [("p0", Kind.DECODE)]
+    assert "a9" not in {name for _, name, _ in world.changes}
+
+
+def test_a_change_that_does_not_end_is_given_up() -> None:
+    world = World(2, 4)
+    world.queue(BUSY)
+    world.wait(100)
+    [(first, _, _)] = world.changes
+    world.wait(int(CHANGE_S) + 100)
+    assert [when for when, _, _ in world.changes[1:]] == [first + CHANGE_S]
+
+
+def test_a_steady_load_moves_nobody_twice() -> None:
+    """Half of the prefill instances were too few; with one more it is enough, and it stays so."""
+    world = World(2, 4)
+    world.queue(BUSY)
+    world.run(20)
+    world.wait(100)
+    [(_, name, _)] = world.changes
+    world.leave(name)
+    world.join("p9", Kind.PREFILL)
+    world.queue(3.0)
+    world.run(28)
+    world.wait(3600)
+    assert len(world.changes) == 1
+
+
+def test_only_who_can_change_is_told_to() -> None:
+    world = World(2, 4, either=False)
+    world.queue(BUSY)
+    world.wait(600)
+    assert world.changes == []
+
+
+def test_by_default_roles_are_fixed_but_for_who_is_told() -> None:
+    world = World(2, 4, RoleLimits())
+    world.queue(BUSY)
+    world.wait(600)
+    assert world.changes == []
+    world.post(RoleAsked("d2"))
+    world.post(RoleAsked("p0"))
+    world.post(RoleAsked("nobody"))
+    assert world.changes == [(600.0, "d2", Kind.PREFILL), (600.0, "p0", Kind.DECODE)]
+
+
+def test_a_pool_that_needs_several_gets_them_one_after_the_other() -> None:
+    world = World(2, 4)
+    world.queue(BUSY)
+    world.wait(100)
+    world.leave("d0")
+    world.join("p8", Kind.PREFILL)
+    world.queue(BUSY)
+    joined = world.now
+    world.wait(100)
+    assert world.changes[1:] == [(joined + SETTLE_S, "d1", Kind.PREFILL)]
