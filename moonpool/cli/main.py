@@ -104,6 +104,9 @@ def up(
     ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     restart: Annotated[bool, typer.Option(help="Restart a service that ends by itself; else the stack stops.")] = True,
+    swap_roles: Annotated[
+        bool, typer.Option("--swap-roles", help="Instances change between prefill and decode as load wants it.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
     """Run a local stack in the foreground, until Ctrl-C."""
@@ -121,6 +124,7 @@ def up(
             port=port, http_port=(HTTP_PORT if port else 0) if http_port is None else http_port,
             block_tokens=block_tokens, kv_bytes=kv_bytes, dram_bytes=dram_bytes,
             ssd_bytes=ssd_bytes, log_level=log_level, spans_dir=spans_dir,
+            swap_roles=swap_roles,
         )  # fmt: skip
 
     raise typer.Exit(run_up(plan, data_dir, restart=restart, as_json=as_json))
@@ -225,6 +229,20 @@ def explain(
 
     with Client(addresses(address)) as client:
         run_explain(client, request_id, as_json=as_json)
+
+
+@app.command()
+def role(
+    instance: Annotated[str, typer.Argument(help="Id of a prefill or decode instance, as `moonpool state` shows it.")],
+    kind: Annotated[str, typer.Argument(help="prefill or decode.")],
+    address: Address = "127.0.0.1:50051",
+) -> None:
+    """Let an engine instance change its role: it drains, and comes back as an instance of the other kind."""
+    from moonpool.client import Client
+
+    with Client(addresses(address)) as client:
+        client.change_role(instance, kind)
+    typer.echo(f"{instance} drains, and comes back as {kind}")
 
 
 @app.command("rerun")

@@ -18,11 +18,13 @@ from typing import BinaryIO, Self
 
 from moonpool.client import Client
 from moonpool.errors import ConfigError, Unavailable
+from moonpool.rpc.process import EXIT_ROLE
 from moonpool.rpc.tls import Tls
 
 GATEWAY = "gateway-0"
 UNJOINED = ("conductor", "gateway")
 """Kinds of services that join no conductor."""
+OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
 CONDUCTOR = "conductor"
 """The first conductor; further ones are conductor-1, conductor-2 and so on."""
 LOG_TAIL_LINES = 25
@@ -52,6 +54,7 @@ class StackPlan:
         dram_bytes: bytes of each kvstore's DRAM tier.
         ssd_bytes: bytes of each kvstore's SSD tier.
         spans_dir: where services record their spans; None = nowhere.
+        swap_roles: instances change between prefill and decode by the conductor's order, not only by command.
         tls: with which the stack asks its conductors; None = as the environment says. Services take theirs by `extra`.
         extra: further flags by kind of service, for example {"prefill": ["--step-tokens", "256"]}.
     """
@@ -76,6 +79,7 @@ class StackPlan:
     ssd_bytes: int = 4 << 30
     log_level: str = "info"
     spans_dir: Path | None = None
+    swap_roles: bool = False
     tls: Tls | None = None
     extra: dict[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
@@ -286,8 +290,11 @@ class LocalStack:
         self.wait_joined(timeout_s)
 
     def spawn_again(self, service_id: str) -> ServiceProcess:
-        """Starts a service that has ended with the same arguments, without waiting for it."""
+        """Starts a service that has ended, without waiting for it: with the same arguments, or in its other role."""
         old = self.services[service_id]
+        if old.returncode == EXIT_ROLE:
+            kind = OTHER_ROLE[old.kind]
+            return self.spawn(kind, service_id, self._member_arguments(kind, service_id))
         # Others look for conductors and the gateway where they were, also if their port was any free one.
         listen = ("--listen", old.address) if old.kind in UNJOINED and old.address else ()
         return self.spawn(old.kind, service_id, [*old.arguments, *listen])
@@ -318,6 +325,8 @@ class LocalStack:
     def _conductor_arguments(self, service_id: str, number: int) -> list[str]:
         port = self.plan.port + number if self.plan.port else 0
         arguments = ["--model", self.plan.model, "--kvstore-replicas", str(self.plan.kvstore_replicas)]
+        if self.plan.swap_roles:
+            arguments += ["--swap-roles"]
         return [*arguments, *self._common_arguments("conductor", service_id, port)]
 
     def _join_arguments(self) -> list[str]:
@@ -336,7 +345,7 @@ class LocalStack:
         else:
             arguments += ["--model", plan.model, "--dtype", plan.dtype, "--block-tokens", str(plan.block_tokens)]
             arguments += ["--kv-bytes", str(plan.kv_bytes), "--threads", str(plan.engine_threads())]
-            arguments += ["--engine", plan.engine, "--time-scale", f"{plan.time_scale:g}"]
+            arguments += ["--engine", plan.engine, "--time-scale", f"{plan.time_scale:g}", "--either-role"]
         if kind == "prefill":
             arguments += ["--stages", str(plan.stages)]
         return [*arguments, *self._common_arguments(kind, service_id, 0)]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moonpool.errors import Unavailable
+from moonpool.rpc.process import EXIT_ROLE
 
 FIRST_PAUSE_S = 0.5
 LAST_PAUSE_S = 30.0
@@ -48,7 +49,7 @@ class Supervisor:
 
     Args:
         services: the stack's services by id, as they are now.
-        restart: starts a service anew, without waiting for it.
+        restart: starts a service anew, without waiting for it; in its other role if it ended for that.
         on_end: told of a service's id, its exit status and the seconds until its restart.
         on_ready: told of a service that is ready again.
         clock: seconds.
@@ -87,6 +88,10 @@ class Supervisor:
 
     def _ended(self, name: str, service: Service, status: int, history: _History) -> None:
         now = self._clock()
+        if status == EXIT_ROLE:  # it was ordered to: no failure
+            history.due_at = now
+            self._on_end(name, status, 0.0)
+            return
         history.failures = 1 if now - history.started_at >= STABLE_S else history.failures + 1
         if history.failures >= MAX_FAILURES:
             raise Unavailable(

@@ -16,6 +16,7 @@ from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan
 from moonpool.cli.supervisor import Supervisor
 from moonpool.engine.emulated.profile import emulated_profile
 from moonpool.errors import Unavailable
+from moonpool.rpc.process import EXIT_ROLE
 
 STOP_TIMEOUT_S = 60.0
 LOOK_S = 0.1
@@ -110,7 +111,8 @@ def _supervise(stack: LocalStack, stopping: threading.Event, say: Say) -> str:
 
     def on_end(name: str, status: int, pause_s: float) -> None:
         event: dict[str, object] = {"service": name, "ended": status, "restart_in_s": pause_s}
-        say(event, f"{name} ended with status {status}; restarting it in {pause_s:g} s")
+        why = "has drained to change its role" if status == EXIT_ROLE else f"ended with status {status}"
+        say(event, f"{name} {why}; restarting it in {pause_s:g} s")
 
     def on_ready(name: str) -> None:
         service = stack.services[name]

@@ -243,6 +243,15 @@ class AsyncClient:
         request = conductor_pb2.ClusterStateRequest()
         return translate.cluster_state(await self._query(request, timeout_s))
 
+    async def change_role(self, instance_id: str, kind: str, *, timeout_s: float = QUERY_TIMEOUT_S) -> None:
+        """Let an engine instance drain and come back as "prefill" or "decode"; returns when it was told.
+
+        Raises:
+            NotFound: no such instance has joined.
+            InvalidRequest: it cannot become that; names the field.
+        """
+        await self._query(translate.change_role(instance_id, kind), timeout_s)
+
     async def explain(self, request_id: str, *, timeout_s: float = QUERY_TIMEOUT_S) -> Explanation:
         """Return how a request was placed and why.
 

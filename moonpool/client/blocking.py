@@ -129,6 +129,10 @@ class Client:
         """Return the cluster as the conductor sees it."""
         return self._loop.run(self._client.cluster_state(timeout_s=timeout_s))
 
+    def change_role(self, instance_id: str, kind: str, *, timeout_s: float = QUERY_TIMEOUT_S) -> None:
+        """Let an engine instance drain and come back in the other role; see `AsyncClient.change_role`."""
+        self._loop.run(self._client.change_role(instance_id, kind, timeout_s=timeout_s))
+
     def explain(self, request_id: str, *, timeout_s: float = QUERY_TIMEOUT_S) -> Explanation:
         """Return how a request was placed and why; see `AsyncClient.explain`."""
         return self._loop.run(self._client.explain(request_id, timeout_s=timeout_s))

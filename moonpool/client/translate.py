@@ -244,6 +244,20 @@ def placement(message: conductor_pb2.Placement) -> Placement:
     return translated
 
 
+_ENGINE_KINDS = {"prefill": kv_pb2.INSTANCE_KIND_PREFILL, "decode": kv_pb2.INSTANCE_KIND_DECODE}
+
+
+def change_role(instance_id: str, kind: str) -> conductor_pb2.ChangeRoleRequest:
+    """The request.
+
+    Raises:
+        InvalidRequest: there is no such role.
+    """
+    if kind not in _ENGINE_KINDS:
+        raise InvalidRequest("kind", f"must be prefill or decode, is {kind!r}")
+    return conductor_pb2.ChangeRoleRequest(instance_id=instance_id, kind=_ENGINE_KINDS[kind])
+
+
 def cluster_state(message: conductor_pb2.ClusterStateResponse) -> ClusterState:
     """Translate the cluster's picture."""
     return ClusterState(

@@ -15,7 +15,7 @@ from moonpool.errors import DeadlineExceeded, InvalidRequest, Mismatch, Moonpool
 from moonpool.rpc.channels import Channels
 from moonpool.streams.calling import ClientStream
 from moonpool.telemetry.logs import get_logger
-from moonpool.v1 import conductor_pb2
+from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 
 log = get_logger(__name__)
@@ -26,6 +26,14 @@ REPORTS = 4
 """Load reports in a heartbeat when nothing changes."""
 MIN_LOAD_INTERVAL_S = 0.05
 """Least distance between load reports, seconds."""
+
+
+RoleTaker = Callable[[kv_pb2.InstanceKind.ValueType], None]
+
+
+def no_role(kind: kv_pb2.InstanceKind.ValueType) -> None:
+    """For instances that keep the role that they have."""
+    log.warning("ordered to change its role, which it cannot", kind=kv_pb2.InstanceKind.Name(kind))
 
 
 class _JoinCall(ClientStream[conductor_pb2.JoinRequest, conductor_pb2.JoinResponse]):
@@ -85,6 +93,7 @@ class JoinAgent:
         take_events: Callable[[], tuple[Iterable[bytes], Iterable[bytes]]],
         held: HeldKeys,
         on_drain: Callable[[], None] = lambda: None,
+        on_role: RoleTaker = no_role,
         *,
         changed: asyncio.Event | None = None,
         flush_s: float = 0.02,
@@ -102,6 +111,7 @@ class JoinAgent:
                 both ways in between is listed at most once, as what it ended as.
             held: every key, for snapshots.
             on_drain: called when the conductor orders to drain (may be called more than once).
+            on_role: called when the conductor orders to change the role.
             changed: set when load or keys have changed, where others than the agent's caller notice it.
             flush_s: distance of event messages, seconds.
             call_timeout_s: how long connecting, the welcome and each write may take, seconds.
@@ -114,6 +124,7 @@ class JoinAgent:
         self._take_events = take_events
         self._held = held
         self._on_drain = on_drain
+        self._on_role = on_role
         self._flush_s = flush_s
         self._call_timeout_s = call_timeout_s
         self._keys_per_message = keys_per_message
@@ -191,6 +202,8 @@ class JoinAgent:
             case "drain":
                 self._on_drain()
                 self.notify()
+            case "role":
+                self._on_role(answer.role.kind)
             case other:
                 log.warning("order not understood", order=other)
 

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from moonpool.cluster.events import HeldKeys
-from moonpool.cluster.join import JoinAgent
+from moonpool.cluster.join import JoinAgent, RoleTaker, no_role
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import conductor_pb2
 
@@ -83,6 +83,7 @@ class Joining:
         take_events: Callable[[], Changes],
         held: HeldKeys,
         on_drain: Callable[[], None] = lambda: None,
+        on_role: RoleTaker = no_role,
         *,
         bell: Bell | None = None,
     ) -> None:
@@ -92,7 +93,7 @@ class Joining:
         self._agents: list[JoinAgent] = []
         for number, address in enumerate(conductors):
             take = news.reader(lambda number=number: self._agents[number].follows)  # type: ignore[misc]
-            agent = JoinAgent(channels, address, hello, load, take, held, on_drain, changed=self._bell.add())
+            agent = JoinAgent(channels, address, hello, load, take, held, on_drain, on_role, changed=self._bell.add())
             self._agents.append(agent)
 
     @property

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from moonpool.cluster import Bell, HeldKeys, Joining
+from moonpool.cluster.join import no_role
 from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.handle import Engine
@@ -15,7 +16,7 @@ from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
 from moonpool.engine.start import start_engine
 from moonpool.errors import Unavailable
 from moonpool.rpc.channels import Channels
-from moonpool.rpc.process import ProcessContext
+from moonpool.rpc.process import EXIT_ROLE, ProcessContext
 from moonpool.rpc.security import Security
 from moonpool.rpc.server import RunningServer, Service, serving
 from moonpool.sched.block_manager import BlockManager
@@ -146,15 +147,27 @@ async def run_instance(
                 speed=speeds_to_proto(engine.speeds),
                 stages=stages,
                 step_tokens=step_tokens,
+                either_role=config.either_role,
             ),
             service.load,
             lambda: _events(service.manager),
             HeldKeys(1, lambda _: service.manager.keys()),
             service.drain,
+            (lambda wanted: _change_role(context, kind, wanted)) if config.either_role else no_role,
             bell=bell,
         )
         lifecycle = _Lifecycle(service, agent, engine, server, config.drain_s)
         await lifecycle.run(context.stopping, lambda: context.announce(instance.address))
+
+
+def _change_role(
+    context: ProcessContext, kind: kv_pb2.InstanceKind.ValueType, wanted: kv_pb2.InstanceKind.ValueType
+) -> None:
+    """Drains, and ends so that whoever has started this process starts the other one."""
+    if wanted != kind and not context.stopping.is_set():
+        log.info("changing its role", to=kv_pb2.InstanceKind.Name(wanted))
+        context.exit_code = EXIT_ROLE
+        context.stopping.set()
 
 
 def _events(manager: BlockManager) -> tuple[list[bytes], list[bytes]]:

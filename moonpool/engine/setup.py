@@ -101,6 +101,11 @@ class EngineConfig(CoreServiceConfig):
     write_back_blocks: int = Field(
         0, ge=0, description="blocks held for write-back to the kvstore at most; 0 = a quarter of the pool"
     )
+    either_role: bool = Field(
+        False,
+        description="a conductor may order this instance to change between prefill and decode: it drains and ends with "
+        "status 10, and whoever started it starts it as the other service, under its id",
+    )
     start_timeout_s: float = Field(180.0, gt=0.0, description="seconds the engine may take to get ready")
 
     @property

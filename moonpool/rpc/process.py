@@ -23,6 +23,8 @@ from moonpool.v1 import kv_pb2
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_MISMATCH = 3
+EXIT_ROLE = 10
+"""An engine instance has drained and is to be started again in the other role."""
 DIE_WITH_PARENT = "MOONPOOL_DIE_WITH_PARENT"
 AFTER_DRAIN_S = 10.0  # `main` keeps to drain_s itself and then has connections to close
 CANCEL_GRACE_S = 5.0
@@ -38,12 +40,14 @@ class ProcessContext:
     Attributes:
         stopping: set by the first SIGTERM or SIGINT; `main` then takes no new work, finishes, and returns.
         incarnation: random 63-bit number, never 0, drawn at start.
+        exit_code: of the process after an orderly end.
         id: the instance's id (`ServiceConfig.id`).
         spans: recorder of this process; does nothing unless `spans_dir` is set.
     """
 
     def __init__(self, instance_id: str, spans: Recorder, out: TextIO) -> None:
         self.stopping = asyncio.Event()
+        self.exit_code = 0
         self.incarnation = secrets.randbits(63) or 1
         self.id = instance_id
         self.spans = spans
@@ -88,8 +92,8 @@ def run_service(main: Main, *, name: str, config: ServiceConfig, after_drain_s: 
     counts as a SIGTERM: "1", or the parent's process number, which makes a parent that has ended already known too.
 
     Returns:
-        The exit code: 0 after an orderly end, 2 for a wrong setting or checkpoint, 3 when the cluster refuses this
-        instance as not fitting (`Mismatch`), 1 for any other failure.
+        The exit code: 0 after an orderly end, 10 after one that a change of role wants, 2 for a wrong setting or
+        checkpoint, 3 when the cluster refuses this instance as not fitting (`Mismatch`), 1 for any other failure.
     """
     tune_malloc()
     tune_gc()
@@ -131,7 +135,7 @@ async def _supervise(main: Main, ctx: ProcessContext, drain_s: float, after_drai
                     os._exit(EXIT_FAILED)
                 return EXIT_FAILED
             running.result()
-            return 0
+            return ctx.exit_code
         finally:
             stopping.cancel()
             running.cancel()

@@ -30,6 +30,7 @@ _CONDUCTOR = {
     "Generate": CLIENTS,
     "Join": INSTANCES,
     "Explain": OPERATORS | {"gateway"},
+    "ChangeRole": OPERATORS,
     "ClusterState": OPERATORS | {"gateway"},
     "CreateContext": CLIENTS,
     "UpdateContext": CLIENTS,

@@ -866,6 +866,7 @@ class JoinHello(_message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    EITHER_ROLE_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """KV blocks in its pool (engines) or bytes of capacity over block size (stores, 0 = unknown)."""
     capacity_bytes: _builtins.int
@@ -874,6 +875,8 @@ class JoinHello(_message.Message):
     """Pipeline stages (prefill); so many steps overlap. 0 = one."""
     step_tokens: _builtins.int
     """Tokens that one step computes at most (prefill); 0 = a whole prompt."""
+    either_role: _builtins.bool
+    """An engine that obeys a `RoleOrder`: whoever looks after the process starts it again in the other role."""
     @_builtins.property
     def instance(self) -> _kv_pb2.Instance:
         """Who joins."""
@@ -896,10 +899,11 @@ class JoinHello(_message.Message):
         capacity_bytes: _builtins.int = ...,
         stages: _builtins.int = ...,
         step_tokens: _builtins.int = ...,
+        either_role: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "instance", b"instance", "model", b"model", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "instance", b"instance", "model", b"model", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1072,6 +1076,71 @@ class DrainOrder(_message.Message):
 Global___DrainOrder: _TypeAlias = DrainOrder  # noqa: Y015
 
 @_typing.final
+class RoleOrder(_message.Message):
+    """Drain, end, and come back as an instance of another kind under the same id."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    kind: _kv_pb2.InstanceKind.ValueType
+    """INSTANCE_KIND_PREFILL or INSTANCE_KIND_DECODE."""
+    def __init__(
+        self,
+        *,
+        kind: _kv_pb2.InstanceKind.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleOrder: _TypeAlias = RoleOrder  # noqa: Y015
+
+@_typing.final
+class ChangeRoleRequest(_message.Message):
+    """Asks for an instance's change of role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """Id of the instance."""
+    kind: _kv_pb2.InstanceKind.ValueType
+    """What it is to become; the other of prefill and decode than it is."""
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        kind: _kv_pb2.InstanceKind.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeRoleRequest: _TypeAlias = ChangeRoleRequest  # noqa: Y015
+
+@_typing.final
+class ChangeRoleResponse(_message.Message):
+    """The instance was told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeRoleResponse: _TypeAlias = ChangeRoleResponse  # noqa: Y015
+
+@_typing.final
 class ReplicateOrder(_message.Message):
     """Fetch these blocks from a peer, because they are hot. Not sent yet."""
 
@@ -1109,6 +1178,7 @@ class JoinResponse(_message.Message):
     RESYNC_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     REPLICATE_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___JoinWelcome: ...
     @_builtins.property
@@ -1117,6 +1187,8 @@ class JoinResponse(_message.Message):
     def drain(self) -> Global___DrainOrder: ...
     @_builtins.property
     def replicate(self) -> Global___ReplicateOrder: ...
+    @_builtins.property
+    def role(self) -> Global___RoleOrder: ...
     def __init__(
         self,
         *,
@@ -1124,12 +1196,13 @@ class JoinResponse(_message.Message):
         resync: Global___ResyncOrder | None = ...,
         drain: Global___DrainOrder | None = ...,
         replicate: Global___ReplicateOrder | None = ...,
+        role: Global___RoleOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "message", b"message", "replicate", b"replicate", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "message", b"message", "replicate", b"replicate", "resync", b"resync", "role", b"role", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "message", b"message", "replicate", b"replicate", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "message", b"message", "replicate", b"replicate", "resync", b"resync", "role", b"role", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resync", "drain", "replicate"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resync", "drain", "replicate", "role"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

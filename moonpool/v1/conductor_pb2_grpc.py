@@ -50,6 +50,11 @@ class ConductorServiceStub:
                 request_serializer=moonpool_dot_v1_dot_conductor__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=moonpool_dot_v1_dot_conductor__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.ChangeRole = channel.unary_unary(
+                '/moonpool.v1.ConductorService/ChangeRole',
+                request_serializer=moonpool_dot_v1_dot_conductor__pb2.ChangeRoleRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_conductor__pb2.ChangeRoleResponse.FromString,
+                _registered_method=True)
         self.ClusterState = channel.unary_unary(
                 '/moonpool.v1.ConductorService/ClusterState',
                 request_serializer=moonpool_dot_v1_dot_conductor__pb2.ClusterStateRequest.SerializeToString,
@@ -107,6 +112,13 @@ class ConductorServiceServicer:
 
     def Explain(self, request, context):
         """Tells how a request was placed and why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeRole(self, request, context):
+        """Lets an engine instance change its role: it drains, and comes back as an instance of the other kind.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,6 +190,11 @@ def add_ConductorServiceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=moonpool_dot_v1_dot_conductor__pb2.ExplainRequest.FromString,
                     response_serializer=moonpool_dot_v1_dot_conductor__pb2.ExplainResponse.SerializeToString,
+            ),
+            'ChangeRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeRole,
+                    request_deserializer=moonpool_dot_v1_dot_conductor__pb2.ChangeRoleRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_conductor__pb2.ChangeRoleResponse.SerializeToString,
             ),
             'ClusterState': grpc.unary_unary_rpc_method_handler(
                     servicer.ClusterState,
@@ -297,6 +314,33 @@ class ConductorService:
             '/moonpool.v1.ConductorService/Explain',
             moonpool_dot_v1_dot_conductor__pb2.ExplainRequest.SerializeToString,
             moonpool_dot_v1_dot_conductor__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.ConductorService/ChangeRole',
+            moonpool_dot_v1_dot_conductor__pb2.ChangeRoleRequest.SerializeToString,
+            moonpool_dot_v1_dot_conductor__pb2.ChangeRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

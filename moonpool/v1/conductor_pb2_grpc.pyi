@@ -39,6 +39,8 @@ class ConductorServiceStub:
     """An instance reports itself, its load and its KV; the conductor answers with orders. The stream lives as long as both."""
     Explain: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _conductor_pb2.ExplainResponse]
     """Tells how a request was placed and why."""
+    ChangeRole: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ChangeRoleRequest, _conductor_pb2.ChangeRoleResponse]
+    """Lets an engine instance change its role: it drains, and comes back as an instance of the other kind."""
     ClusterState: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ClusterStateRequest, _conductor_pb2.ClusterStateResponse]
     """Lists the instances the conductor knows."""
     CreateContext: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.CreateContextRequest, _conductor_pb2.CreateContextResponse]
@@ -65,6 +67,8 @@ class ConductorServiceAsyncStub(ConductorServiceStub):
     """An instance reports itself, its load and its KV; the conductor answers with orders. The stream lives as long as both."""
     Explain: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _conductor_pb2.ExplainResponse]  # type: ignore[assignment]
     """Tells how a request was placed and why."""
+    ChangeRole: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ChangeRoleRequest, _conductor_pb2.ChangeRoleResponse]  # type: ignore[assignment]
+    """Lets an engine instance change its role: it drains, and comes back as an instance of the other kind."""
     ClusterState: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ClusterStateRequest, _conductor_pb2.ClusterStateResponse]  # type: ignore[assignment]
     """Lists the instances the conductor knows."""
     CreateContext: _aio.UnaryUnaryMultiCallable[_conductor_pb2.CreateContextRequest, _conductor_pb2.CreateContextResponse]  # type: ignore[assignment]
@@ -106,6 +110,14 @@ class ConductorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.ExplainResponse, _abc.Awaitable[_conductor_pb2.ExplainResponse]]:
         """Tells how a request was placed and why."""
+
+    @_abc_1.abstractmethod
+    def ChangeRole(
+        self,
+        request: _conductor_pb2.ChangeRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.ChangeRoleResponse, _abc.Awaitable[_conductor_pb2.ChangeRoleResponse]]:
+        """Lets an engine instance change its role: it drains, and comes back as an instance of the other kind."""
 
     @_abc_1.abstractmethod
     def ClusterState(

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from moonpool.errors import InvalidRequest, NotFound
 from moonpool.kv.keys import unpack_keys
 from moonpool.rpc.channels import Channels
+from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor.core.messages import Event, Joined, KeysChanged, Left, Reported
-from services.conductor.facts import instance_facts, load_facts
-from services.conductor.registry import Member, Registry, ServedModel
+from services.conductor.core.changes import ChangeRole, RoleAsked
+from services.conductor.core.messages import Event, Joined, KeysChanged, Left, Reported, Resync
+from services.conductor.facts import instance_facts, kind_to_proto, load_facts
+from services.conductor.registry import ENGINES, Member, Registry, ServedModel
 from services.conductor.steps import StepsPool
+
+log = get_logger(__name__)
 
 MAX_EVENT_KEYS = 1 << 13
 """Keys stored, or removed, in one message: one message is applied without a pause of the event loop."""
@@ -24,18 +29,18 @@ class Cluster:
         self.steps = StepsPool(channels)
         self.probe = channels.probe
         self._post = post
-        self._resync: dict[str, Callable[[], None]] = {}
+        self._tell: dict[str, Callable[[conductor_pb2.JoinResponse], None]] = {}
 
     def find(self, instance_id: str) -> kv_pb2.Instance | None:
         """The member of this id."""
         member = self.registry.get(instance_id)
         return member.instance if member is not None else None
 
-    def join(self, hello: conductor_pb2.JoinHello, resync: Callable[[], None]) -> Member:
-        """Take an instance in (see `Registry.join`); `resync` orders a snapshot of its keys."""
+    def join(self, hello: conductor_pb2.JoinHello, tell: Callable[[conductor_pb2.JoinResponse], None]) -> Member:
+        """Take an instance in (see `Registry.join`); `tell` gives it orders."""
         earlier = self.registry.get(hello.instance.id)
         member = self.registry.join(hello)
-        self._resync[member.id] = resync
+        self._tell[member.id] = tell
         if earlier is not None and earlier.instance.incarnation != member.instance.incarnation:
             self._lost(earlier, "was restarted")
         self._post(Joined(instance_facts(hello)))
@@ -49,7 +54,7 @@ class Cluster:
         """
         if not self.registry.leave(member):
             return
-        del self._resync[member.id]
+        del self._tell[member.id]
         if lost:
             self._lost(member, "is lost")
         else:
@@ -72,11 +77,39 @@ class Cluster:
         begins, ends = events.snapshot_begin, events.snapshot_end
         self._post(KeysChanged(member.id, events.sequence, tuple(stored), tuple(removed), begins, ends))
 
-    def resync(self, instance_id: str) -> None:
-        """Order a snapshot of an instance's keys."""
-        order = self._resync.get(instance_id)
-        if order is not None:
-            order()
+    def change_role(self, instance_id: str, kind: kv_pb2.InstanceKind.ValueType) -> None:
+        """Somebody wants an instance to change its role.
+
+        Raises:
+            NotFound: it is not here.
+            InvalidRequest: it cannot become that; names the field.
+        """
+        member, name = self.registry.get(instance_id), kv_pb2.InstanceKind.Name(kind)
+        if member is None:
+            raise NotFound(f"no instance {instance_id!r} has joined")
+        if kind not in ENGINES or member.kind not in ENGINES or member.kind == kind:
+            is_now = kv_pb2.InstanceKind.Name(member.kind)
+            raise InvalidRequest(
+                "kind", f"must be the other of prefill and decode: {instance_id} is {is_now}, not {name}"
+            )
+        if not member.either:
+            raise InvalidRequest("instance_id", f"{instance_id} keeps its role: it was started without --either-role")
+        if not any(other is not member and not other.load.draining for other in self.registry.of_kind(member.kind)):
+            raise InvalidRequest("instance_id", f"{instance_id} is the last one of its kind")
+        self._post(RoleAsked(instance_id))
+
+    def order(self, action: Resync | ChangeRole) -> None:
+        """Tells an instance to send a snapshot of its keys, or to change its role; nothing where it has left."""
+        tell = self._tell.get(action.instance)
+        if tell is None:
+            return
+        match action:
+            case Resync(instance):
+                log.warning("resync", instance=instance)
+                tell(conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder()))
+            case ChangeRole(instance, _, kind):
+                log.info("change of role ordered", instance=instance, to=kind.value)
+                tell(conductor_pb2.JoinResponse(role=conductor_pb2.RoleOrder(kind=kind_to_proto(kind))))
 
     def _lost(self, member: Member, why: str) -> None:
         self._post(Left(member.id, member.instance.incarnation, why))

@@ -14,6 +14,7 @@ from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.selection import check_ttls
 from services.conductor.core.admission import Admission
 from services.conductor.core.policies import DEFAULT, POLICIES
+from services.conductor.core.roles import RoleLimits
 from services.conductor.core.stores import MAX_REPLICAS
 
 
@@ -128,6 +129,20 @@ class ConductorConfig(CoreServiceConfig):
         description="seconds a resumed request waits for the decode instance where it ran to join this conductor, "
         "before it is placed anew",
     )
+    swap_roles: bool = Field(
+        False,
+        description="engine instances that can (--either-role) change between prefill and decode by the pressure of "
+        "the two; docs/roles.md",
+    )
+    role_ttft_s: float = Field(
+        10.0, gt=0, description="seconds of waiting prompts that count as much as prefill that is busy all the time"
+    )
+    role_tbt_s: float = Field(0.1, gt=0, description="seconds of a step at which a decode instance counts as full")
+    role_ratio: float = Field(
+        1.5, gt=1, description="an instance changes its role where the other pool's pressure is so many times as high"
+    )
+    role_hold_s: float = Field(60.0, gt=0, description="seconds for which it must have been so")
+    role_dwell_s: float = Field(300.0, ge=0, description="seconds for which an instance stays what it has become")
     tenant_ttl_s: Annotated[dict[str, float], BeforeValidator(read_mapping), AfterValidator(_positive)] = Field(
         default_factory=dict,
         description="seconds for which KV may stay in any one place, by tenant, as YAML or JSON: {NAME: SECONDS}; NAME "
@@ -158,3 +173,10 @@ class ConductorConfig(CoreServiceConfig):
             if not (isfinite(weight) and weight > 0):
                 raise ConfigError(f"tenant_weights.{name}", f"must be above 0, is {weight}")
         return self
+
+    @property
+    def role_limits(self) -> RoleLimits:
+        """When instances change their roles."""
+        return RoleLimits(
+            self.swap_roles, self.role_ttft_s, self.role_tbt_s, self.role_ratio, self.role_hold_s, self.role_dwell_s
+        )

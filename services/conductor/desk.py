@@ -8,6 +8,7 @@ from moonpool.kv.selection import Selection
 from moonpool.telemetry.logs import get_logger
 from services.conductor.answer import Answer
 from services.conductor.calls import Calls
+from services.conductor.core.changes import ChangeRole
 from services.conductor.core.messages import (
     Action,
     Adopt,
@@ -49,7 +50,7 @@ class Desk:
         decisions: remembers placements.
         predictions: compares them with what is measured.
         recording: of the requests, if there is one.
-        resync: orders a snapshot of an instance's keys.
+        order: gives an instance an order.
         post: hands an event to the core.
     """
 
@@ -59,14 +60,14 @@ class Desk:
         decisions: Decisions,
         predictions: Predictions,
         recording: Recording | None,
-        resync: Callable[[str], None],
+        order: Callable[[Resync | ChangeRole], None],
         post: Callable[[Event], None],
     ) -> None:
         self._calls = calls
         self._decisions = decisions
         self._predictions = predictions
         self._recording = recording
-        self._resync = resync
+        self._order = order
         self._post = post
         self._serving: dict[int, Serving] = {}
         self._numbers = itertools.count(1)
@@ -141,8 +142,8 @@ class Desk:
                 self._calls.renew(action)
             case Undo():
                 self._calls.undo(action)
-            case Resync(instance):
-                self._resync(instance)
+            case Resync() | ChangeRole():
+                self._order(action)
             case Cancel(io):
                 self._calls.cancel(io)
 

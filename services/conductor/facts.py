@@ -25,8 +25,14 @@ def instance_facts(hello: conductor_pb2.JoinHello) -> InstanceFacts:
         stages=max(hello.stages, 1),
         step_tokens=hello.step_tokens,
         capacity_bytes=hello.capacity_bytes,
+        either=hello.either_role,
         host=hello.instance.address.rpartition(":")[0],
     )
+
+
+def kind_to_proto(kind: Kind) -> kv_pb2.InstanceKind.ValueType:
+    """A kind as the contract has it."""
+    return next(proto for proto, plain in _KINDS.items() if plain is kind)
 
 
 def load_facts(load: conductor_pb2.LoadReport) -> LoadFacts:

@@ -31,12 +31,13 @@ class ServedModel:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One incarnation of one instance, while it is joined; `load` is its last report."""
+    """One incarnation of one instance, while it is joined; `load` is its last report, `either`: its role can change."""
 
     instance: kv_pb2.Instance
     total_blocks: int
     model: conductor_pb2.ModelInfo | None
     load: conductor_pb2.LoadReport
+    either: bool = False
 
     @property
     def id(self) -> str:
@@ -116,6 +117,7 @@ class Registry:
             total_blocks=hello.total_blocks,
             model=model,
             load=conductor_pb2.LoadReport(free_blocks=hello.total_blocks, speed=hello.speed),
+            either=hello.either_role,
         )
         self._members[instance.id] = member
         return member

@@ -196,6 +196,13 @@ class ConductorServicer:
         """Return how a request was placed."""
         return self._decisions.get(request.request_id)
 
+    async def ChangeRole(
+        self, request: conductor_pb2.ChangeRoleRequest, context: object
+    ) -> conductor_pb2.ChangeRoleResponse:
+        """Order an instance to change its role."""
+        self.cluster.change_role(request.instance_id, request.kind)
+        return conductor_pb2.ChangeRoleResponse()
+
     async def ClusterState(
         self, request: conductor_pb2.ClusterStateRequest, context: object
     ) -> conductor_pb2.ClusterStateResponse:
