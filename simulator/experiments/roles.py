@@ -22,7 +22,7 @@ from simulator.traces.workload import Mix, Workload
 
 READING = Mix(conversations=0.1, questions=0.1, document=3.5, answer_tokens=60.0)
 TALKING = Mix(conversations=0.3, questions=0.7, first_turn=0.5, later_turn=0.5, question=0.5, answer_tokens=900.0)
-PART_S = 1200.0
+PART_S = 600.0
 """Seconds of one kind of requests."""
 PARTS = 4
 SWAPPING = "swapping"
@@ -86,7 +86,7 @@ def roles(config: ClusterConfig, shifts: Shifts, progress: Progress) -> Result:
     if machines < 4:
         raise ConfigError("prefill", "roles change among four machines at least")
     limits = RoleLimits(swap=True, ttft_s=config.slo.ttft_s, tbt_s=config.slo.tbt_s)
-    divisions = sorted({max(1, machines * share // 6) for share in range(1, 6)})
+    divisions = [machines * quarters // 4 for quarters in (1, 2, 3)]
     rows, series = [], {}
     for prefill in divisions:
         row, phases, _ = _run(replace(config, prefill=prefill, decode=machines - prefill), shifts)
