@@ -166,7 +166,8 @@ class Roles:
         now, base_s = running_now(one), one.speeds.decode_base_s
         step_s = decode_step_seconds(one.speeds, now.sequences, now.context_tokens)
         at_limit = max(1.0 - base_s / self.limits.tbt_s, 0.1)
-        used = 1.0 - one.room_blocks / one.facts.total_blocks
+        # What is promised is not in use: prompts that wait for prefill would make decode seem full.
+        used = 1.0 - (one.load.free_blocks + one.load.cached_blocks) / one.facts.total_blocks
         return max((1.0 - base_s / step_s) / at_limit if step_s else 0.0, used)
 
     def _chosen(self, kind: Kind, now: float) -> str | None:
