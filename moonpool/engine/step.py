@@ -61,6 +61,12 @@ class StageRunner:
         self.kv = pool_tensor(self.part)
         self.block_tokens = self.part.layout.block_tokens
 
+    def close(self) -> None:
+        """Waits until everything sent has been received, and ends the stage's threads."""
+        self.links.flush()
+        if self.masks is not None:
+            self.masks.close()
+
     @torch.inference_mode()
     def run(self, step: Step) -> None:
         """Runs one step to its end, done or aborted; emits its events, `StepDone` last."""

@@ -134,7 +134,7 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     while True:
         order = receiver.orders.get()  # no deadline: the receiver ends the process when the channel closes
         if isinstance(order, Shutdown):
-            runner.links.flush()
+            runner.close()
             return
         runner.run(order)
 

@@ -67,6 +67,7 @@ WRONG: list[tuple[str, Callable[[kv_pb2.SequenceSpec], object]]] = [
     ("bad_tokens", lambda s: s.bad_tokens.add()),
     ("bad_tokens", lambda s: s.bad_tokens.add(token_ids=[VOCABULARY])),
     ("bad_tokens", lambda s: s.bad_tokens.add(token_ids=[1] * 300)),
+    ("bad_tokens", lambda s: (setattr(s.sampling, "response_format", "json_object"), s.bad_tokens.add(token_ids=[2]))),
     ("bad_tokens", lambda s: s.bad_tokens.extend([kv_pb2.TokenRun(token_ids=[2])] * (VOCABULARY - 1))),
 ]
 

@@ -262,7 +262,9 @@ def test_an_answer_whose_format_cannot_be_followed_gets_nothing_and_others_get_t
         masks = two.runners[-1].masks = Masks(lambda: Tokenizer.load(tmp_path), 512, (1,))
         shares = (SequenceStep(ids(*PROMPT), 0, (4, 1, 6), how), SequenceStep(ids(*PROMPT), 0, (5, 2, 7), GREEDY))
         done = two.run(Step(1, shares))[-1]
-        masks.close()
+        two.runners[-1].close()
+        with pytest.raises(RuntimeError, match="shutdown"):
+            masks.begin(Step(2, shares))
         assert done.sampled[0] is None
         assert done.sampled[1] is not None
         assert list(done.failed) == [0]

@@ -124,6 +124,7 @@ class World:
         resumable: bool = False,
         priority: int = 0,
         tenant: str = "",
+        logprob_bytes: int = 0,
     ) -> int | None:
         """Asks for room for one answer or several; the request's id, None when it was refused."""
         answers = (answer,) if isinstance(answer, int) else answer
@@ -134,9 +135,8 @@ class World:
         keys = tuple(self.sequences[number].keys())
         lengths = len(prompt), len(prompt), total_tokens
         width = len(answers)
-        self.asked[number] = Reserve(
-            number, keys, *lengths, slo, conductor, stores, width, starts_in_s, beams, resumable, 0, priority, tenant
-        )
+        how = starts_in_s, beams, resumable, 0, priority, tenant, False, logprob_bytes
+        self.asked[number] = Reserve(number, keys, *lengths, slo, conductor, stores, width, *how)
         self.post(self.asked[number])
         if number not in self.core.requests:
             for index in range(len(answers)):
