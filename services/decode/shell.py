@@ -112,7 +112,7 @@ class DecodeShell:
         self.log = TokenLog(self._live, self._streams)
         self._order: Run | None = None
         self._wake = asyncio.Event()
-        self.copies = Copies(engine.pool, write_back, open_reader, self._post, clock)
+        self.copies = Copies(engine, write_back, open_reader, self._post, clock)
         self.empty = asyncio.Event()
         self.empty.set()
         self.dead, self.steps = "", 0

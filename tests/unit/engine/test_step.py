@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from moonpool.checkpoint import Tokenizer, kv_layout, load_config
+from moonpool.engine.devices.memory import pool_tensor
+from moonpool.engine.devices.opening import place_on
 from moonpool.engine.gates import Gates
 from moonpool.engine.masks import Masks
-from moonpool.engine.messages import StepDone
+from moonpool.engine.messages import Fetched, StepDone
 from moonpool.engine.pipeline import NoLinks
-from moonpool.engine.step import StageRunner, pool_tensor
+from moonpool.engine.step import StageRunner
 from moonpool.errors import Unsupported
 from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
@@ -51,7 +53,8 @@ class Stages:
 
     def __init__(self, path: Path, pool: KVPool) -> None:
         config = load_config(path)
-        self.events: list[LayerDone | StepDone] = []
+        self.events: list[LayerDone | StepDone | Fetched] = []
+        self.failures: list[BaseException] = []
         self.gates = [Gates() for _ in pool.parts]
         self.links = ListLinks()
         self.pool = pool
@@ -59,7 +62,8 @@ class Stages:
         for stage, part in enumerate(pool.parts):
             model = load_stage(path, config, torch.float32, part.layer_begin, part.layer_end)
             links = NoLinks() if len(pool.parts) == 1 else _End(self.links, last=model.is_last)
-            self.runners.append(StageRunner(stage, model, part, links, self.gates[stage], self.events.append, 0.05))
+            place = place_on(None, part, self.failures.append)
+            self.runners.append(StageRunner(stage, model, place, links, self.gates[stage], self.events.append, 0.05))
 
     def run(self, step: Step) -> list[StepDone]:
         for runner in self.runners:
