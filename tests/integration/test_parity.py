@@ -137,7 +137,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tolerance = tolerance_of(folder / "model", topology, reference)
     eos_prompt = sharp_prompt(reference, tolerance)
     end_with(folder / "model", reference.first_token(eos_prompt))
-    deterministic = ["--deterministic"] if topology.deterministic else []
+    flags = ["--device", topology.device, *(["--deterministic"] if topology.deterministic else [])]
     plan = StackPlan(
         model=str(folder / "model"),
         data_dir=folder,
@@ -150,7 +150,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         block_tokens=BLOCK,
         kv_bytes=16 << 20,
         dram_bytes=16 << 20,
-        extra={"prefill": ["--step-tokens", "64", *deterministic], "decode": deterministic},
+        extra={"prefill": ["--step-tokens", "64", *flags], "decode": flags},
     )
     with CheckedStack(plan) as stack, Client(stack.address) as client:
         yield Served(topology, stack, client, reference, tolerance, eos_prompt)

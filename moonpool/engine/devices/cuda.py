@@ -16,7 +16,7 @@ class _Event:
     """See `Mark`."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event()
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.event.record(stream)
 
     def wait(self) -> None:
@@ -62,7 +62,7 @@ class CudaDevice:
             raise ConfigError("device", f"there is no GPU {number}, only {torch.cuda.device_count()}")
         self._device = torch.device("cuda", number)
         torch.cuda.set_device(self._device)
-        compute, up, down = (torch.cuda.Stream(self._device) for _ in range(3))
+        compute, up, down = (torch.cuda.Stream(self._device) for _ in range(3))  # type: ignore[no-untyped-call]
         # Weights and batches, which this thread brings, come in the order of the steps.
         torch.cuda.set_stream(compute)
         self.compute, self.up, self.down = CudaLane(compute), CudaLane(up), CudaLane(down)

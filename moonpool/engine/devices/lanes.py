@@ -34,9 +34,17 @@ class Lane(Protocol):
 class Device(Protocol):
     """Memory of its own, and three lanes: steps, KV on its way in, and KV on its way out."""
 
-    compute: Lane
-    up: Lane
-    down: Lane
+    @property
+    def compute(self) -> Lane:
+        """Of steps."""
+
+    @property
+    def up(self) -> Lane:
+        """Of KV on its way in."""
+
+    @property
+    def down(self) -> Lane:
+        """Of KV on its way out."""
 
     @property
     def torch_device(self) -> torch.device:

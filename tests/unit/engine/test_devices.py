@@ -291,7 +291,7 @@ def test_a_courier_that_fails_says_so_and_does_nothing_more() -> None:
 
 def test_what_a_lane_raises_is_raised_to_who_waits() -> None:
     device = StagedDevice(1)
-    device.compute.run(lambda: {}["missing"])
+    device.compute.run(lambda: dict[str, None]().pop("missing"))
     with pytest.raises(KeyError):
         device.compute.mark().wait()
     device.close()

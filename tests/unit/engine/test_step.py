@@ -162,6 +162,7 @@ def test_layers_are_reported_in_order_and_before_the_step(checkpoint: Path) -> N
         half = layers // 2
         assert names == [*range(half), "done 0", *range(half, layers), "done 1"]
         for event in two.events:
+            assert not isinstance(event, Fetched)
             assert 0 < event.start_ns <= event.end_ns
 
 

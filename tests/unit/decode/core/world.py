@@ -135,10 +135,10 @@ class World:
         keys = tuple(self.sequences[number].keys())
         lengths = len(prompt), len(prompt), total_tokens
         width = len(answers)
-        how = starts_in_s, beams, resumable, 0, priority, tenant
         self.asked[number] = Reserve(
-            number, keys, *lengths, slo, conductor, stores, width, *how, logprob_bytes=logprob_bytes
-        )
+            number, keys, *lengths, slo, conductor, stores, width, starts_in_s, beams, resumable,
+            priority=priority, tenant=tenant, logprob_bytes=logprob_bytes,
+        )  # fmt: skip
         self.post(self.asked[number])
         if number not in self.core.requests:
             for index in range(len(answers)):
