@@ -100,18 +100,35 @@ class StageRunner:
 
     def _layers(self, step: Step, work: _Work) -> bool:
         """Gives all layers of this stage to the lane; False when the step was aborted before the last."""
-        place = self.place
-        for layer in range(self.model.layer_begin, self.model.layer_end):
-            if step.gated and not self.gates.wait(step.step_id, layer, self.gate_timeout_s):
+        place, tails = self.place, self._tails(step)
+        for first, last in self._spans(step):
+            if step.gated and not self.gates.wait(step.step_id, first, self.gate_timeout_s):
                 return False
             if self.gates.aborted(step.step_id):
                 return False
             start_ns = time.monotonic_ns()
-            place.memory.need(layer)
-            place.lane.run(partial(self._layer, layer, work))
-            told = partial(self._layer_done, step.step_id, layer, start_ns) if step.layer_events else None
-            place.memory.leave(layer, told)
+            for layer in range(first, last):
+                place.memory.need(layer)
+            place.lane.run(partial(self._run_layers, first, last, tails, work))
+            for layer in range(first, last):
+                told = partial(self._layer_done, step.step_id, layer, start_ns) if step.layer_events else None
+                place.memory.leave(layer, told)
         return True
+
+    def _spans(self, step: Step) -> list[tuple[int, int]]:
+        """Layers that are given to the lane at once: all, but where something is waited for or told between two."""
+        begin, end = self.model.layer_begin, self.model.layer_end
+        if step.gated or step.layer_events or self.place.device is not None:
+            return [(layer, layer + 1) for layer in range(begin, end)]
+        return [(begin, end)]
+
+    def _tails(self, step: Step) -> list[int] | None:
+        """Of each sequence, its last rows whose hidden states after the last layer are wanted; None = all rows."""
+        if not self.model.is_last:
+            return None
+        return [
+            len(it.token_ids) // 4 if it.scored is not None else int(it.sample is not None) for it in step.sequences
+        ]
 
     # --- in the lane -----------------------------------------------------------------------------------------------
 
@@ -121,8 +138,9 @@ class StageRunner:
     def _embed(self, work: _Work) -> None:
         work.hidden = self.model.embed(work.batch.token_ids)
 
-    def _layer(self, layer: int, work: _Work) -> None:
-        work.hidden = self.model.layer(layer, work.hidden, work.batch, self.kv[layer - self.model.layer_begin])
+    def _run_layers(self, first: int, last: int, tails: list[int] | None, work: _Work) -> None:
+        wanted = tails if last == self.model.layer_end else None
+        _, work.hidden = self.model.run(work.hidden, work.batch, self.kv, first, last, tails=wanted)
 
     def _choose(self, step: Step, work: _Work, masks: Mapping[int, Future[bytes]]) -> None:
         dropped = self.gates.dropped(step.step_id)
