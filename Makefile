@@ -49,6 +49,9 @@ test: $(STAMP)  ## the tests that gate every change (minutes)
 test-all: $(STAMP)  ## all tests, one after the other: some measure
 	$(BIN)/python -m pytest
 
+test-gpu: $(STAMP)  ## the tests that need a GPU, which are skipped elsewhere
+	$(BIN)/python -m pytest -rs -m gpu
+
 lint: $(STAMP)  ## format, lint, strict types, layers, counts of the house
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
