@@ -8,7 +8,7 @@ MODEL  ?=
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run chat up down up-local down-local test-containers test test-all check lint format protos bench load clean
+.PHONY: help setup run chat up down up-local down-local test-containers test test-all test-gpu check lint format protos bench load clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
