@@ -26,6 +26,9 @@ FINAL = (Kind.INVALID, Kind.UNSUPPORTED)
 INNER = (Kind.TRANSFER, Kind.STREAM, Kind.FRAME, Kind.MISMATCH)
 """Failures between instances; a client is told that its request could not be served."""
 
+UNANSWERED = (Kind.UNAVAILABLE, Kind.DEADLINE, Kind.STREAM, Kind.INTERNAL)
+"""Whoever was asked may have done it all the same."""
+
 NO_DECODE_ROOM = "no_decode_room"
 """Reason of a refusal because no decode instance has room."""
 

@@ -13,9 +13,9 @@ from moonpool.core.timers import Timers
 from services.conductor.core.admission import Gate
 from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.decodes import Answer
-from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.failures import UNANSWERED, Failure, Kind
 from services.conductor.core.life import Attempt, DecodeLeg, Phase, PrefillLeg, Request
-from services.conductor.core.messages import Action, Prefill, Promised, Renew, Reserve, Start, Undo
+from services.conductor.core.messages import Action, Prefill, Promised, Renew, Reserve, Result, Start, Target, Undo
 from services.conductor.core.picture import Picture
 from services.conductor.core.plan import Plan
 
@@ -168,7 +168,7 @@ class Legs:
         return bool(waited)
 
     def reserved(
-        self, request: Request | None, io: int, hold: Hold, promised: Promised | None, now: float, out: list[Action]
+        self, request: Request | None, io: int, hold: Hold, result: Result, now: float, out: list[Action]
     ) -> bool:
         """A `Reserve` has ended. Returns whether the attempt has its promise by it; any other promise is undone."""
         attempt = request.attempt if request is not None else None
@@ -176,9 +176,12 @@ class Legs:
         if attempt is not None:
             attempt.late = [late for late in attempt.late if late != io]
             attempt.asked = 0 if attempt.asked == io else attempt.asked
-        if promised is None:
+        if not isinstance(result, Promised):
             self._picture.release(hold.claim, now)
+            if isinstance(result, Failure) and result.kind in UNANSWERED:
+                out.append(Undo(hold.sequence, Target(hold.instance, hold.incarnation, "", 0, 0, 0)))
             return False
+        promised = result
         if attempt is None or not waits or promised.target.incarnation != hold.incarnation:
             out.append(Undo(hold.sequence, promised.target))
             self._picture.release(hold.claim, now)

@@ -215,9 +215,8 @@ class Requests:
         self, now: float, io: int, hold: Hold, request: Request | None, result: Result, out: list[Action]
     ) -> None:
         self._timers.clear(("reserve", io))
-        promised = result if isinstance(result, Promised) else None
-        got = self._legs.reserved(request, io, hold, promised, now, out)
-        if promised is not None:
+        got = self._legs.reserved(request, io, hold, result, now, out)
+        if isinstance(result, Promised):
             self.rooms.promised(hold.instance)
         if request is None:
             return

@@ -20,7 +20,7 @@ from services.conductor.core.messages import (
 )
 from services.conductor.core.request import WORD_S
 
-from .world import BLOCK, GONE, LEASE_S, LIMITS, World
+from .world import BLOCK, GONE, LEASE_S, LIMITS, NO_ROOM, World
 
 BIG, SMALL = 40 * BLOCK, BLOCK
 
@@ -212,6 +212,18 @@ def test_a_promise_of_an_instance_that_was_lost_meanwhile_is_not_used() -> None:
     world.promise(call)
     assert [undo.target.decode for undo in world.all(Undo)] == ["decode-0"]
     assert [it.decode for it in world.open(Reserve)] == ["decode-1"]
+
+
+def test_a_promise_whose_answer_is_lost_is_given_back_by_its_name() -> None:
+    world = World()
+    world.arrive()
+    lost = world.one(Reserve)
+    world.end(lost, GONE)
+    [undo] = world.all(Undo)
+    assert (undo.sequence, undo.target.decode, undo.target.transfer_id) == (lost.sequence, lost.decode, 0)
+    world.end(world.open(Reserve)[0], NO_ROOM)
+    assert world.all(Undo) == [undo], "who refuses has promised nothing"
+    world.finish_all()
 
 
 def test_at_most_two_reserves_of_a_request_are_out_at_once() -> None:
