@@ -19,7 +19,7 @@ from moonpool.cli.stack import StackPlan
 from moonpool.client import AsyncClient, GenerateResult, SamplingParams
 from tests.faults.judges import EmulatedJudge
 from tests.faults.scene import judge_of
-from tests.faults.stack import descendants
+from tests.faults.stack import children
 from tests.integration.conftest import BLOCK, small_plan, tokens
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
@@ -112,32 +112,45 @@ def test_whoever_is_killed_in_whatever_phase(pair: CheckedStack, judge: Emulated
         assert judge.wrong(prompt, result.token_ids, None) == ""
 
 
+@pytest.fixture(scope="module")
+def staged(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
+    """Two real prefill instances of two stages each."""
+    plan = dataclasses.replace(small_plan(checkpoint, tmp_path_factory.mktemp("staged")), prefill=2, stages=2)
+    with CheckedStack(plan) as stack:
+        yield stack
+
+
+async def while_it_computes(stack: CheckedStack, prompt: list[int], number: signal.Signals) -> tuple[list[int], str]:
+    """The answer to a prompt, while which is computed a stage of its pipeline gets a signal; and the instance."""
+    running = asyncio.create_task(answers(stack, [prompt]))
+    hit = await asyncio.to_thread(seen_in, stack, "computing")
+    os.kill(children(stack.services[hit].pid)[0], number)
+    [result] = await running
+    return result.token_ids, hit
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_stage_of_a_pipeline_is_killed_while_it_computes(
-    checkpoint: Path, reference: Reference, tmp_path: Path
-) -> None:
+def test_a_stage_is_killed_while_it_computes(staged: CheckedStack, reference: Reference) -> None:
     """Its instance ends with it, and the prompt is computed elsewhere."""
-    plan = dataclasses.replace(small_plan(checkpoint, tmp_path), prefill=2, stages=2)
-    prompt = tokens(1500, "stage")
-    with CheckedStack(plan) as stack:
-
-        async def run() -> GenerateResult:
-            async with AsyncClient(stack.addresses) as client:
-                running = asyncio.create_task(client.generate(token_ids=prompt, sampling=SAMPLING))
-                hit = await asyncio.to_thread(_busy_prefill, stack)
-                stages = descendants(stack.services[hit].pid)
-                assert len(stages) >= 2
-                os.kill(stages[-1], signal.SIGKILL)
-                await asyncio.to_thread(stack.services[hit].wait, 60.0)
-                result = await running
-                await asyncio.to_thread(stack.spawn_again(hit).wait_ready, 60.0)
-                return result
-
-        result = asyncio.run(run())
-        stack.wait_joined(60.0)
-    reference.assert_greedy(prompt, result.token_ids)
+    prompt = tokens(1500, "killed stage")
+    output, hit = asyncio.run(while_it_computes(staged, prompt, signal.SIGKILL))
+    staged.services[hit].wait(60.0)
+    staged.spawn_again(hit).wait_ready(60.0)
+    staged.wait_joined(60.0)
+    assert len(output) == SAMPLING.max_tokens
+    reference.assert_greedy(prompt, output)
 
 
-def _busy_prefill(stack: CheckedStack) -> str:
-    return seen_in(stack, "computing")
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_prefill_engine_that_hangs_is_noticed_and_relieved(staged: CheckedStack, reference: Reference) -> None:
+    """Its process goes on reporting, its steps do not end."""
+    lessons = [tokens(150 + 5 * number, f"lesson {number}") for number in range(80)]
+    for first in range(0, len(lessons), 4):
+        asyncio.run(answers(staged, lessons[first : first + 4]))
+    prompt = tokens(1500, "hanging")
+    output, hit = asyncio.run(while_it_computes(staged, prompt, signal.SIGSTOP))
+    os.kill(children(staged.services[hit].pid)[0], signal.SIGCONT)
+    assert len(output) == SAMPLING.max_tokens
+    reference.assert_greedy(prompt, output)

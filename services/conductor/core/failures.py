@@ -23,6 +23,9 @@ class Kind(Enum):
 FINAL = (Kind.INVALID, Kind.UNSUPPORTED)
 """Another placement meets the same failure."""
 
+DAMAGED = (Kind.TRANSFER, Kind.FRAME)
+"""What was sent has not come whole: chance, unless it goes on. It says little of the instances."""
+
 INNER = (Kind.TRANSFER, Kind.STREAM, Kind.FRAME, Kind.MISMATCH)
 """Failures between instances; a client is told that its request could not be served."""
 

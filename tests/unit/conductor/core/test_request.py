@@ -264,6 +264,26 @@ def test_after_the_last_retry_the_failure_is_told() -> None:
     world.finish_all()
 
 
+def test_damaged_transfers_are_tried_again_until_they_are_no_chance() -> None:
+    """Few of many frames are damaged: that all attempts meet one is possible, and grows unlikely."""
+    world, damaged = World(), Failure(Kind.TRANSFER, "a frame came damaged")
+    world.arrive()
+    attempts = 0
+    while not world.ends:
+        world.promise(world.one(Reserve))
+        world.end(world.one(Prefill), damaged)
+        attempts += 1
+        for _ in range(40):
+            for request in list(world.rehashes):
+                world.rehash(request)
+            if world.open(Reserve) or world.ends:
+                break
+            world.sleep(0.1)
+    assert LIMITS.retries + 1 < attempts < 12
+    assert LIMITS.recovery_s <= world.now < 2 * LIMITS.recovery_s
+    world.finish_all()
+
+
 def test_an_invalid_request_is_not_tried_again() -> None:
     world = World()
     world.arrive()
