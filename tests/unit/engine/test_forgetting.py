@@ -69,7 +69,7 @@ class Rig:
             lambda keys, tenant: self.carried_out.concerning(keys, tenant, NAMESPACE),
         )
         self.forgetting = Forgetting(NAMESPACE, 10, self.write_back, self._carry_out, self.carried_out)
-        self.dropped: list[bytes] = []
+        self.dropped: list[BlockKey] = []
 
     def _carry_out(self, event: ForgetKV) -> int:
         self.looks.append(event)
