@@ -19,7 +19,9 @@ from services.gateway.errors import HttpError, Refusal, refusal
 from services.gateway.forms import compact
 from services.gateway.message_form import error_body
 from services.gateway.messages import COUNT_TOKENS, MESSAGES
+from services.gateway.page import FILES, PAGE, Page
 from services.gateway.responses import RESPONSES
+from services.gateway.watching import REQUESTS, STATE
 
 Endpoint = Callable[[Request], Awaitable[Response | Answering]]
 
@@ -38,6 +40,14 @@ def make_app(endpoints: Endpoints) -> Starlette:
         ("POST", RESPONSES, endpoints.responses),
         ("POST", "/tokenize", endpoints.tokenizing.tokenize),
         ("POST", "/detokenize", endpoints.tokenizing.detokenize),
+    ]
+    page, watching = Page(), endpoints.watching
+    routes += [
+        ("GET", PAGE, page.index),
+        ("GET", FILES, page.file),
+        ("GET", STATE, watching.state),
+        ("GET", REQUESTS, watching.requests),
+        ("GET", REQUESTS + "/{name}", watching.request),
     ]
     caching = endpoints.caching
     routes += [

@@ -32,6 +32,7 @@ from services.gateway.scores import Scores
 from services.gateway.text import Texts
 from services.gateway.tokenizing import Tokenizing
 from services.gateway.tools import Reading, Tools
+from services.gateway.watching import Watching
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` of plain completions; a chat's answer may fill the model's length."""
@@ -63,6 +64,8 @@ class Endpoints:
         """Caches, and chats that use them."""
         self.tokenizing = Tokenizing(self._door, self._cluster, texts)
         """Those that only tokenise."""
+        self.watching = Watching(self._door, self._cluster, client)
+        """Those that show the cluster and its requests."""
 
     async def health(self, request: Request) -> Response:
         """200 when requests can be served, else 503."""

@@ -108,6 +108,7 @@ class ScriptedPrefill(FakeMember):
     cached_tokens: int = 0
     misses: list[prefill_pb2.StoreMiss] = field(default_factory=list)  # told with every first token
     silent: bool = False  # about log probabilities
+    chunks: list[prefill_pb2.TimedTokens] = field(default_factory=list)  # told with every first token
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
@@ -131,6 +132,7 @@ class ScriptedPrefill(FakeMember):
                 local_tokens=self.cached_tokens,
                 computed_tokens=length - self.cached_tokens,
                 misses=self.misses,
+                chunks=self.chunks,
             )
             yield prefill_pb2.PrefillResponse(first_token=first)
             await _meet(self.after)
