@@ -14,7 +14,7 @@ export function svg(name, attributes = {}, ...children) {
 
 function filled(element, attributes, children) {
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  element.append(...children.flat().filter((child) => child !== null));
+  element.append(...children.flat(Infinity).filter((child) => child !== null));
   return element;
 }
 
@@ -33,13 +33,14 @@ export function bar(parts, label) {
   return svg("svg", frame, track, drawn);
 }
 
-/** A table with a caption; a cell is text, an element, or a number, which stands to the right. */
+/** A table with a caption; a cell is text, an element, or a number, which stands to the right as its head does. */
 export function table(caption, heads, rows) {
-  const cell = (value) =>
-    value instanceof Node
-      ? el("td", value.classList.contains("bar") ? { class: "bar-cell" } : {}, value)
-      : el("td", typeof value === "number" ? { class: "number" } : {}, typeof value === "number" ? count(value) : value);
-  const head = el("tr", {}, heads.map((text) => el("th", { scope: "col" }, text)));
+  const kind = (value) => {
+    if (value instanceof Node) return value.classList.contains("bar") ? "bar-cell" : "short";
+    return typeof value === "number" ? "number" : value.length < 12 ? "short" : "text";
+  };
+  const cell = (value) => el("td", { class: kind(value) }, typeof value === "number" ? count(value) : value);
+  const head = el("tr", {}, heads.map((text, at) => el("th", { scope: "col", class: kind(rows[0]?.[at] ?? "") }, text)));
   const body = el("tbody", {}, rows.map((row) => el("tr", {}, row.map(cell))));
   return el("div", { class: "wide-table", tabindex: "0", role: "region", "aria-label": caption },
     el("table", {}, el("caption", {}, caption), el("thead", {}, head), body));
@@ -49,7 +50,7 @@ export const count = (number) => Math.round(number).toLocaleString("en");
 
 export const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");
 
-/** Seconds as a person reads them. */
+/** Seconds as a person reads them; none where they are 0. */
 export function seconds(value) {
   if (!value) return "–";
   return value < 1 ? `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)} ms` : `${value.toFixed(2)} s`;

@@ -71,7 +71,8 @@ function chart({ phases, names, timeline }) {
     return [names[phase.name], phase.tokens ? phase.tokens : "", seconds(phase.begin_s),
       seconds(phase.end_s - phase.begin_s), drawn];
   });
-  return table("Phases; times are since it came to the conductor", ["phase", "tokens", "from", "for", ""], rows);
+  return el("div", { class: "phases" },
+    table("Phases: tokens, when each began since the request came, and how long it took", ["phase", "tokens", "from", "for", ""], rows));
 }
 
 function tick(share) {
