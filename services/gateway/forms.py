@@ -225,9 +225,12 @@ def called(call: Call) -> dict[str, Any]:
 
 
 def _delta(piece: Piece) -> dict[str, Any]:
-    if isinstance(piece, str):
-        return {"content": piece}
-    return {"tool_calls": [{"index": piece.number, **called(piece)}]}
+    match piece:
+        case str():
+            return {"content": piece}
+        case Call():
+            return {"tool_calls": [{"index": piece.number, **called(piece)}]}
+    return {"tool_calls": [{"index": piece.number, "function": {"arguments": piece.arguments}}]}
 
 
 class CompletionForm(OpenAIForm):

@@ -12,6 +12,9 @@ from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 
 
+TIERS = (("dram", 0, 100), ("ssd", 1, 4))
+
+
 def cluster() -> FakeConductor:
     fake = FakeConductor()
     state = fake.state
