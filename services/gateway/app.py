@@ -57,7 +57,7 @@ def make_app(endpoints: Endpoints) -> Starlette:
         ("GET", TAGS, caching.list_tags),
         ("GET", TAGS + "/{name}", caching.get_tag),
         ("DELETE", TAGS + "/{name}", caching.delete_tag),
-        ("GET", TAGS + "/{name}/content", caching.get),
+        ("GET", TAGS + "/{name}/content", caching.get_tagged),
         ("GET", CACHING + "/{name}", caching.get),
         ("PUT", CACHING + "/{name}", caching.update),
         ("DELETE", CACHING + "/{name}", caching.delete),

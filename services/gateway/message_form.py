@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from moonpool.client import GenerateResult, TokenLogprobs, Usage
+from moonpool.client import GenerateResult, TokenEvent, Usage
 from services.gateway.errors import Refusal
 from services.gateway.forms import compact
 from services.gateway.tools import Call, CallPart, Piece, Reading
@@ -58,8 +58,8 @@ class MessageForm:
     def piece(self, text: str, choice: int) -> bytes:
         return b"".join(map(self._block, self._reading.push(text, choice)))
 
-    def score(self, logprobs: Sequence[TokenLogprobs], choice: int) -> None:
-        """This form has no place for them, and no field of its bodies asks for them."""
+    def note(self, event: TokenEvent) -> None:
+        """This form has no place for log probabilities and tokens, and no field of its bodies asks for them."""
 
     def closing(self, result: GenerateResult) -> Iterator[bytes]:
         yield from map(self._block, self._reading.end(0))

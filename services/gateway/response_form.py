@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moonpool.client import GenerateResult, TokenLogprobs, Usage
+from moonpool.client import GenerateResult, TokenEvent, TokenLogprobs, Usage
 from services.gateway.errors import Refusal
 from services.gateway.forms import compact
 from services.gateway.tools import Call, CallPart, Piece, Reading
@@ -16,8 +16,24 @@ from services.gateway.tools import Call, CallPart, Piece, Reading
 class ResponseForm:
     """A response. Its output are items: a message per run of text, and calls of functions."""
 
-    def __init__(self, model: str, reading: Reading, told: Mapping[str, Any]) -> None:
-        """`reading` finds the calls in the answer; `told` are fields that repeat the request."""
+    def __init__(
+        self,
+        model: str,
+        reading: Reading,
+        told: Mapping[str, Any],
+        spell: Callable[[Sequence[TokenLogprobs]], Mapping[str, Any]],
+    ) -> None:
+        """Take what makes the answer.
+
+        Args:
+            model: its name.
+            reading: finds the calls in the answer.
+            told: fields that repeat the request.
+            spell: makes a chat's log probabilities.
+        """
+        self._spell = spell
+        self._new_scores: list[TokenLogprobs] = []  # not told yet
+        self._scores: list[dict[str, Any]] = []  # of the message that goes on
         self._model = model
         self._reading = reading
         self._told = told
@@ -42,6 +58,7 @@ class ResponseForm:
 
     def whole(self, result: GenerateResult) -> dict[str, Any]:
         pieces = self._reading.whole(result.text, 0)
+        self._scores = self._spelled(result.logprobs)
         output = [self._item(number, piece, "completed") for number, piece in enumerate(pieces)]
         return self._response(output, result)
 
@@ -52,8 +69,12 @@ class ResponseForm:
     def piece(self, text: str, choice: int) -> bytes:
         return b"".join(map(self._piece, self._reading.push(text, choice)))
 
-    def score(self, logprobs: Sequence[TokenLogprobs], choice: int) -> None:
-        """This form has no place for them, and no field of its bodies asks for them."""
+    def note(self, event: TokenEvent) -> None:
+        self._new_scores += event.logprobs
+
+    def _spelled(self, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._spell(logprobs)["content"] if logprobs else []
+        return found
 
     def closing(self, result: GenerateResult) -> Iterator[bytes]:
         yield from map(self._piece, self._reading.end(0))
@@ -82,7 +103,7 @@ class ResponseForm:
     def _item(self, number: int, piece: str | Call, status: str) -> dict[str, Any]:
         """An item of the output; `status` is "in_progress", "completed" or "incomplete"."""
         if isinstance(piece, str):
-            content = [_part(piece)] if status == "completed" else []
+            content = [_part(piece, self._scores)] if status == "completed" else []
             message_id = f"msg_{self._request_id}_{number}"
             return {"type": "message", "id": message_id, "status": status, "role": "assistant", "content": content}
         call = {"call_id": piece.id, "name": piece.name, "arguments": piece.arguments}
@@ -95,7 +116,9 @@ class ResponseForm:
                 before = self._end_call() + (self._begin_text() if self._text is None else b"")
                 assert self._text is not None
                 self._text.append(piece)
-                return before + self._of_text("response.output_text.delta", delta=piece, logprobs=[])
+                new, self._new_scores = self._spelled(self._new_scores), []
+                self._scores += new
+                return before + self._of_text("response.output_text.delta", delta=piece, logprobs=new)
             case CallPart():
                 return self._goes_on(piece.arguments)
         before = self._end_text() + self._end_call()
@@ -132,17 +155,19 @@ class ResponseForm:
         item = self._event(
             "response.output_item.added", output_index=number, item=self._item(number, "", "in_progress")
         )
-        return item + self._of_text("response.content_part.added", part=_part(""))
+        return item + self._of_text("response.content_part.added", part=_part("", []))
 
     def _end_text(self) -> bytes:
         if self._text is None:
             return b""
         text, number = "".join(self._text), len(self._items)
-        ends = self._of_text("response.output_text.done", text=text, logprobs=[])
-        ends += self._of_text("response.content_part.done", part=_part(text))
+        self._scores += self._spelled(self._new_scores)  # of tokens that had no text, as the one that ends an answer
+        self._new_scores = []
+        ends = self._of_text("response.output_text.done", text=text, logprobs=self._scores)
+        ends += self._of_text("response.content_part.done", part=_part(text, self._scores))
         item = self._item(number, text, "completed")
         self._items.append(item)
-        self._text = None
+        self._text, self._scores = None, []
         return ends + self._event("response.output_item.done", output_index=number, item=item)
 
     def _of_text(self, kind: str, **content: Any) -> bytes:
@@ -172,5 +197,5 @@ def usage(counted: Usage) -> dict[str, Any]:
     }
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -95,7 +95,7 @@ async def test_chat(gateway: Answers, client: openai.AsyncOpenAI) -> None:
 
 
 async def test_chat_stream(gateway: Answers, client: openai.AsyncOpenAI) -> None:
-    """The client's own helper puts the pieces together; the name comes first, then the arguments as they are written."""
+    """The name comes first, then the arguments as they are written; the client puts them together."""
     body = {"messages": [{"role": "user", "content": ASK}], "tools": [TOOL], "stream": True}
     lines = (await gateway.http.post(CHAT, json=body)).text.splitlines()
     deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
