@@ -161,7 +161,7 @@ class OpenAIForm:
             self._ids[event.choice] += event.token_ids
 
     def _tokens(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """vLLM's field, where it is wanted."""
+        """VLLM's field, where it is wanted."""
         return {} if self._shape.prompt_ids is None else {"token_ids": list(token_ids)}
 
     def with_prompt_ids(self, answer: dict[str, Any], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
