@@ -77,8 +77,8 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
     """
     found = client.explain(request_id)
     if as_json:
-        drawn = [dataclasses.asdict(phase) for phase in phases(found)]
-        typer.echo(json.dumps({"request_id": request_id, **dataclasses.asdict(found), "phases": drawn}))
+        bars = [dataclasses.asdict(phase) for phase in phases(found)]
+        typer.echo(json.dumps({"request_id": request_id, **dataclasses.asdict(found), "phases": bars}))
         return
     typer.echo(f"policy {found.policy}")
     chosen = found.placement.prefill if found.placement is not None else ""

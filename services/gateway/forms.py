@@ -168,6 +168,10 @@ class OpenAIForm:
         """The answer, or a stream's first chunk, with the tokens of its prompts, where vLLM has them."""
         raise NotImplementedError
 
+    def _first(self, filled: dict[str, Any]) -> dict[str, Any]:
+        """A chunk as an object."""
+        return {**self._head, "choices": [filled], **({"usage": None} if self._shape.include_usage else {})}
+
     def logprobs(self, found: Sequence[TokenLogprobs], choice: int) -> dict[str, Any]:
         """The form of log probabilities of an answer's next tokens."""
         raise NotImplementedError
@@ -236,7 +240,7 @@ class ChatForm(OpenAIForm):
         start: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}}
         if (prompts := self._shape.prompt_ids) is not None:
             filled = {"index": 0, **start, "logprobs": None, "finish_reason": None, "token_ids": []}
-            yield event(self.with_prompt_ids({**self._head, "choices": [filled]}, prompts))
+            yield event(self.with_prompt_ids(self._first(filled), prompts))
         for index in range(int(prompts is not None), self._shape.choices):
             yield self._chunk(start, index, scored=False)
 
@@ -296,7 +300,7 @@ class CompletionForm(OpenAIForm):
         prompts = self._shape.prompt_ids
         for index in range(0 if prompts is None else len(prompts) * self._shape.choices):
             filled = {"index": index, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
-            yield event(self.with_prompt_ids({**self._head, "choices": [filled]}, prompts or ()))
+            yield event(self.with_prompt_ids(self._first(filled), prompts or ()))
 
     def filled(self, text: str, choice: int) -> dict[str, Any]:
         return {"text": text}
