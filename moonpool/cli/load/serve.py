@@ -20,7 +20,8 @@ from moonpool.cli.load.frame import (
 )
 from moonpool.cli.load.picture import picture
 from moonpool.cli.load.prompts import Prompts, Shape
-from moonpool.cli.load.targets import conductor, gateway
+from moonpool.cli.load.targets import conductor, gateways
+from moonpool.cli.options import addresses
 from moonpool.errors import ConfigError
 from simulator.traces.mooncake import BLOCK_TOKENS, Trace
 
@@ -32,8 +33,9 @@ class Plan:
     """What is sent, and where to.
 
     Attributes:
-        address: HOST:PORT of a conductor, or http://HOST:PORT of a gateway.
-        model: folder of the model that is served; its vocabulary makes the prompts.
+        address: HOST:PORT of a conductor, or http://HOST:PORT of a gateway; several of a kind with commas between them.
+            Of conductors the next one is asked when one is lost, gateways are asked in turn.
+        model: folder or file of the model that is served; its vocabulary makes the prompts.
         requests: how many; of a trace its first ones, 0 = all.
         rate: requests per second, Poisson; 0 with a trace.
         trace: file with times and lengths; None = conversations at a rate.
@@ -90,9 +92,10 @@ async def drive(plan: Plan) -> list[Outcome]:
 
 
 def _target(plan: Plan, prompts: Prompts) -> contextlib.AbstractAsyncContextManager[Send]:
-    if "://" in plan.address:
-        return gateway(plan.address, prompts, plan.ttft_slo_s, plan.api_key)
-    return conductor(plan.address, prompts, plan.ttft_slo_s)
+    where = addresses(plan.address)
+    if any("://" in address for address in where):
+        return gateways(where, prompts, plan.ttft_slo_s, plan.api_key)
+    return conductor(where, prompts, plan.ttft_slo_s)
 
 
 def report(plan: Plan, summary: Summary) -> dict[str, object]:

@@ -11,7 +11,6 @@ from moonpool.client.testing import FakeConductor
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 
-
 TIERS = (("dram", 0, 100), ("ssd", 1, 4))
 
 

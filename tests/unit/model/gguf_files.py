@@ -61,14 +61,17 @@ def write_gguf(
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, NDArray[Any]] | None = None,
     leave_out: Sequence[str] = (),
+    part_tensors: int = 0,
 ) -> Path:
-    """Write a folder's model and tokenizer as GGUF, matrices in type `kind`.
+    """Write a folder's model and tokenizer as GGUF, matrices in type `kind`; returns the first part.
+
+    With `part_tensors` in parts of so many tensors at most.
 
     `metadata` adds or replaces integers, numbers and texts, `extra` adds tensors, `leave_out` names tensors that are
     left out.
     """
     config = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=part_tensors)
     _add_config(writer, config)
     _add_tokenizer(writer, folder, pre)
     for key, value in (metadata or {}).items():
@@ -82,7 +85,7 @@ def write_gguf(
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     finish(writer)
-    return file
+    return writer.format_shard_names(file)[0] if part_tensors else file
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
