@@ -14,7 +14,17 @@ from dataclasses import dataclass, field
 import moonpool.errors
 from moonpool.cost import Speeds
 from moonpool.engine.channel import AsyncChannel, ChannelClosed
-from moonpool.engine.messages import AbortStep, DropShare, EngineSpec, Failed, OpenGate, Ready, Shutdown, StepDone
+from moonpool.engine.messages import (
+    AbortStep,
+    DropShare,
+    EngineSpec,
+    Failed,
+    Loaded,
+    OpenGate,
+    Ready,
+    Shutdown,
+    StepDone,
+)
 from moonpool.errors import Internal, MoonpoolError, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
@@ -23,6 +33,8 @@ from moonpool.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
+OnLoading = Callable[[int, int, int], None]
+"""Is told a stage, how many layers it has loaded, and how many it will have."""
 _SHUTDOWN_S = 5.0
 _REAP_S = 2.0
 
@@ -146,8 +158,11 @@ class ProcessEngine:
 
     # --- answers of the stages -------------------------------------------------------------------------------------
 
-    async def ready(self) -> None:
+    async def ready(self, on_loading: OnLoading) -> None:
         """Waits until every stage has loaded.
+
+        Args:
+            on_loading: is told of each layer that a stage has loaded.
 
         Raises:
             MoonpoolError: What a stage could not do; Unavailable when one died.
@@ -155,13 +170,16 @@ class ProcessEngine:
         try:
             async with asyncio.TaskGroup() as group:
                 for worker in self._workers:
-                    group.create_task(self._ready(worker))
+                    group.create_task(self._ready(worker, on_loading))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _ready(self, worker: Worker) -> None:
+    async def _ready(self, worker: Worker, on_loading: OnLoading) -> None:
         try:
             message = await worker.channel.receive()
+            while isinstance(message, Loaded):
+                on_loading(worker.stage, message.layers, message.all_layers)
+                message = await worker.channel.receive()
         except ChannelClosed:
             raise Unavailable(await self._death_of(worker)) from None
         if isinstance(message, Failed):

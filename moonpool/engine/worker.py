@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from moonpool.engine.channel import BlockingChannel, ChannelClosed
 from moonpool.engine.gates import Gates
-from moonpool.engine.messages import AbortStep, DropShare, Failed, OpenGate, Ready, Shutdown, StageSpec
+from moonpool.engine.messages import AbortStep, DropShare, Failed, Loaded, OpenGate, Ready, Shutdown, StageSpec
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.sched.steps import Step
 
@@ -104,6 +104,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
         spec.layer_end,
         engine.device,
         deterministic=engine.deterministic,
+        on_layer=lambda done, of: channel.send(Loaded(done, of)),
     )
     links: Links = NoLinks()
     if engine.stages > 1:
