@@ -98,7 +98,9 @@ class Desk:
             priority=request.priority,
             weight=request.weight,
         )
-        serving = Serving(ask, answer, self._first_token, list(request.prompt_keys), secret_for(request, resume))
+        serving = Serving(
+            ask, answer, self._first_token, self._delivered, list(request.prompt_keys), secret_for(request, resume)
+        )
         self._serving[ask.number] = serving
         if resume is not None:
             serving.placement.CopyFrom(resume.placement)
@@ -179,6 +181,11 @@ class Desk:
         self._decisions.first_token(serving.ask.id, serving.answer.ttft_s)
         if not serving.ask.beams:  # theirs come with the last ones
             self._predictions.first_token(serving)
+
+    def _delivered(self, serving: Serving) -> None:
+        """An answer that was short may have ended before."""
+        if serving.ask.number not in self._serving:
+            self._decisions.ended(serving.ask.id, serving.timeline(over=True))
 
     def _complete(self, finish: Finish, serving: Serving) -> None:
         serving.complete(finish)

@@ -28,6 +28,7 @@ class Serving:
         ask: what the core knows of it.
         answer: the tokens and the text so far.
         first_seen: is told of the first token.
+    kv_delivered: is told when the KV has arrived at decode, maybe after the answer's end.
         outgoing: what its client is to be told.
         keys: of all full blocks of the prompt and the tokens at the last placement.
         secret: who knows it may resume the request; b"" = nobody.
@@ -43,6 +44,7 @@ class Serving:
     ask: Ask
     answer: Answer
     first_seen: Callable[["Serving"], None]
+    kv_delivered: Callable[["Serving"], None]
     keys: list[BlockKey]
     secret: bytes
     outgoing: Outgoing = field(default_factory=Outgoing)
@@ -149,6 +151,7 @@ class Serving:
     def delivered(self, finished: prefill_pb2.PrefillFinished) -> None:
         """The KV has arrived at decode."""
         self.story.transfer_tail_s, self.story.sent_bytes = finished.transfer_tail_s, finished.sent_bytes
+        self.kv_delivered(self)
 
     def timeline(self, *, over: bool) -> conductor_pb2.Timeline:
         """What the request has gone through, up to now; `over`: to its end."""

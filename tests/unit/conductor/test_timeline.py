@@ -53,6 +53,18 @@ async def test_timeline_while_it_runs() -> None:
         assert (await s.client.explain("r")).timeline.timing == stream.result.timing
 
 
+async def test_kv_that_arrives_behind_the_answer() -> None:
+    """Prefill tells of its transfer when a short answer has ended already."""
+    after = asyncio.Event()
+    p, d = prefill(after=[after], chunks=[CHUNK], sent_bytes=4096), decode()
+    async with stack(p, d) as s, asyncio.timeout(WAIT_S):
+        await s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id="r")
+        assert (await s.client.explain("r")).timeline.sent_bytes == 0
+        after.set()
+        await s.rest()
+        assert (await s.client.explain("r")).timeline.sent_bytes == 4096
+
+
 async def test_a_request_that_is_not_known() -> None:
     async with stack(prefill(), decode()) as s:
         with pytest.raises(NotFound, match="'r'"):
