@@ -8,12 +8,12 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
-WORD = {"type": "string", "minLength": 1, "maxLength": 4}
-DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
-FLAG = {"type": "boolean"}
+WORD: Schema = {"type": "string", "minLength": 1, "maxLength": 4}
+DIGIT: Schema = {"type": "integer", "minimum": 0, "maximum": 9}
+FLAG: Schema = {"type": "boolean"}
 
 
-def obj(required: str = "", **properties: Schema) -> dict[str, Any]:
+def obj(required: str = "", /, **properties: Schema) -> dict[str, Any]:
     """An object with these members and no others; all are required unless some are named."""
     names = required.split() if required else list(properties)
     return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}

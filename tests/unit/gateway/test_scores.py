@@ -133,13 +133,12 @@ async def test_responses() -> None:
         async with client.responses.stream(**ask) as stream:
             events = [event async for event in stream]
             streamed = await stream.get_final_response()
-    for response in (whole, streamed):
-        (message,) = response.output
-        assert message.type == "message"
-        (part,) = message.content
-        assert part.type == "output_text"
-        assert [it.logprob for it in part.logprobs or ()] == [-1.0, -2.0]
-        assert [it.logprob for it in (part.logprobs or [])[0].top_logprobs] == [-0.25, -0.5]
+    for response in (whole.to_dict(), streamed.to_dict()):
+        output: Any = response["output"]
+        (part,) = output[0]["content"]
+        assert part["type"] == "output_text"
+        assert [it["logprob"] for it in part["logprobs"]] == [-1.0, -2.0]
+        assert [it["logprob"] for it in part["logprobs"][0]["top_logprobs"]] == [-0.25, -0.5]
     told = [it.logprob for event in events if event.type == "response.output_text.delta" for it in event.logprobs]
     assert told == [-1.0, -2.0]
 
