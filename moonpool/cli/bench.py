@@ -52,9 +52,10 @@ def serve(
     from moonpool.cli.load.prompts import Shape
     from moonpool.cli.load.serve import Plan, run_serve
     from moonpool.cli.named import chosen_model
+    from moonpool.cli.options import addresses
 
     plan = Plan(
-        address=address, model=resolve(chosen_model(model)), requests=requests, rate=rate, trace=trace,
+        addresses=addresses(address), model=resolve(chosen_model(model)), requests=requests, rate=rate, trace=trace,
         time_scale=time_scale, shape=Shape(prompt_tokens, shared_tokens, conversations, output_tokens), warmup=warmup,
         ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s, seed=seed, api_key=api_key,
     )  # fmt: skip
