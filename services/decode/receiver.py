@@ -48,9 +48,9 @@ class Receiver:
         """Bytes taken and not handed back to the sender."""
         return self._credits.kept
 
-    def welcome(self) -> None:
-        """Answers the hello."""
-        self.outbox.post(decode_pb2.ReceiveKVResponse(welcome=self._credits.welcome(self._instance)))
+    def welcome(self, lane: kv_pb2.Lane | None) -> None:
+        """Answers the hello, offering a lane if there is one."""
+        self.outbox.post(decode_pb2.ReceiveKVResponse(welcome=self._credits.welcome(self._instance, lane)))
 
     def take(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview) -> None:
         """Takes one message.

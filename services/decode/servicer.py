@@ -121,7 +121,7 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
     """KV of many transfers from one prefill process."""
 
     def __init__(self, instance: DecodeInstance) -> None:
-        super().__init__(instance.closing)
+        super().__init__(instance.closing, lanes=instance.lanes)
         self._instance = instance
         self._receiver: Receiver
 
@@ -132,7 +132,7 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
         self._receiver = Receiver(message.hello.sender, instance.identity, instance.shell, instance.pool)
         self.outbox = self._receiver.outbox
         instance.receivers.add(self._receiver)
-        self._receiver.welcome()
+        self._receiver.welcome(self.offer_lane(message))
 
     def on_message(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview) -> None:
         """Opens, frames and closes of transfers."""
