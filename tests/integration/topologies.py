@@ -16,6 +16,7 @@ class Topology:
         store: whether there is a kvstore.
         dtype: of weights and KV.
         deterministic: whether the services run with `--deterministic`.
+        lane: that KV takes.
     """
 
     shape: str
@@ -24,6 +25,7 @@ class Topology:
     store: bool
     dtype: str
     deterministic: bool = False
+    lane: str = "local"
 
     @property
     def exact(self) -> bool:
@@ -32,7 +34,7 @@ class Topology:
 
     def __str__(self) -> str:
         store, exact = "store" if self.store else "no-store", "-deterministic" if self.deterministic else ""
-        return f"{self.shape}-{self.each}p{self.each}d-stages{self.stages}-{store}-{self.dtype}{exact}"
+        return f"{self.shape}-{self.each}p{self.each}d-stages{self.stages}-{store}-{self.dtype}{exact}-{self.lane}"
 
 
 SHAPES = ("tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
@@ -40,11 +42,11 @@ F32, BF16 = "float32", "bfloat16"
 SELECTED = [
     Topology("tiny-qwen3", 2, 2, False, F32),
     Topology("tiny-qwen2", 2, 1, True, BF16, deterministic=True),
-    Topology("tiny-mistral", 1, 2, True, BF16),
-    Topology("tiny-llama", 1, 1, False, BF16, deterministic=True),
-    Topology("tiny-qwen2", 1, 1, True, F32),
+    Topology("tiny-mistral", 1, 2, True, BF16, lane="tcp"),
+    Topology("tiny-llama", 1, 1, False, BF16, deterministic=True, lane="grpc"),
+    Topology("tiny-qwen2", 1, 1, True, F32, lane="tcp"),
 ]
-"""Every family, and every pair of values of two of the other axes, is in one of them at least."""
+"""Every family, every lane, and every pair of values of two of the other axes, is in one of them at least."""
 ALL = [Topology(*values) for values in itertools.product(SHAPES, (1, 2), (1, 2), (True, False), (F32, BF16))]
 REST = [topology for topology in ALL if topology not in SELECTED]
 

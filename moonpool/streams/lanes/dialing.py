@@ -22,7 +22,7 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
 
 DIAL_S = 2.0
-RETRY_S = 60.0
+RETRY_S = 10.0
 """How long a process leaves the lanes of a peer alone after one of them failed."""
 MAX_FAILURES = 1024
 

@@ -13,10 +13,11 @@ from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from moonpool.errors import FrameError, InvalidRequest
+from moonpool.errors import FrameError, InvalidRequest, StreamBroken
 from moonpool.kv.frames import MAX_FRAME_SLICES
 from moonpool.rpc.codec import plain_deserializer
 from moonpool.rpc.limits import MESSAGE_BYTES
+from moonpool.streams.lanes.faults import LANE_BROKEN, Breaker, breaker
 from moonpool.streams.lanes.held import Held
 from moonpool.streams.lanes.regions import Mapped, OwnRegions, Ring
 from moonpool.streams.lanes.sockets import LENGTHS, LaneSocket
@@ -42,6 +43,7 @@ class Lane(Generic[M]):
         readable: dict[int, Mapped] | None = None,
         lent: tuple[int, Mapped] | None = None,
         acknowledge: Callable[[Message], None],
+        breaks: Breaker | None = breaker,
     ) -> None:
         """Takes what has been agreed on.
 
@@ -53,7 +55,9 @@ class Lane(Generic[M]):
             readable: Regions in which the peer's payloads may lie.
             lent: Number and memory of the region to which this side may write its payloads.
             acknowledge: Sends a message to the peer, in its turn.
+            breaks: Breaks the lane on purpose.
         """
+        self._breaks = breaks
         self.name = name
         self._sock = sock
         self._parse = plain_deserializer(cls)
@@ -128,6 +132,8 @@ class Lane(Generic[M]):
 
     async def _write_held(self, item: Held) -> None:
         frame = kv_pb2.LaneFrame(message=item.message.SerializeToString())
+        if self._breaks is not None and self._breaks():
+            self._sock.close(StreamBroken(LANE_BROKEN))
         try:
             if self._posted(item, frame):
                 await self._send(frame, [])
