@@ -268,6 +268,7 @@ def explanation(message: conductor_pb2.ExplainResponse) -> Explanation:
         refused=message.refused,
         policy=message.policy,
         waited_s=message.waited_s,
+        lane=message.lane,
     )
 
 

@@ -305,19 +305,23 @@ class PrefillFinished(_message.Message):
 
     TRANSFER_TAIL_S_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
     transfer_tail_s: _builtins.float
     """From the first token to the verdict, seconds."""
     sent_bytes: _builtins.int
     """Payload bytes sent to decode."""
+    lane: _builtins.str
+    """The lane on which they went: "local", "tcp" or "grpc" (docs/lanes.md)."""
     def __init__(
         self,
         *,
         transfer_tail_s: _builtins.float = ...,
         sent_bytes: _builtins.int = ...,
+        lane: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sent_bytes", b"sent_bytes", "transfer_tail_s", b"transfer_tail_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lane", b"lane", "sent_bytes", b"sent_bytes", "transfer_tail_s", b"transfer_tail_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -174,7 +174,7 @@ class Desk:
 
     def _complete(self, finish: Finish, serving: Serving) -> None:
         serving.complete(finish)
-        self._decisions.complete(serving.ask.id, serving.answer.tpot_s)
+        self._decisions.complete(serving.ask.id, serving.answer.tpot_s, serving.lane)
         self._predictions.complete(serving)
 
     def _rehash(self, action: Rehash, serving: Serving) -> None:

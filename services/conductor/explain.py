@@ -54,11 +54,12 @@ class Decisions:
         if record is not None and not record.measured_ttft_s:
             record.measured_ttft_s = ttft_s
 
-    def complete(self, request_id: str, tpot_s: float) -> None:
-        """Note the measured mean time between tokens."""
+    def complete(self, request_id: str, tpot_s: float, lane: str) -> None:
+        """Note the measured mean time between tokens, and the lane on which the prompt's KV went to decode."""
         record = self._records.get(request_id)
         if record is not None:
             record.measured_tpot_s = tpot_s
+            record.lane = lane
 
     def get(self, request_id: str) -> conductor_pb2.ExplainResponse:
         """Return a decision.

@@ -33,6 +33,7 @@ class Request:
         logprobs: of these tokens, where they are wanted.
         scores: of the prompt's tokens but the first, where they are wanted.
         error: why its I/O has failed, if it has.
+        lane: on which its KV goes to decode.
     """
 
     number: int
@@ -46,6 +47,7 @@ class Request:
     logprobs: Logprobs | None = None
     scores: Logprobs = dataclasses.field(default_factory=Logprobs)
     error: MoonpoolError | None = None
+    lane: str = ""
     _events: "asyncio.Queue[prefill_pb2.PrefillResponse | MoonpoolError | None]" = dataclasses.field(
         default_factory=lambda: asyncio.Queue(MAX_EVENTS)
     )

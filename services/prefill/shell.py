@@ -189,7 +189,8 @@ class Shell:
 
     def _end(self, action: actions.EndJob, request: Request) -> None:
         if action.outcome is actions.Outcome.DONE:
-            finished = prefill_pb2.PrefillFinished(transfer_tail_s=action.tail_s, sent_bytes=action.sent_bytes)
+            tail_s, nbytes = action.tail_s, action.sent_bytes
+            finished = prefill_pb2.PrefillFinished(transfer_tail_s=tail_s, sent_bytes=nbytes, lane=request.lane)
             request.report(prefill_pb2.PrefillResponse(finished=finished))
             request.end()
         else:

@@ -307,6 +307,8 @@ def test_work_is_spread(served: Served) -> None:
 
 
 def test_kv_took_its_lane_and_no_other(served: Served) -> None:
+    result = served.check(served.prompt(70, seed=950), max_tokens=3)
+    assert served.client.explain(result.request_id).lane == served.topology.lane
     for kind in ("decode", "kvstore") if served.topology.store else ("decode",):
         for lane in ("local", "tcp"):
             opened = served.stack.gauge(kind, f"lanes_{lane}_opened")

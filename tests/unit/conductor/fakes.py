@@ -134,7 +134,7 @@ class ScriptedPrefill(FakeMember):
             )
             yield prefill_pb2.PrefillResponse(first_token=first)
             await _meet(self.after)
-            yield prefill_pb2.PrefillResponse(finished=prefill_pb2.PrefillFinished())
+            yield prefill_pb2.PrefillResponse(finished=prefill_pb2.PrefillFinished(lane="tcp"))
         finally:
             self.running -= 1
             self.note()
