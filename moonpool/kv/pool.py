@@ -184,6 +184,10 @@ class KVPool:
         part.slice(layer, block)[:] = data
         part.set_hash(layer, block, value)
 
+    def set_hash(self, layer: int, block: int, value: int) -> None:
+        """Keeps the hash that came with a slice which lies here already."""
+        self._by_layer[layer].set_hash(layer, block, value)
+
     def seal(self, layer: int, block: int, valid_tokens: int) -> None:
         """Makes the hash of a slice that was computed in this process."""
         self._by_layer[layer].seal(layer, block, valid_tokens)

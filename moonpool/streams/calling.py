@@ -219,6 +219,7 @@ class ClientStream(Generic[Req, Res]):
             except MoonpoolError as error:
                 await self._lane_ended(error)
             self.heard_at = loop.time()
+            assert isinstance(payload, memoryview), "payloads come with their messages"
             self.on_message(message, payload)
             del message, payload  # else their memory stays while the next payload is copied into other, colder memory
 

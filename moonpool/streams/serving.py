@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, StreamBroken, Unavailable
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.streams.calling import LANE_GRACE_S
+from moonpool.streams.lanes.landing import Landing
 from moonpool.streams.lanes.lane import Lane
 from moonpool.streams.lanes.listening import LaneServer, Opened
 from moonpool.streams.outbox import Outbox
@@ -98,6 +99,10 @@ class ServerStream(Generic[Req]):
     def on_message(self, message: Req, payload: memoryview) -> None:
         """Handles a message; what it raises ends the stream."""
         raise NotImplementedError
+
+    def place(self, message: Req, nbytes: int) -> Landing | None:
+        """Where a payload of so many bytes that comes on a lane is to land; None: it comes with its message."""
+        return None
 
     async def is_there(self) -> bool:
         """Nothing came for `quiet_s`: whether the peer lives all the same. If not, the stream ends as silent."""
@@ -250,12 +255,15 @@ class ServerStream(Generic[Req]):
     async def _receive_on(self, lane: Lane[Req]) -> None:
         while True:
             try:
-                item = await lane.read()
+                message, payload = await lane.read(self.place)
             except MoonpoolError as error:
                 await self._lane_ended(error)
             await self.room()
-            self.on_message(*item)
-            del item  # as in _receive
+            if isinstance(payload, Landing):
+                payload.landed()
+            else:
+                self.on_message(message, payload)
+            del message, payload  # as in _receive
 
     async def _lane_ended(self, error: MoonpoolError) -> NoReturn:
         await asyncio.sleep(LANE_GRACE_S)  # a peer that has left ends its call too, and this task with it

@@ -11,6 +11,7 @@ from moonpool.engine.incoming import IncomingRequest
 from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.rpc.writing import write_each
+from moonpool.streams.lanes.landing import Landing
 from moonpool.streams.outbox import STALL_S
 from moonpool.streams.receiving import check_hello
 from moonpool.streams.serving import ServerStream, Write
@@ -137,6 +138,10 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
     def on_message(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview) -> None:
         """Opens, frames and closes of transfers."""
         self._receiver.take(message, payload)
+
+    def place(self, message: decode_pb2.ReceiveKVRequest, nbytes: int) -> Landing | None:
+        """Whole slices land in the pool."""
+        return self._receiver.place(message, nbytes)
 
     def end(self) -> None:
         """What has not come whole will not come."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -19,11 +20,16 @@ from moonpool.rpc.codec import plain_deserializer
 from moonpool.rpc.limits import MESSAGE_BYTES
 from moonpool.streams.lanes.faults import LANE_BROKEN, Breaker, breaker
 from moonpool.streams.lanes.held import Held
+from moonpool.streams.lanes.landing import Landing, copy_parts
 from moonpool.streams.lanes.regions import Mapped, OwnRegions, Ring
 from moonpool.streams.lanes.sockets import LENGTHS, LaneSocket
 from moonpool.v1 import kv_pb2
 
 M = TypeVar("M", bound=Message)
+
+
+def _nowhere(message: Message, nbytes: int) -> None:
+    """Payloads get memory of their own."""
 
 
 class Lane(Generic[M]):
@@ -75,8 +81,11 @@ class Lane(Generic[M]):
         """It has ended."""
         return self._error is not None
 
-    async def read(self) -> tuple[M, memoryview]:
-        """The next message and its payload, which is nobody else's.
+    async def read(self, place: Callable[[M, int], Landing | None] = _nowhere) -> tuple[M, memoryview | Landing]:
+        """The next message and its payload, which is nobody else's; or where the payload has landed.
+
+        Args:
+            place: Says where the payload of a message, of so many bytes, is to land; None for memory of its own.
 
         Raises:
             StreamBroken: The lane has ended.
@@ -87,13 +96,18 @@ class Lane(Generic[M]):
             if size + follow > MESSAGE_BYTES:
                 raise FrameError(f"a message of {size} bytes with {follow} bytes of payload")
             frame = self._frame(bytes(await self._sock.receive(size)))
-            payload = await self._sock.receive(follow)
             if frame.pulled:
                 self._pulled(frame.pulled)
+            message = self._message(frame.message)
             if frame.extents:
-                payload = self._pull(frame, payload)
+                return message, self._pull(frame, await self._sock.receive(follow), partial(place, message))
+            landing = place(message, follow) if follow else None
+            if landing is not None:
+                await self._sock.receive_onto(landing.targets, landing.live)
+                return message, landing
+            payload = await self._sock.receive(follow)
             if frame.message:
-                return self._message(frame.message), payload
+                return message, payload
 
     async def write(self, item: Message | bytes | Held) -> None:
         """Sends what an outbox gives: a message, an encoded message, or one whose payload is held. Not to be cancelled.
@@ -187,7 +201,9 @@ class Lane(Generic[M]):
             elif self._ring is not None:
                 self._ring.free()
 
-    def _pull(self, frame: kv_pb2.LaneFrame, follow: memoryview) -> memoryview:
+    def _pull(
+        self, frame: kv_pb2.LaneFrame, follow: memoryview, place: Callable[[int], Landing | None]
+    ) -> memoryview | Landing:
         """Copies a payload from where its extents say that it lies, and tells the peer."""
         if len(frame.extents) > MAX_FRAME_SLICES or sum(extent.length for extent in frame.extents) > MESSAGE_BYTES:
             raise FrameError("the payload of a message is too large")
@@ -201,7 +217,10 @@ class Lane(Generic[M]):
                 at += extent.length
         if at != follow.nbytes:
             raise FrameError(f"{follow.nbytes} bytes follow a message, its extents need {at}")
-        payload = memoryview(b"".join(parts))
+        landing = place(sum(part.nbytes for part in parts))
+        if landing is not None:
+            copy_parts(parts, landing.targets)
+        payload = landing or memoryview(b"".join(parts))
         self._acknowledge(kv_pb2.LaneFrame(pulled=1))
         return payload
 

@@ -64,6 +64,30 @@ class LaneSocket:
                 self._begin, self._end = 0, await self._receive_some(self._buffer)
                 at += self._from_buffer(data[at:])
 
+    async def receive_onto(self, targets: Sequence[memoryview], live: Callable[[], bool]) -> None:
+        """Fills targets with the next bytes, one after the other; drops the rest once they are not `live`.
+
+        Raises as `receive`.
+        """
+        left = list(targets)
+        while left:
+            if not live():
+                await self.receive(sum(target.nbytes for target in left))
+                return
+            if self._begin < self._end:
+                left = _behind(left, self._from_buffer(left[0]))
+                continue
+            try:
+                count, _, _, _ = self._sock.recvmsg_into(left[:_MAX_PARTS])
+            except (BlockingIOError, InterruptedError):
+                await self._wait(self._loop.add_reader, self._loop.remove_reader)
+                continue
+            except OSError as error:
+                raise self._failure(error) from error
+            if not count:
+                raise StreamBroken("the peer has closed its end")
+            left = _behind(left, count)
+
     async def send(self, parts: Sequence[memoryview | bytes]) -> None:
         """Returns when the system has taken all parts: their memory is free then. To be called by one task at a time.
 
