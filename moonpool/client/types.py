@@ -280,7 +280,7 @@ class Explanation:
     waited_s: float = 0.0
     """Seconds that it waited at the conductor for a place."""
     lane: str = ""
-    """The lane on which the prompt's KV went to decode; empty before the answer's end, and where none went."""
+    """The lane on which the prompt's KV went to decode; empty before the first token, and where none went."""
 
 
 @dataclass(frozen=True, slots=True)

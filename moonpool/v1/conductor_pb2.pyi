@@ -1232,7 +1232,7 @@ class ExplainResponse(_message.Message):
     waited_s: _builtins.float
     """Seconds that it waited at the conductor, for room or for a limit that could be kept."""
     lane: _builtins.str
-    """The lane on which the prompt's KV went to decode (docs/lanes.md); empty before the answer's end, and where none went."""
+    """The lane on which the prompt's KV went to decode (docs/lanes.md); empty before the first token, and where none went."""
     @_builtins.property
     def placement(self) -> Global___Placement:
         """The placement; unset when it was refused."""

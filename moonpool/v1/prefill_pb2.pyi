@@ -240,6 +240,7 @@ class FirstToken(_message.Message):
     LOG_PROBABILITIES_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token."""
     local_tokens: _builtins.int
@@ -252,6 +253,8 @@ class FirstToken(_message.Message):
     """Time spent waiting, seconds."""
     prefill_s: _builtins.float
     """Time from the first step to the token, seconds."""
+    lane: _builtins.str
+    """The lane on which KV goes to decode: "local", "tcp" or "grpc" (docs/lanes.md); empty while none goes."""
     @_builtins.property
     def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreMiss]:
         """Blocks that could not be loaded because the store had lost them."""
@@ -288,10 +291,11 @@ class FirstToken(_message.Message):
         log_probabilities: _abc.Iterable[_builtins.float] | None = ...,
         logprobs: _kv_pb2.Logprobs | None = ...,
         prompt_logprobs: _kv_pb2.Logprobs | None = ...,
+        lane: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "further_token_ids", b"further_token_ids", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "misses", b"misses", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "further_token_ids", b"further_token_ids", "lane", b"lane", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "misses", b"misses", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -305,23 +309,19 @@ class PrefillFinished(_message.Message):
 
     TRANSFER_TAIL_S_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
-    LANE_FIELD_NUMBER: _builtins.int
     transfer_tail_s: _builtins.float
     """From the first token to the verdict, seconds."""
     sent_bytes: _builtins.int
     """Payload bytes sent to decode."""
-    lane: _builtins.str
-    """The lane on which they went: "local", "tcp" or "grpc" (docs/lanes.md)."""
     def __init__(
         self,
         *,
         transfer_tail_s: _builtins.float = ...,
         sent_bytes: _builtins.int = ...,
-        lane: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lane", b"lane", "sent_bytes", b"sent_bytes", "transfer_tail_s", b"transfer_tail_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sent_bytes", b"sent_bytes", "transfer_tail_s", b"transfer_tail_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

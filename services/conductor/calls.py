@@ -141,7 +141,6 @@ class Calls:
                 elif response.HasField("accepted"):
                     self._post(Accepted(order.io, response.accepted.number))
                 elif response.HasField("finished"):
-                    serving.lane = response.finished.lane
                     self._post(Delivered(order.io))
         finally:
             call.cancel()

@@ -168,13 +168,13 @@ class Desk:
             self._recording.ended(action.request, serving.answer.tokens)
 
     def _first_token(self, serving: Serving) -> None:
-        self._decisions.first_token(serving.ask.id, serving.answer.ttft_s)
+        self._decisions.first_token(serving.ask.id, serving.answer.ttft_s, serving.answer.lane)
         if not serving.ask.beams:  # theirs come with the last ones
             self._predictions.first_token(serving)
 
     def _complete(self, finish: Finish, serving: Serving) -> None:
         serving.complete(finish)
-        self._decisions.complete(serving.ask.id, serving.answer.tpot_s, serving.lane)
+        self._decisions.complete(serving.ask.id, serving.answer.tpot_s)
         self._predictions.complete(serving)
 
     def _rehash(self, action: Rehash, serving: Serving) -> None:

@@ -31,7 +31,6 @@ class Serving:
         placement: the last one; `placements` how many there were.
         promised_tbt_s: predicted seconds between tokens, by the decode instance that has promised room.
         started: decode was told to start there.
-        lane: on which the prompt's KV went to decode.
         opening_logprobs: of the token with which decode begins, where one answer wants them.
         prompt_unscored: the client wants the prompt's log probabilities, and was not told them.
         transient: its KV was deleted meanwhile: engines keep nothing of it.
@@ -47,7 +46,6 @@ class Serving:
     placements: int = 0
     promised_tbt_s: dict[str, float] = field(default_factory=dict)
     started: bool = False
-    lane: str = ""
     opening_logprobs: Logprobs | None = None
     transient: bool = False
     prompt_unscored: bool = field(init=False)

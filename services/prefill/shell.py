@@ -189,8 +189,7 @@ class Shell:
 
     def _end(self, action: actions.EndJob, request: Request) -> None:
         if action.outcome is actions.Outcome.DONE:
-            tail_s, nbytes = action.tail_s, action.sent_bytes
-            finished = prefill_pb2.PrefillFinished(transfer_tail_s=tail_s, sent_bytes=nbytes, lane=request.lane)
+            finished = prefill_pb2.PrefillFinished(transfer_tail_s=action.tail_s, sent_bytes=action.sent_bytes)
             request.report(prefill_pb2.PrefillResponse(finished=finished))
             request.end()
         else:
@@ -341,6 +340,7 @@ def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.Prefi
         computed_tokens=told.computed_tokens,
         queue_s=told.queue_s,
         prefill_s=told.prefill_s,
+        lane=request.lane,
         misses=[
             prefill_pb2.StoreMiss(store=request.sources[miss.source].instance, block=miss.block) for miss in told.misses
         ],

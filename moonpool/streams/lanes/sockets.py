@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -27,6 +28,9 @@ BUFFER_BYTES = 64 << 10
 TURN_BYTES = 1 << 20
 """After so many bytes that were there at once, others get a turn of the event loop."""
 _MAX_PARTS = 512
+_new_bytes = ctypes.pythonapi.PyByteArray_FromStringAndSize
+"""Bytes that are not zeros first: all of them are received."""
+_new_bytes.argtypes, _new_bytes.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
 
 
 class LaneSocket:
@@ -50,7 +54,7 @@ class LaneSocket:
             StreamBroken: The peer has closed its end, or the connection broke.
             Exception: The error given to `close`.
         """
-        data = memoryview(bytearray(nbytes))
+        data = memoryview(_new_bytes(None, nbytes))
         await self.receive_into(data)
         return data
 

@@ -131,10 +131,11 @@ class ScriptedPrefill(FakeMember):
                 local_tokens=self.cached_tokens,
                 computed_tokens=length - self.cached_tokens,
                 misses=self.misses,
+                lane="tcp",
             )
             yield prefill_pb2.PrefillResponse(first_token=first)
             await _meet(self.after)
-            yield prefill_pb2.PrefillResponse(finished=prefill_pb2.PrefillFinished(lane="tcp"))
+            yield prefill_pb2.PrefillResponse(finished=prefill_pb2.PrefillFinished())
         finally:
             self.running -= 1
             self.note()
