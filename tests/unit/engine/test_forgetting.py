@@ -69,7 +69,7 @@ class Rig:
             lambda keys, tenant: self.carried_out.concerning(keys, tenant, NAMESPACE),
         )
         self.forgetting = Forgetting(NAMESPACE, 10, self.write_back, self._carry_out, self.carried_out)
-        self.dropped: list[bytes] = []
+        self.dropped: list[BlockKey] = []
 
     def _carry_out(self, event: ForgetKV) -> int:
         self.looks.append(event)
@@ -80,7 +80,7 @@ class Rig:
             if not stored:
                 self.dropped.append(key)
 
-        self.write_back.submit(STORE, [key], [bytes(32)], tenant, [1], over)
+        self.write_back.submit(STORE, [key], [BlockKey(bytes(32))], tenant, [1], over)
 
     async def delete(self, name: str, **named: object) -> kv_pb2.ForgetResponse:
         deletion = kv_pb2.Deletion(id=name, selection=kv_pb2.Selection(**named))  # type: ignore[arg-type]
