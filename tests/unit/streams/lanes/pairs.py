@@ -42,6 +42,13 @@ def shared(pool: KVPool) -> Callable[[], list[Shared]]:
     return lambda: [Shared(fd, data) for fd, data in pool.shared()]
 
 
+async def came(lane: Lane[Any]) -> tuple[Any, bytes]:
+    """The next message and its payload."""
+    message, payload = await lane.read()
+    assert isinstance(payload, memoryview), "nobody has said where it is to land"
+    return message, bytes(payload)
+
+
 class Cuttable(LaneDialer):
     """Remembers the lanes that it opened, so that a test can break them."""
 

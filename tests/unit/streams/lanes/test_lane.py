@@ -10,10 +10,9 @@ import pytest
 from moonpool.errors import FrameError, StreamBroken
 from moonpool.kv.hashes import slice_hash
 from moonpool.streams.lanes.held import Held
-from moonpool.streams.lanes.lane import Lane
 from moonpool.streams.lanes.sockets import LENGTHS
 from moonpool.v1 import kv_pb2, kvstore_pb2
-from tests.unit.streams.lanes.pairs import LAYOUT, MAILBOX, REQUEST, RESPONSE, pair, pool_of
+from tests.unit.streams.lanes.pairs import LAYOUT, MAILBOX, REQUEST, RESPONSE, came, pair, pool_of
 
 SLICE = LAYOUT.slice_bytes
 
@@ -27,17 +26,11 @@ def frame(*extents: tuple[int, int, int], follow: int = 0, pulled: int = 0) -> b
     return LENGTHS.pack(len(data), follow) + data
 
 
-async def came(lane: Lane[Any]) -> tuple[Any, bytes]:
-    """The next message and its payload."""
-    message, payload = await lane.read()
-    return message, bytes(payload)
-
-
 async def test_messages_and_payloads_in_order_both_ways() -> None:
     large = memoryview(bytes(range(256)) * (3 << 12))
     async with pair() as lane:
         writing = asyncio.ensure_future(lane.client.write(Held(REQUEST, large)))
-        assert await lane.server.read() == (REQUEST, large)
+        assert await came(lane.server) == (REQUEST, bytes(large))
         await writing
         await lane.client.write(REQUEST.SerializeToString())
         await lane.server.write(Held(RESPONSE, [large[:5], large[7:9]]))
@@ -52,7 +45,7 @@ async def test_a_payload_is_held_until_it_was_pulled_and_what_is_no_region_s_fol
     copy = memoryview(bytearray(b"x" * SLICE))
     async with pair(pool) as lane:
         item = lane.held([pool.slice(0, 2), copy, pool.slice(1, 0), pool.slice(1, 1)])
-        message, payload = await lane.server.read()
+        message, payload = await came(lane.server)
         assert message == REQUEST
         assert payload == b"\x03" * SLICE + b"x" * SLICE + b"\x11" * SLICE + b"\x12" * SLICE
         assert not item.done.done()
@@ -70,9 +63,9 @@ async def test_what_is_overwritten_too_early_does_not_match_its_hash_and_never_c
     async with pair(pool) as lane:
         lane.held([pool.slice(0, 0)])
         lane.held([pool.slice(0, 0)])
-        _, first = await lane.server.read()
+        _, first = await came(lane.server)
         pool.slice(0, 0)[:] = b"!" * SLICE
-        _, second = await lane.server.read()
+        _, second = await came(lane.server)
         assert (slice_hash(first) == value, slice_hash(second) == value) == (True, False)
     pool.close()
 
@@ -84,7 +77,7 @@ async def test_a_pool_that_is_closed_stays_readable_for_the_peer() -> None:
         lane.held([pool.slice(0, 1)])
         await asyncio.gather(*lane.tasks)
         pool.close()
-        assert (await lane.server.read())[1] == data
+        assert (await came(lane.server))[1] == data
 
 
 async def test_a_server_writes_to_what_is_lent_and_beside_it_when_that_is_full() -> None:
@@ -95,14 +88,14 @@ async def test_a_server_writes_to_what_is_lent_and_beside_it_when_that_is_full()
             await lane.tasks[-1]
             assert item.done.done(), "the store's memory is free as soon as the bytes are copied"
         for part in data:
-            assert await lane.client.read() == (RESPONSE, part)
+            assert await came(lane.client) == (RESPONSE, bytes(part))
         for _ in range(4):  # the client's acknowledgements free the mailbox
             await lane.client.write(REQUEST)
         await asyncio.gather(*lane.tasks)
         for _ in range(4):
             await lane.server.read()
         await lane.server.write(Held(RESPONSE, data[:4]))
-        assert (await lane.client.read())[1] == b"".join(data[:4])
+        assert (await came(lane.client))[1] == b"".join(data[:4])
 
 
 @pytest.mark.parametrize(
