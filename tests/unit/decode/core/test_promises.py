@@ -138,6 +138,16 @@ def test_a_time_is_promised_for_when_the_sequence_starts(starts_in_s: float, pro
     assert (world.reserve(prompt(4, 4), slo=limit, starts_in_s=starts_in_s) is not None) == promised
 
 
+@pytest.mark.parametrize(("starts_in_s", "asked_in_s", "promised"), [(5.0, 0.02, True), (0.04, 0.02, False)])
+def test_who_starts_later_counts_from_its_own_start(starts_in_s: float, asked_in_s: float, promised: bool) -> None:
+    """Answers of 20 tokens, some 5 ms each: one that starts in 20 ms is over in 5 s, and not in 40 ms."""
+    world = World(config(40, assumed_answer_tokens=20))
+    for seed in (1, 2):
+        assert world.reserve(prompt(4, seed), 20, starts_in_s=starts_in_s) is not None
+    limit = SPEEDS.decode_base_s + 2.5 * SPEEDS.decode_per_sequence_s
+    assert (world.reserve(prompt(4, 3), 20, slo=limit, starts_in_s=asked_in_s) is not None) == promised
+
+
 @pytest.mark.parametrize("answer", [1, 2])
 def test_a_sequence_that_ends_with_its_first_token_never_runs(answer: int) -> None:
     world = World(config(12))

@@ -42,7 +42,7 @@ def test_whoever_is_let_in_by_all_is_refused_by_nobody() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match="admission: is one of all, baseline, early, predictive, promised, not 'some'"):
+    with pytest.raises(ConfigError, match=r"admission: is one of .*, promised, not 'some'"):
         simulate(replace(CROWDED, admission="some"), [])
 
 
