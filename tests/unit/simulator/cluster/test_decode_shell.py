@@ -41,8 +41,9 @@ from services.decode.live import LiveRequest
 from services.decode.shell import DecodeShell
 from services.decode.subscriber import Subscriber
 from simulator.cluster.config import ClusterConfig, DecodeMemory
-from simulator.cluster.decode import DecodeInstance, Ears, core_config
+from simulator.cluster.decode import DecodeInstance, Ears
 from simulator.cluster.requests import Request, Sequence
+from simulator.cluster.settings import core_config
 from simulator.kernel.clock import World, ps
 from simulator.kernel.links import Network
 from tests.unit.fakes.engine import FakeEngine

@@ -71,7 +71,8 @@ def test_a_machine_drains_and_comes_back_in_the_other_role() -> None:
     [(when, name)] = cluster.machines.changed
     assert name == "p3"
     assert when >= ps(7.0)
-    assert [it.name for it in (*cluster.prefills, *cluster.decodes) if it.up] == ["p0", "p1", "p3", "d2"]
+    assert [prefill.name for prefill in cluster.prefills if prefill.up] == ["p0", "p1", "p3"]
+    assert [decode.name for decode in cluster.decodes if decode.up] == ["d2"]
 
 
 def test_orders_for_another_life_of_an_instance_do_nothing() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from moonpool.cost import prefill_seconds
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError
 from services.conductor.core.roles import RoleLimits
@@ -39,7 +40,7 @@ def test_wide_pipelines_are_for_long_prompts() -> None:
 def test_prompts_come_at_the_load_that_is_wanted() -> None:
     wanted = ClusterConfig(profile=PROFILE, prefill=4, kvstore=0, widths=(2, 2, 2, 2))
     found = list(Stream([(2048, 0.5), (4096, 0.5)], 0.5, 400, 3).read(wanted))
-    seconds = sum(pipelines.prefill_seconds(PROFILE.speeds, one.input_length, 0) for one in found)
+    seconds = sum(prefill_seconds(PROFILE.speeds, one.input_length, 0) for one in found)
     assert seconds / (found[-1].timestamp / 1000) == pytest.approx(0.5 * 8, rel=0.15)
     assert {one.input_length for one in found} == {2048, 4096}
     ids = [hash_id for one in found for hash_id in one.hash_ids]
@@ -88,11 +89,11 @@ def test_rows_of_conductors() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_memory_does_not_grow_with_the_length_of_a_run() -> None:
-    """What is left at the end of runs at the same load, stores and pools of some size: they fill, and that is all."""
-    left = [_left(count) for count in (600, 1200, 2400)]
-    assert left[2] < 1.25 * left[0], left
+    """What is left at the end of runs at the same load: pools, stores and windows of lengths fill, and that is all."""
+    left = [_left(count) for count in (600, 1500, 3000)]
+    assert left[2] < 1.1 * left[1], left
 
 
 def _left(count: int) -> int:
