@@ -56,8 +56,7 @@ class NativeLayers:
             batch: The sequences; its tables were checked for `plan`.
             angles: RoPE's cos and sin of the batch's rows.
             plan: Of the batch and `kv`.
-            kv: The stage's pool [layers, blocks, kv_heads, 2, block_tokens, head_dim], each block dense; or the part of
-                layer `first` alone, when it is the only one to run.
+            kv: The stage's pool [layers, blocks, kv_heads, 2, block_tokens, head_dim], each block dense.
             first: First layer.
             last: The layer after the last.
             tails: Of each sequence so many last rows are wanted of layer `last` - 1, the others are left undefined;
@@ -70,13 +69,12 @@ class NativeLayers:
         if chosen is not None:
             some = _items(chosen.single, chosen.several)
         size = kv.element_size()
-        begin = kv.data_ptr() + (0 if kv.shape[0] == 1 else (first - self._index) * kv.stride(0) * size)
         step = structures.Step(
             first - self._index, last - self._index, self._index,
             hidden.data_ptr(), hidden.shape[0],
             angles[0].data_ptr(), angles[1].data_ptr(),
             batch.block_ids.data_ptr(), batch.offsets.data_ptr(),
-            begin, kv.stride(0) * size, kv.stride(1) * size, kv.shape[4],
+            kv.data_ptr(), kv.stride(0) * size, kv.stride(1) * size, kv.shape[4],
             tables.data_ptr(), tables.stride(0),
             _items(plan.decode, plan.prefill),
             None if chosen is None else chosen.rows.data_ptr() or hidden.data_ptr(),

@@ -206,7 +206,8 @@ def test_layer_by_layer_and_by_any_threads_the_same_bits(checkpoint: Callable[[s
     again, batch = prefixes.clone(), work.batch
     hidden = checked.stage.embed(batch.token_ids)
     for layer in range(4):
-        hidden = checked.stage.layer(layer, hidden, batch, again[layer])
+        came, hidden = checked.stage.run(hidden, batch, again, layer, layer + 1)
+        assert came == layer + 1
     assert torch.equal(hidden, whole)
     torch.testing.assert_close(again, pool, rtol=0, atol=0, equal_nan=True)
 
