@@ -31,11 +31,6 @@ class Found:
     failed: dict[int, str] = field(default_factory=dict)
 
 
-def tails_of(step: Step) -> list[int]:
-    """Of each sequence, how many of its last rows `choose` looks at."""
-    return [len(it.token_ids) // 4 if it.scored is not None else int(it.sample is not None) for it in step.sequences]
-
-
 @torch.inference_mode()
 def choose(
     model: StageModel,

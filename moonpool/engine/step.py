@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moonpool.engine.choosing import Found, choose, tails_of
+from moonpool.engine.choosing import Found, choose
 from moonpool.engine.devices.opening import Place
 from moonpool.engine.gates import Gates, Watch
 from moonpool.engine.masks import Masks
@@ -105,11 +105,10 @@ class StageRunner:
         On a plain CPU, where work is done when it is given, they go together as far as gates are open, unless each is
         told.
         """
-        place, layer, end = self.place, self.model.layer_begin, self.model.layer_end
+        place, layer, end, tails = self.place, self.model.layer_begin, self.model.layer_end, self._tails(step)
         watch = None
         if place.device is None and not step.layer_events:
             watch = self.gates.watch(step.step_id, gated=step.gated)
-        tails = tails_of(step) if self.model.is_last else None
         while layer < end:
             if step.gated and not self.gates.wait(step.step_id, layer, self.gate_timeout_s):
                 return False
@@ -119,13 +118,21 @@ class StageRunner:
             last = layer + 1 if watch is None else end
             for its in range(layer, last):
                 place.memory.need(its)
-            place.lane.run(partial(self._run, work, layer, last, tails if last == end else None, watch))
+            place.lane.run(partial(self._run_layers, layer, last, tails, work, watch))
             came = last if watch is None else work.layer
             for its in range(layer, came):
                 told = partial(self._layer_done, step.step_id, its, start_ns) if step.layer_events else None
                 place.memory.leave(its, told)
             layer = came
         return True
+
+    def _tails(self, step: Step) -> list[int] | None:
+        """Of each sequence, its last rows whose hidden states after the last layer are wanted; None = all rows."""
+        if not self.model.is_last:
+            return None
+        return [
+            len(it.token_ids) // 4 if it.scored is not None else int(it.sample is not None) for it in step.sequences
+        ]
 
     # --- in the lane -----------------------------------------------------------------------------------------------
 
@@ -135,9 +142,10 @@ class StageRunner:
     def _embed(self, work: _Work) -> None:
         work.hidden = self.model.embed(work.batch.token_ids)
 
-    def _run(self, work: _Work, first: int, last: int, tails: list[int] | None, watch: Watch | None) -> None:
+    def _run_layers(self, first: int, last: int, tails: list[int] | None, work: _Work, watch: Watch | None) -> None:
+        wanted = tails if last == self.model.layer_end else None
         work.layer, work.hidden = self.model.run(
-            work.hidden, work.batch, self.kv, first, last, tails=tails, watch=watch
+            work.hidden, work.batch, self.kv, first, last, tails=wanted, watch=watch
         )
 
     def _choose(self, step: Step, work: _Work, masks: Mapping[int, Future[bytes]]) -> None:

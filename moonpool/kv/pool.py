@@ -72,9 +72,8 @@ class PoolPart:
         """Keeps the hash that came with a slice."""
         self.hashes[(layer - self.layer_begin) * self.blocks + block] = value
 
-    def take(self, layer: int, block: int, data: memoryview, value: int) -> None:
-        """Takes a slice that came from elsewhere, and its hash; counts it when all its bytes are there."""
-        self.slice(layer, block)[:] = data
+    def landed(self, layer: int, block: int, value: int) -> None:
+        """A slice came from elsewhere, all its bytes are here: keeps the hash that came with it, and counts it."""
         self.set_hash(layer, block, value)
         self.written[(layer - self.layer_begin) * self.blocks + block] += 1
 
@@ -174,7 +173,12 @@ class KVPool:
 
     def write(self, layer: int, block: int, data: memoryview, value: int) -> None:
         """Takes one layer of one block that came from elsewhere, verified, and the hash that came with it."""
-        self._by_layer[layer].take(layer, block, data, value)
+        self.slice(layer, block)[:] = data
+        self.set_hash(layer, block, value)
+
+    def set_hash(self, layer: int, block: int, value: int) -> None:
+        """Keeps the hash that came with a slice which lies here already, and tells a device that the slice is new."""
+        self._by_layer[layer].landed(layer, block, value)
 
     def seal(self, layer: int, block: int, valid_tokens: int) -> None:
         """Makes the hash of a slice that was computed in this process."""

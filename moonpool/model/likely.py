@@ -69,8 +69,8 @@ def logprobs(logits: Tensor, tokens: Sequence[Sequence[int]], count: int) -> lis
     """Return the log probabilities of each row's `tokens` by `logits` [R, vocab], and of its `count` most likely."""
     sizes = [len(its) for its in tokens]
     several = max(sizes, default=1) > 1
-    rows = torch.arange(len(tokens)).repeat_interleave(torch.tensor(sizes))
-    chosen = torch.tensor([token for its in tokens for token in its])
+    rows = torch.arange(len(tokens)).repeat_interleave(torch.tensor(sizes)).to(logits.device)
+    chosen = torch.tensor([token for its in tokens for token in its], device=logits.device)
     normalisers, values = logits.logsumexp(-1), logits[rows, chosen]
     ranks = ((logits[rows] if several else logits) > values[:, None]).sum(-1) + 1
     found = torch.split_with_sizes(values - normalisers[rows], sizes), torch.split_with_sizes(ranks, sizes)

@@ -110,7 +110,7 @@ def _greedy(logits: Tensor) -> tuple[list[int], dict[int, str]]:
     width = 128 if vocab % 128 == 0 else 1
     runs = logits.view(rows, -1, width)
     highest, run = runs.amax(-1).max(-1)
-    chosen = run * width + runs[torch.arange(rows), run].argmax(-1)
+    chosen = run * width + runs[torch.arange(rows, device=logits.device), run].argmax(-1)
     return chosen.tolist(), {} if bool(torch.isfinite(highest).all()) else _failed(highest.tolist())
 
 

@@ -49,6 +49,10 @@ SELECTED = [
 ]
 """Every family, and every pair of values of two of the other axes, is in one of them at least."""
 ALL = [Topology(*values) for values in itertools.product(SHAPES, (1, 2), (1, 2), (True, False), (F32, BF16))]
+ON_GPU = [
+    Topology("tiny-qwen3", 1, 1, True, F32, device="cuda"),
+    Topology("tiny-llama", 1, 1, True, BF16, device="cuda"),
+]
 REST = [
     *(topology for topology in ALL if topology not in SELECTED),
     Topology("tiny-llama", 2, 2, True, BF16, device="staged:11"),

@@ -3,7 +3,10 @@
 `SEED=...` repeats one order.
 """
 
+import importlib.util
 import os
+import subprocess
+import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +19,7 @@ import torch
 
 from moonpool.checkpoint import kv_layout, load_config
 from moonpool.engine.devices.courier import Courier
+from moonpool.engine.devices.cuda import CudaDevice
 from moonpool.engine.devices.lanes import Device, Immediate
 from moonpool.engine.devices.memory import OnePool
 from moonpool.engine.devices.names import DeviceName
@@ -153,15 +157,20 @@ def part(tokens: Sequence[int], start: int, table: tuple[int, ...], *, sample: b
     return SequenceStep(ids(tokens[start:]), start, table, GREEDY if sample else None)
 
 
-def story(it: Rig) -> list[object]:
-    """What an instance does with its pool, and everything that can be seen of it."""
+Story = tuple[list[object], list[object]]
+
+
+def story(it: Rig) -> Story:
+    """What an instance does with its pool, and everything that can be seen of it: tokens, and KV with its hashes."""
     found: list[object] = []
+    kv: list[object] = []
     # A prompt in two chunks, layer by layer, beside another one.
     it.watched = (4, 1)
     it.run(part(PROMPT[:32], 0, (4, 1), sample=False), layer_events=True)
     done = it.run(part(PROMPT, 32, (4, 1, 6)), part(OTHER, 0, (7, 2)), layer_events=True)
-    found += [done.sampled, dict(it.seen), [it.slices(block) for block in (4, 1, 7)]]
-    found.append([value for _, value in it.slices(6)])  # behind its last token lies something
+    found.append(done.sampled)
+    kv += [dict(it.seen), [it.slices(block) for block in (4, 1, 7)]]
+    kv.append([value for _, value in it.slices(6)])  # behind its last token lies something
     # Its blocks go elsewhere and come back into others, as a transfer's; its last one is part-filled.
     for source, block in ((4, 9), (1, 3), (6, 5)):
         it.write(block, it.slices(source))
@@ -185,7 +194,7 @@ def story(it: Rig) -> list[object]:
     # It is swapped out and comes back into blocks that were others'.
     it.fetch(*twin)
     saved = [it.slices(block) for block in twin]
-    found.append(saved[:2])
+    kv.append(saved[:2])
     for block in twin:
         it.write(block, [(bytes(len(data)), 0) for data, _ in it.slices(block)])
     for slices, block in zip(saved, (4, 1, 6), strict=True):
@@ -194,34 +203,58 @@ def story(it: Rig) -> list[object]:
         sampled = it.run(part(moved, len(moved) - 1, (4, 1, 6))).sampled[0]
         assert sampled is not None
         moved.append(sampled)
-    found += [moved, it.slices(6)]
+    found.append(moved)
+    kv.append(it.slices(6))
     # A prefix comes layer by layer, behind gates; a wrong one is given up, and the next has its blocks.
     wrong: Slices = [(bytes([layer + 1]) * len(data), 0) for layer, (data, _) in enumerate(saved[0])]
     it.aborting, it.loading = True, {8: wrong, 0: wrong}
     found.append(it.run(part(PROMPT, 32, (8, 0, 11)), gated=True, layer_events=True).aborted)
     it.aborting, it.loading = False, dict(zip((8, 0), saved, strict=False))
     found.append(it.run(part(PROMPT, 32, (8, 0, 11)), gated=True, layer_events=True).sampled)
-    return found
+    return found, kv
 
 
 @pytest.fixture(scope="module")
-def expected(model: StageModel) -> list[object]:
+def expected(model: StageModel) -> Story:
     with rig(model, None) as it:
         return story(it)
 
 
 @pytest.mark.parametrize("seed", FEW)
-def test_a_hostile_order_changes_nothing(model: StageModel, expected: list[object], seed: int) -> None:
+def test_a_hostile_order_changes_nothing(model: StageModel, expected: Story, seed: int) -> None:
     with rig(model, StagedDevice(seed), buffers=1 + seed % 3) as it:
         assert story(it) == expected
+    assert os.environ.get("TOKENS") in (None, repr(expected[0])), "other kernels chose others"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_thousand_hostile_orders_change_nothing(model: StageModel, expected: list[object]) -> None:
+def test_a_thousand_hostile_orders_change_nothing(model: StageModel, expected: Story) -> None:
     for seed in range(1000):
         with rig(model, StagedDevice(seed), buffers=1 + seed % 3) as it:
             assert story(it) == expected, f"SEED={seed}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_chooses_the_same_tokens(checkpoint: Path, expected: Story) -> None:
+    config = load_config(checkpoint)
+    device = CudaDevice(0)
+    model = load_stage(checkpoint, config, torch.float32, 0, config.num_layers, device.torch_device)
+    with rig(model, device) as it:
+        assert story(it)[0] == expected[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_the_kernels_of_gpus_in_a_hostile_order_choose_the_same_tokens(expected: Story) -> None:
+    """In Triton's interpreter, which has to be chosen before Triton is imported."""
+    name = f"{Path(__file__)}::test_a_hostile_order_changes_nothing"
+    environment = os.environ | {"MOONPOOL_KERNELS": "triton", "TRITON_INTERPRET": "1", "SEED": "0"}
+    environment["TOKENS"] = repr(expected[0])
+    command = [sys.executable, "-m", "pytest", "-q", "--timeout=500", "-p", "no:cacheprovider", name]
+    subprocess.run(command, env=environment, check=True)
 
 
 class Interrupted(Immediate):

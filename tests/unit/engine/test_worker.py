@@ -15,7 +15,7 @@ from moonpool.engine.handle import Engine
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.process import ProcessEngine
 from moonpool.engine.start import start_engine
-from moonpool.errors import CheckpointError, Unavailable
+from moonpool.errors import CheckpointError, ConfigError, Unavailable
 from moonpool.model.batch import PackedBatch
 from moonpool.model.load import load_stage
 from moonpool.sampling import SampleSpec
@@ -85,7 +85,12 @@ async def generate(engine: Engine, first_step: int, tokens: list[int], table: tu
         step_id, sampled = step_id + 1, result.sampled[0]
 
 
-@pytest.mark.parametrize(("stages", "device"), [(1, "cpu"), (2, "cpu"), (2, "staged:3")])
+GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+
+
+@pytest.mark.parametrize(
+    ("stages", "device"), [(1, "cpu"), (2, "cpu"), (2, "staged:3"), pytest.param(1, "cuda", marks=GPU)]
+)
 async def test_an_engine_of_processes(checkpoint: Path, stages: int, device: str) -> None:
     prompt = list(range(7, 47))
     expected = greedy(checkpoint, prompt, 6)
@@ -142,6 +147,14 @@ async def test_an_engine_of_processes(checkpoint: Path, stages: int, device: str
         if device != "cpu":
             with pytest.raises(Unavailable):
                 await engine.fetch((3,))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+async def test_a_gpu_that_is_not_there_is_named(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="no CUDA device") as caught:
+        async with start_engine(spec(checkpoint, stages=1, device="cuda"), start_timeout_s=60):
+            pass
+    assert caught.value.field == "device"
 
 
 async def test_a_broken_checkpoint_is_named(checkpoint: Path, tmp_path: Path) -> None:

@@ -134,9 +134,8 @@ class World:
             self.sequences[number + index] = Sequence(array("i", prompt), length, len(prompt), number, index)
         keys = tuple(self.sequences[number].keys())
         lengths = len(prompt), len(prompt), total_tokens
-        width = len(answers)
         self.asked[number] = Reserve(
-            number, keys, *lengths, slo, conductor, stores, width, starts_in_s, beams, resumable,
+            number, keys, *lengths, slo, conductor, stores, len(answers), starts_in_s, beams, resumable,
             priority=priority, tenant=tenant, logprob_bytes=logprob_bytes,
         )  # fmt: skip
         self.post(self.asked[number])
