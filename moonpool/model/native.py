@@ -89,14 +89,11 @@ class NativeLayers:
 def native_layers(config: ModelConfig, index: int, layers: Sequence[LayerWeights]) -> NativeLayers | None:
     """Return the layers from `index` on for the native step, or None where they run operation by operation."""
     first = layers[0].input_norm
-    if choose("stage", first.device, first.dtype) != "native":
-        return None
-    missing = _missing(config, layers)
-    native = library.get()
-    if missing or native is None:
-        log.warning("a stage runs layer by layer in torch: %s", missing)
-        return None
-    return NativeLayers(native, config, index, layers)
+    if choose("linear", first.device, first.dtype) != "native":
+        return None  # so says the log of the products, which weights were arranged for
+    native, missing = library.get(), _missing(config, layers)
+    log.info("layers in one call on %s in %s: %s", first.device, first.dtype, f"no, {missing}" if missing else "yes")
+    return None if missing or native is None else NativeLayers(native, config, index, layers)
 
 
 def _missing(config: ModelConfig, layers: Sequence[LayerWeights]) -> str:
