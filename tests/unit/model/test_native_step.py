@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernel
 
 FAMILIES = ("tiny-llama", "tiny-llama3", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
 BLOCK, BLOCKS = 16, 160
-CHEAP = 4
+CHEAP = 3
 """Seeds that are tried by default."""
 
 
@@ -132,7 +132,7 @@ def test_the_torch_stage_on_fresh_shapes(seed: int, tmp_path: Path) -> None:
     """Each seed has its own shape, batches of its own, and one of seed + 1 sequences."""
     chosen = random.Random(seed)
     name = FAMILIES[seed % len(FAMILIES)]
-    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed // 2 % 3]
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
     path = create(name, tmp_path / "model", seed, "bfloat16", overrides=shape_of(chosen))
     native, plain = Checked(path, dtype, "native"), Checked(path, dtype, "torch")
     exact = Checked(path, torch.float32, "torch")
