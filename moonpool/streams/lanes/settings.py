@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import socket
@@ -144,5 +145,5 @@ def remove_stale(folder: Path) -> None:
             if time.time() - path.stat().st_mtime < STALE_S:
                 continue
             probe.setblocking(False)
-            if probe.connect_ex(os.fspath(path)) != 0:
+            if probe.connect_ex(os.fspath(path)) == errno.ECONNREFUSED:
                 path.unlink()
