@@ -98,8 +98,8 @@ async def test_an_offer_that_is_taken_is_a_lane(tmp_path: Path, name: str) -> No
         lane = await it.dial(offer)
         assert (lane.name, [opened.name for opened in it.opened]) == (name, [name])
         [opened] = it.opened
-        regions = {"local": ([], 1), "tcp": ([], None)}[name]
-        assert (list(opened.readable), opened.lent and opened.lent[0]) == regions
+        expected: dict[str, tuple[list[int], int | None]] = {"local": ([], 1), "tcp": ([], None)}
+        assert (list(opened.readable), opened.lent and opened.lent[0]) == expected[name]
         far: Lane[Any] = Lane(name, opened.sock, kvstore_pb2.PutRequest, acknowledge=it.acknowledged.append)
         await lane.write(REQUEST)
         assert (await far.read())[0] == REQUEST
