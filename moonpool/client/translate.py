@@ -275,8 +275,8 @@ def explanation(message: conductor_pb2.ExplainResponse) -> Explanation:
         refused=message.refused,
         policy=message.policy,
         waited_s=message.waited_s,
-        lane=message.lane,
         timeline=_timeline(message.timeline),
+        lane=message.lane,
     )
 
 

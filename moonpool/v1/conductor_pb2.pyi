@@ -1329,8 +1329,8 @@ class ExplainResponse(_message.Message):
     MEASURED_TPOT_S_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     WAITED_S_FIELD_NUMBER: _builtins.int
-    LANE_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
     measured_ttft_s: _builtins.float
     """Measured time to first token, seconds; 0 before it."""
     refused: _builtins.str
@@ -1365,8 +1365,8 @@ class ExplainResponse(_message.Message):
         measured_tpot_s: _builtins.float = ...,
         policy: _builtins.str = ...,
         waited_s: _builtins.float = ...,
-        lane: _builtins.str = ...,
         timeline: Global___Timeline | None = ...,
+        lane: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "timeline", b"timeline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -270,9 +270,9 @@ class FirstToken(_message.Message):
     LOG_PROBABILITIES_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
-    LANE_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token."""
     local_tokens: _builtins.int
@@ -331,9 +331,9 @@ class FirstToken(_message.Message):
         log_probabilities: _abc.Iterable[_builtins.float] | None = ...,
         logprobs: _kv_pb2.Logprobs | None = ...,
         prompt_logprobs: _kv_pb2.Logprobs | None = ...,
-        lane: _builtins.str = ...,
         loads: _abc.Iterable[Global___TimedTokens] | None = ...,
         chunks: _abc.Iterable[Global___TimedTokens] | None = ...,
+        lane: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -361,9 +361,9 @@ def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.Prefi
         computed_tokens=told.computed_tokens,
         queue_s=told.queue_s,
         prefill_s=told.prefill_s,
-        lane=request.lane,
         loads=request.loads,
         chunks=request.chunks,
+        lane=request.lane,
         misses=[
             prefill_pb2.StoreMiss(store=request.sources[miss.source].instance, block=miss.block) for miss in told.misses
         ],

@@ -142,8 +142,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tolerance = tolerance_of(folder / "model", topology, reference)
     eos_prompt = sharp_prompt(reference, tolerance)
     end_with(folder / "model", reference.first_token(eos_prompt))
-    flags = ["--device", topology.device, *(["--deterministic"] if topology.deterministic else [])]
     lanes = ["--kv-lanes", topology.lane]
+    flags = ["--device", topology.device, *(["--deterministic"] if topology.deterministic else []), *lanes]
     plan = StackPlan(
         model=str(folder / "model"),
         data_dir=folder,
@@ -156,11 +156,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         block_tokens=BLOCK,
         kv_bytes=16 << 20,
         dram_bytes=16 << 20,
-        extra={
-            "prefill": ["--step-tokens", "64", *flags, *lanes],
-            "decode": [*flags, *lanes],
-            "kvstore": lanes,
-        },
+        extra={"prefill": ["--step-tokens", "64", *flags], "decode": flags, "kvstore": lanes},
     )
     with CheckedStack(plan) as stack, Client(stack.address) as client:
         yield Served(topology, stack, client, reference, tolerance, eos_prompt)

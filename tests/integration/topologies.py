@@ -37,8 +37,8 @@ class Topology:
     def __str__(self) -> str:
         store, exact = "store" if self.store else "no-store", "-deterministic" if self.deterministic else ""
         device = "" if self.device == "cpu" else f"-{self.device}"
-        shape = f"{self.shape}-{self.each}p{self.each}d-stages{self.stages}"
-        return f"{shape}-{store}-{self.dtype}{exact}{device}-{self.lane}"
+        name = f"{self.shape}-{self.each}p{self.each}d-stages{self.stages}-{store}-{self.dtype}{exact}"
+        return f"{name}-{self.lane}{device}"
 
 
 SHAPES = ("tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
@@ -48,7 +48,7 @@ SELECTED = [
     Topology("tiny-qwen2", 2, 1, True, BF16, deterministic=True),
     Topology("tiny-mistral", 1, 2, True, BF16, lane="tcp"),
     Topology("tiny-llama", 1, 1, False, BF16, deterministic=True, lane="grpc"),
-    Topology("tiny-qwen2", 1, 1, True, F32, device="staged:5", lane="tcp"),
+    Topology("tiny-qwen2", 1, 1, True, F32, lane="tcp", device="staged:5"),
 ]
 """Every family, every lane, and every pair of values of two of the other axes, is in one of them at least."""
 ALL = [Topology(*values) for values in itertools.product(SHAPES, (1, 2), (1, 2), (True, False), (F32, BF16))]

@@ -133,8 +133,8 @@ class ScriptedPrefill(FakeMember):
                 local_tokens=self.cached_tokens,
                 computed_tokens=length - self.cached_tokens,
                 misses=self.misses,
-                lane="tcp",
                 chunks=self.chunks,
+                lane="tcp",
             )
             yield prefill_pb2.PrefillResponse(first_token=first)
             await _meet(self.after)
