@@ -9,9 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from moonpool.cli.certs import app
+from moonpool.cli.health import run_health
+from moonpool.client.testing import FakeConductor
 from moonpool.errors import ConfigError
 
-from .fakes import settings
+from .fakes import ready, settings
 from .test_server import CLOSING, serving
 
 
@@ -84,3 +86,23 @@ async def test_wrong_settings(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="https_cert"):
             async with serving(https_cert=wrong, https_key=key):
                 pytest.fail("served")
+
+
+async def test_health_over_https(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`moonpool health` asks it, and believes no certificate that this machine does not trust."""
+    cert, key = make(tmp_path, "one")
+    fake = ready(FakeConductor())
+    fake.state.ready = True
+    async with serving(fake.async_client(), https_cert=cert, https_key=key) as (_, port):
+
+        async def health() -> int:
+            return await asyncio.to_thread(
+                run_health, f"https://localhost:{port}", timeout_s=10.0, wait_s=0.0, joined=0
+            )
+
+        assert await health() == 1
+        assert "certificate verify failed" in capsys.readouterr().err
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+        assert await health() == 0
