@@ -12,6 +12,8 @@ from moonpool.cli.certs import app
 from moonpool.cli.health import run_health
 from moonpool.client.testing import FakeConductor
 from moonpool.errors import ConfigError
+from moonpool.rpc.files import LOOK_S
+from services.gateway.https import Https
 
 from .fakes import ready, settings
 from .test_server import CLOSING, serving
@@ -66,14 +68,27 @@ async def test_certificates_are_read_again(tmp_path: Path) -> None:
     one, two = make(tmp_path, "one"), make(tmp_path, "two")
     served = tmp_path / "served.pem", tmp_path / "served.key"
     put(one, served, 1)
-    async with serving(https_cert=served[0], https_key=served[1]) as (_, port):
-        assert (await ask(port, tmp_path / "ca.pem", CLOSING))[1] == "one"
+    now = 0.0
+    https = Https(*served, clock=lambda: now)
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", ssl=https.context) as server:
+        port = server.sockets[0].getsockname()[1]
+
+        async def shown() -> str:
+            nonlocal now
+            now += LOOK_S
+            return (await ask(port, tmp_path / "ca.pem", b""))[1]
+
+        assert await shown() == "one"
         put((two[0], one[1]), served, 2)  # the key is another one's
-        assert (await ask(port, tmp_path / "ca.pem", CLOSING))[1] == "one"
+        assert await shown() == "one"
         put(two, served, 3)
-        assert (await ask(port, tmp_path / "ca.pem", CLOSING))[1] == "two"
+        assert await shown() == "two"
         served[0].unlink()
-        assert (await ask(port, tmp_path / "ca.pem", CLOSING))[1] == "two"
+        assert await shown() == "two"
 
 
 async def test_wrong_settings(tmp_path: Path) -> None:
