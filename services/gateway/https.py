@@ -6,8 +6,6 @@ Each connection asks with its first message; those that are open keep what they 
 from __future__ import annotations
 
 import ssl
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from moonpool.errors import ConfigError
@@ -24,16 +22,16 @@ class Https:
         context: for the server; it takes the files as they are now for each new connection.
     """
 
-    def __init__(self, cert: Path, key: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, cert: Path, key: Path, watched: Watched | None = None) -> None:
         """Read the files, both PEM; those between the certificate and its authority stand behind it.
 
-        `clock` gives seconds, by which the files are looked at now and then.
+        `watched` tells when they change; None = they are watched here.
 
         Raises:
             ConfigError: naming `https_cert`: they cannot be read, or do not belong together.
         """
         self._cert, self._key = cert, key
-        self._watched = Watched([cert, key], clock)
+        self._files = watched or Watched([cert, key])
         try:
             self._current = self._read()
             self.context = self._read()
@@ -48,7 +46,7 @@ class Https:
 
     def _renew(self) -> None:
         """Read the files again when they have changed; a pair that cannot be used leaves all as it was."""
-        if not self._watched.changed():
+        if not self._files.changed():
             return
         try:
             self._current = self._read()

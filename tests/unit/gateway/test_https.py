@@ -1,6 +1,7 @@
 """HTTPS: the gateway's own certificate, read again when it changes; a pair that is wrong changes nothing."""
 
 import asyncio
+import contextlib
 import os
 import ssl
 from pathlib import Path
@@ -9,13 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from moonpool.cli.certs import app
-from moonpool.cli.health import run_health
-from moonpool.client.testing import FakeConductor
 from moonpool.errors import ConfigError
-from moonpool.rpc.files import LOOK_S
+from moonpool.rpc.files import LOOK_S, Watched
 from services.gateway.https import Https
 
-from .fakes import ready, settings
+from .fakes import settings
 from .test_server import CLOSING, serving
 
 
@@ -64,31 +63,37 @@ async def test_https(tmp_path: Path) -> None:
             )
 
 
-async def test_certificates_are_read_again(tmp_path: Path) -> None:
+def shown(https: Https, authority: Path) -> str:
+    """The common name of the certificate that a new connection is shown."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.create_default_context(cafile=str(authority))
+    client = context.wrap_bio(to_client, to_server, server_hostname="localhost")
+    server = https.context.wrap_bio(to_server, to_client, server_side=True)
+    for end in (client, server, client, server):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+    certificate = client.getpeercert()
+    assert certificate is not None
+    return dict(pair[0] for pair in certificate["subject"])["commonName"]  # type: ignore[misc]
+
+
+def test_certificates_are_read_again(tmp_path: Path) -> None:
     one, two = make(tmp_path, "one"), make(tmp_path, "two")
-    served = tmp_path / "served.pem", tmp_path / "served.key"
+    served, now = (tmp_path / "served.pem", tmp_path / "served.key"), [0.0]
     put(one, served, 1)
-    now = 0.0
-    https = Https(*served, clock=lambda: now)
-
-    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", ssl=https.context) as server:
-        port = server.sockets[0].getsockname()[1]
-
-        async def shown() -> str:
-            nonlocal now
-            now += LOOK_S
-            return (await ask(port, tmp_path / "ca.pem", b""))[1]
-
-        assert await shown() == "one"
-        put((two[0], one[1]), served, 2)  # the key is another one's
-        assert await shown() == "one"
-        put(two, served, 3)
-        assert await shown() == "two"
-        served[0].unlink()
-        assert await shown() == "two"
+    https = Https(*served, Watched(served, lambda: now[0]))
+    names = [shown(https, tmp_path / "ca.pem")]
+    put((two[0], one[1]), served, 2)  # the key is another one's
+    now[0] += LOOK_S
+    names.append(shown(https, tmp_path / "ca.pem"))
+    put(two, served, 3)
+    names.append(shown(https, tmp_path / "ca.pem"))  # they were looked at just now
+    now[0] += LOOK_S
+    names.append(shown(https, tmp_path / "ca.pem"))
+    served[0].unlink()
+    now[0] += LOOK_S
+    names.append(shown(https, tmp_path / "ca.pem"))
+    assert names == ["one", "one", "one", "two", "two"]
 
 
 async def test_wrong_settings(tmp_path: Path) -> None:
@@ -101,23 +106,3 @@ async def test_wrong_settings(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="https_cert"):
             async with serving(https_cert=wrong, https_key=key):
                 pytest.fail("served")
-
-
-async def test_health_over_https(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`moonpool health` asks it, and believes no certificate that this machine does not trust."""
-    cert, key = make(tmp_path, "one")
-    fake = ready(FakeConductor())
-    fake.state.ready = True
-    async with serving(fake.async_client(), https_cert=cert, https_key=key) as (_, port):
-
-        async def health() -> int:
-            return await asyncio.to_thread(
-                run_health, f"https://localhost:{port}", timeout_s=10.0, wait_s=0.0, joined=0
-            )
-
-        assert await health() == 1
-        assert "certificate verify failed" in capsys.readouterr().err
-        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
-        assert await health() == 0
