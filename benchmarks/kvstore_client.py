@@ -11,7 +11,7 @@ from moonpool.kv.hashes import slice_hash
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels
-from moonpool.streams.store_reader import StoreReader
+from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
@@ -34,7 +34,7 @@ class StoreClient:
     """Puts and gets chains of one layout. Block number `i` of a chain lies at place `first + i` of the memory."""
 
     writer: StoreWriter
-    reader: StoreReader
+    reader: BlockReader
     stub: "KVStoreServiceAsyncStub"
     layout: KVLayout
     memory: Memory
@@ -111,7 +111,7 @@ async def connected(address: str, layout: KVLayout, memory: Memory) -> AsyncIter
     """A client of the store at `address`."""
     async with Channels() as channels:
         writer = StoreWriter(channels, address, hello(layout), layout)
-        reader = StoreReader(channels, address, hello(layout), layout)
+        reader = BlockReader(channels, address, hello(layout), layout)
         try:
             yield StoreClient(writer, reader, KVStoreServiceStub(channels.get(address)), layout, memory)
         finally:

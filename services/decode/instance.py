@@ -8,8 +8,9 @@ from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.engine.forgetting import Forgetting
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
+from moonpool.engine.reading import pool_reads, read_gauges
 from moonpool.errors import Unavailable
-from moonpool.streams.store_reader import StoreReader
+from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.streams.transfer import TransferState
 from moonpool.streams.writeback import WriteBack, WriteBackLimits
@@ -36,6 +37,7 @@ class DecodeInstance:
         shell: does what the core decides; has the requests.
         write_back: stores the answers' full blocks.
         forgetting: deletes KV.
+        reads: what other instances read here.
         subscribers: conductors on a Steps stream.
         receivers: prefill processes on a ReceiveKV stream.
         closing: set when long-lived streams are to end.
@@ -57,15 +59,17 @@ class DecodeInstance:
             engine,
             context.setup.max_tokens,
             self.write_back,
-            lambda address: StoreReader(context.channels, address, context.hello(), layout),
+            lambda address: BlockReader(context.channels, address, context.hello(), layout),
             context.spans,
             context.notify,
             config.journal(),
         )
-        self.forgetting = Forgetting(context.setup.namespace, layout.block_bytes, self.write_back, self.shell.forget)
+        namespace, pool = context.setup.namespace, self.shell.pool
+        self.forgetting = Forgetting(namespace, layout.block_bytes, self.write_back, pool.forget)
         self.subscribers: set[Subscriber] = set()
         self.receivers: set[Receiver] = set()
         self.closing = asyncio.Event()
+        self.reads = pool_reads(context, pool, self.closing)
         self.draining = False
         self.taken = 0
         """Promises given so far."""
@@ -192,6 +196,7 @@ class DecodeInstance:
                 ("blocks_free", lambda: manager.num_free, None),
                 ("context_tokens", lambda: core.context_tokens, 0),
                 ("tokens_unsent", lambda: sum(subscriber.waiting for subscriber in self.subscribers), 0),
+                *read_gauges(self.reads, core.lending),
                 ("credits_kept_bytes", lambda: sum(receiver.credits_kept for receiver in self.receivers), 0),
                 ("messages_unsent", lambda: self._messages_unsent(), 0),
                 ("link_waiting", lambda: self._link.waiting, 0),
@@ -212,7 +217,7 @@ class DecodeInstance:
         )
 
     def _messages_unsent(self) -> int:
-        stores = self.write_back.traffic + self.shell.copies.loads.traffic
+        stores = self.write_back.traffic + self.shell.copies.loads.traffic + self.reads.traffic
         return stores.unsent + sum(len(receiver.outbox) for receiver in self.receivers)
 
     def _all_received_bytes(self) -> float:

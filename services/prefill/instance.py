@@ -8,8 +8,9 @@ from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.forgetting import Forgetting
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
+from moonpool.engine.reading import pool_reads, read_gauges
 from moonpool.sched.block_manager import BlockManager
-from moonpool.streams.store_reader import StoreReader
+from moonpool.streams.block_reader import BlockReader, ReadMethod
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.streams.transfer_client import TransferSender
 from moonpool.streams.writeback import WriteBack, WriteBackLimits
@@ -34,9 +35,11 @@ class PrefillInstance:
         core: decides.
         shell: does what the core decides.
         sending: streams to decode instances.
-        loading: streams from kvstores.
+        loading: streams from kvstores and other instances.
         write_back: stores new full blocks.
         forgetting: deletes KV.
+        reads: what other instances read here.
+        closing: set when long-lived streams are to end.
     """
 
     def __init__(self, context: InstanceContext, config: PrefillConfig) -> None:
@@ -65,8 +68,10 @@ class PrefillInstance:
             config.journal(),
         )
         self.forgetting = Forgetting(
-            context.setup.namespace, self.layout.block_bytes, self.write_back, self.shell.forget
+            context.setup.namespace, self.layout.block_bytes, self.write_back, self.shell.pool.forget
         )
+        self.closing = asyncio.Event()
+        self.reads = pool_reads(context, self.shell.pool, self.closing)
 
     @property
     def manager(self) -> BlockManager:
@@ -102,6 +107,7 @@ class PrefillInstance:
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors
         finally:
+            self.closing.set()
             self.shell.close()
             await self.sending.aclose()
             await self.loading.aclose()
@@ -150,6 +156,7 @@ class PrefillInstance:
                 ("loads", lambda: self.loading.sessions, 0),
                 ("loaded_blocks", lambda: core.loads.loaded_blocks, None),
                 ("load_failures", lambda: core.loads.failures, None),
+                *read_gauges(self.reads, state.lending),
                 ("link_waiting", lambda: self._context.link.waiting, 0),
                 ("transfer_credits_out_bytes", lambda: self.sending.traffic.credits_out, 0),
                 ("load_credits_kept_bytes", lambda: self.loading.traffic.credits_kept, 0),
@@ -167,7 +174,7 @@ class PrefillInstance:
         )
 
     def _messages_unsent(self) -> int:
-        return (self.sending.traffic + self.loading.traffic + self.write_back.traffic).unsent
+        return sum(it.traffic.unsent for it in (self.sending, self.loading, self.write_back, self.reads))
 
     def _open_sender(self, address: str) -> TransferSender:
         it = self._context
@@ -175,9 +182,9 @@ class PrefillInstance:
             it.channels, address, it.hello(), self.layout, it.link, connect_timeout_s=CONNECT_TIMEOUT_S
         )
 
-    def _open_reader(self, address: str) -> StoreReader:
+    def _open_reader(self, address: str, method: ReadMethod) -> BlockReader:
         it = self._context
-        return StoreReader(it.channels, address, it.hello(), self.layout, connect_timeout_s=CONNECT_TIMEOUT_S)
+        return BlockReader(it.channels, address, it.hello(), self.layout, method, connect_timeout_s=CONNECT_TIMEOUT_S)
 
     def _open_writer(self, address: str) -> StoreWriter:
         return StoreWriter(self._context.channels, address, self._context.hello(), self.layout, self._context.link)

@@ -11,9 +11,11 @@ from moonpool.core.kernel import Cancel, Ended
 from moonpool.drive.driver import Driver
 from moonpool.drive.journal import JournalWriter
 from moonpool.engine.handle import Engine
+from moonpool.engine.pool_calls import PoolCalls
 from moonpool.errors import Internal, InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.kv.keys import tokens_to_bytes
-from moonpool.sched.forgetting import ForgetKV, Forgot
+from moonpool.sched.forgetting import Forgot
+from moonpool.sched.lending import Lent
 from moonpool.sched.steps import LayerDone, SequenceStep, Several, Step, StepResult
 from moonpool.streams.transfer_client import DamagedInTransfer
 from moonpool.streams.writeback import WriteBack
@@ -76,7 +78,7 @@ class Shell:
         self._group: asyncio.TaskGroup | None = None
         self._died = asyncio.Event()
         self._dead = "the engine is not running"
-        self._forgot: dict[int, int] = {}
+        self.pool = PoolCalls(self.post, self._driver.settle)
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -92,12 +94,6 @@ class Shell:
         """Tells the core what has happened."""
         self._driver.post(event)
         self._notify()
-
-    def forget(self, event: ForgetKV) -> int:
-        """Deletes KV from the pool; how many blocks."""
-        self.post(event)
-        self._driver.settle()
-        return self._forgot.pop(event.number)
 
     def find(self, request_id: str) -> list[Request]:
         """Requests of an id that have not ended."""
@@ -137,8 +133,8 @@ class Shell:
                 self._engine.abort(action.step)
             case actions.PutBlocks():
                 self._put(action)
-            case Forgot(number, blocks):
-                self._forgot[number] = blocks
+            case Forgot() | Lent():
+                self.pool.answered(action)
             case Cancel():
                 if (task := self._tasks.get(action.io)) is not None:
                     task.cancel()
@@ -168,7 +164,10 @@ class Shell:
         lost: events.Result = events.Failed()
         failed: events.Result = events.Failed()
         if isinstance(action, actions.LoadBlocks):
-            lost, failed = events.LoadEnded(0), events.LoadEnded(0, failed=True)  # the store of a given-up load is fine
+            lost, failed = (
+                events.LoadEnded(0),
+                events.LoadEnded(0, failed=True),
+            )  # the source of a given-up load is fine
         self._begin(action.io, partial(_guarded, request, work, failed), lost)
 
     def _answer(
@@ -342,6 +341,10 @@ def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.Prefi
         prefill_s=told.prefill_s,
         misses=[
             prefill_pb2.StoreMiss(store=request.sources[miss.source].instance, block=miss.block) for miss in told.misses
+        ],
+        loads=[
+            prefill_pb2.LoadedPrefix(source=request.sources[it.source].instance, blocks=it.blocks, seconds=it.seconds)
+            for it in told.loads
         ],
     )
     return prefill_pb2.PrefillResponse(first_token=first)

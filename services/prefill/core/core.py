@@ -8,6 +8,7 @@ from moonpool.core.kernel import Ended, Tick
 from moonpool.cost import Speeds
 from moonpool.errors import ConfigError
 from moonpool.sched.forgetting import ForgetKV, forget
+from moonpool.sched.lending import LendBlocks, TakeBack
 from services.prefill.core.actions import Accept, Action, EndJob, Outcome, PutBlocks, Refusal, Refuse, TellToken
 from services.prefill.core.events import (
     Arrive,
@@ -91,6 +92,8 @@ class PrefillCore:
             case ForgetKV():
                 requests = ((job.owner, job.keys) for job in self.state.jobs.values())
                 self.state.do(forget(self.state.manager, event, requests))
+            case LendBlocks() | TakeBack():
+                self.state.out += self.state.lending.handle(event, self.state.manager.num_available)
             case Drain():
                 self._draining = True
             case Stop():
@@ -120,6 +123,7 @@ class PrefillCore:
             self.steps.in_flight,
             state.manager.keys(),
             (state.manager.num_free, state.manager.num_cached),
+            state.lending,
             state.tracker.speeds,
             (self._draining, self._stopped, self.taken, self.steps.plan_at),
             self.loads,
@@ -280,8 +284,8 @@ class PrefillCore:
         job.token_at = now
         began = job.first_step_at if job.first_step_at is not None else now
         computed = job.num_tokens - job.cached - job.loaded
-        told = (job.cached, job.loaded, computed, began - job.added_at, now - began, tuple(job.misses))
-        self.state.do(TellToken(job.number, *told))
+        told = (job.cached, job.loaded, computed, began - job.added_at, now - began)
+        self.state.do(TellToken(job.number, *told, tuple(job.misses), tuple(job.loads)))
         if self._sends.finish(job):
             self._done(job)
 

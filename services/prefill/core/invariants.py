@@ -23,7 +23,7 @@ def check(state: State, steps: Steps) -> None:
 def _check_holds(state: State) -> None:
     holds: Counter[int] = Counter()
     tables: dict[int, Table] = {}
-    refs: Counter[int] = Counter()
+    refs: Counter[int] = Counter(state.lending)
     owned = [job.table for job in state.jobs.values() if job.table is not None]
     for _, flight in state.ios:
         owned += flight.tables
