@@ -112,7 +112,7 @@ class ConductorWorld:
         plan = self.picture.plan(
             tokens=len(keys) * BLOCK_TOKENS + 5, answer_tokens=400, keys=keys, prompt_key=keys[0], now=self._now
         )
-        prefill = self.picture.claim_prefill(plan.prefill.id, plan.prefill.busy_s, self._now, plan.prefill.kvstore)
+        prefill = self.picture.claim_prefill(plan.prefill.id, plan.prefill.busy_s, self._now, plan.prefill.source)
         decode = self.picture.claim_decode(
             plan.decodes[0].id, Answer(plan.demand.prompt_tokens, plan.decodes[0].blocks)
         )

@@ -59,8 +59,13 @@ class ConductorConfig(CoreServiceConfig):
     balancing_threshold: float = Field(
         1.0,
         ge=0,
-        description="a prefix in a kvstore is considered when it is this many times longer than the prefill "
+        description="a prefix elsewhere is considered when it is this many times longer than the prefill "
         "instance's own (the paper's kvcache_balancing_threshold); it is used when loading is predicted cheaper",
+    )
+    peers: bool = Field(
+        True,
+        description="prefixes are loaded from the pools of other prefill and decode instances too, not only from "
+        "kvstores; docs/placement.md",
     )
     kvstore_replicas: int = Field(
         1,

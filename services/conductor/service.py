@@ -136,6 +136,7 @@ def _core(config: ConductorConfig) -> ConductorCore:
         config.policy_seed,
         config.decode_prompt_tokens,
         config.slow_factor,
+        config.peers,
     )
     return ConductorCore(limits, picture)
 

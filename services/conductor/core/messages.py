@@ -147,14 +147,16 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """How a prompt was prefilled; `misses` are (kvstore, key) that the index believed to be there.
+    """How a prompt was prefilled; `misses` are (instance, key) that the index believed to be there.
 
-    `there_s` are seconds from its coming to its first token, as the instance measured them.
+    `loads` are (instance, blocks, seconds) of reads that gave all that was wanted. `there_s` are seconds from its
+    coming to its first token, as the instance measured them.
     """
 
     computed_tokens: int
     there_s: float
     misses: tuple[tuple[str, bytes], ...] = ()
+    loads: tuple[tuple[str, int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from services.conductor.core.cost import DecodeChoice, PrefillChoice
 from services.conductor.core.facts import Demand
+from services.conductor.core.reads import Source
 from services.conductor.core.stores import StoreView
 
 
@@ -25,7 +26,7 @@ class Plan:
 
     prefill: PrefillChoice
     decodes: tuple[DecodeChoice, ...]
-    sources: tuple[StoreView, ...]
+    sources: tuple[Source, ...]
     write_back: tuple[StoreView, ...]
     candidates: tuple[PrefillChoice, ...]
     demand: Demand

@@ -10,8 +10,10 @@ from services.conductor.core.facts import Demand, Shape
 from services.conductor.core.index import PrefixIndex
 from services.conductor.core.plan import Plan
 from services.conductor.core.prefills import Prefills
+from services.conductor.core.reads import Source
 from services.conductor.core.rests import Rests
-from services.conductor.core.stores import Stores, StoreView, first_by_reading, sources
+from services.conductor.core.sources import Sources, planned
+from services.conductor.core.stores import Stores
 
 Prefixes = Sequence[tuple[int, int]]
 
@@ -38,6 +40,7 @@ class Planning:
         decodes: the decode instances.
         stores: the kvstores; None = they do not count.
         threshold: see `PrefillModel`.
+        peers: prefixes are loaded from other engine instances too.
         rest_tokens: see `Rests`.
     """
 
@@ -49,6 +52,7 @@ class Planning:
         stores: Stores | None,
         threshold: float,
         rest_tokens: int,
+        peers: bool,
     ) -> None:
         self._index = index
         self._prefills = prefills
@@ -56,6 +60,7 @@ class Planning:
         self._stores = stores
         self._threshold = threshold
         self._rests = Rests(decodes, rest_tokens)
+        self._sources = Sources((prefills, decodes) if peers else (), stores)
 
     def plan(self, wanted: Wanted) -> Plan:
         """Plans a request.
@@ -67,13 +72,14 @@ class Planning:
         demand, keys, stores = wanted.demand, wanted.keys, self._stores
         prefixes = self._index.match(keys)
         views = stores.views(keys, wanted.prompt_key, prefixes) if stores is not None else []
-        candidates = self._prefill(wanted, prefixes, views)
+        sources = self._sources.of(views, prefixes, lambda pool: pool.mask_of(wanted.suspects), wanted.now)
+        candidates = self._prefill(wanted, prefixes, sources)
         decodes = self._decode(wanted, prefixes) if demand.decode_tokens else []
         best = candidates[0]
         plan = Plan(
             prefill=best,
             decodes=tuple(decodes),
-            sources=sources(views, best.kvstore, best.local_blocks),
+            sources=planned(sources, best.source, best.local_blocks),
             write_back=stores.write_back(keys, wanted.prompt_key, views) if stores is not None else (),
             candidates=tuple(candidates),
             demand=demand,
@@ -84,9 +90,9 @@ class Planning:
             return plan
         return self._rests.weigh(plan, wanted.shape, prefixes, wanted.suspects)
 
-    def _prefill(self, wanted: Wanted, prefixes: Prefixes, views: Sequence[StoreView]) -> list[PrefillChoice]:
+    def _prefill(self, wanted: Wanted, prefixes: Prefixes, sources: Sequence[Source]) -> list[PrefillChoice]:
         demand, pool = wanted.demand, self._prefills
-        model = PrefillModel(demand, wanted.shape, first_by_reading(views), self._threshold)
+        model = PrefillModel(demand, wanted.shape, sources, self._threshold)
         choices = pool.choose(demand, model, prefixes, wanted.now, pool.mask_of(wanted.suspects))
         if choices[0].excluded:
             if demand.prompt_blocks <= pool.largest_blocks:

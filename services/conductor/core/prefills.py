@@ -14,6 +14,7 @@ from services.conductor.core.cost import PrefillChoice, PrefillModel
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
 from services.conductor.core.pool import Pool, blocks_at
 from services.conductor.core.ranks import SHORTLIST, Ranks
+from services.conductor.core.reads import Link
 from services.conductor.core.sets import members
 from services.conductor.core.vigil import Vigil
 
@@ -44,6 +45,7 @@ class Prefill:
 
     `free_at` is when all prompts that we know of are computed, on the clock of `now`: the last report's, and those of
     our own that it did not include. `others_at` is when those would be that are not ours. `learnt` has the speeds.
+    Others read its blocks over its `link`.
     """
 
     facts: InstanceFacts
@@ -55,6 +57,7 @@ class Prefill:
     turn: int = 0
     prompts: dict[int, Prompt] = field(default_factory=dict)
     vigil: Vigil = field(default_factory=Vigil)
+    link: Link = field(default_factory=Link)
 
     @property
     def busy(self) -> bool:
@@ -129,7 +132,7 @@ class Prefill:
     def digest(self) -> bytes:
         """Hash of the state."""
         times = self.free_at, self.others_at
-        state = self.learnt.state, times, self.load, self.turn, self.prompts, self.vigil
+        state = self.learnt.state, times, self.load, self.turn, self.prompts, self.vigil, self.link
         return digest_of(self.facts, self.slot, *state)
 
 
@@ -213,16 +216,15 @@ class Prefills(Pool[Prefill]):
         instance = self.by_slot[slot]
         facts, learnt, free_at = instance.facts, instance.learnt, instance.free_at
         cost = model.cost(learnt.speeds, facts.stages, facts.step_tokens, blocks)
-        load_s, prefill_s, busy_s, used, store = cost
+        load_s, prefill_s, busy_s, used, source, read_s = cost
         factors = learnt.factors
         queue_s = (free_at - now) * factors[0] if free_at > now else 0.0
         belief = self.belief(instance)
         if belief < 1.0:
             load_s, prefill_s, busy_s = load_s * belief, prefill_s * belief, busy_s * belief
             factors = factors[0], factors[1] * belief, factors[2] * belief
-        return PrefillChoice(
-            facts.id, blocks, used, queue_s, load_s, prefill_s, busy_s, store, excluded, learnt.overhead_s, factors
-        )
+        predicted = queue_s, load_s, prefill_s, busy_s
+        return PrefillChoice(facts.id, blocks, used, *predicted, source, excluded, learnt.overhead_s, factors, read_s)
 
     def _excluded(
         self, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, slot: int, demand: Demand

@@ -68,7 +68,7 @@ TABLE: dict[str, list[Row]] = {
 @pytest.mark.parametrize("policy", TABLE)
 def test_each_policy_has_its_order(policy: str) -> None:
     plan = unlike(policy).plan(64, keys=KEYS)
-    rows = [(it.id, it.kvstore, it.used_blocks, it.queue_s, round(it.ttft_s, 9)) for it in plan.candidates]
+    rows = [(it.id, it.source, it.used_blocks, it.queue_s, round(it.ttft_s, 9)) for it in plan.candidates]
     assert rows == TABLE[policy]
     assert plan.prefill == plan.candidates[0]
 

@@ -1,0 +1,85 @@
+"""Reads of KV from an instance: what of ours is under way, until when that keeps its link busy, and how quick it is.
+
+Instances tell how quickly they load; how quickly one can be read from is learnt here, from reads that had it to
+themselves. What other conductors have read there is not known, and shows in what instances tell.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from moonpool.cost import DEFAULT_BYTES_PER_S, Speeds, learnt_rate
+
+WEIGHT = 0.2
+"""Of one read, when the rate of a link is learnt."""
+
+
+class Source(NamedTuple):
+    """An instance that a prefix can be loaded from, as a request sees it.
+
+    `blocks` are the leading blocks of the request's chain that it holds. `wait_s` are the seconds that reads of ours
+    still take there, `bytes_per_s` is what was learnt of its link, 0 before. `peer`: it is an engine instance.
+    """
+
+    id: str
+    blocks: int
+    wait_s: float = 0.0
+    bytes_per_s: float = 0.0
+    peer: bool = False
+
+    def read_s(self, speeds: Speeds, nbytes: int) -> float:
+        """Predicted seconds of reading so much, by an instance of these speeds: the slower end decides."""
+        rate = (speeds.peer_bytes_per_s if self.peer else 0.0) or speeds.load_bytes_per_s or DEFAULT_BYTES_PER_S
+        return nbytes / (min(rate, self.bytes_per_s) if self.bytes_per_s else rate)
+
+
+@dataclass(slots=True)
+class Link:
+    """The way out of one instance.
+
+    `bytes_per_s` is what was learnt, 0 before. `free_at` is when our reads are predicted to be over. `reads`: our
+    claims, and whether each has had the link to itself.
+    """
+
+    bytes_per_s: float = 0.0
+    free_at: float = 0.0
+    reads: dict[int, bool] = field(default_factory=dict)
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until our reads are over."""
+        return max(self.free_at - now, 0.0) if self.reads else 0.0
+
+
+class Reads:
+    """All our reads, by claim."""
+
+    def __init__(self) -> None:
+        self._links: dict[int, Link] = {}
+
+    def __len__(self) -> int:
+        """Those under way."""
+        return len(self._links)
+
+    def claim(self, number: int, link: Link, seconds: float, now: float) -> None:
+        """Counts a read that takes so many seconds from now on."""
+        alone = not link.reads
+        for other in link.reads:
+            link.reads[other] = False
+        link.free_at = link.wait_s(now) + now + seconds
+        link.reads[number] = alone
+        self._links[number] = link
+
+    def told(self, number: int, link: Link, nbytes: int, seconds: float) -> None:
+        """What a read over a link has taken; one that was counted on another link, or not at all, teaches nothing."""
+        if self._links.get(number) is link and link.reads[number]:
+            link.bytes_per_s = learnt_rate(link.bytes_per_s, nbytes, seconds, WEIGHT)
+
+    def release(self, number: int) -> None:
+        """Stops counting a read; unknown claims are fine."""
+        link = self._links.pop(number, None)
+        if link is not None:
+            del link.reads[number]
+
+    def check_invariants(self) -> None:
+        """Asserts that links and claims agree."""
+        assert all(number in link.reads for number, link in self._links.items())
+        assert all(self._links.get(number) is link for link in self._links.values() for number in link.reads)
