@@ -312,6 +312,7 @@ def _picture(config: ClusterConfig) -> Picture:
         seed=config.seed,
         rest_tokens=config.decode_prompt_tokens,
         slow_factor=config.slow_factor,
+        peers=config.peers,
     )
 
 

@@ -208,7 +208,7 @@ class Orders:
         if not _is_alive(instance, call.order.incarnation):
             return
         there = self._members.incarnation
-        call.sources = tuple([Source(store.id, store.blocks) for store in plan.sources if there(store.id)])
+        call.sources = tuple([Source(it.id, it.blocks, it.peer) for it in plan.sources if there(it.id)])
         copies = tuple([Copy(store.id, store.blocks) for store in plan.write_back if there(store.id)])
         call.job = instance.submit(call.sequence, call.order.target, call, call.sources, copies)
 
@@ -222,9 +222,10 @@ class Orders:
         if call.io not in self._cancels or not (known or self._token_came(call.sequence, told)):
             return
         misses = tuple(
-            (call.sources[miss.source].store, keys_of_chain(request, miss.block + 1)[-1]) for miss in told.misses
+            (call.sources[miss.source].name, keys_of_chain(request, miss.block + 1)[-1]) for miss in told.misses
         )
-        how = Prefilled(told.computed_tokens, told.queue_s + told.prefill_s, misses)
+        loads = tuple([(call.sources[it.source].name, it.blocks, it.seconds) for it in told.loads])
+        how = Prefilled(told.computed_tokens, told.queue_s + told.prefill_s, misses, loads)
         self._post(FirstToken(call.io, how, Finish.STOP if request.made == request.answer else None, known))
 
     def _cancel_prefill(self, call: PrefillCall) -> None:

@@ -3,13 +3,14 @@
 Steps take the time of the profile, spread evenly over the layers; loads, slices and write-back that of their links.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moonpool.core.kernel import Cancel, Ended, Tick
 from moonpool.cost import prefill_seconds
 from moonpool.engine.setup import WRITE_BACK_SHARE
 from moonpool.kv.keys import BlockKey
+from moonpool.sched.lending import Lent
 from services.conductor.core.facts import LoadFacts
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import Target
@@ -20,6 +21,7 @@ from simulator.cluster.config import ClusterConfig
 from simulator.cluster.host import Host
 from simulator.cluster.loading import Loading
 from simulator.cluster.prompts import Client, Peers, Prompt
+from simulator.cluster.reading import PoolReads, Readable
 from simulator.cluster.requests import Sequence
 from simulator.cluster.store import Store
 from simulator.kernel.calls import Calls
@@ -60,7 +62,8 @@ class PrefillInstance:
     """One instance.
 
     Args:
-        stores: of the cluster.
+        stores: of the cluster; blocks are written there.
+        find: gives a store or another instance by name, to load from.
         calls: to decode.
         peers: are told what happens.
     """
@@ -72,6 +75,7 @@ class PrefillInstance:
         config: ClusterConfig,
         name: str,
         stores: Iterable[Store],
+        find: Callable[[str], Readable],
         calls: Calls,
         peers: Peers,
     ) -> None:
@@ -79,7 +83,8 @@ class PrefillInstance:
         self.sends = Link(f"{name} out", config.transfer_bytes_per_s)
         self._world, self._network, self._config = world, network, config
         self._stores = {store.name: store for store in stores}
-        self._calls, self._peers = calls, peers
+        self._find, self._calls, self._peers = find, calls, peers
+        self.pool = PoolReads(self.sends, self._hear)
         self._settings = core_settings(config)
         self._receives = Link(f"{name} in", config.load_bytes_per_s)
         self._came = 0
@@ -99,7 +104,7 @@ class PrefillInstance:
         self._write_back_room = max(1, self._settings.blocks // WRITE_BACK_SHARE)
         self._step: Step | None = None
         self._loading = Loading(
-            self._world, self._network, self._stores.values(), self._receives, self._settings.slice_bytes,
+            self._world, self._network, self._find, self._receives, self._settings.slice_bytes,
             self._settings.layers, self._came_in,
         )  # fmt: skip
 
@@ -152,9 +157,9 @@ class PrefillInstance:
             taken=self.core.taken,
         )
 
-    def lose_store(self, store: str) -> None:
-        """A store is gone, and what is being loaded from it."""
-        self._loading.lose(store)
+    def lose_source(self, source: str) -> None:
+        """A store or another instance is gone, and what is being loaded from it."""
+        self._loading.lose(source)
 
     def check_at_rest(self) -> None:
         """Asserts that nothing is held."""
@@ -246,6 +251,8 @@ class PrefillInstance:
                 self._world.after(0, lambda _: self._moved(moving, io, events.Failed()))
             case actions.LoadBlocks():
                 self._load(action)
+            case Lent():
+                self.pool.answered(action)
             case actions.PutBlocks():
                 self._put(action)
             case actions.Accept() | actions.TellToken() | actions.EndJob() | actions.Refuse():
@@ -281,7 +288,7 @@ class PrefillInstance:
     def _load(self, action: actions.LoadBlocks) -> None:
         prompt = self._prompts[action.job]
         keys = prompt.keys[: action.first + len(action.blocks)]
-        self._loading.begin(action.io, prompt.sources[action.source].store, keys, action.first, action.timeout_s)
+        self._loading.begin(action.io, prompt.sources[action.source].name, keys, action.first, action.timeout_s)
 
     def _put(self, action: actions.PutBlocks) -> None:
         prompt, host = self._prompts[action.job], self.host

@@ -49,6 +49,7 @@ from tests.unit.simulator.cluster.scripts import (
 from tests.unit.simulator.cluster.virtual_loop import run_virtually
 from tests.unit.streams.fakes import ROOT
 
+KINDS = kv_pb2.INSTANCE_KIND_KVSTORE, kv_pb2.INSTANCE_KIND_DECODE
 SPEEDS = replace(PROFILE.speeds, load_bytes_per_s=1.37e6, transfer_bytes_per_s=0.93e6)
 """So that a load and the sending of what came take different times: what ends at one time has no order here."""
 
@@ -179,8 +180,8 @@ def request_of(event: events.Arrive) -> Request:
     incoming = IncomingRequest(f"r{event.job}", tokens, event.keys, BlockKey(ROOT), "", sampling)
     target = None if event.held_blocks is None else kv_pb2.TransferTarget(held_blocks=event.held_blocks)
     sources = [
-        prefill_pb2.PrefixSource(instance=kv_pb2.Instance(id=source.store), blocks=source.blocks)
-        for source in event.sources
+        prefill_pb2.PrefixSource(instance=kv_pb2.Instance(id=it.name, kind=KINDS[it.peer]), blocks=it.blocks)
+        for it in event.sources
     ]
     copies = [kv_pb2.Instance(id=copy.store) for copy in event.copies]
     return Request(event.job, incoming, incoming.history(), target, sources, copies, [c.held for c in event.copies])
