@@ -197,6 +197,7 @@ class Cluster:
         elapsed = max(1, self.conductor.ended_at)
         decode = [instance.use for instance in self.decodes]
         steps = max(1, sum(use.steps for use in decode))
+        pools = [it.pool for it in self.prefills] + [it.pool for it in self.decodes]
         return {
             "prefill_busy": sum(instance.use.busy for instance in self.prefills) / elapsed / len(self.prefills),
             "decode_busy": sum(use.busy for use in decode) / elapsed / len(decode),
@@ -204,6 +205,6 @@ class Cluster:
             "preempted": sum(instance.preempted for instance in self.decodes),
             "loaded_blocks": sum(store.read_blocks for store in self.stores),
             "loaded_from_disk_blocks": sum(store.disk_blocks for store in self.stores),
-            "loaded_from_peers_blocks": sum(it.pool.read_blocks for it in [*self.prefills, *self.decodes]),
+            "loaded_from_peers_blocks": sum(pool.read_blocks for pool in pools),
             "virtual_s": elapsed / PS,
         }
