@@ -15,6 +15,7 @@ from moonpool.streams.store_writer import StoreWriter
 from moonpool.streams.transfer import TransferState
 from moonpool.streams.writeback import WriteBack, WriteBackLimits
 from moonpool.telemetry.gauges import Gauges, process_entries
+from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.decode.config import DecodeConfig
 from services.decode.core.config import CoreConfig, Preemption
@@ -24,6 +25,8 @@ from services.decode.live import LiveRequest
 from services.decode.receiver import Receiver
 from services.decode.shell import DecodeShell
 from services.decode.subscriber import Subscriber
+
+log = get_logger(__name__)
 
 PARKED = (State.PARKED, State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
 
@@ -132,6 +135,10 @@ class DecodeInstance:
             for subscriber in self.subscribers:
                 subscriber.close()
             self.shell.close()
+
+    def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
+        """Prompts are computed at prefill: nobody would ask for a copy here, and no conductor orders one."""
+        log.warning("order refused", error=f"{self.identity.id} keeps no copies", source=order.source.id)
 
     def drain(self) -> None:
         """Refuses new requests from now on."""

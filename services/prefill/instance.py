@@ -112,6 +112,10 @@ class PrefillInstance:
             await self.sending.aclose()
             await self.loading.aclose()
 
+    def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
+        """The conductor wants blocks to be copied into the pool."""
+        self.shell.copying.order(order)
+
     def drain(self) -> None:
         """Refuses new requests from now on."""
         self.shell.post(Drain())
@@ -155,6 +159,7 @@ class PrefillInstance:
                 ("transfers", lambda: self.sending.sessions, 0),
                 ("loads", lambda: self.loading.sessions, 0),
                 ("loaded_blocks", lambda: core.loads.loaded_blocks, None),
+                ("copied_blocks", lambda: core.copies.copied_blocks, None),
                 ("load_failures", lambda: core.loads.failures, None),
                 *read_gauges(self.reads, state.lending),
                 ("link_waiting", lambda: self._context.link.waiting, 0),

@@ -1,14 +1,16 @@
 """Reads prefixes from kvstores and other instances into the pool."""
 
 import asyncio
+import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from moonpool.engine.handle import Engine
 from moonpool.errors import MoonpoolError
 from moonpool.kv.frames import DamagedSliceError
+from moonpool.kv.keys import BlockKey
 from moonpool.streams.block_reader import FROM_DECODE, FROM_PREFILL, FROM_STORE, BlockReader, PrefixLost, ReadMethod
 from moonpool.streams.credits import Traffic
 from moonpool.streams.peers import Peers
@@ -27,6 +29,31 @@ METHODS: Mapping[kv_pb2.InstanceKind.ValueType, ReadMethod] = {
     kv_pb2.INSTANCE_KIND_DECODE: FROM_DECODE,
 }
 """How each kind of source is read."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockRead:
+    """Blocks to be read into the pool.
+
+    Attributes:
+        source: whom to read from.
+        keys: of the blocks, consecutive ones of a chain.
+        blocks: where they go.
+        timeout_s: longest time for all of it.
+        request: whose they are, for logs and spans.
+    """
+
+    source: kv_pb2.Instance
+    keys: Sequence[BlockKey]
+    blocks: Sequence[int]
+    timeout_s: float
+    request: str
+
+    @classmethod
+    def of_request(cls, order: LoadBlocks, request: Request) -> "BlockRead":
+        """A prompt's prefix."""
+        keys = request.incoming.keys[order.first : order.first + len(order.blocks)]
+        return cls(request.sources[order.source].instance, keys, order.blocks, order.timeout_s, request.request_id)
 
 
 class Pace:
@@ -113,62 +140,56 @@ class Loading:
         for peers in self._peers.values():
             await peers.aclose()
 
-    async def load(self, order: LoadBlocks, request: Request, on_layer: Callable[[int], None]) -> LoadEnded:
+    async def load(self, read: BlockRead, on_layer: Callable[[int], None]) -> LoadEnded:
         """Reads blocks; nothing is written once it has returned.
 
         Args:
-            order: what to read, and where to.
-            request: whose blocks they are.
+            read: what to read, and where to.
             on_layer: called in order for each layer whose blocks have all come.
         """
-        source, wanted = request.sources[order.source].instance, len(order.blocks)
+        source, wanted = read.source, len(read.blocks)
         began = time.monotonic()
         try:
             reader = await self._peers[source.kind].get(source)
             pace = Pace(self._load_s(wanted), self._layout.layers, on_layer)
             try:
-                loaded = await self._read(reader, order, request, pace.came)
+                loaded = await self._read(reader, read, pace.came)
                 await pace.over()
             finally:
                 pace.close()
             return LoadEnded(loaded, loaded if loaded < wanted else None, seconds=time.monotonic() - began)
         except PrefixLost as lost:
-            log.info("prefix lost while loading", source=source.id, request=request.request_id, reason=str(lost))
+            log.info("prefix lost while loading", source=source.id, request=read.request, reason=str(lost))
             return LoadEnded(0, lost.blocks)
         except DamagedSliceError as damaged:
-            log.warning(
-                "damaged slice while loading", source=source.id, request=request.request_id, reason=str(damaged)
-            )
+            log.warning("damaged slice while loading", source=source.id, request=read.request, reason=str(damaged))
             return LoadEnded(0)
         except MoonpoolError as error:
-            log.warning("load failed", source=source.id, request=request.request_id, reason=str(error))
+            log.warning("load failed", source=source.id, request=read.request, reason=str(error))
             return LoadEnded(0, failed=True)
 
     def _load_s(self, blocks: int) -> float:
         return self._emulated_s(blocks * self._layout.block_bytes) if self._emulated_s is not None else 0.0
 
-    async def _read(
-        self, reader: BlockReader, order: LoadBlocks, request: Request, on_layer: Callable[[int], None]
-    ) -> int:
+    async def _read(self, reader: BlockReader, read: BlockRead, on_layer: Callable[[int], None]) -> int:
         """Reads from one source; returns how many leading blocks it had. Raises as `BlockReader.read`."""
-        wanted, layers = len(order.blocks), range(self._layout.layers)
+        wanted, layers = len(read.blocks), range(self._layout.layers)
         counts, last_ns = [0] * len(layers), time.monotonic_ns()
 
         def take(layer: int, index: int, data: memoryview, value: int) -> None:
-            self._pool.write(layer, order.blocks[index], data, value)
+            self._pool.write(layer, read.blocks[index], data, value)
             counts[layer] += 1
 
         def layer_done(layer: int) -> None:
             nonlocal last_ns
             now_ns = time.monotonic_ns()
             size = counts[layer] * self._layout.slice_bytes
-            self._spans.add("kv.load", last_ns, now_ns, request=request.request_id, layer=layer, bytes=size)
+            self._spans.add("kv.load", last_ns, now_ns, request=read.request, layer=layer, bytes=size)
             last_ns = now_ns
             if counts[layer] == wanted:
                 on_layer(layer)
 
-        keys = request.incoming.keys[order.first : order.first + wanted]
-        return await reader.read(keys, layers=layers, on_slice=take, on_layer=layer_done, timeout_s=order.timeout_s)
+        return await reader.read(read.keys, layers=layers, on_slice=take, on_layer=layer_done, timeout_s=read.timeout_s)
 
 
 def _open(open_reader: Callable[[str, ReadMethod], BlockReader], method: ReadMethod, address: str) -> BlockReader:

@@ -101,7 +101,7 @@ class Request:
             tuple(self.incoming.keys),
             None if self.target is None else self.target.held_blocks,
             tuple(_source(source) for source in self.sources),
-            tuple(Copy(_name(store), held) for store, held in zip(self.copies, self.held, strict=True)),
+            tuple(Copy(name_of(store), held) for store, held in zip(self.copies, self.held, strict=True)),
             self.incoming.tenant,
             self.incoming.priority,
             self.incoming.weight,
@@ -140,7 +140,7 @@ def _check_kind(field: str, source: prefill_pb2.PrefixSource) -> None:
 
 def _source(source: prefill_pb2.PrefixSource) -> Source:
     peer = source.instance.kind != kv_pb2.INSTANCE_KIND_KVSTORE
-    return Source(_name(source.instance), source.blocks, peer)
+    return Source(name_of(source.instance), source.blocks, peer)
 
 
 def _check_stores(field: str, stores: Sequence[prefill_pb2.PrefixSource | prefill_pb2.StoreReplica]) -> None:
@@ -161,6 +161,6 @@ def _copies(request: prefill_pb2.PrefillRequest) -> tuple[list[kv_pb2.Instance],
     return copies, held
 
 
-def _name(store: kv_pb2.Instance) -> str:
+def name_of(store: kv_pb2.Instance) -> str:
     """A store is an id at an address; its incarnation does not matter here."""
     return f"{store.id} {store.address}"

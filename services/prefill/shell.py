@@ -22,9 +22,10 @@ from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import prefill_pb2
+from services.prefill.copying import Copying
 from services.prefill.core import actions, events
 from services.prefill.core.core import PrefillCore
-from services.prefill.loading import Loading
+from services.prefill.loading import BlockRead, Loading
 from services.prefill.requests import Request
 from services.prefill.sending import Sending
 
@@ -73,6 +74,7 @@ class Shell:
         self._driver: Driver[events.Event | Ended[events.Result], actions.Action] = Driver(
             core, self._perform, clock=clock, journal=journal
         )
+        self.copying = Copying(loading, self.post)
         self._requests: dict[int, Request] = {}
         self._tasks: dict[int, asyncio.Task[events.Result]] = {}
         self._group: asyncio.TaskGroup | None = None
@@ -125,12 +127,8 @@ class Shell:
         match action:
             case actions.RunStep():
                 self._begin(action.io, partial(self._run_step, action, self._step(action)), _ABORTED)
-            case actions.OpenGate():
-                self._engine.open_gate(action.step, action.layer)
-            case actions.DropShare():
-                self._engine.drop(action.step, action.index)
-            case actions.AbortStep():
-                self._engine.abort(action.step)
+            case actions.OpenGate() | actions.DropShare() | actions.AbortStep():
+                self._steer(action)
             case actions.PutBlocks():
                 self._put(action)
             case Forgot() | Lent():
@@ -138,12 +136,26 @@ class Shell:
             case Cancel():
                 if (task := self._tasks.get(action.io)) is not None:
                     task.cancel()
+            case actions.CopyBlocks():
+                self._begin(action.io, self.copying.work(action), events.LoadEnded(0))
+            case actions.EndCopy(number):
+                self.copying.ended(number)
             case actions.CloseTransfer():
                 self._sending.close(action.job, aborted=action.aborted)
             case actions.LoadBlocks() | actions.OpenTransfer() | actions.SendSlices() | actions.AwaitVerdict():
                 self._move(action, self._requests[action.job])
             case _:
                 self._answer(action, self._requests[action.job])
+
+    def _steer(self, action: actions.OpenGate | actions.DropShare | actions.AbortStep) -> None:
+        """A step that the engine has goes on, or changes."""
+        match action:
+            case actions.OpenGate():
+                self._engine.open_gate(action.step, action.layer)
+            case actions.DropShare():
+                self._engine.drop(action.step, action.index)
+            case actions.AbortStep():
+                self._engine.abort(action.step)
 
     def _move(
         self,
@@ -154,7 +166,7 @@ class Shell:
         match action:
             case actions.LoadBlocks():
                 loaded = partial(self._layer_loaded, action.io)
-                work: Work = partial(self._loading.load, action, request, loaded)
+                work: Work = partial(self._loading.load, BlockRead.of_request(action, request), loaded)
             case actions.OpenTransfer():
                 work = partial(self._sending.open, request)
             case actions.SendSlices():

@@ -110,6 +110,28 @@ class LoadBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyBlocks:
+    """Read blocks of a copy from its source into the pool."""
+
+    io: int
+    number: int
+    """Of the copy."""
+    first: int
+    """Index in the chain of the first block."""
+    blocks: tuple[int, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndCopy:
+    """A copy is over."""
+
+    number: int
+    blocks: int
+    """That have come; 0 also when it was passed over."""
+
+
+@dataclass(frozen=True, slots=True)
 class OpenTransfer:
     """Open the job's transfer at decode."""
 
@@ -221,6 +243,8 @@ Action = (
     | DropShare
     | AbortStep
     | LoadBlocks
+    | CopyBlocks
+    | EndCopy
     | OpenTransfer
     | SendSlices
     | CloseTransfer

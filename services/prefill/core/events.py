@@ -86,7 +86,18 @@ class LayerLoaded:
     layer: int
 
 
-Event = Arrive | Leave | Drain | Stop | LayerComputed | LayerLoaded | ForgetKV | LendBlocks | TakeBack
+@dataclass(frozen=True, slots=True)
+class CopyIn:
+    """A chain's blocks are to be read from a peer and kept. Answered by one `EndCopy`."""
+
+    number: int
+    """Never used twice."""
+    keys: tuple[BlockKey, ...]
+    source: Source
+    tenant: str = ""
+
+
+Event = Arrive | Leave | Drain | Stop | LayerComputed | LayerLoaded | CopyIn | ForgetKV | LendBlocks | TakeBack
 
 # --- results of I/O: each comes in one `Ended` --------------------------------------------------------------------
 

@@ -54,7 +54,8 @@ class Loads:
 
     def ended(self, io: int, flight: LoadFlight, result: LoadEnded) -> None:
         """Nothing is written into the blocks any more; what did not come is computed."""
-        self._learn(flight, result)
+        self.learn(flight.source, flight.nbytes, flight.wanted, result)
+        self.loaded_blocks += result.blocks
         job = self._state.jobs.get(flight.job)
         if job is None or job.load is None or job.load.io != io:
             return
@@ -86,7 +87,7 @@ class Loads:
 
     def _try_next(self, job: Job, load: Load) -> bool:
         for source in range(load.source + 1, len(job.sources)):
-            if not self._is_paused(job.sources[source]):
+            if not self.is_paused(job.sources[source]):
                 job.next_source = source
                 self._begin(job, load.first, load.end)
                 return True
@@ -101,13 +102,13 @@ class Loads:
         flight = LoadFlight(job.number, source, nbytes, end - first, (job.table,))
         io = state.begin(flight)
         job.load = Load(io, index, first, end, state.now)
-        timeout_s = state.settings.load_timeout_s + SLACK * load_seconds(self._speeds(source), nbytes)
-        state.do(LoadBlocks(io, job.number, index, first, tuple(job.table.blocks[first:end]), timeout_s))
+        blocks = tuple(job.table.blocks[first:end])
+        state.do(LoadBlocks(io, job.number, index, first, blocks, self.timeout_s(source, nbytes)))
 
     def _worth(self, job: Job) -> int:
         """Leading blocks that the prompt should have after loading from its next source; 0: computing is cheaper."""
         source, settings = job.sources[job.next_source], self._state.settings
-        if self._is_paused(source):
+        if self.is_paused(source):
             return 0
         blocks = min(source.blocks, self._state.reusable_blocks(job))
         cheaper = load_is_cheaper(
@@ -120,21 +121,26 @@ class Loads:
         )
         return blocks if cheaper else 0
 
-    def _learn(self, flight: LoadFlight, result: LoadEnded) -> None:
-        self.loaded_blocks += result.blocks
+    def timeout_s(self, source: Source, nbytes: int) -> float:
+        """Longest time for reading so much."""
+        return self._state.settings.load_timeout_s + SLACK * load_seconds(self._speeds(source), nbytes)
+
+    def learn(self, source: Source, nbytes: int, blocks: int, result: LoadEnded) -> None:
+        """How a read of so many blocks has gone: a source that fails is left alone for a while."""
         if result.failed:
             self.failures += 1
             self._paused = {name: at for name, at in self._paused.items() if at > self._state.now}
-            self._paused[flight.source.name] = self._state.now + PAUSE_S
-        elif result.blocks == flight.wanted:
-            self._state.tracker.observe_load(flight.nbytes, result.seconds, peer=flight.source.peer)
+            self._paused[source.name] = self._state.now + PAUSE_S
+        elif result.blocks == blocks:
+            self._state.tracker.observe_load(nbytes, result.seconds, peer=source.peer)
 
     def _speeds(self, source: Source) -> Speeds:
         """The instance's speeds, with the rate at which this kind of source is read."""
         speeds = self._state.tracker.speeds
         return speeds.loading_from_peers() if source.peer else speeds
 
-    def _is_paused(self, source: Source) -> bool:
+    def is_paused(self, source: Source) -> bool:
+        """Whether a source is left alone now."""
         return self._paused.get(source.name, 0.0) > self._state.now
 
     def _job_of(self, io: int) -> Job | None:

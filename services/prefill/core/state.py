@@ -179,6 +179,20 @@ class LoadFlight:
 
 
 @dataclass(slots=True, eq=False)
+class CopyFlight:
+    """A chain's blocks that are being copied here: those before `first` were here."""
+
+    number: int
+    keys: tuple[BlockKey, ...]
+    owner: Owner
+    blocks: tuple[int, ...]
+    first: int
+    source: Source
+    nbytes: int
+    tables: tuple[Table, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
 class TransferFlight:
     """Opening a transfer, or waiting for its verdict: holds no blocks."""
 
@@ -203,7 +217,7 @@ class PutFlight:
     tables: tuple[Table, ...] = ()
 
 
-Flight = StepFlight | LoadFlight | TransferFlight | SendFlight | PutFlight
+Flight = StepFlight | LoadFlight | CopyFlight | TransferFlight | SendFlight | PutFlight
 
 
 class State:
@@ -292,7 +306,7 @@ class State:
         match flight:
             case StepFlight():
                 return [share.job for share in flight.shares]
-            case PutFlight():
+            case PutFlight() | CopyFlight():
                 return []
             case _:
                 return [flight.job]
