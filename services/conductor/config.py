@@ -67,6 +67,13 @@ class ConductorConfig(CoreServiceConfig):
         description="prefixes are loaded from the pools of other prefill and decode instances too, not only from "
         "kvstores; docs/placement.md",
     )
+    copy_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of an instance's link that copies of hot prefixes may take, out of it and into it; "
+        "0 = none are ordered, and prefixes spread by being loaded alone",
+    )
     kvstore_replicas: int = Field(
         1,
         ge=1,

@@ -24,6 +24,7 @@ from services.conductor.core.messages import (
     Rehash,
     Rehashed,
     Renew,
+    Replicate,
     Reserve,
     Resync,
     Start,
@@ -49,7 +50,7 @@ class Desk:
         decisions: remembers placements.
         predictions: compares them with what is measured.
         recording: of the requests, if there is one.
-        resync: orders a snapshot of an instance's keys.
+        order: tells an instance what to do with its keys.
         post: hands an event to the core.
     """
 
@@ -59,14 +60,14 @@ class Desk:
         decisions: Decisions,
         predictions: Predictions,
         recording: Recording | None,
-        resync: Callable[[str], None],
+        order: Callable[[Resync | Replicate], None],
         post: Callable[[Event], None],
     ) -> None:
         self._calls = calls
         self._decisions = decisions
         self._predictions = predictions
         self._recording = recording
-        self._resync = resync
+        self._order = order
         self._post = post
         self._serving: dict[int, Serving] = {}
         self._numbers = itertools.count(1)
@@ -141,8 +142,8 @@ class Desk:
                 self._calls.renew(action)
             case Undo():
                 self._calls.undo(action)
-            case Resync(instance):
-                self._resync(instance)
+            case Resync() | Replicate():
+                self._order(action)
             case Cancel(io):
                 self._calls.cancel(io)
 

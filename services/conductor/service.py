@@ -65,7 +65,7 @@ async def conductor(
         calls = Calls(channels, cluster.steps, cluster.find, driver.post, RESERVE_LIMIT * config.reserve_timeout_s)
         stack.push_async_callback(calls.aclose)
         decisions = Decisions(config.explain_history, config.policy)
-        desk = Desk(calls, decisions, Predictions(metrics), recording, cluster.resync, driver.post)
+        desk = Desk(calls, decisions, Predictions(metrics), recording, cluster.order, driver.post)
         intake = Intake(checkpoint, cluster.registry, desk, tokenizing, config)
         forgetting, keeper = await _records(config, channels, cluster, desk, intake, core, stack)
         servicer = ConductorServicer(
@@ -137,6 +137,7 @@ def _core(config: ConductorConfig) -> ConductorCore:
         config.decode_prompt_tokens,
         config.slow_factor,
         config.peers,
+        config.copy_share,
     )
     return ConductorCore(limits, picture)
 

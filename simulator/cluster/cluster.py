@@ -206,5 +206,6 @@ class Cluster:
             "loaded_blocks": sum(store.read_blocks for store in self.stores),
             "loaded_from_disk_blocks": sum(store.disk_blocks for store in self.stores),
             "loaded_from_peers_blocks": sum(pool.read_blocks for pool in pools),
+            "copied_blocks": sum(it.core.copies.copied_blocks for it in self.prefills),
             "virtual_s": elapsed / PS,
         }

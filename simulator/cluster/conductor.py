@@ -25,6 +25,7 @@ from services.conductor.core.messages import (
     Rehash,
     Rehashed,
     Renew,
+    Replicate,
     Reserve,
     Resumed,
     Resync,
@@ -244,6 +245,8 @@ class Conductor:
                 self._fail(action)
             case Drop(request):
                 self._end(self._serving[request].request, REFUSED)  # the late check alone sends clients away
+            case Replicate():
+                self.orders.replicate(action)
             case Resync(instance):
                 raise AssertionError(f"a message of {instance} is missing")
             case _:
@@ -313,6 +316,7 @@ def _picture(config: ClusterConfig) -> Picture:
         rest_tokens=config.decode_prompt_tokens,
         slow_factor=config.slow_factor,
         peers=config.peers,
+        copy_share=config.copy_share,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from moonpool.core.kernel import Ended
+from moonpool.kv.keys import BlockKey
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import (
     Accepted,
@@ -19,6 +20,7 @@ from services.conductor.core.messages import (
     Prefill,
     Prefilled,
     Renew,
+    Replicate,
     Reserve,
     Result,
     Start,
@@ -170,6 +172,14 @@ class Orders:
         self._prefilling.pop(io, None)
         if self._cancels.pop(io, None) is not None:
             self._post(Ended(io, result))
+
+    def replicate(self, order: Replicate) -> None:
+        """Has an instance copy hot blocks."""
+        instance = self._prefills[order.instance]
+        peer = order.source in self._prefills or order.source in self._decodes
+        source = Source(order.source, len(order.keys), peer)
+        keys = tuple(map(BlockKey, order.keys))
+        self._calls.send(lambda: instance.replicate(keys, source) if instance.up else None)
 
     # --- Reserve ----------------------------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ class PrefillInstance:
         self.pool = PoolReads(self.sends, self._hear)
         self._settings = core_settings(config)
         self._receives = Link(f"{name} in", config.load_bytes_per_s)
-        self._came = 0
+        self._came = self._copies_came = 0
         self.incarnation = 0
         self.up = True
         self.use = PrefillUse()
@@ -99,6 +99,7 @@ class PrefillInstance:
         self.core = PrefillCore(self._settings, self._config.profile.speeds)
         self.host: Host[Event, actions.Action] = Host(self._world, self.core, self._perform)
         self._prompts: dict[int, Prompt] = {}
+        self._copies: dict[int, tuple[tuple[BlockKey, ...], str]] = {}
         self._opened: dict[int, Target] = {}
         self._moving: dict[int, Flow | None] = {}
         self._write_back_room = max(1, self._settings.blocks // WRITE_BACK_SHARE)
@@ -134,6 +135,12 @@ class PrefillInstance:
         held = None if target is None else target.held_blocks
         self._tell(events.Arrive(self._came, sequence.tokens, keys, held, sources, copies))
         return self._came
+
+    def replicate(self, keys: tuple[BlockKey, ...], source: events.Source) -> None:
+        """Blocks of a chain are to be copied here."""
+        self._copies_came += 1
+        self._copies[self._copies_came] = keys, source.name
+        self._tell(events.CopyIn(self._copies_came, keys, source))
 
     def leave(self, number: int) -> None:
         """A prompt is not wanted any more; one that has ended is fine."""
@@ -249,8 +256,10 @@ class PrefillInstance:
                 self._loading.cancel(io)
                 moving = self._moving
                 self._world.after(0, lambda _: self._moved(moving, io, events.Failed()))
-            case actions.LoadBlocks():
+            case actions.LoadBlocks() | actions.CopyBlocks():
                 self._load(action)
+            case actions.EndCopy(number):
+                del self._copies[number]
             case Lent():
                 self.pool.answered(action)
             case actions.PutBlocks():
@@ -285,10 +294,13 @@ class PrefillInstance:
         failed = action.outcome is actions.Outcome.IO_FAILED
         prompt.client.over(Failure(Kind.TRANSFER if failed else Kind.UNAVAILABLE, f"the prompt {action.outcome.value}"))
 
-    def _load(self, action: actions.LoadBlocks) -> None:
-        prompt = self._prompts[action.job]
-        keys = prompt.keys[: action.first + len(action.blocks)]
-        self._loading.begin(action.io, prompt.sources[action.source].name, keys, action.first, action.timeout_s)
+    def _load(self, action: actions.LoadBlocks | actions.CopyBlocks) -> None:
+        if isinstance(action, actions.CopyBlocks):
+            keys, source = self._copies[action.number]
+        else:
+            prompt = self._prompts[action.job]
+            keys, source = prompt.keys[: action.first + len(action.blocks)], prompt.sources[action.source].name
+        self._loading.begin(action.io, source, keys, action.first, action.timeout_s)
 
     def _put(self, action: actions.PutBlocks) -> None:
         prompt, host = self._prompts[action.job], self.host

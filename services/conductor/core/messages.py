@@ -386,4 +386,15 @@ class Resync:
     instance: str
 
 
-Action = Reserve | Prefill | Start | Adopt | Renew | Undo | Announce | Rehash | Complete | Fail | Drop | Resync | Cancel
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """An instance is to copy a chain's blocks from another one, because they are hot."""
+
+    instance: str
+    keys: tuple[bytes, ...]
+    source: str
+    tenant: str
+
+
+Order = Reserve | Prefill | Start | Adopt | Renew | Undo | Resync | Replicate | Cancel
+Action = Order | Announce | Rehash | Complete | Fail | Drop

@@ -13,6 +13,7 @@ from services.conductor.core.candidates import Policy
 from services.conductor.core.cost import PrefillChoice
 from services.conductor.core.decodes import Answer, Decode, Decodes
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts, Shape
+from services.conductor.core.hot import Hot
 from services.conductor.core.index import Applied, PrefixIndex
 from services.conductor.core.instances import Instance, instance_of
 from services.conductor.core.outlook import Forecasts
@@ -39,6 +40,7 @@ class Picture:
         rest_tokens: so many tokens of a prompt at most are computed at decode.
         slow_factor: an instance so many times slower than usual gets nothing new (`Vigil`); 0 = it is used as it is.
         peers: prefixes are loaded from other engine instances too, not only from kvstores.
+        copy_share: of a link that copies of hot prefixes may take (`Hot`); 0 = there are none.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Picture:
         rest_tokens: int = 0,
         slow_factor: float = 0.0,
         peers: bool = False,
+        copy_share: float = 0.0,
     ) -> None:
         self.index = PrefixIndex(max_index_keys)
         self.shape: Shape | None = None
@@ -62,7 +65,9 @@ class Picture:
         self.forecasts = Forecasts(self.decodes, EXPECTED_ANSWER_TOKENS)
         self._stores = Stores(kvstore_replicas)
         holders = self.index, self._prefills, self.decodes, self._stores if policy.stores else None
-        self._planning = Planning(*holders, balancing_threshold, rest_tokens, peers=peers and policy.stores)
+        self.hot = Hot(copy_share if policy.stores else 0.0)
+        shared = peers and policy.stores
+        self._planning = Planning(*holders, balancing_threshold, rest_tokens, peers=shared, wishes=bool(self.hot))
         self._reads = Reads()
         self._claims: dict[int, list[Prefill | Decode]] = {}
         self._next_claim = 1
@@ -369,12 +374,12 @@ class Picture:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        parts = (self.index, self._prefills, self.decodes, self._stores, self.forecasts)
+        parts = (self.index, self._prefills, self.decodes, self._stores, self.forecasts, self.hot)
         return digest_of(*parts, self.shape, sorted(self._claims), self._next_claim)
 
     def check_invariants(self) -> None:
         """Asserts that instances, pools, index and claims agree."""
-        for part in (self.index, self._prefills, self.decodes, self._stores, self.forecasts, self._reads):
+        for part in (self.index, self._prefills, self.decodes, self._stores, self.forecasts, self._reads, self.hot):
             part.check_invariants()
         pools: Iterator[Instance] = iter([*self._prefills, *self.decodes, *self._stores])
         assert {instance.facts.id: instance for instance in pools} == self._instances
