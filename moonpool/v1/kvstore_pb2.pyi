@@ -125,6 +125,7 @@ class PutOpen(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     PARENT_KEYS_FIELD_NUMBER: _builtins.int
     FRAME_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """Chosen by the writer, unique on the stream."""
     keys: _builtins.bytes
@@ -148,6 +149,12 @@ class PutOpen(_message.Message):
         that brings only some layers or heads of its blocks.
         """
 
+    @_builtins.property
+    def forgotten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Deletions that concern this session, by the tenant, a key or the namespace, and that the writer has carried out: the
+        blocks are younger than those. A store that knows of one more refuses the session.
+        """
+
     def __init__(
         self,
         *,
@@ -160,10 +167,11 @@ class PutOpen(_message.Message):
         tenant: _builtins.str = ...,
         parent_keys: _builtins.bytes = ...,
         frame: _kv_pb2.FrameHeader | None = ...,
+        forgotten: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "parent_keys", b"parent_keys", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten", b"forgotten", "frame", b"frame", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "parent_keys", b"parent_keys", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -275,8 +283,8 @@ class PutRefused(_message.Message):
     """Why, for a person."""
     code: _builtins.str
     """Why, for a program: "invalid_request" when another try will be refused too; "bad_frame" when a frame came damaged
-    or was not what had been declared; for want of room "kvstore_pinned", "kvstore_guaranteed", "kvstore_sessions",
-    "kvstore_memory"; else empty.
+    or was not what had been declared; "deleted" when there is a deletion that the writer has not carried out; for want
+    of room "kvstore_pinned", "kvstore_guaranteed", "kvstore_sessions", "kvstore_memory"; else empty.
     """
     retry_after_s: _builtins.float
     """Seconds after which another try may succeed; 0 when that is not known."""

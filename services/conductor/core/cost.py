@@ -28,6 +28,7 @@ class PrefillChoice(NamedTuple):
     `load_s` is what computing does not hide of loading. `source` is whom it would load from, whose link is busy with it
     for `read_s`. `busy_s` is how much later the next prompt begins for this one: less than its own time where stages
     overlap. `overhead_s` is what calls take; `factors` are those by which queue, load and prefill are corrected.
+    `company`: another engine of its host is busy; None = there is none.
     """
 
     id: str
@@ -41,6 +42,7 @@ class PrefillChoice(NamedTuple):
     excluded: str = ""
     overhead_s: float = 0.0
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    company: bool | None = None
     read_s: float = 0.0
 
     @property

@@ -40,6 +40,7 @@ class FakeWriter:
         read: Callable[[int, int], tuple[memoryview, int]],
         *,
         timeout_s: float,
+        forgotten: Sequence[str] = (),
     ) -> PutOutcome:
         self.sessions += 1
         try:
@@ -219,13 +220,14 @@ async def test_deleted_jobs_are_dropped_and_those_under_way_are_waited_for() -> 
             bench.submit([number])
         await turn()
         assert writer.sessions == 1
-        assert not await bench.it.forget(concerns, 0.0)
+        doing = bench.it.forget(concerns)
         assert bench.released == [2]
-        forgetting = asyncio.ensure_future(bench.it.forget(concerns, WAIT_S))
+        assert not await bench.it.ended(doing, 0.0)
+        forgetting = asyncio.ensure_future(bench.it.ended(doing, WAIT_S))
         await asyncio.sleep(0)
         assert not forgetting.done()
         writer.go.set()
         assert await forgetting
         await bench.settle()
         assert bench.stored == [1, 3]
-        assert await bench.it.forget(concerns, 0.0)
+        assert await bench.it.ended(bench.it.forget(concerns), 0.0)

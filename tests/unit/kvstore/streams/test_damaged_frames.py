@@ -12,9 +12,9 @@ import pytest
 from moonpool.errors import MoonpoolError
 from moonpool.kv.keys import BlockKey
 from moonpool.streams import faults
+from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.credits import Traffic
 from moonpool.streams.faults import Corruptor
-from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.telemetry.gauges import restless
 from moonpool.v1 import kvstore_pb2
