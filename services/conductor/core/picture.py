@@ -209,11 +209,11 @@ class Picture:
             self._reads.claim(number, read.link, read_s, now)
         return number
 
-    def loaded(self, claim: int, source: str, blocks: int, seconds: float) -> None:
+    def loaded(self, claim: int, source: str, blocks: int, seconds: float, now: float) -> None:
         """Learns what the read of a claim took."""
         instance, shape = self._instances.get(source), self.shape
         if instance is not None and shape is not None:
-            self._reads.told(claim, instance.link, blocks * shape.block_tokens * shape.token_bytes, seconds)
+            self._reads.told(claim, instance.link, blocks * shape.block_tokens * shape.token_bytes, seconds, now)
 
     def claim_decode(self, instance_id: str, answer: Answer) -> int:
         """Counts an answer, or several together, on an instance until `release`; returns the claim's number."""

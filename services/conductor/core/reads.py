@@ -11,6 +11,8 @@ from moonpool.cost import DEFAULT_BYTES_PER_S, Speeds, learnt_rate
 
 WEIGHT = 0.2
 """Of one read, when the rate of a link is learnt."""
+FRESH_S = 60.0
+"""What was learnt of a link counts for so long after the last read: a link that seems slow gets another chance."""
 
 
 class Source(NamedTuple):
@@ -36,17 +38,22 @@ class Source(NamedTuple):
 class Link:
     """The way out of one instance.
 
-    `bytes_per_s` is what was learnt, 0 before. `free_at` is when our reads are predicted to be over. `reads`: our
-    claims, and whether each has had the link to itself.
+    `bytes_per_s` is what was learnt, 0 before, and `told_at` when. `free_at` is when our reads are predicted to be
+    over. `reads`: our claims, with the predicted seconds of each, 0 for one that did not have the link to itself.
     """
 
     bytes_per_s: float = 0.0
+    told_at: float = 0.0
     free_at: float = 0.0
-    reads: dict[int, bool] = field(default_factory=dict)
+    reads: dict[int, float] = field(default_factory=dict)
 
     def wait_s(self, now: float) -> float:
         """Seconds until our reads are over."""
         return max(self.free_at - now, 0.0) if self.reads else 0.0
+
+    def rate(self, now: float) -> float:
+        """Bytes per second, as far as that is known; 0 = it is not."""
+        return self.bytes_per_s if now - self.told_at < FRESH_S else 0.0
 
 
 class Reads:
@@ -63,15 +70,16 @@ class Reads:
         """Counts a read that takes so many seconds from now on."""
         alone = not link.reads
         for other in link.reads:
-            link.reads[other] = False
+            link.reads[other] = 0.0
         link.free_at = link.wait_s(now) + now + seconds
-        link.reads[number] = alone
+        link.reads[number] = seconds if alone else 0.0
         self._links[number] = link
 
-    def told(self, number: int, link: Link, nbytes: int, seconds: float) -> None:
+    def told(self, number: int, link: Link, nbytes: int, seconds: float, now: float) -> None:
         """What a read over a link has taken; one that was counted on another link, or not at all, teaches nothing."""
-        if self._links.get(number) is link and link.reads[number]:
-            link.bytes_per_s = learnt_rate(link.bytes_per_s, nbytes, seconds, WEIGHT)
+        if self._links.get(number) is link and (predicted_s := link.reads[number]):
+            known = link.rate(now) or nbytes / predicted_s
+            link.bytes_per_s, link.told_at = learnt_rate(known, nbytes, seconds, WEIGHT), now
 
     def release(self, number: int) -> None:
         """Stops counting a read; unknown claims are fine."""

@@ -44,7 +44,7 @@ class Sources:
         """The best ones that hold something."""
         best = [view for view in by_reading(views)[: 1 + MAX_OTHERS] if view.blocks]
         links = [(view, store.link) for view in best if self._stores and (store := self._stores.get(view.id))]
-        return [Source(view.id, view.blocks, link.wait_s(now), link.bytes_per_s) for view, link in links]
+        return [Source(view.id, view.blocks, link.wait_s(now), link.rate(now)) for view, link in links]
 
     def _peers(self, prefixes: Prefixes, suspects: Callable[[Prefills | Decodes], int], now: float) -> list[Source]:
         """Engine instances that hold most, and the best of those that hold less.
@@ -62,12 +62,13 @@ class Sources:
                 break
             if here := mask & allowed:
                 found.append(self._freest(blocks, here, now))
+                allowed &= ~mask
         return found
 
     def _freest(self, blocks: int, mask: int, now: float) -> Source:
         holders = [self._at(slot) for slot in islice(members(mask), MAX_LOOKED_AT)]
         best = min(holders, key=lambda it: (it.link.wait_s(now), it.turn, it.facts.id))
-        return Source(best.facts.id, blocks, best.link.wait_s(now), best.link.bytes_per_s, peer=True)
+        return Source(best.facts.id, blocks, best.link.wait_s(now), best.link.rate(now), peer=True)
 
     def _at(self, slot: int) -> Prefill | Decode:
         return next(pool.by_slot[slot] for pool in self._pools if slot in pool.by_slot)
