@@ -11,7 +11,13 @@ from services.conductor.core.plan import Wish
 from .worlds import SECOND_PER_TOKEN, World, facts
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
-WISH = Wish(2, "prefill-1", "decode-0", gain_s=1.0, read_s=1.0)
+
+
+def wish(target: str = "prefill-1", source: str = "decode-0", gain_s: float = 1.0) -> Wish:
+    return Wish(2, target, source, gain_s, read_s=1.0)
+
+
+WISH = wish()
 ORDER = Replicate("prefill-1", tuple(KEYS[:2]), "decode-0", "tenant")
 
 
@@ -25,17 +31,17 @@ def ask(hot: Hot, times: Sequence[float], wish: Wish | None = WISH) -> list[bool
 
 def test_several_prompts_must_have_lost_more_than_the_copy_takes() -> None:
     assert ask(Hot(0.1), [0.0, 1.0, 2.0]) == [False, False, True]
-    cheap = WISH._replace(gain_s=0.1)
+    cheap = wish(gain_s=0.1)
     assert ask(Hot(0.1), [0.1 * number for number in range(19)], cheap) == [False] * 19
     assert True in ask(Hot(0.1), [0.1 * number for number in range(25)], cheap)
 
 
 def test_what_was_lost_long_ago_does_not_count() -> None:
-    assert ask(Hot(0.1), [0.0, 60.0, 120.0, 180.0], WISH._replace(gain_s=1.4)) == [False] * 4
+    assert ask(Hot(0.1), [0.0, 60.0, 120.0, 180.0], wish(gain_s=1.4)) == [False] * 4
 
 
 def test_one_prompt_is_no_demand_however_much_it_lost() -> None:
-    assert ask(Hot(0.1), [0.0], WISH._replace(gain_s=1000.0)) == [False]
+    assert ask(Hot(0.1), [0.0], wish(gain_s=1000.0)) == [False]
     assert ask(Hot(0.1), [0.0, 1.0]) == [False, False]
     assert ask(Hot(0.1), [0.0, 1.0, 2.0], None) == [False] * 3
 
@@ -44,7 +50,7 @@ def test_a_copy_uses_up_the_budget_of_both_ends() -> None:
     """A second on the link, of which a tenth may be used: the next one after ten seconds."""
     hot = Hot(0.1)
     assert ask(hot, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 11.9, 12.0]) == [False, False, True, *[False] * 4, True]
-    elsewhere = WISH._replace(target="prefill-2", source="prefill-3")
+    elsewhere = wish(target="prefill-2", source="prefill-3")
     assert [hot.placed(KEYS[2:], elsewhere, "", 13.0 + number) for number in range(3)][2] is not None
 
 
