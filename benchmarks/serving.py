@@ -106,8 +106,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
         limits = measured_limits(model)
         progress(f"{model.name}: {limits}")
         # Decode has what it has served: without --no-peers a prefix might come from there.
-        only_stores = {"conductor": ["--no-peers"]}
-        plan = StackPlan(model=str(model), data_dir=Path(folder), dtype="bfloat16", extra=only_stores)
+        plan = StackPlan(str(model), Path(folder), dtype="bfloat16", extra={"conductor": ["--no-peers"]})
         with LocalStack(plan) as stack, Client(stack.address) as client:
             return Serving(stack, client, limits, options.runs, progress).rows()
 

@@ -10,12 +10,9 @@ from simulator.experiments.frame import Progress, Result, Source, assumptions, s
 from simulator.report.charts import Chart
 from simulator.traces.mooncake import BLOCK_TOKENS, TraceRequest
 
-WAYS = {
-    "none": {"peers": False, "copy_share": 0.0},
-    "loading": {"peers": True, "copy_share": 0.0},
-    "loading and copies": {"peers": True, "copy_share": 0.1},
-}
-"""How prefixes spread beside being computed where they are not: not, by being loaded, and by copies as well."""
+WAYS = {"none": (False, 0.0), "loading": (True, 0.0), "loading and copies": (True, 0.1)}
+"""How prefixes spread beside being computed where they are not: not, by being loaded, and by copies as well. Whether
+peers are read, and the share of a link that copies may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +63,9 @@ class HotLoad:
 def hot(config: ClusterConfig, load: HotLoad, progress: Progress) -> Result:
     """A row per way in which prefixes spread."""
     rows = []
-    for name, way in WAYS.items():
-        summary, cluster = simulate(replace(config, **way), load.arrivals())
+    for name, (peers, copy_share) in WAYS.items():
+        spread = replace(config, peers=peers, copy_share=copy_share)
+        summary, cluster = simulate(spread, load.arrivals())
         ttft, use = summary.ttft_s, cluster.use()
         rows.append(
             {

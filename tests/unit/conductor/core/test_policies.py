@@ -76,7 +76,7 @@ def test_each_policy_has_its_order(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_only_the_default_reads_and_writes_kvstores(policy: str) -> None:
     plan = unlike(policy).plan(64, keys=KEYS)
-    used = [view.id for view in (*plan.sources, *plan.write_back)]
+    used = [source.id for source in plan.sources] + [view.id for view in plan.write_back]
     assert used == (["kvstore-0", "kvstore-0"] if policy == "kvcache_centric" else [])
 
 
