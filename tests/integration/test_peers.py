@@ -12,13 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.stack import StackPlan
 from moonpool.client import Client, GenerateResult, SamplingParams
+from moonpool.kv.keys import block_keys, chain_root, pack_keys, tokens_to_bytes
+from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
+from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
+from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.faults.scene import judge_of
-from tests.integration.conftest import BLOCK, small_plan, tokens, wait_busy
+from tests.integration.conftest import BLOCK, small_plan, tokens
 from tests.integration.stack import CheckedStack
 
 pytestmark = pytest.mark.slow
@@ -32,7 +37,7 @@ prefill: {base_s: 0.01, per_token_s: 1.0e-3, per_pair_s: 0.0}
 decode: {base_s: 1.0e-3, per_sequence_s: 0.0, per_context_token_s: 0.0}
 rates: {load_bytes_per_s: 1.0e+9, transfer_bytes_per_s: 6.4e+4}
 """
-PREFIX = 64 * BLOCK
+PREFIX, LONG = 64 * BLOCK, 4000
 ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
@@ -45,13 +50,28 @@ def plan(checkpoint: Path, tmp_path: Path) -> StackPlan:
 
 
 @contextmanager
-def busy(stack: CheckedStack, client: Client, holder: str, prefix: list[int]) -> Iterator[None]:
-    """The instance that has a prefix is busy with a long prompt that begins with it."""
-    with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(client.generate, token_ids=[*prefix, *tokens(2900, "long")], sampling=ONE)
-        wait_busy(stack.address, holder, timeout_s=20)
+def busy(stack: CheckedStack, client: Client, holder: str) -> Iterator[None]:
+    """An instance computes a long prompt that no conductor has placed, and the conductor has heard of it."""
+    with grpc.insecure_channel(stack.address) as channel:
+        state = ConductorServiceStub(channel).ClusterState(conductor_pb2.ClusterStateRequest())
+    root, prompt = chain_root(state.model.namespace, "busy"), tokens(LONG, "long")
+    spec = kv_pb2.SequenceSpec(
+        request_id="busy",
+        token_ids=tokens_to_bytes(prompt),
+        prompt_tokens=LONG,
+        block_keys=pack_keys(block_keys(root, prompt, BLOCK)),
+        chain_root=root,
+        tenant="busy",
+        sampling=kv_pb2.Sampling(max_tokens=1, temperature=0.0),
+    )
+    with grpc.insecure_channel(stack.services[holder].address) as channel:
+        call = PrefillServiceStub(channel).Prefill(prefill_pb2.PrefillRequest(sequence=spec))
+        assert next(call).HasField("accepted")
+        pause = threading.Event()
+        while not next(it for it in client.cluster_state().instances if it.id == holder).queued_tokens:
+            pause.wait(0.01)
         yield
-        long.result()
+        call.cancel()
 
 
 def first_of(stack: CheckedStack, client: Client, prefix: list[int]) -> str:
@@ -73,7 +93,7 @@ def test_a_prefix_is_read_from_the_other_instance_also_when_it_is_killed_meanwhi
     with CheckedStack(plan) as stack, Client(stack.address) as client:
         holder = first_of(stack, client, prefix)
         prompt = [*prefix, *tokens(3, "question")]
-        with busy(stack, client, holder, prefix):
+        with busy(stack, client, holder):
             result = client.generate(token_ids=prompt, sampling=ONE)
         check(stack, prompt, result, holder)
         assert result.usage.cached_tokens == PREFIX
@@ -83,7 +103,7 @@ def test_a_prefix_is_read_from_the_other_instance_also_when_it_is_killed_meanwhi
         holder = first_of(stack, client, others)
         reader = {"prefill-0": "prefill-1", "prefill-1": "prefill-0"}[holder]
         prompt = [*others, *tokens(3, "question")]
-        with busy(stack, client, holder, others), ThreadPoolExecutor(1) as pool:
+        with busy(stack, client, holder), ThreadPoolExecutor(1) as pool:
             asked = pool.submit(client.generate, token_ids=prompt, sampling=ONE)
             pause = threading.Event()
             while not stack.gauge(reader, "loads"):
