@@ -193,8 +193,9 @@ class Picture:
         source: str = "",
         place: Place | None = None,
         read_s: float = 0.0,
+        send_s: float = 0.0,
     ) -> int:
-        """Counts a prompt on an instance, and `read_s` on the link of whom it loads from, until `release`.
+        """Counts a prompt on an instance until `release`, and seconds on links: its source's, and its own.
 
         Returns:
             The claim's number. It is never used twice.
@@ -205,6 +206,8 @@ class Picture:
             instance.claim(number, busy_s, now, place)
             self._prefills.chose(instance)
             instances.append(instance)
+            if send_s:
+                self._reads.send(number, instance.link, send_s, now)
         if read is not None:
             self._reads.claim(number, read.link, read_s, now)
         return number

@@ -35,6 +35,7 @@ class Plan:
         demand: what was asked for.
         index_version: state of the index behind the plan, for `Picture.forget`.
         emulated: compute is emulated.
+        send_s: seconds of sending to decode what that lacks.
         wish: the copy of a prefix from which it would have gained; None = none, or there are no copies.
         at_decode: the one decode instance computes the rest of the prompt itself; `prefill` says what that takes.
     """
@@ -49,3 +50,4 @@ class Plan:
     emulated: bool = False
     at_decode: bool = False
     wish: Wish | None = None
+    send_s: float = 0.0

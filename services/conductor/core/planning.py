@@ -3,12 +3,14 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from moonpool.cost import transfer_seconds
 from moonpool.errors import InvalidRequest, Unavailable
 from services.conductor.core.cost import DecodeChoice, DecodeModel, PrefillChoice, PrefillModel
 from services.conductor.core.decodes import Decodes
 from services.conductor.core.facts import Demand, Shape
 from services.conductor.core.index import PrefixIndex
 from services.conductor.core.plan import Plan, Wish
+from services.conductor.core.pool import blocks_at
 from services.conductor.core.prefills import Prefills
 from services.conductor.core.reads import Source
 from services.conductor.core.rests import Rests
@@ -89,6 +91,7 @@ class Planning:
             demand=demand,
             index_version=self._index.version,
             emulated=wanted.shape.emulated,
+            send_s=self._send_s(best, decodes, prefixes, wanted) if decodes else 0.0,
             wish=self._wish(model, candidates, sources, wanted) if self._wishes and sources else None,
         )
         if not (decodes and wanted.at_decode and self._rests):
@@ -103,6 +106,14 @@ class Planning:
                 raise Unavailable(f"no prefill instance takes the prompt now ({choices[0].excluded})")
             raise InvalidRequest("prompt", f"no prefill instance can take it ({choices[0].excluded})")
         return choices
+
+    def _send_s(
+        self, best: PrefillChoice, decodes: Sequence[DecodeChoice], prefixes: Prefixes, wanted: Wanted
+    ) -> float:
+        """Seconds that the chosen instance's link has to do for the KV that the best decode instance lacks."""
+        speeds = self._prefills.by_slot[self._index.slot(best.id)].learnt.speeds
+        held = blocks_at(prefixes, self._index.slot(decodes[0].id)) * wanted.shape.block_tokens
+        return transfer_seconds(speeds, max(0, wanted.demand.prompt_tokens - held) * wanted.shape.token_bytes)
 
     def _wish(
         self, model: PrefillModel, choices: Sequence[PrefillChoice], sources: Sequence[Source], wanted: Wanted

@@ -36,7 +36,7 @@ class Source(NamedTuple):
 
 @dataclass(slots=True)
 class Link:
-    """The way out of one instance.
+    """The way out of one instance, over which others read its blocks, and a prefill instance sends to decode.
 
     `bytes_per_s` is what was learnt, 0 before, and `told_at` when. `free_at` is when our reads are predicted to be
     over. `reads`: our claims, with the predicted seconds of each, 0 for one that did not have the link to itself.
@@ -51,29 +51,39 @@ class Link:
         """Seconds until our reads are over."""
         return max(self.free_at - now, 0.0) if self.reads else 0.0
 
+    def claim(self, number: int, seconds: float, now: float) -> None:
+        """Counts a read from now on."""
+        alone = not self.reads
+        for other in self.reads:
+            self.reads[other] = 0.0
+        self.free_at = self.wait_s(now) + now + seconds
+        self.reads[number] = seconds if alone else 0.0
+
     def rate(self, now: float) -> float:
         """Bytes per second, as far as that is known; 0 = it is not."""
         return self.bytes_per_s if now - self.told_at < FRESH_S else 0.0
 
 
 class Reads:
-    """All our reads, by claim."""
+    """All our reads, by claim, and what our prompts send to decode: that goes over the same links."""
 
     def __init__(self) -> None:
         self._links: dict[int, Link] = {}
+        self._sends: dict[int, Link] = {}
 
     def __len__(self) -> int:
-        """Those under way."""
+        """Reads under way."""
         return len(self._links)
 
     def claim(self, number: int, link: Link, seconds: float, now: float) -> None:
         """Counts a read that takes so many seconds from now on."""
-        alone = not link.reads
-        for other in link.reads:
-            link.reads[other] = 0.0
-        link.free_at = link.wait_s(now) + now + seconds
-        link.reads[number] = seconds if alone else 0.0
         self._links[number] = link
+        link.claim(number, seconds, now)
+
+    def send(self, number: int, link: Link, seconds: float, now: float) -> None:
+        """Counts KV that goes to decode, beside the claim's read from elsewhere."""
+        self._sends[number] = link
+        link.claim(number, seconds, now)
 
     def told(self, number: int, link: Link, nbytes: int, seconds: float, now: float) -> None:
         """What a read over a link has taken; one that was counted on another link, or not at all, teaches nothing."""
@@ -83,11 +93,13 @@ class Reads:
 
     def release(self, number: int) -> None:
         """Stops counting a read; unknown claims are fine."""
-        link = self._links.pop(number, None)
-        if link is not None:
-            del link.reads[number]
+        for links in (self._links, self._sends):
+            link = links.pop(number, None)
+            if link is not None:
+                del link.reads[number]
 
     def check_invariants(self) -> None:
         """Asserts that links and claims agree."""
-        assert all(number in link.reads for number, link in self._links.items())
-        assert all(self._links.get(number) is link for link in self._links.values() for number in link.reads)
+        both = [*self._links.items(), *self._sends.items()]
+        assert all(number in link.reads for number, link in both)
+        assert all(link in (self._links.get(it), self._sends.get(it)) for _, link in both for it in link.reads)

@@ -94,6 +94,27 @@ def test_reads_count_at_once_and_the_freer_holder_is_asked() -> None:
     assert world.plan(64, keys=KEYS[:4], now=1.0).sources[0] == Source("decode-0", 3, peer=True)
 
 
+def test_what_a_prompt_sends_to_decode_keeps_its_instances_link_busy() -> None:
+    """All 64 tokens, as decode holds nothing of them; at the rate at which the instance sends."""
+    world = cluster()
+    world.events("prefill-1", KEYS[:3])
+    plan = world.plan(64, keys=KEYS[4:])
+    assert plan.send_s == 640 / 100.0
+    number = world.picture.claim_prefill("prefill-1", 0.0, 0.0, send_s=plan.send_s)
+    world.report("prefill-1", drain_s=50.0)
+    assert world.plan(64, keys=KEYS[:4]).sources == (Source("prefill-1", 3, wait_s=6.4, peer=True),)
+    assert world.picture.reads_in_flight == 0
+    world.picture.release(number, 1.0)
+    assert world.plan(64, keys=KEYS[:4], now=1.0).sources == (Source("prefill-1", 3, peer=True),)
+
+
+def test_decode_is_not_sent_what_it_holds() -> None:
+    world = cluster()
+    world.events("decode-0", KEYS[:3])
+    assert world.plan(64, keys=KEYS[:4]).send_s == 160 / 100.0
+    assert world.plan(64, keys=KEYS[:4], answer_tokens=1).send_s == 0.0
+
+
 def test_a_busy_link_makes_computing_cheaper() -> None:
     world = cluster()
     world.events("decode-0", KEYS[:3])
