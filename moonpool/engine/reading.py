@@ -226,7 +226,8 @@ class ReadStream(ServerStream[kv_pb2.ReadKVRequest]):
         self._opened(number, len(lease.blocks))
         try:
             async with asyncio.timeout(LEASE_S):
-                reads.sent_bytes += await self._frames.send(number, 0, reads.slices(lease, layers), timeout_s=STALL_S)
+                sent = await self._frames.send(number, 0, reads.slices(lease, layers), timeout_s=STALL_S)
+            reads.sent_bytes += sent
         except StreamBroken:
             return  # the stream itself reports it
         except (MoonpoolError, TimeoutError) as error:
