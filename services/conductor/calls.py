@@ -142,6 +142,7 @@ class Calls:
                 elif response.HasField("accepted"):
                     self._post(Accepted(order.io, response.accepted.number))
                 elif response.HasField("finished"):
+                    serving.delivered(response.finished)
                     self._post(Delivered(order.io))
         finally:
             call.cancel()
@@ -237,8 +238,11 @@ class Calls:
         self._steps.get(decode_proto(order.target)).open()
 
     def undo(self, order: Undo) -> None:
-        """Gives a promise back."""
-        self._steps.get(decode_proto(order.target)).cancel(order.sequence, target_proto(order.target))
+        """Gives a promise back, also one of which nothing came."""
+        target = decode_proto(order.target)
+        decode = target if target.address else self._find(target.id)
+        if decode is not None and decode.incarnation == target.incarnation:
+            self._steps.get(decode).cancel(order.sequence, target_proto(order.target))
 
     def _end_sequence(self, order: Start | Adopt, steps: StepsStream, result: Result, *, tell: bool) -> None:
         """A sequence is over; `tell` when decode does not know it."""
@@ -324,5 +328,5 @@ def _prefilled(first: prefill_pb2.FirstToken, spec: kv_pb2.SequenceSpec) -> Pref
     misses = [
         (miss.store.id, spec.block_keys[miss.block * KEY_BYTES : (miss.block + 1) * KEY_BYTES]) for miss in first.misses
     ]
-    loads = tuple([(it.source.id, it.blocks, it.seconds) for it in first.loads])
+    loads = tuple([(it.source.id, it.blocks, it.seconds) for it in first.reads])
     return Prefilled(first.computed_tokens, first.queue_s + first.prefill_s, tuple(misses), loads)

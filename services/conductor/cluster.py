@@ -8,7 +8,8 @@ from moonpool.kv.keys import pack_keys, unpack_keys
 from moonpool.rpc.channels import Channels
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor.core.messages import Event, Joined, KeysChanged, Left, Replicate, Reported, Resync
+from services.conductor.core.hot import Replicate
+from services.conductor.core.messages import Event, Joined, KeysChanged, Left, Reported, Resync
 from services.conductor.facts import instance_facts, load_facts
 from services.conductor.registry import Member, Registry, ServedModel
 from services.conductor.steps import StepsPool

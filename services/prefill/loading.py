@@ -41,6 +41,7 @@ class BlockRead:
         blocks: where they go.
         timeout_s: longest time for all of it.
         request: whose they are, for logs and spans.
+        came: told of the tokens of those that came, and from when to when by `time.monotonic()`.
     """
 
     source: kv_pb2.Instance
@@ -48,12 +49,14 @@ class BlockRead:
     blocks: Sequence[int]
     timeout_s: float
     request: str
+    came: Callable[[int, float, float], None] = lambda *_: None
 
     @classmethod
     def of_request(cls, order: LoadBlocks, request: Request) -> "BlockRead":
         """A prompt's prefix."""
         keys = request.incoming.keys[order.first : order.first + len(order.blocks)]
-        return cls(request.sources[order.source].instance, keys, order.blocks, order.timeout_s, request.request_id)
+        source, name = request.sources[order.source].instance, request.request_id
+        return cls(source, keys, order.blocks, order.timeout_s, name, request.note_load)
 
 
 class Pace:
@@ -157,7 +160,9 @@ class Loading:
                 await pace.over()
             finally:
                 pace.close()
-            return LoadEnded(loaded, loaded if loaded < wanted else None, seconds=time.monotonic() - began)
+            ended = time.monotonic()
+            read.came(loaded * self._layout.block_tokens, began, ended)
+            return LoadEnded(loaded, loaded if loaded < wanted else None, seconds=ended - began)
         except PrefixLost as lost:
             log.info("prefix lost while loading", source=source.id, request=read.request, reason=str(lost))
             return LoadEnded(0, lost.blocks)

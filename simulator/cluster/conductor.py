@@ -10,6 +10,7 @@ from moonpool.core.kernel import Cancel
 from moonpool.kv.keys import BlockKey
 from services.conductor.core.conductor import ConductorCore
 from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.hot import Replicate
 from services.conductor.core.messages import (
     Action,
     Adopt,
@@ -25,7 +26,6 @@ from services.conductor.core.messages import (
     Rehash,
     Rehashed,
     Renew,
-    Replicate,
     Reserve,
     Resumed,
     Resync,

@@ -10,6 +10,7 @@ from functools import partial
 from moonpool.core.kernel import Ended
 from moonpool.kv.keys import BlockKey
 from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.hot import Replicate
 from services.conductor.core.messages import (
     Accepted,
     Adopt,
@@ -20,7 +21,6 @@ from services.conductor.core.messages import (
     Prefill,
     Prefilled,
     Renew,
-    Replicate,
     Reserve,
     Result,
     Start,

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moonpool.core.digest import digest_of
-from services.conductor.core.messages import Replicate
 from services.conductor.core.plan import Wish
 
 TOP = 1024
@@ -19,6 +18,16 @@ ASKED = 2.0
 """Prompts that must have asked for a prefix lately: three in a short time. A conversation's next turn is no demand."""
 WORTH = 2.0
 """What was lost must be so many times what the copy takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """An instance is to copy a chain's blocks from another one, because they are hot."""
+
+    instance: str
+    keys: tuple[bytes, ...]
+    source: str
+    tenant: str
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from services.conductor.core.admission import Slo
 from services.conductor.core.cost import PrefillChoice
 from services.conductor.core.facts import InstanceFacts, LoadFacts
 from services.conductor.core.failures import Failure
+from services.conductor.core.hot import Replicate
 from services.conductor.core.lengths import Stratum, stratum_of
 from services.conductor.core.plan import Plan
 
@@ -323,7 +324,11 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Undo:
-    """Tell decode that the promise, not started yet, is not wanted."""
+    """Tell decode that the promise, not started yet, is not wanted.
+
+    Where the answer to `Reserve` was lost, nothing is known of it but its name: the target has no transfer, and no
+    address. There may be none.
+    """
 
     sequence: str
     target: Target
@@ -384,16 +389,6 @@ class Resync:
     """An instance's KV events have a gap: order a snapshot."""
 
     instance: str
-
-
-@dataclass(frozen=True, slots=True)
-class Replicate:
-    """An instance is to copy a chain's blocks from another one, because they are hot."""
-
-    instance: str
-    keys: tuple[bytes, ...]
-    source: str
-    tenant: str
 
 
 Order = Reserve | Prefill | Start | Adopt | Renew | Undo | Resync | Replicate | Cancel

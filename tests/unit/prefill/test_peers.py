@@ -28,7 +28,7 @@ async def test_reads_from_another_prefill() -> None:
         first = await (await begin(it, sequence, target=target, source=source(peer.instance, 4))).to_the_end()
         assert first.token_id == next_token(TOKENS)
         assert (first.local_tokens, first.loaded_tokens, first.computed_tokens) == (0, 4 * BLOCK, 3)
-        assert [(it.source.id, it.blocks, it.seconds > 0) for it in first.loads] == [("prefill-0", 4, True)]
+        assert [(it.source.id, it.blocks, it.seconds > 0) for it in first.reads] == [("prefill-0", 4, True)]
         assert_arrived(decode, TOKENS)
         dismiss(decode)
         assert set(it.service.manager.keys()) == set(KEYS)

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.conductor.core.hot import TOP, Hot
-from services.conductor.core.messages import Replicate
+from services.conductor.core.hot import TOP, Hot, Replicate
 from services.conductor.core.plan import Wish
 
 from .worlds import SECOND_PER_TOKEN, World, facts
