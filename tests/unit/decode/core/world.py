@@ -159,7 +159,8 @@ class World:
                 self.stored[store, key] = dict(self.pool[block])
         self.post(Arrived(number))
 
-    def start(self, number: int, stream: int = 1) -> None:
+    def start(self, number: int, stream: int = 1, known: int = 0) -> None:
+        """Tells the first tokens; of one sequence perhaps so many more, which it would have generated."""
         if self.core.requests[number].search is not None:
             self.post(Start(number, stream, 0, candidates=self._candidates(self.sequences[number])))
             return
@@ -169,7 +170,16 @@ class World:
             self.answers[other] = [it.tokens[-1]]
             self.followers[other], self.heard[other] = stream, list(self.answers[other])
             finishes.append(STOP if it.answer == 1 else 0)
-        self.post(Start(number, stream, finishes[0], tuple(finishes[1:])))
+        it = self.sequences[number]
+        for _ in range(min(known, it.answer - 2)):
+            it.tokens.append(it.token_after(len(it.tokens)))
+            self.answers[number].append(it.tokens[-1])
+            self.heard[number].append(it.tokens[-1])
+        known, full = len(self.answers[number]) - 1, (len(it.tokens) - 1) // BT
+        keys = tuple(it.keys()[len(self.asked[number].keys) : full])
+        self.post(
+            Start(number, stream, finishes[0], tuple(finishes[1:]), known=known, known_keys=keys if known else ())
+        )
 
     def compute(self, number: int, stream: int = 1) -> list[Action]:
         self.answers[number], self.heard[number], self.followers[number] = [], [], stream
