@@ -98,11 +98,15 @@ def test_whoever_is_killed_in_whatever_phase(pair: CheckedStack, judge: Emulated
         asyncio.run(answers(pair, [shared]))
         pair.restart_all(["prefill-0", "prefill-1", "decode-0", "decode-1"])
 
+        pair.services["kvstore-0"].signal(signal.SIGSTOP)  # a load lasts until it is given up, after seconds
+
     async def run() -> tuple[list[GenerateResult], str]:
         running = asyncio.create_task(answers(pair, prompts))
         found = await asyncio.to_thread(seen_in, pair, phase)
         hit = found if found.startswith(victim) else victim if victim == "conductor" else f"{victim}-0"
         pair.services[hit].signal(signal.SIGKILL)
+        if phase == "loading" and hit != "kvstore-0":
+            pair.services["kvstore-0"].signal(signal.SIGCONT)
         return await running, hit
 
     results, hit = asyncio.run(run())
