@@ -171,15 +171,12 @@ class World:
             self.followers[other], self.heard[other] = stream, list(self.answers[other])
             finishes.append(STOP if it.answer == 1 else 0)
         it = self.sequences[number]
-        for _ in range(min(known, it.answer - 2)):
-            it.tokens.append(it.token_after(len(it.tokens)))
-            self.answers[number].append(it.tokens[-1])
-            self.heard[number].append(it.tokens[-1])
-        known, full = len(self.answers[number]) - 1, (len(it.tokens) - 1) // BT
-        keys = tuple(it.keys()[len(self.asked[number].keys) : full])
-        self.post(
-            Start(number, stream, finishes[0], tuple(finishes[1:]), known=known, known_keys=keys if known else ())
-        )
+        more = it.go_on(min(known, it.answer - 2))
+        self.answers[number] += more
+        self.heard[number] += more
+        keys = it.keys()[len(self.asked[number].keys) : (len(it.tokens) - 1) // BT] if more else []
+        finish, *others = finishes
+        self.post(Start(number, stream, finish, tuple(others), known=len(more), known_keys=tuple(keys)))
 
     def compute(self, number: int, stream: int = 1) -> list[Action]:
         self.answers[number], self.heard[number], self.followers[number] = [], [], stream
@@ -217,7 +214,7 @@ class World:
             assert len(it.table) == -(-len(it.tokens) // BT), "blocks for the tokens, no more and no fewer"
             for position in range(start):
                 held = self.pool[it.table[position // BT]].get(position % BT)
-                assert held == self._content(it, position), f"wrong KV at {position} of sequence {number}"
+                assert held == it.content(position), f"wrong KV at {position} of sequence {number}"
             for position in range(start, start + count):
                 self._write(it, position)
             if not sample or self.core.requests[it.request].state.value == "leaving":
@@ -319,13 +316,6 @@ class World:
         assert position == len(self.heard[number])
         self.heard[number] += self.answers[number][position:]
 
-    def _content(self, it: Sequence, position: int) -> bytes:
-        """What a slot holds: a hash of all tokens up to its own."""
-        while len(it.contents) <= position:
-            before = it.contents[-1] if it.contents else b""
-            it.contents.append(digest_of(before, it.tokens[len(it.contents)]))
-        return it.contents[position]
-
     def _candidates(self, it: Sequence) -> Candidates:
         """What may follow a beam."""
         search = self.core.requests[it.request].search
@@ -359,7 +349,7 @@ class World:
         self.searched[ranked.id] = found
 
     def _write(self, it: Sequence, position: int) -> None:
-        self.pool[it.table[position // BT]][position % BT] = self._content(it, position)
+        self.pool[it.table[position // BT]][position % BT] = it.content(position)
 
     def _perform(self, action: Action) -> None:
         match action:
