@@ -14,15 +14,16 @@ from moonpool.errors import ConfigError
 from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
 
-_HASH_BYTES = 8
+_NUMBER_BYTES = 8
 
 
 @dataclass(slots=True)
 class PoolPart:
     """The share of one stage: `[layer_end - layer_begin, blocks, slice_bytes]`, mapped shared from a file descriptor.
 
-    Behind these `nbytes` lie the slices' hashes, `[layer_end - layer_begin, blocks]`, 8 bytes each. `map` supports the
-    buffer protocol. The part owns `fd`: it is closed with the part.
+    Behind these `nbytes` lie the slices' hashes, `[layer_end - layer_begin, blocks]`, 8 bytes each, and then how often
+    each slice came from elsewhere, alike. `map` supports the buffer protocol. The part owns `fd`: it is closed with the
+    part.
     """
 
     layout: KVLayout
@@ -34,6 +35,7 @@ class PoolPart:
     map: mmap.mmap
     view: memoryview = field(repr=False)
     hashes: memoryview = field(repr=False)
+    written: memoryview = field(repr=False)
     slice_bytes: int
 
     @classmethod
@@ -49,10 +51,10 @@ class PoolPart:
             raise ConfigError("pool", f"layers {layer_begin} to {layer_end} need {needed} bytes, the pool has {size}")
         mapped = mmap.mmap(fd, needed, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         view, nbytes = memoryview(mapped), slices * layout.slice_bytes
-        hashes = view[needed - slices * _HASH_BYTES :].cast("Q")
-        return cls(
-            layout, blocks, layer_begin, layer_end, fd, nbytes, mapped, view[:nbytes], hashes, layout.slice_bytes
-        )
+        written = view[needed - slices * _NUMBER_BYTES :].cast("q")
+        hashes = view[needed - 2 * slices * _NUMBER_BYTES : needed - slices * _NUMBER_BYTES].cast("Q")
+        views = view[:nbytes], hashes, written
+        return cls(layout, blocks, layer_begin, layer_end, fd, nbytes, mapped, *views, layout.slice_bytes)
 
     def slice(self, layer: int, block: int) -> memoryview:
         """The writable bytes of one layer (index in the model) of one block."""
@@ -69,6 +71,11 @@ class PoolPart:
     def set_hash(self, layer: int, block: int, value: int) -> None:
         """Keeps the hash that came with a slice."""
         self.hashes[(layer - self.layer_begin) * self.blocks + block] = value
+
+    def landed(self, layer: int, block: int, value: int) -> None:
+        """A slice came from elsewhere, all its bytes are here: keeps the hash that came with it, and counts it."""
+        self.set_hash(layer, block, value)
+        self.written[(layer - self.layer_begin) * self.blocks + block] += 1
 
     def seal(self, layer: int, block: int, valid_tokens: int) -> None:
         """Makes the hash of a slice that was computed here, with invalid token slots as zeros."""
@@ -91,6 +98,8 @@ class PoolPart:
         os.close(self.fd)
         self.fd = -1
         self.hashes.release()
+        with contextlib.suppress(BufferError):  # a device may look at it still
+            self.written.release()
         self.view.release()
         with contextlib.suppress(BufferError):
             self.map.close()
@@ -164,9 +173,12 @@ class KVPool:
 
     def write(self, layer: int, block: int, data: memoryview, value: int) -> None:
         """Takes one layer of one block that came from elsewhere, verified, and the hash that came with it."""
-        part = self._by_layer[layer]
-        part.slice(layer, block)[:] = data
-        part.set_hash(layer, block, value)
+        self.slice(layer, block)[:] = data
+        self.set_hash(layer, block, value)
+
+    def set_hash(self, layer: int, block: int, value: int) -> None:
+        """Keeps the hash that came with a slice which lies here already, and tells a device that the slice is new."""
+        self._by_layer[layer].landed(layer, block, value)
 
     def seal(self, layer: int, block: int, valid_tokens: int) -> None:
         """Makes the hash of a slice that was computed in this process."""
@@ -179,8 +191,8 @@ class KVPool:
 
 
 def _mapped_bytes(layout: KVLayout, slices: int) -> int:
-    """Memory of so many slices and their hashes; the hashes are aligned to their size."""
-    return -(-slices * layout.slice_bytes // _HASH_BYTES) * _HASH_BYTES + slices * _HASH_BYTES
+    """Memory of so many slices, their hashes and their counts, which are aligned to their size."""
+    return -(-slices * layout.slice_bytes // _NUMBER_BYTES) * _NUMBER_BYTES + 2 * slices * _NUMBER_BYTES
 
 
 def _check_ranges(layout: KVLayout, layer_ranges: Sequence[tuple[int, int]]) -> None:

@@ -141,6 +141,7 @@ class Calls:
                 elif response.HasField("accepted"):
                     self._post(Accepted(order.io, response.accepted.number))
                 elif response.HasField("finished"):
+                    serving.delivered(response.finished)
                     self._post(Delivered(order.io))
         finally:
             call.cancel()

@@ -33,6 +33,7 @@ from services.conductor.join import JoinServer
 from services.conductor.keeping import ContextKeeper
 from services.conductor.outgoing import Outgoing
 from services.conductor.queue import queue_state
+from services.conductor.recent import Recent
 from services.conductor.request import weight_of
 from services.conductor.resume import Resume, read_resume
 from services.conductor.serving import Serving
@@ -65,6 +66,7 @@ class ConductorServicer:
         desk: Desk,
         intake: Intake,
         decisions: Decisions,
+        recent: Recent,
         keeper: ContextKeeper,
         forgetting: Forgetting,
         tokenizing: ThreadPoolExecutor,
@@ -79,6 +81,7 @@ class ConductorServicer:
         self._keeper = keeper
         self.forgetting = forgetting
         self._decisions = decisions
+        self._recent = recent
         self._tokenizing = tokenizing
         self._spans = spans
         self._joins = JoinServer(cluster, config.heartbeat_s, forgetting.admit)
@@ -220,8 +223,14 @@ class ConductorServicer:
         await self._joins.serve(requests, context)
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: object) -> conductor_pb2.ExplainResponse:
-        """Return how a request was placed."""
-        return self._decisions.get(request.request_id)
+        """Return how a request was placed, and what it has gone through so far."""
+        found = self._decisions.get(request.request_id)
+        running = self._running.get(request.request_id)
+        if running is not None and running.serving is not None and not found.HasField("timeline"):
+            answer = conductor_pb2.ExplainResponse(timeline=running.serving.timeline(over=False))
+            answer.MergeFrom(found)
+            return answer
+        return found
 
     async def ClusterState(
         self, request: conductor_pb2.ClusterStateRequest, context: object
@@ -243,6 +252,7 @@ class ConductorServicer:
             model=registry.model,
             ready=registry.ready and not self._draining,
             queue=queue_state(self.core.requests, self._tenants(), self._weight_of),
+            recent=self._recent.state(),
         )
 
     async def CreateContext(

@@ -328,6 +328,8 @@ def rules_of(params: SamplingParams) -> Beams | None:
 def _first_misfit(live: LiveRequest, message: decode_pb2.StartSequence) -> str | None:
     """Why a request cannot begin with these first tokens, or without; None when it can."""
     if message.compute_prompt:
+        if live.incoming.sampling.params.prompt_logprobs is not None:
+            return "a prompt whose log probabilities are wanted (sampling.prompt_logprobs) is not computed here"
         alone = len(live.sequences) == 1 and live.beams is None
         return None if alone else "a prompt is computed here for one answer only, without beams"
     if message.known_token_ids and (live.beams or message.HasField("logprobs") or len(live.sequences) > 1):

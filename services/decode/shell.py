@@ -112,11 +112,10 @@ class DecodeShell:
         self.log = TokenLog(self._live, self._streams)
         self._order: Run | None = None
         self._wake = asyncio.Event()
-        self.copies = Copies(engine.pool, write_back, open_reader, self._post, clock)
+        self.copies = Copies(engine, write_back, open_reader, self._post, clock)
         self.empty = asyncio.Event()
         self.empty.set()
-        self.dead = ""
-        self.steps = 0
+        self.dead, self.steps = "", 0
 
     def __len__(self) -> int:
         return len(self._live.requests)
@@ -163,7 +162,7 @@ class DecodeShell:
         keys, prompt = tuple(incoming.keys), incoming.sampling.prompt_tokens
         width, targets, beams = incoming.width, len(stores), rules_of(incoming.sampling.params)
         asked = keys, tokens, prompt, total, tbt_slo_s, who, targets, width, starts_in_s
-        kept = incoming.priority, incoming.tenant, incoming.transient
+        kept = incoming.priority, incoming.tenant, incoming.transient, incoming.logprob_bytes
         self._post(Reserve(number, *asked, beams, bool(secret), fence, *kept))
         self._driver.settle()
         answer = self._answers.pop(number)

@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", default=",".join(FAULTS), help="faults, separated by commas")
     parser.add_argument("--targets", default="prefill,decode,kvstore,conductor", help="kinds of services that are hit")
     parser.add_argument("--engine", default="real", help="real or emulated:PROFILE")
+    parser.add_argument("--device", default="cpu", help="of real engines, for example staged:3")
     parser.add_argument("--prefill", type=int, default=2, help="prefill instances")
     parser.add_argument("--decode", type=int, default=2, help="decode instances")
     parser.add_argument("--kvstore", type=int, default=1, help="kvstores")
@@ -61,8 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 longest_answer=args.longest_answer,
                 conductors=args.conductors,
             )
+            folder = (args.keep or Path(temporary)) / f"storm-{seed}"
             base = replace(
-                base_plan(model, (args.keep or Path(temporary)) / f"storm-{seed}", args.engine, blocks=args.blocks),
+                base_plan(model, folder, args.engine, blocks=args.blocks, device=args.device),
                 prefill=args.prefill,
                 decode=args.decode,
                 kvstore=args.kvstore,

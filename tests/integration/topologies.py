@@ -16,6 +16,7 @@ class Topology:
         store: whether there is a kvstore.
         dtype: of weights and KV.
         deterministic: whether the services run with `--deterministic`.
+        device: where the engines compute.
     """
 
     shape: str
@@ -24,6 +25,7 @@ class Topology:
     store: bool
     dtype: str
     deterministic: bool = False
+    device: str = "cpu"
 
     @property
     def exact(self) -> bool:
@@ -32,7 +34,8 @@ class Topology:
 
     def __str__(self) -> str:
         store, exact = "store" if self.store else "no-store", "-deterministic" if self.deterministic else ""
-        return f"{self.shape}-{self.each}p{self.each}d-stages{self.stages}-{store}-{self.dtype}{exact}"
+        device = "" if self.device == "cpu" else f"-{self.device}"
+        return f"{self.shape}-{self.each}p{self.each}d-stages{self.stages}-{store}-{self.dtype}{exact}{device}"
 
 
 SHAPES = ("tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
@@ -42,11 +45,18 @@ SELECTED = [
     Topology("tiny-qwen2", 2, 1, True, BF16, deterministic=True),
     Topology("tiny-mistral", 1, 2, True, BF16),
     Topology("tiny-llama", 1, 1, False, BF16, deterministic=True),
-    Topology("tiny-qwen2", 1, 1, True, F32),
+    Topology("tiny-qwen2", 1, 1, True, F32, device="staged:5"),
 ]
 """Every family, and every pair of values of two of the other axes, is in one of them at least."""
 ALL = [Topology(*values) for values in itertools.product(SHAPES, (1, 2), (1, 2), (True, False), (F32, BF16))]
-REST = [topology for topology in ALL if topology not in SELECTED]
+ON_GPU = [
+    Topology("tiny-qwen3", 1, 1, True, F32, device="cuda"),
+    Topology("tiny-llama", 1, 1, True, BF16, device="cuda"),
+]
+REST = [
+    *(topology for topology in ALL if topology not in SELECTED),
+    Topology("tiny-llama", 2, 2, True, BF16, device="staged:11"),
+]
 
 
 def missing(selected: Sequence[Topology]) -> set[object]:

@@ -125,6 +125,8 @@ class Request:
     """Tokens behind the first one that are known, until it begins; `known_keys` are those of the blocks they fill."""
     known_keys: tuple[BlockKey, ...] = ()
     preemptions: int = 0
+    logprob_bytes: int = 0
+    """Bytes of the log probabilities that are kept with each token of its answer."""
     prompt_here: bool = False
     """Its prompt, or known tokens behind it, are computed here: nobody else writes these to its kvstores."""
     recompute: bool = False
@@ -153,6 +155,7 @@ class Request:
             until,
             resumable=event.resumable,
             fence=event.fence,
+            logprob_bytes=event.logprob_bytes,
             search=Search(event.width, longest, event.beams) if event.beams is not None else None,
         )
 
