@@ -114,7 +114,7 @@ class KVStoreService(StoreListener):
 
     def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits) -> KVStoreServicer:
         config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.session_timeout_s
-        put = PutResources(store.writes, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
+        put = PutResources(store, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
         lease_timeout_s, on_read = config.lease_timeout_s, self._observer.read
         get = GetResources(store.reads, pool, ahead, instance, timeout_s, lease_timeout_s, on_read)
         operations = Operations(store, pool, ahead, self._observer.reuse, config.capacity_bytes)

@@ -79,21 +79,29 @@ class Writes:
         if len(self.sessions) >= self._max_sessions or self._keys + len(spec.keys) > MAX_OPEN_KEYS:
             raise Overloaded("too many writing sessions", reason="kvstore_sessions", retry_after_s=RETRY_AFTER_S)
         tiers, dram, size = self._tiers, self._tiers.dram, spec.format.layout.block_bytes
-        present = [index for index, key in enumerate(spec.keys) if self._is_present(key, spec)]
+        present = self.present(spec)
         dram.check_possible((len(spec.keys) - len(present)) * size, spec.tenant, now)
         if len(present) < len(spec.keys) and not dram.can_reserve(size, spec.tenant):
             return None
-        tiers.touch([spec.keys[index] for index in present])
         session = PutSession(spec, present, on_visible, on_durable)
         self._expect(session)
         for index in present:
             self._await_durable(session, index)
-        self._make_durable(block for index in present if (block := dram.get(spec.keys[index])) is not None)
+        self.offered(spec, present)
         tiers.listener.sessions_changed()
         return session
 
+    def offered(self, spec: PutSpec, present: Sequence[int]) -> None:
+        """A writer brought blocks that are here: a use, and a reason to try again what the SSD tier did not take."""
+        keys = [spec.keys[index] for index in present]
+        self._tiers.touch(keys)
+        self._make_durable(filter(None, map(self._tiers.dram.get, keys)))
+
+    def present(self, spec: PutSpec) -> list[int]:
+        """Indices of blocks that are here; raises InvalidRequest if one is, or is being written, in another format."""
+        return [index for index, key in enumerate(spec.keys) if self._is_present(key, spec)]
+
     def _is_present(self, key: BlockKey, spec: PutSpec) -> bool:
-        """Whether a block is here; raises InvalidRequest when it is, or is being written, in another format."""
         found = self._tiers.format_of(key)
         unfinished = self.unfinished.get(key) if found is None else None
         there = found if unfinished is None else unfinished.spec.format
@@ -165,6 +173,12 @@ class Writes:
                 self._make_durable(blocks)
                 self._tell_visible(whole)
         return True
+
+    def came_whole(self, blocks: Sequence[DramBlock]) -> None:
+        """Takes blocks that are not here, in the place of reserved bytes."""
+        self._tiers.insert(blocks)
+        self.blocks_put += len(blocks)
+        self.arrived(blocks)
 
     def _finish(self, block: Assembly) -> None:
         del self.unfinished[block.key]

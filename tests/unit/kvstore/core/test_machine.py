@@ -167,7 +167,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.writes.close(entry.session)
                 return
             del entry.unsent[index, layer]
-        if not entry.unsent and entry.session.covers_whole_blocks:
+        if not entry.unsent and entry.session.spec.whole_blocks:
             assert entry.session.complete
 
     @precondition(lambda self: self.sessions)
